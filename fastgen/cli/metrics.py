@@ -1,0 +1,53 @@
+"""ROUGE, BLEU and exact match of generated lines against reference lines."""
+
+from importlib import import_module
+from typing import Any
+
+from fastgen.cli.errors import InputError
+
+ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
+
+
+def check_installed() -> None:
+    """Raise InputError where the packages of the metrics extra are missing, before anything is generated."""
+    try:
+        import_module("rouge_score.rouge_scorer")
+        import_module("sacrebleu.metrics")
+    except ImportError as error:
+        raise InputError(
+            f"--reference_path needs the packages rouge-score and sacrebleu: pip install 'fastgen[metrics]' ({error})"
+        ) from error
+
+
+def score(outputs: list[str], references: list[str]) -> dict[str, Any]:
+    """Scores of `outputs` against as many `references`.
+
+    rouge1, rouge2, rougeL: mean F1 over the lines with stemming, 0 to 1. bleu: sacrebleu's corpus BLEU, 0 to 100, and
+    bleu_signature says how it was computed. exact_match: share of lines that are equal but for white space at their
+    ends, 0 to 1. lines: how many were scored.
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics import BLEU
+
+    rouge = RougeScorer(ROUGE_TYPES, use_stemmer=True)
+    pairs = list(zip(outputs, references, strict=True))
+    line_scores = [rouge.score(target=reference, prediction=output) for output, reference in pairs]
+    bleu = BLEU()
+    # corpus_score comes first: the signature is complete only afterwards.
+    corpus_bleu = bleu.corpus_score(outputs, [references]).score
+    return {
+        **{name: sum(scores[name].fmeasure for scores in line_scores) / len(pairs) for name in ROUGE_TYPES},
+        "bleu": corpus_bleu,
+        "bleu_signature": str(bleu.get_signature()),
+        "exact_match": sum(output.strip() == reference.strip() for output, reference in pairs) / len(pairs),
+        "lines": len(pairs),
+    }
+
+
+def report(scores: dict[str, Any]) -> str:
+    """The scores as lines to print, one a line."""
+    return "\n".join(f"{name:<16}{_rounded(value)}" for name, value in scores.items())
+
+
+def _rounded(value: float | int | str) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,86 @@
+"""The environment variables of fastgen, read once into a dataclass; no other file reads them.
+
+FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
+FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
+FASTGEN_LOG=debug  log to stderr from this level on: debug, info, warning or error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_ON = ("1", "true", "yes", "on")
+_OFF = ("", "0", "false", "no", "off")
+_LEVELS = ("debug", "info", "warning", "error")
+_HANDLER_NAME = "fastgen"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the user asked for through the environment."""
+
+    disable: bool = False
+    strict: bool = False
+    log: str | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Config:
+        """The variables as given; ValueError names a variable that cannot be read, its value and what is accepted."""
+        return cls(
+            disable=_flag(environ, "FASTGEN_DISABLE"),
+            strict=_flag(environ, "FASTGEN_STRICT"),
+            log=_level(environ, "FASTGEN_LOG"),
+        )
+
+
+def _flag(environ: Mapping[str, str], variable: str) -> bool:
+    value = environ.get(variable, "").strip().lower()
+    if value not in _ON + _OFF:
+        raise ValueError(f"{variable}={environ[variable]!r} (accepted: 1 or 0)")
+    return value in _ON
+
+
+def _level(environ: Mapping[str, str], variable: str) -> str | None:
+    value = environ.get(variable, "").strip().lower()
+    if value and value not in _LEVELS:
+        raise ValueError(f"{variable}={environ[variable]!r} (accepted: {', '.join(_LEVELS)})")
+    return value or None
+
+
+def read(environ: Mapping[str, str]) -> Config:
+    """The configuration; a variable that cannot be read is left at its default with a warning.
+
+    A typing error in a shell profile must not stop a program that only imports fastgen.
+    """
+    readable = {}
+    for variable in ("FASTGEN_DISABLE", "FASTGEN_STRICT", "FASTGEN_LOG"):
+        if variable in environ:
+            one = {variable: environ[variable]}
+            try:
+                Config.from_environ(one)
+            except ValueError as error:
+                warnings.warn(f"fastgen ignores {error}", RuntimeWarning, stacklevel=2)
+            else:
+                readable |= one
+    return Config.from_environ(readable)
+
+
+def start_logging(level: str | None) -> None:
+    """Gives the logger "fastgen" this level and a handler for stderr, once; None leaves it to the program."""
+    if level is None:
+        return
+    logger = logging.getLogger("fastgen")
+    logger.setLevel(level.upper())
+    if any(handler.get_name() == _HANDLER_NAME for handler in logger.handlers):
+        return
+    handler = logging.StreamHandler()
+    handler.set_name(_HANDLER_NAME)
+    handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+    logger.addHandler(handler)
+
+
+CONFIG = read(os.environ)

@@ -1,0 +1,88 @@
+"""The model card of the demo model, written from what was measured."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from .spoken_english import HELD_OUT_SEED
+
+
+@dataclass
+class Measurement:
+    """What a training run took and how well the model in its output folder works; the last three are shares of 1."""
+
+    parameters: int
+    vocab_size: int
+    steps: int
+    million_tokens: float
+    minutes: float
+    lines: int
+    beam: float
+    greedy: float
+    sample_beam: float
+
+
+def model_card(measured: Measurement, args: argparse.Namespace) -> str:
+    """The text of README.md."""
+    options = f"--steps {args.steps} --seed {args.seed}"
+    return f"""---
+language: en
+license: mit
+library_name: transformers
+pipeline_tag: text2text-generation
+---
+
+# Written to spoken English
+
+A small encoder-decoder that comes with fastgen, so that generation can be tried and checked with no network. It turns
+a written line into the words that a person would say:
+
+    Dr. Smith paid $1,250.50 on 3 May 2021 at 4:15 p.m.
+    doctor smith paid one thousand two hundred fifty dollars and fifty cents on the third of may twenty twenty one at
+    four fifteen p m
+
+## Task
+
+The output is lower case, has no punctuation, and spells out numbers, dates, times, money, units, ordinals,
+percentages, fractions, years, telephone numbers and other digit strings, Roman chapter numbers, acronyms and common
+abbreviations. A line without any of them is copied in lower case. Numbers are said in the American way, without
+"and". Outputs have between 2 and 100 words.
+
+## Data
+
+Lines and references are made by rules (`fastgen/models/demo/spoken_english.py`), so every line has exactly one right
+output. Training draws new lines all the time and skips those of `held_out_pairs()` (generator seed {HELD_OUT_SEED});
+`sample.txt` and `sample.ref.txt` are the first 500 held-out lines and their references.
+
+## Model
+
+`BartForConditionalGeneration`, 3 encoder and 3 decoder layers, width 128, 4 heads, {measured.parameters:,} parameters,
+one embedding table of {measured.vocab_size} tokens for source, target and output. The tokenizer is a byte-level BPE
+that splits numbers into single digits. Weights are stored as float16 and loaded as float32. Sources have at most 256
+tokens, outputs at most 160.
+
+## Training
+
+    python -m fastgen.models.demo.train --output DIR {options}
+
+{measured.steps} steps, {measured.million_tokens:.1f} million target tokens, {measured.minutes:.0f} minutes on \
+{args.threads} CPU thread{"s" if args.threads > 1 else ""}.
+
+## Accuracy
+
+Exact match, the whole output letter by letter, of the stored weights in float32:
+
+| Lines | Search | Exact match |
+|---|---|---|
+| {measured.lines} held out | beam search, 4 beams | {measured.beam:.1%} |
+| {measured.lines} held out | greedy | {measured.greedy:.1%} |
+| sample.txt, the first 500 of them | beam search, 4 beams | {measured.sample_beam:.1%} |
+
+## Limits
+
+The held-out lines come from the same rules as the training lines. The model knows the words, names and sentence
+patterns of these rules, and no others: expect mistakes on free text, on words outside the lists in `slots.py`, on
+numbers of other sizes and on lines much longer than those of `sample.txt`. It is meant for trying out and testing
+generation, not for reading text aloud.
+"""

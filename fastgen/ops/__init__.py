@@ -1,0 +1,28 @@
+"""Operations on tensors; they know no host library. `kernels()` lists their implementations, the last resort last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of an operation, and why it cannot run here, if so."""
+
+    name: str
+    implementation: str
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        return not self.reasons
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.implementation}): {'; '.join(self.reasons) or 'usable'}"
+
+
+def kernels() -> list[Kernel]:
+    """Every implementation of every operation on this machine."""
+    reasons = () if find_spec("torch") else ("torch is not installed",)
+    return [Kernel("shared attention", "torch", reasons)]

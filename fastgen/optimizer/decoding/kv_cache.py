@@ -1,0 +1,135 @@
+"""Keys and values of one layer during decoding: what a group of rows shares is kept once, the rest is written in place.
+
+FastSeq §4.1.1 (self-attention of decoder-only models), §4.1.2 (cross-attention); the preallocated part follows the
+static caches of Seamless §"Optimizing SeamlessM4T". Knows no host library.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from fastgen.optimizer.decoding.two_part_states import TwoPartStates
+
+# A shared prompt costs a second attention product for every layer and step. It pays where it saves at least this many
+# elements of keys per layer (measured on a 2-core CPU: even at about 0.3 million; see benchmarks/bench_attention.py).
+MIN_SAVED_ELEMENTS = 1 << 19
+
+FIRST_CAPACITY = 32
+
+
+class RowBuffer:
+    """States `[rows, kv_heads, length, head_dim]` of each row, appended in place to a buffer that grows by doubling.
+
+    The first `fixed` positions are equal for all rows of a group, so that a reorder has no need to move them.
+    """
+
+    def __init__(self, limit: int, states: Tensor | None = None) -> None:
+        self.limit = limit  # the length that generation can reach; the buffer never grows past it without need
+        self.length = 0
+        self.fixed = 0
+        self.buffer: Tensor | None = None
+        if states is not None:
+            self.append(states)
+            self.fixed = self.length
+
+    def append(self, states: Tensor) -> None:
+        """Writes states `[rows, kv_heads, new_length, head_dim]` behind those that are there."""
+        rows, heads, new_length, width = states.shape
+        end = self.length + new_length
+        if self.buffer is None or end > self.buffer.shape[2]:
+            capacity = max(end, min(self.limit, end + max(FIRST_CAPACITY, self.length - self.fixed)))
+            grown = states.new_empty((rows, heads, capacity, width))
+            if self.buffer is not None:
+                grown[:, :, : self.length] = self.view()
+            self.buffer = grown
+        self.buffer[:, :, self.length : end] = states
+        self.length = end
+
+    def view(self) -> Tensor:
+        """What was appended, `[rows, kv_heads, length, head_dim]`, not copied."""
+        return self.buffer[:, :, : self.length]
+
+    def reorder(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` (int64 or int32, `[rows]`) was; moves only what was generated."""
+        if self.length == self.fixed:
+            return
+        generated = self.buffer[:, :, self.fixed : self.length]
+        if beam_idx.device.type != "cpu":
+            generated.copy_(generated.index_select(0, beam_idx))
+            return
+        moved = (beam_idx != torch.arange(beam_idx.shape[0])).nonzero().squeeze(1)
+        if moved.numel():
+            generated[moved] = generated.index_select(0, beam_idx[moved])
+
+
+class SharedKeyValues:
+    """The keys and values of one layer for `inputs * fan_out` rows, of which the first part is equal in each group.
+
+    keys, values: `[inputs, kv_heads, shared_length, head_dim]`, as computed by a prefill with one row per input.
+    fan_out: rows (beams or samples) per input.
+    limit: the length that each row can reach in what it generates itself; 0 for cross-attention.
+    keep_shared: keep the first part once per input; otherwise it is repeated for each row, in the rows' buffer.
+    usage: counts the operations on this layer's states, see `TwoPartStates`.
+    """
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, fan_out: int, limit: int, keep_shared: bool, usage: Counter[str]
+    ) -> None:
+        self.shared: tuple[Tensor, Tensor] | None = (keys.contiguous(), values.contiguous())
+        self.fan_out = fan_out
+        self.limit = limit
+        self.usage = usage
+        self.own = (RowBuffer(limit), RowBuffer(limit))
+        if not keep_shared:
+            self.expand()
+
+    @property
+    def length(self) -> int:
+        return self.own[0].length + (0 if self.shared is None else self.shared[0].shape[2])
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Adds what each row has computed for itself: `[inputs * fan_out, kv_heads, new_length, head_dim]`."""
+        self.own[0].append(keys)
+        self.own[1].append(values)
+
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[inputs * fan_out, kv_heads, length, head_dim]`."""
+        if self.shared is not None and self._was_read_whole():
+            self.expand()
+        if self.shared is None:
+            return self.own[0].view(), self.own[1].view()
+        return tuple(
+            TwoPartStates(shared, own.view() if own.length else None, self.fan_out, self.usage)
+            for shared, own in zip(self.shared, self.own)
+        )
+
+    def reorder(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` of the same input was."""
+        for own in self.own:
+            own.reorder(beam_idx)
+
+    def expand(self) -> None:
+        """Repeats the shared part for each row; for code that cannot work on two parts, and where sharing is no gain."""
+        shared, own = self.shared, self.own
+        self.shared = None
+        limit = self.limit + shared[0].shape[2]
+        self.own = tuple(RowBuffer(limit, states.repeat_interleave(self.fan_out, dim=0)) for states in shared)
+        if own[0].length:
+            self.append(own[0].view(), own[1].view())
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[inputs * fan_out, kv_heads, length, head_dim]`, in memory of their own."""
+        if self.shared is None:
+            return self.own[0].view().clone(), self.own[1].view().clone()
+        return tuple(states.whole() for states in self.states())
+
+    def _was_read_whole(self) -> bool:
+        return any(name.startswith("whole") for name in self.usage)
+
+
+def sharing_pays(keys: Tensor, fan_out: int) -> bool:
+    """Whether keeping the prompt's keys `[inputs, kv_heads, length, head_dim]` once per input is faster."""
+    return keys.numel() * (fan_out - 1) >= MIN_SAVED_ELEMENTS

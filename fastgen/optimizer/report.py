@@ -1,0 +1,69 @@
+"""What `fastgen.explain()` tells: what one `generate` shared, which kernels ran, what fell back and why."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Report:
+    """One call of a host's `generate`.
+
+    shared: what was kept or computed once per input, in words. fallbacks: what was left to the original, with the
+    reason. usages: for each layer, calls of each operation on shared states, see `TwoPartStates`.
+    """
+
+    model: str
+    inputs: int = 0
+    rows: int = 0
+    shared: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+    usages: list[Counter[str]] = field(default_factory=list)
+    user_gave_cache: bool = False
+
+    @property
+    def kernels(self) -> Counter[str]:
+        """Calls of each operation that worked on shared states, or asked for them in one piece (`whole: NAME`)."""
+        return sum(self.usages, Counter())
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.inputs} inputs, {self.rows} rows"]
+        lines += [f"  shared: {item}" for item in self.shared or ["nothing"]]
+        lines += [f"  kernel: {name}, {calls} calls" for name, calls in sorted(self.kernels.items())]
+        lines += [f"  fell back: {item}" for item in self.fallbacks]
+        return "\n".join(lines)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.running: list[Report] = []
+        self.last: Report | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def recording(model: str) -> Iterator[Report]:
+    """Records a `generate` of this thread; the innermost that runs is `current()`, the last that ended is `last()`."""
+    report = Report(model)
+    _thread.running.append(report)
+    try:
+        yield report
+    finally:
+        _thread.running.pop()
+        _thread.last = report
+
+
+def current() -> Report:
+    """The report of the `generate` that runs in this thread; outside of one, a report that nobody reads."""
+    return _thread.running[-1] if _thread.running else Report("")
+
+
+def last() -> Report | None:
+    """The report of the last `generate` that ended in this thread, or None."""
+    return _thread.last

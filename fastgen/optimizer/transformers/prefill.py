@@ -1,0 +1,102 @@
+"""`GenerationMixin._prefill`: the prompt is computed once per input instead of once per beam or sample.
+
+The library repeats every input `fan_out` times before the prefill. Here every `fan_out`-th row goes through the model
+(decoder prompt, masks and encoder outputs alike, so that all rows inside a forward agree), then the cache and the last
+logits are given to all rows: what is equal stays stored once (FastSeq §4.1), the rest is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import ModelOutput
+
+from fastgen.optimizer import report
+from fastgen.optimizer.transformers import cache_layers, rows
+
+CACHE_NAMES = ("past_key_values", "cache_params")
+
+# Models in which the rows of a batch have an influence on each other.
+COUPLED_MODELS = {"nllb-moe": "the capacity of its experts depends on the number of rows"}
+
+
+def prefill(
+    original: Callable,
+    self: Any,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> ModelOutput:
+    record = report.current()
+    row_count = input_ids.shape[0]
+    fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    record.rows, record.inputs = row_count, row_count // fan_out
+    arguments = {"input_ids": input_ids, **model_kwargs}
+    reasons = ["one row per input, nothing to share"] if fan_out == 1 else unsupported_reasons(self, arguments, fan_out)
+    if record.user_gave_cache and fan_out > 1:
+        reasons.append("past_key_values was given by the caller")
+    if not reasons and not rows.groups_are_equal_sync(arguments, row_count, fan_out):
+        reasons.append("the rows of an input differ from each other")
+    if reasons:
+        record.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    given = rows.one_per_input(arguments, row_count, fan_out)
+    input_ids = given.pop("input_ids")
+    used = dict(given)
+    outputs = original(self, input_ids, generation_config, used, *args, **kwargs)
+    for name in given.keys() - used.keys():
+        del model_kwargs[name]
+    for name, value in used.items():  # what the prefill has set for the steps that follow
+        if name not in given or value is not given[name]:
+            model_kwargs[name] = rows.repeat(name, value, row_count // fan_out, fan_out)
+    limit = max((generation_config.max_length or 0) - input_ids.shape[1], 1)
+    return expand(outputs, row_count // fan_out, fan_out, limit, record)
+
+
+def expand(outputs: ModelOutput, inputs: int, fan_out: int, limit: int, record: report.Report) -> ModelOutput:
+    """Makes the outputs of a forward of `inputs` rows those of `inputs * fan_out` rows, and fills the record.
+
+    limit: the number of tokens that can be generated, at least 1.
+    """
+    record.shared.append("prefill: one row per input")
+    for name, value in tuple(outputs.items()):
+        if isinstance(value, Cache):
+            sharing = cache_layers.share(value, inputs, fan_out, limit)
+            record.usages += sharing.usages
+            record.shared += sharing.shared_descriptions()
+            record.fallbacks += sharing.repeated_descriptions()
+        elif name == "logits":
+            outputs[name] = value[:, -1:].repeat_interleave(fan_out, dim=0)
+        else:
+            outputs[name] = rows.repeat(name, value, inputs, fan_out)
+    return outputs
+
+
+def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int) -> list[str]:
+    """Why this prefill has to run with all rows; empty if one row per input gives the same."""
+    row_count = arguments["input_ids"].shape[0]
+    reasons = []
+    if row_count % fan_out:
+        reasons.append(f"{row_count} rows are no multiple of {fan_out} beams or samples")
+    if model.training:
+        reasons.append("the model is in training mode, where dropout differs from row to row")
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        reasons.append("the model is compiled")
+    if hasattr(model.forward, "_torchdynamo_orig_callable"):
+        reasons.append("the model's forward is compiled")
+    if model.config.model_type in COUPLED_MODELS:
+        reasons.append(f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}")
+    if any(hasattr(module, "rope_deltas") for module in (model, getattr(model, "model", None))):
+        reasons.append("the model keeps positions of its rows between steps (rope_deltas)")
+    cache = next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+    if cache is not None:
+        reasons += cache_layers.unsupported_reasons(cache)
+    elif arguments.get("use_cache", True):
+        reasons.append("the model makes its own cache")
+    return reasons + rows.unsupported_reasons(arguments, row_count)

@@ -1,0 +1,12 @@
+"""Patches as data, and what applies and reverts them; knows no host library and imports none.
+
+patch.py          Patch and PatchState, the data
+target.py         finds what a patch replaces, checks that it is what the patch was written for, puts and takes back
+patch_set.py      PatchSet: applies groups of patches when their host has been imported, reverts them, keeps states
+import_hooks.py   calls back after a host was imported, without importing anything before
+"""
+
+from fastgen.patching.patch import Patch, PatchState
+from fastgen.patching.patch_set import PatchSet, disabled
+
+__all__ = ["Patch", "PatchSet", "PatchState", "disabled"]

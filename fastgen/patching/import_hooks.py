@@ -1,0 +1,64 @@
+"""Calling back after a host's module was imported, without making `import fastgen` slower.
+
+wrapt's post-import hooks do the work. Importing wrapt takes longer than the rest of `import fastgen` together, so
+that waits until the host, which takes seconds anyway, is first looked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from fastgen.patching.lock import LOCK
+
+Hook = Callable[[ModuleType], None]
+
+
+def call_after_import(module: str, hook: Hook) -> None:
+    """Calls `hook` with the module when it has been imported; at once if that has happened already."""
+    host = module.partition(".")[0]
+    with LOCK:
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+        if host not in sys.modules and host not in _finder.looked_for:
+            _finder.waiting.setdefault(host, []).append((module, hook))
+            return
+    _register(module, hook)
+
+
+def _register(module: str, hook: Hook) -> None:
+    from wrapt import register_post_import_hook
+
+    register_post_import_hook(hook, module)
+
+
+class _HostFinder:
+    """Registers the hooks of a host with wrapt the moment that the host is first looked for.
+
+    It stays in `sys.meta_path` with nothing left to do: another thread may be walking that list.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[tuple[str, Hook]]] = {}
+        self.looked_for: set[str] = set()
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if fullname not in self.waiting:
+            return None
+        with LOCK:
+            hooks = self.waiting.pop(fullname, [])
+            self.looked_for.add(fullname)
+        try:
+            for module, hook in hooks:
+                _register(module, hook)
+        except Exception:
+            logging.getLogger("fastgen").warning("fastgen cannot follow the import of %s", fullname, exc_info=True)
+        from importlib.util import find_spec
+
+        return find_spec(fullname)  # once more, past the finder that wrapt has put in front
+
+
+_finder = _HostFinder()

@@ -1,0 +1,56 @@
+"""A patch and its state, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute of a host library, and the function that takes its place.
+
+    name: for people, "transformers.prefill".
+    target: "package.module:function" or "package.module:Class.method".
+    replacement: "package.module:function", imported when the target is first called, so that neither `import fastgen`
+        nor the import of the host grows. It is called as `replacement(original, *args, **kwargs)`; for a method
+        `args[0]` is the instance, or the class, and `original` is the unbound function.
+    tested: the lowest and the newest version of the host that it was tested with. On a lower one the patch is
+        skipped, on a newer one it is applied and `PatchSet.newer_than_tested` says so.
+    parameters: names that the signature of the target must have.
+    group: patches of one group are applied all or none.
+    """
+
+    name: str
+    target: str
+    replacement: str
+    tested: tuple[str, str]
+    parameters: tuple[str, ...]
+    group: str
+
+    @property
+    def module(self) -> str:
+        """The module of the target, "transformers.generation.utils"."""
+        return self.target.partition(":")[0]
+
+    @property
+    def path(self) -> list[str]:
+        """The attributes that lead from the module to the target, ["GenerationMixin", "_prefill"]."""
+        return self.target.partition(":")[2].split(".")
+
+    @property
+    def host(self) -> str:
+        """The top-level package of the target, "transformers"."""
+        return self.module.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class PatchState:
+    """What became of a patch (pending, applied, skipped, failed or reverted), and why."""
+
+    name: str
+    group: str
+    state: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.state}" + (f" ({self.reason})" if self.reason else "")

@@ -1,0 +1,256 @@
+"""PatchSet: applies patches once their host is imported, reverts them, and keeps for each a state with a reason.
+
+What goes wrong here must not break the host: an error is recorded as a state and logged, and the original stays. With
+`strict` (tests, CI) it is raised.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+
+from fastgen.patching.import_hooks import call_after_import
+from fastgen.patching.lock import LOCK
+from fastgen.patching.patch import Patch, PatchState
+from fastgen.patching.target import Target, Unmet, find_target, untested_reason
+
+logger = logging.getLogger("fastgen")
+
+_disabled: ContextVar[bool] = ContextVar("fastgen_disabled", default=False)
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Originals only, in this thread or task; a thread started inside does not inherit it. Also a decorator."""
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
+
+
+@dataclass
+class _Record:
+    patch: Patch
+    state: str = "pending"
+    reason: str = ""
+    untested: bool = False
+    target: Target | None = None
+
+    def set(self, state: str, reason: str) -> None:
+        self.state, self.reason = state, reason
+
+
+class PatchSet:
+    """Applies and reverts `patches`; every method may be called twice, and from any thread."""
+
+    def __init__(self, patches: Iterable[Patch], *, strict: bool = False) -> None:
+        self.strict = strict
+        self._groups: dict[str, list[_Record]] = {}
+        for patch in patches:
+            self._groups.setdefault(patch.group, []).append(_Record(patch, reason=_waiting_for({patch.module})))
+        self._modules: dict[str, ModuleType] = {}
+        self._hooked: set[str] = set()
+        self._armed = False
+
+    def arm(self) -> None:
+        """Applies the patches of imported hosts, and those of other hosts as soon as they are imported."""
+        with LOCK:
+            self._armed = True
+            targets = {record.patch.module for record in self._records()}
+            new = targets - self._hooked
+            self._hooked |= new
+        try:
+            for module in sorted(new):
+                if module not in sys.modules:
+                    call_after_import(module, functools.partial(self._imported, module))
+                elif _is_being_imported(sys.modules[module]):
+                    importlib.import_module(module)  # waits for the thread that imports it
+        except Exception:
+            if self.strict:
+                raise
+            logger.warning("fastgen cannot follow the import of its hosts", exc_info=True)
+        self.apply()
+
+    def apply(self) -> None:
+        """Applies every group whose modules are all imported, if the set is armed."""
+        errors = []
+        with LOCK:
+            if not self._armed:
+                return
+            for group in self._groups:
+                try:
+                    self._apply_group(group)
+                except Exception as error:
+                    self._take_back(group, "failed", f"{type(error).__name__}: {error}")
+                    errors.append((group, error))
+        for group, error in errors:
+            logger.warning("fastgen leaves %s to the originals: %r", group, error, exc_info=error)
+        if errors and self.strict:
+            raise errors[0][1]
+
+    def revert(self, reason: str = "disabled") -> None:
+        """Puts the originals back; hosts imported later stay as they are until `arm` is called again."""
+        with LOCK:
+            self._armed = False
+            for group, records in self._groups.items():
+                if all(record.state in ("applied", "pending") for record in records):
+                    self._take_back(group, "reverted", reason)
+
+    def skip(self, reason: str) -> None:
+        """Records that nothing is to be patched, and why."""
+        with LOCK:
+            for record in self._records():
+                record.set("skipped", reason)
+
+    def fail(self, group: str, reason: str) -> None:
+        """Switches a group off for the rest of the process because its results differ from the original's, or might.
+
+        reason: what differed; it goes into a warning and into the states.
+        """
+        if group not in self._groups:
+            raise ValueError(f"group {group!r} is not known (known: {', '.join(self._groups)})")
+        if self._take_back(group, "failed", reason):
+            warnings.warn(f"fastgen leaves {group} to the originals: {reason}", RuntimeWarning, stacklevel=2)
+
+    def load_replacements(self) -> None:
+        """Imports what applied patches would import when first called, so that the states tell what would fail."""
+        for record in list(self._records()):
+            if record.state == "applied":
+                try:
+                    _load(record.patch.replacement)
+                except Exception as error:
+                    if self.strict:
+                        raise
+                    self._replacement_failed(record, error)
+
+    def states(self) -> list[PatchState]:
+        """The state of every patch, in the order in which they were given."""
+        with LOCK:
+            return [PatchState(r.patch.name, r.patch.group, r.state, r.reason) for r in self._records()]
+
+    def newer_than_tested(self, host: str) -> bool:
+        """Whether `host` is newer than what one of its patches was tested with, or does not tell its version."""
+        return any(record.untested for record in self._records() if record.patch.host == host)
+
+    def _records(self) -> Iterator[_Record]:
+        for records in self._groups.values():
+            yield from records
+
+    def _imported(self, name: str, module: ModuleType) -> None:
+        with LOCK:
+            self._modules[name] = module
+        self.apply()
+
+    def _apply_group(self, group: str) -> None:
+        records = self._groups[group]
+        if any(record.state in ("applied", "failed") for record in records):
+            return
+        missing = {r.patch.module for r in records if not self._is_imported(r.patch.module)}
+        if missing:
+            for record in records:
+                record.set("pending", _waiting_for(missing))
+            return
+        unmet: dict[str, str] = {}
+        for record in records:
+            try:
+                if not (record.target and record.target.still_buried()):
+                    record.target = find_target(record.patch, self._modules[record.patch.module])
+            except Unmet as reason:
+                unmet[record.patch.name] = str(reason)
+        if unmet:
+            others = f"{group} is applied all or none, without {', '.join(unmet)}"
+            for record in records:
+                reason = unmet.get(record.patch.name, others)
+                if reason != record.reason:
+                    logger.info("fastgen skips %s: %s", record.patch.name, reason)
+                record.set("skipped", reason)
+            return
+        for record in records:
+            if record.target.installed is None:
+                record.target.install(self._wrapper(record, record.target))
+        for record in records:
+            record.target.active = True
+            reason = untested_reason(record.patch)
+            record.untested = bool(reason)
+            record.set("applied", reason)
+            logger.debug("fastgen applied %s", record.patch.name)
+
+    def _is_imported(self, name: str) -> bool:
+        module = sys.modules.get(name)
+        if module is not None and not _is_being_imported(module):
+            self._modules[name] = module
+        return name in self._modules
+
+    def _take_back(self, group: str, state: str, reason: str) -> bool:
+        """Removes what the group has installed and sets its state; False if it had failed before."""
+        with LOCK:
+            if any(record.state == "failed" for record in self._groups[group]):
+                return False
+            for record in self._groups[group]:
+                on_top = record.target.remove() if record.target and record.target.installed is not None else ""
+                left = f"; left in place under {on_top}, but inert" if on_top else ""
+                record.set(state, reason + left)
+            return True
+
+    def _replacement_failed(self, record: _Record, error: Exception) -> None:
+        if self._take_back(record.patch.group, "failed", f"{record.patch.name} raised {type(error).__name__}: {error}"):
+            logger.warning("fastgen leaves %s to the originals: %r", record.patch.group, error, exc_info=error)
+
+    def _wrapper(self, record: _Record, target: Target) -> Callable:
+        """The function that stands in for the target: the original where fastgen is off, else the replacement."""
+        function = target.function
+        replacement: Callable | None = None
+
+        @functools.wraps(function)
+        def wrapper(*args: object, **kwargs: object) -> object:
+            if not target.active or _disabled.get():
+                return function(*args, **kwargs)
+            nonlocal replacement
+            called = False
+
+            def original(*args: object, **kwargs: object) -> object:
+                nonlocal called
+                called = True
+                return function(*args, **kwargs)
+
+            try:
+                if replacement is None:
+                    replacement = _load(record.patch.replacement)
+                return replacement(original, *args, **kwargs)
+            except Exception as error:
+                if called or self.strict:
+                    raise
+                traceback.clear_frames(error.__traceback__)  # frees what the replacement had allocated
+                ours = error
+            with disabled():
+                try:
+                    result = function(*args, **kwargs)
+                except type(ours):
+                    raise  # the original refuses this call as well: it is the caller's error, not the replacement's
+            self._replacement_failed(record, ours)
+            return result
+
+        return wrapper
+
+
+def _load(replacement: str) -> Callable:
+    module, _, name = replacement.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _waiting_for(modules: set[str]) -> str:
+    return f"waits for the import of {', '.join(sorted(modules))}"
+
+
+def _is_being_imported(module: ModuleType) -> bool:
+    return getattr(getattr(module, "__spec__", None), "_initializing", False)

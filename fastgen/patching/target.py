@@ -1,0 +1,147 @@
+"""Finding what a patch replaces, checking that it is what the patch was written for, putting and taking back.
+
+An attribute of a class or module is replaced, never a class: objects made before and `isinstance` stay right. It is
+looked up without binding it, and what `vars(owner)` held is remembered, so that an inherited method does not stay
+behind as a copy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+from fastgen.patching.patch import Patch
+
+_ABSENT = object()
+_MARK = "__fastgen_patch__"
+
+
+class Unmet(Exception):
+    """A patch does not fit the host; says what was wanted and what was found."""
+
+
+@dataclass
+class Target:
+    """One attribute of one owner; `before` is what the owner itself held, `function` what a call ends up in."""
+
+    owner: object
+    attribute: str
+    before: object
+    kind: type | None
+    function: Callable
+    installed: object = None
+    on_top: object = None
+    active: bool = False
+
+    def install(self, wrapper: Callable) -> None:
+        """Puts `wrapper` in place as the same kind of method; it is in effect once `active` is set."""
+        setattr(wrapper, _MARK, self)
+        installed = self.kind(wrapper) if self.kind else wrapper
+        setattr(self.owner, self.attribute, installed)
+        self.installed = installed
+
+    def remove(self) -> str:
+        """Puts back what was there; or, if another library has patched on top, leaves that and returns who it is."""
+        self.active = False
+        found = vars(self.owner).get(self.attribute, _ABSENT)
+        if found is self.installed:
+            if self.before is _ABSENT:
+                delattr(self.owner, self.attribute)
+            else:
+                setattr(self.owner, self.attribute, self.before)
+        elif found is not self.before and found is not _ABSENT:
+            self.on_top = found
+            function = _function(found)
+            return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+        self.installed = None
+        return ""
+
+    def still_buried(self) -> bool:
+        """Whether the wrapper was left under another library's patch and can be woken there instead of stacked."""
+        if self.installed is None:
+            return False
+        found = vars(self.owner).get(self.attribute)
+        is_known = found is self.installed or (found is not None and found is self.on_top)
+        return is_known or getattr(_function(found), _MARK, None) is self
+
+
+def find_target(patch: Patch, module: ModuleType) -> Target:
+    """What `patch` replaces in `module`; raises Unmet if the host is too old or the contract does not hold."""
+    version = host_version(patch.host)
+    lowest, newest = patch.tested
+    if version and _release(version) < _release(lowest):
+        raise Unmet(f"wanted {patch.host} {lowest} or newer, found {version} (tested: {lowest} to {newest})")
+    owner: object = module
+    *parents, attribute = patch.path
+    for name in parents:
+        owner = _static_attribute(patch, owner, name)
+        if not inspect.isclass(owner):
+            raise Unmet(f"wanted {patch.target}, found that {name} is a {type(owner).__name__}, not a class")
+    found = _static_attribute(patch, owner, attribute)
+    kind = type(found) if isinstance(found, (staticmethod, classmethod)) else None
+    function = _function(found)
+    if not inspect.isroutine(function):
+        raise Unmet(f"wanted a function at {patch.target}, found a {type(found).__name__}")
+    if hasattr(function, _MARK):
+        raise Unmet(f"wanted the original of {patch.target}, found it patched by another copy of fastgen")
+    _check_signature(patch, function)
+    return Target(owner, attribute, vars(owner).get(attribute, _ABSENT), kind, function)
+
+
+def _function(found: object) -> object:
+    """The function inside a staticmethod or classmethod; anything else as it is."""
+    return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+
+
+def _static_attribute(patch: Patch, owner: object, name: str) -> object:
+    try:
+        return inspect.getattr_static(owner, name)
+    except AttributeError:
+        kind = "class" if inspect.isclass(owner) else "module"
+        raise Unmet(f"wanted {patch.target}, found no {name!r} in {kind} {owner.__name__}") from None
+
+
+def _check_signature(patch: Patch, function: Callable) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise Unmet(f"wanted a signature of {patch.target}, found none: {error}") from None
+    if not set(patch.parameters) <= set(signature.parameters):
+        wanted, found = ", ".join(patch.parameters), ", ".join(signature.parameters)
+        raise Unmet(f"wanted the parameters ({wanted}) of {patch.target}, found ({found})")
+
+
+def host_version(host: str) -> str | None:
+    """The version of an imported package, or None if neither it nor its distribution tells."""
+    version = getattr(sys.modules.get(host), "__version__", None)
+    if isinstance(version, str) and _release(version):
+        return version
+    from importlib import metadata
+
+    try:
+        return metadata.version(host)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def untested_reason(patch: Patch) -> str:
+    """Why the host's version asks for verification on first use; empty within the tested versions."""
+    version, newest = host_version(patch.host), patch.tested[1]
+    if version is None:
+        return f"{patch.host} does not tell its version: verified on first use"
+    if _release(version) > _release(newest):
+        return f"{patch.host} {version} is newer than the newest tested {newest}: verified on first use"
+    return ""
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(5, 23) for "5.23.0.dev0+cpu": pre-releases count as the release, and 5.23 equals 5.23.0."""
+    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    numbers = [int(number) for number in match[1].split(".")] if match else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

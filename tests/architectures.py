@@ -1,0 +1,268 @@
+"""Tiny random models of many architectures, for comparisons with the unpatched library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    BertGenerationConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    GPT2Config,
+    TrOCRConfig,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+)
+
+VOCABULARY = 99
+SPECIAL = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 2}
+
+# Every name under which configurations keep a size, and the tiny value it gets.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "n_embed", "dim"), 32
+    ),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads"),
+        4,
+    ),
+    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "dff"), 64
+    ),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
+    "head_dim": 8,
+    "d_kv": 8,
+    "moe_intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """kind: "causal", "seq2seq", "speech" or "vision". expected: what is shared, as `Report.shared` begins."""
+
+    model_type: str
+    kind: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    shares: tuple[str, ...] = ("prefill",)
+
+    @property
+    def id(self) -> str:
+        return self.name or self.model_type
+
+    def model(self) -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = _BUILDERS[self.kind](self)
+        for key in ("forced_eos_token_id", "forced_bos_token_id", "suppress_tokens", "begin_suppress_tokens"):
+            if getattr(model.generation_config, key, None) is not None:
+                setattr(model.generation_config, key, None)
+        for key, value in SPECIAL.items():
+            setattr(model.generation_config, key, value)
+        return model.eval()
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Two inputs of unequal length: the first is padded, on the left for decoder-only models."""
+        generator = torch.Generator().manual_seed(1)
+        if self.kind == "speech":
+            return {"input_features": torch.randn(2, *self.overrides["feature_shape"], generator=generator)}
+        if self.kind == "vision":
+            return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+        input_ids = torch.randint(5, VOCABULARY, (2, 9), generator=generator)
+        attention_mask = torch.ones_like(input_ids)
+        padding = slice(None, 3) if self.kind == "causal" else slice(-3, None)
+        input_ids[0, padding], attention_mask[0, padding] = SPECIAL["pad_token_id"], 0
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def tiny_config(model_type: str, **overrides: Any) -> Any:
+    config = AutoConfig.for_model(model_type)
+    known = {key: value for key, value in SIZES.items() if getattr(config, key, None) is not None}
+    names = set(config.attribute_map)
+    arguments = {key: value for key, value in known.items() if key not in names}
+    arguments |= {key: value for key, value in SPECIAL.items() if key != "decoder_start_token_id"}
+    if config.is_encoder_decoder:
+        arguments["decoder_start_token_id"] = SPECIAL["decoder_start_token_id"]
+    overrides.pop("feature_shape", None)
+    return type(config)(**arguments | overrides)
+
+
+def _build_causal(architecture: Architecture) -> torch.nn.Module:
+    config = tiny_config(architecture.model_type, **architecture.overrides)
+    config.is_decoder = True
+    return AutoModelForCausalLM.from_config(config)
+
+
+def _build_seq2seq(architecture: Architecture) -> torch.nn.Module:
+    if architecture.model_type == "encoder-decoder":
+        encoder = BertGenerationConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+        )
+        decoder = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, **SPECIAL)
+        model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
+        for key, value in SPECIAL.items():
+            setattr(model.config, key, value)
+        return model
+    return AutoModelForSeq2SeqLM.from_config(tiny_config(architecture.model_type, **architecture.overrides))
+
+
+def _build_speech(architecture: Architecture) -> torch.nn.Module:
+    return AutoModelForSpeechSeq2Seq.from_config(tiny_config(architecture.model_type, **dict(architecture.overrides)))
+
+
+def _build_vision(architecture: Architecture) -> torch.nn.Module:
+    encoder = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=8
+    )
+    if architecture.name == "vit-trocr":
+        decoder = TrOCRConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            decoder_layers=2,
+            decoder_attention_heads=4,
+            decoder_ffn_dim=64,
+            **SPECIAL,
+        )
+    else:
+        decoder = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, **SPECIAL)
+    model = VisionEncoderDecoderModel(VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
+    for key, value in SPECIAL.items():
+        setattr(model.config, key, value)
+    return model
+
+
+_BUILDERS = {"causal": _build_causal, "seq2seq": _build_seq2seq, "speech": _build_speech, "vision": _build_vision}
+
+NO_WINDOW = {"sliding_window": None}
+ARCHITECTURES = [
+    *(
+        Architecture(name, "causal")
+        for name in (
+            "gpt2",
+            "gpt_neo",
+            "gptj",
+            "gpt_neox",
+            "gpt_bigcode",
+            "codegen",
+            "opt",
+            "bloom",
+            "mpt",
+            "falcon",
+            "xglm",
+            "biogpt",
+            "ctrl",
+            "openai-gpt",
+            "llama",
+            "mistral",
+            "mixtral",
+            "qwen2",
+            "qwen3",
+            "qwen2_moe",
+            "qwen3_moe",
+            "phi",
+            "phi3",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "stablelm",
+            "starcoder2",
+            "olmo",
+            "olmo2",
+            "olmoe",
+            "cohere",
+            "cohere2",
+            "granite",
+            "granitemoe",
+            "nemotron",
+            "persimmon",
+            "smollm3",
+            "glm",
+            "glm4",
+            "helium",
+            "gpt_oss",
+            "deepseek_v2",
+            "deepseek_v3",
+            "mamba",
+            "mamba2",
+            "jamba",
+            "bamba",
+            "falcon_h1",
+            "lfm2",
+            "recurrent_gemma",
+            "minimax",
+            "rwkv",
+            "xlnet",
+            "bert-generation",
+            "roformer",
+            "bert",
+            "ernie4_5",
+            "exaone4",
+            "arcee",
+            "apertus",
+            "qwen3_next",
+            "trocr",
+            "zamba",
+            "falcon_mamba",
+            "hunyuan_v1_dense",
+            "seed_oss",
+            "llama4_text",
+            "modernbert-decoder",
+        )
+    ),
+    *(
+        Architecture(name, "seq2seq")
+        for name in (
+            "bart",
+            "mbart",
+            "pegasus",
+            "marian",
+            "t5",
+            "mt5",
+            "umt5",
+            "longt5",
+            "m2m_100",
+            "nllb-moe",
+            "blenderbot",
+            "blenderbot-small",
+            "led",
+            "mvp",
+            "plbart",
+            "prophetnet",
+            "fsmt",
+            "switch_transformers",
+            "bigbird_pegasus",
+            "pegasus_x",
+            "t5gemma",
+            "encoder-decoder",
+        )
+    ),
+    Architecture("whisper", "speech", {"max_source_positions": 20, "num_mel_bins": 8, "feature_shape": (8, 40)}),
+    Architecture(
+        "speech_to_text",
+        "speech",
+        {
+            "max_source_positions": 40,
+            "input_feat_per_channel": 8,
+            "input_channels": 1,
+            "conv_channels": 16,
+            "feature_shape": (40, 8),
+        },
+    ),
+    Architecture("vision-encoder-decoder", "vision", name="vit-gpt2"),
+    Architecture("vision-encoder-decoder", "vision", name="vit-trocr"),
+]

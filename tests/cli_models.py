@@ -1,0 +1,100 @@
+"""Tiny models with random weights and their tokenizers, as folders that from_pretrained can load."""
+
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+WORDS = [f"word{number}" for number in range(60)]
+SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
+POSITIONS = 64
+
+
+def sentences(number: int, longest: int = 12, seed: int = 0) -> list[str]:
+    """Random lines of known words, of different lengths."""
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(2, longest))) for _ in range(number)]
+
+
+def save_bart(folder: Path, **config: object) -> Path:
+    torch.manual_seed(0)
+    tokenizer = _tokenizer(pad_token="<pad>", ends_inputs=True)
+    settings = {
+        "vocab_size": len(tokenizer),
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "max_position_embeddings": POSITIONS,
+        "init_std": 0.5,
+        "forced_eos_token_id": None,
+    }
+    return _save(folder, BartForConditionalGeneration(BartConfig(**settings | config)), tokenizer, max_length=9)
+
+
+def save_t5(folder: Path, **config: object) -> Path:
+    torch.manual_seed(0)
+    tokenizer = _tokenizer(pad_token="<pad>", ends_inputs=True)
+    settings = {
+        "vocab_size": len(tokenizer),
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "initializer_factor": 8.0,
+    }
+    return _save(folder, T5ForConditionalGeneration(T5Config(**settings | config)), tokenizer, max_length=9)
+
+
+def save_gpt2(folder: Path) -> Path:
+    """Its tokenizer has no pad token, as GPT-2's has none."""
+    torch.manual_seed(0)
+    tokenizer = _tokenizer(pad_token=None, ends_inputs=False)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=POSITIONS,
+        initializer_range=0.5,
+        bos_token_id=0,
+        eos_token_id=2,
+    )
+    return _save(folder, GPT2LMHeadModel(config), tokenizer, max_new_tokens=6)
+
+
+def _tokenizer(pad_token: str | None, ends_inputs: bool) -> PreTrainedTokenizerFast:
+    vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + WORDS)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if ends_inputs:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token=pad_token
+    )
+
+
+def _save(folder: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, **generation: int) -> Path:
+    model.generation_config.update(**generation)
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,32 @@
+"""Runs Python in a process of its own: what an import does can be seen only once in a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def run_python(*args: str, path: Path | str = "", cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+    """`python args...` with fastgen and the modules in `path` importable, `env` set and no other FASTGEN variable."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("FASTGEN_")}
+    search = os.pathsep.join([str(path), str(REPOSITORY)] if path else [str(REPOSITORY)])
+    return subprocess.run(
+        [sys.executable, *args],
+        env=clean | {"PYTHONPATH": search} | env,
+        cwd=cwd or REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def run_code(code: str, path: Path | str = "", **env: str) -> str:
+    """What `code` prints; fails with its stderr where it does not end well."""
+    done = run_python("-c", code, path=path, **env)
+    if done.returncode:
+        raise AssertionError(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout

@@ -1,0 +1,308 @@
+"""Whatever the user gets wrong is one line that names it, status 2, and nothing written."""
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentences
+
+from fastgen.cli import generate_for_transformers, loading
+from fastgen.cli.arguments import PROG, build_parser
+from fastgen.cli.generate_for_transformers import main
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """More threads only get in each other's way in models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of model folders, good and bad ones."""
+    folder = tmp_path_factory.mktemp("models")
+    bart, gpt2 = save_bart(folder / "bart"), save_gpt2(folder / "gpt2")
+    save_t5(folder / "t5")
+    config = json.loads((bart / "config.json").read_text())
+    no_weights = shutil.copytree(bart, folder / "no_weights")
+    (no_weights / "model.safetensors").unlink()
+    shutil.copytree(bart, folder / "broken_weights")
+    (folder / "broken_weights" / "model.safetensors").write_bytes(b"not a model")
+    shutil.copytree(bart, folder / "broken_config")
+    (folder / "broken_config" / "config.json").write_text("{")
+    no_tokenizer = shutil.copytree(bart, folder / "no_tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (no_tokenizer / name).unlink()
+    no_decoder = shutil.copytree(bart, folder / "no_decoder")
+    (no_decoder / "config.json").write_text(json.dumps(config | {"decoder_layers": 2}))
+    no_padding = shutil.copytree(gpt2, folder / "no_padding")
+    tokenizer_config = json.loads((gpt2 / "tokenizer_config.json").read_text())
+    del tokenizer_config["eos_token"]
+    (no_padding / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    transformers.ViTConfig().save_pretrained(folder / "vit")
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with a good input, bad ones, and references."""
+    (tmp_path / "input.txt").write_text("\n".join(sentences(4)) + "\n")
+    (tmp_path / "three.txt").write_text("one\ntwo\nthree\n")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin1.txt").write_bytes("word1\nwörd2\n".encode("latin-1"))
+    (tmp_path / "long.txt").write_text("word1 word2\n\n" + " ".join(WORDS + WORDS) + "\n")
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+def check_refused(capsys: pytest.CaptureFixture, folder: Path, command: list[str], *named: str) -> None:
+    """The command ends with status 2 and one line that holds all of `named`, and leaves `folder` as it was."""
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    capsys.readouterr()
+    assert main(command) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"{PROG}: error: ") and captured.err.count("\n") == 1, captured.err
+    for text in named:
+        assert text in captured.err
+    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
+
+
+BAD_FLAGS = [
+    (["--bs", "0"], "--bs: 0"),
+    (["--bs", "many"], "--bs: 'many'"),
+    (["--bs", str(10**30)], "--bs: 1000"),
+    (["--beam", "-2"], "--beam: -2"),
+    (["--n_obs", "0"], "--n_obs: 0"),
+    (["--n-obs", "-2"], "--n_obs: -2"),
+    (["--max_new_tokens", "0"], "--max_new_tokens: 0"),
+    (["--max-gen-length", "1.5"], "--max_gen_length: '1.5'"),
+    (["--min_gen_length", "-3"], "--min_gen_length: -3"),
+    (["--max_tokenizer_length", "0"], "--max_tokenizer_length: 0"),
+    (["--do_sample", "--temperature", "0"], "--temperature: 0"),
+    (["--do_sample", "--temperature", "nan"], "--temperature: nan"),
+    (["--do_sample", "--temperature", "hot"], "--temperature: 'hot'"),
+    (["--do_sample", "--top_p", "1.2"], "--top_p: 1.2"),
+    (["--do_sample", "--top_k", "-1"], "--top_k: -1"),
+    (["--repetition_penalty", "0"], "--repetition_penalty: 0"),
+    (["--length_penalty", "inf"], "--length_penalty: inf"),
+    (["--early_stopping", "perhaps"], "--early_stopping: 'perhaps'"),
+    (["--num_return_sequences", "0"], "--num_return_sequences: 0"),
+    (["--seed", "-1"], "--seed: -1"),
+    (["--device", "toaster 3"], "--device: 'toaster 3'"),
+    (["--padding_side", "top"], "--padding_side"),
+    (["--bs"], "--bs"),
+    (["--no_such_flag"], "--no_such_flag"),
+    (["--temperature", "0.5"], "--temperature 0.5", "--do_sample"),
+    (["--top_k", "5"], "--top_k 5", "--do_sample"),
+    (["--top_p", "0.5"], "--top_p 0.5", "--do_sample"),
+    (["--beam", "2", "--num_return_sequences", "3"], "--num_return_sequences 3", "--beam 2"),
+    (["--max_gen_length", "9", "--max_new_tokens", "8"], "--max_gen_length 9", "--max_new_tokens 8"),
+    (["--min_gen_length", "9", "--max_gen_length", "8"], "--min_gen_length 9", "--max_gen_length 8"),
+    (["--min_gen_length", "9", "--max_new_tokens", "8"], "--min_gen_length 9", "--max_new_tokens 8"),
+    (["--fp16", "--device", "cpu"], "--fp16", "--device cpu"),
+    (["--fp16", "--bf16"], "--fp16", "--bf16"),
+    (["--score_path", "scores.json"], "--score_path scores.json", "--reference_path"),
+    (["--compare", "--without_fastgen_opt"], "--compare", "--without_fastgen_opt"),
+    (["--causal_lm", "--decoder_start_token_id", "1"], "--decoder_start_token_id 1", "--causal_lm"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), [(flags, named) for flags, *named in BAD_FLAGS])
+def test_bad_flags_are_refused_before_the_model_is_looked_for(
+    capsys: pytest.CaptureFixture, files: Path, flags: list[str], named: list[str]
+) -> None:
+    command = ["/no/such/model", str(files / "input.txt"), str(files / "output.txt"), *flags]
+    check_refused(capsys, files, command, *named)
+
+
+BAD_FILES = [
+    ("none.txt", "output.txt", (), "INPUT", "none.txt", "no such file"),
+    ("folder", "output.txt", (), "INPUT", "folder", "directory"),
+    ("empty.txt", "output.txt", (), "INPUT", "empty.txt", "empty"),
+    ("latin1.txt", "output.txt", (), "INPUT", "latin1.txt", "line 2", "UTF-8"),
+    ("input.txt", "none/output.txt", (), "OUTPUT", "none/output.txt", "no folder"),
+    ("input.txt", "folder", (), "OUTPUT", "folder", "is a folder"),
+    ("input.txt", "folder/../input.txt", (), "OUTPUT", "same file as INPUT"),
+    ("input.txt", "output.txt", ("--reference_path", "none.txt"), "--reference_path", "none.txt", "no such file"),
+    ("input.txt", "output.txt", ("--reference_path", "latin1.txt"), "--reference_path", "latin1.txt", "UTF-8"),
+    ("input.txt", "output.txt", ("--reference_path", "three.txt"), "three.txt", "has 3 lines", "has 4"),
+    (
+        "input.txt",
+        "three.txt",
+        ("--reference_path", "input.txt", "--score_path", "three.txt"),
+        "--score_path",
+        "OUTPUT",
+    ),
+    ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "folder"), "--score_path", "folder"),
+    ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "no/s"), "--score_path", "no/s"),
+]
+
+
+@pytest.mark.parametrize(("source", "output", "flags", "named"), [(a, b, c, named) for a, b, c, *named in BAD_FILES])
+def test_bad_files_are_refused_before_the_model_is_looked_for(
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    files: Path,
+    source: str,
+    output: str,
+    flags: tuple[str, ...],
+    named: list[str],
+) -> None:
+    monkeypatch.chdir(files)
+    check_refused(capsys, files, ["/no/such/model", source, output, *flags], *named)
+
+
+BAD_MODELS = [
+    ("none", (), "no such folder"),
+    ("empty", (), "cannot be loaded"),
+    ("no_weights", (), "cannot be loaded"),
+    ("broken_weights", (), "cannot be loaded"),
+    ("broken_config", (), "cannot be loaded"),
+    ("no_tokenizer", (), "has no tokenizer"),
+    ("no_decoder", (), "no weights for model.decoder.layers.1"),
+    ("no_padding", ("--causal_lm",), "neither a pad nor an eos token"),
+    ("vit", (), "vit", "cannot generate"),
+    ("gpt2", (), "gpt2", "--causal_lm"),
+    ("t5", ("--causal_lm",), "t5", "--causal_lm"),
+    ("bart/config.json", (), "is a file"),
+]
+
+
+@pytest.mark.parametrize(("model", "flags", "named"), [(model, flags, named) for model, flags, *named in BAD_MODELS])
+def test_bad_models_are_refused(
+    capsys: pytest.CaptureFixture, files: Path, models: Path, model: str, flags: tuple[str, ...], named: list[str]
+) -> None:
+    command = [str(models / model), str(files / "input.txt"), str(files / "output.txt"), *flags]
+    check_refused(capsys, files, command, f"MODEL {models / model}", *named)
+
+
+def test_a_hub_name_that_does_not_exist_is_refused(
+    capsys: pytest.CaptureFixture, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_on_the_hub(name: str) -> None:
+        raise OSError(f"{name} is not a local folder and is not a valid model identifier\nlisted on the hub")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", not_on_the_hub)
+    command = ["no-such-model", str(files / "input.txt"), str(files / "output.txt")]
+    check_refused(capsys, files, command, "MODEL no-such-model", "not a valid model identifier")
+
+
+UNFIT_FLAGS = [
+    ("bart", ["--num_return_sequences", "2"], "--num_return_sequences 2", "--beam 1"),
+    ("bart", ["--max_gen_length", "65"], "--max_gen_length 65", "up to 64"),
+    ("bart", ["--max_new_tokens", "65"], "--max_new_tokens 65", "up to 64"),
+    ("bart", ["--max_tokenizer_length", "65"], "--max_tokenizer_length 65", "up to 64"),
+    ("bart", ["--decoder_start_token_id", "64"], "--decoder_start_token_id 64", "up to 63"),
+    ("bart", ["--eos_token_id", "999"], "--eos_token_id 999", "up to 63"),
+    ("gpt2", ["--causal_lm", "--max_gen_length", "2"], "input.txt: line 1 has", "--max_gen_length 2"),
+    ("gpt2", ["--causal_lm", "--max_new_tokens", "62"], "input.txt: line 1 has", "limit is 2", "64 positions"),
+    ("bart", ["--device", "cuda:99"], "--device cuda:99"),
+    ("bart", ["--device", "meta"], "--device meta"),
+    ("bart", ["--device", "toaster"], "--device toaster"),
+]
+
+
+@pytest.mark.parametrize(("model", "flags", "named"), [(model, flags, named) for model, flags, *named in UNFIT_FLAGS])
+def test_flags_that_the_model_or_machine_cannot_follow_are_refused(
+    capsys: pytest.CaptureFixture, files: Path, models: Path, model: str, flags: list[str], named: list[str]
+) -> None:
+    (files / "input.txt").write_text("word1 word2 word3\nword4\n")
+    command = [str(models / model), str(files / "input.txt"), str(files / "output.txt"), *flags]
+    check_refused(capsys, files, command, *named)
+
+
+@pytest.mark.parametrize(("model", "flags", "tokens"), [("bart", [], 122), ("gpt2", ["--causal_lm"], 120)])
+def test_a_line_longer_than_the_models_positions_is_refused(
+    capsys: pytest.CaptureFixture, files: Path, models: Path, model: str, flags: list[str], tokens: int
+) -> None:
+    command = [str(models / model), str(files / "long.txt"), str(files / "output.txt"), *flags]
+    limit = POSITIONS if model == "bart" else POSITIONS - 6  # its generation_config asks for six new tokens
+    check_refused(capsys, files, command, "long.txt: line 3", f"{tokens} tokens", f"limit is {limit}")
+
+
+def test_a_line_longer_than_the_tokenizers_limit_is_refused_unless_truncation_is_asked_for(
+    capsys: pytest.CaptureFixture, files: Path, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = tmp_path_factory.mktemp("limited") / "t5"
+    shutil.copytree(models / "t5", model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, model_max_length=100)
+    tokenizer.save_pretrained(model)
+    command = [str(model), str(files / "long.txt"), str(files / "output.txt")]
+    check_refused(capsys, files, command, "line 3", "122 tokens", "limit is 100", "--max_tokenizer_length")
+    assert main([*command, "--max_tokenizer_length", "150"]) == 0
+
+
+def test_fp16_without_a_gpu_is_refused(
+    capsys: pytest.CaptureFixture, files: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    command = [str(models / "bart"), str(files / "input.txt"), str(files / "output.txt")]
+    check_refused(capsys, files, [*command, "--fp16"], "--fp16 needs a GPU", "--bf16")
+    assert main([*command, "--bf16"]) == 0
+
+
+def test_bf16_loads_the_weights_in_bfloat16(models: Path) -> None:
+    args = build_parser().parse_args([str(models / "bart"), "input", "output", "--bf16"])
+    assert loading.load_model(args, torch.device("cpu")).model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("package", "extra"), [("transformers", "transformers"), ("tqdm", "transformers")])
+def test_a_missing_package_is_named_with_its_extra(
+    capsys: pytest.CaptureFixture, files: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
+) -> None:
+    monkeypatch.setattr(generate_for_transformers, "find_spec", lambda name: None if name == package else object())
+    command = ["model", str(files / "input.txt"), str(files / "output.txt")]
+    check_refused(capsys, files, command, package, f"pip install 'fastgen[{extra}]'")
+
+
+def test_an_error_of_generate_names_the_lines_and_leaves_nothing(
+    capsys: pytest.CaptureFixture, files: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object, **_: object) -> None:
+        assert (files / "output.txt.part").exists()
+        raise ValueError("this\ncannot be")
+
+    monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", refuse)
+    (files / "output.txt").write_text("the output of an earlier run")
+    before = sorted(files.iterdir())
+    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt"), "--bs", "3"]) == 2
+    assert "lines 1 to 3: this cannot be" in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(files.iterdir()) == before
+    assert (files / "output.txt").read_text() == "the output of an earlier run"
+
+
+@pytest.mark.parametrize(("raised", "status"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left"), 1)])
+def test_what_stops_a_run_halfway_leaves_nothing(
+    capsys: pytest.CaptureFixture,
+    files: Path,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    raised: BaseException,
+    status: int,
+) -> None:
+    def stop(self: object, **_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", stop)
+    before = sorted(files.iterdir())
+    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt")]) == status
+    assert PROG in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(files.iterdir()) == before
+
+
+def test_every_flag_has_a_help_text(capsys: pytest.CaptureFixture) -> None:
+    assert all(action.help not in (None, argparse.SUPPRESS) for action in build_parser()._actions)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    assert "--max_gen_length N" in capsys.readouterr().out

@@ -1,0 +1,309 @@
+"""fastgen-generate-for-transformers writes what a plain loop with the unpatched library would write."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+from cli_models import WORDS, save_bart, save_gpt2, save_t5, sentences
+
+import fastgen
+from fastgen.cli.generate_for_transformers import main
+
+LINES = sentences(9)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """More threads only get in each other's way in models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bart(tmp_path_factory.mktemp("bart"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_gpt2(tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    task = {"num_beams": 2, "max_length": 7, "prefix": "word1 word2 "}
+    return save_t5(tmp_path_factory.mktemp("t5"), task_specific_params={"summarization": task})
+
+
+def plain_loop(folder: Path, lines: list[str], bs: int, causal_lm: bool = False, **settings: object) -> list[str]:
+    """What a user would write without fastgen."""
+    kind = transformers.AutoModelForCausalLM if causal_lm else transformers.AutoModelForSeq2SeqLM
+    model, tokenizer = kind.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    if causal_lm:
+        tokenizer.padding_side = "left"
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    texts = []
+    with fastgen.disabled():
+        for start in range(0, len(lines), bs):
+            batch = tokenizer(lines[start : start + bs], padding=True, return_tensors="pt")
+            sequences = model.generate(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                **settings,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+            skipped = batch.input_ids.shape[1] if causal_lm else 0
+            texts += tokenizer.batch_decode(sequences[:, skipped:], skip_special_tokens=True)
+    return texts
+
+
+def generate(tmp_path: Path, model: object, lines: list[str], *flags: object) -> list[str]:
+    """Lines of OUTPUT."""
+    source, output = tmp_path / "input.txt", tmp_path / "output.txt"
+    source.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    assert main([str(model), str(source), str(output), *map(str, flags)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".part") == []
+    text = output.read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return text[:-1].split("\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ((), {}),
+        (("--beam", 3, "--no_repeat_ngram_size", 2), {"num_beams": 3, "no_repeat_ngram_size": 2}),
+        (("--max_gen_length", 9, "--min_gen_length", 5), {"max_length": 9, "min_length": 5}),
+        (
+            ("--beam", 2, "--max-new-tokens=6", "--length-penalty", -0.5, "--early-stopping", "never"),
+            {"num_beams": 2, "max_new_tokens": 6, "length_penalty": -0.5, "early_stopping": "never"},
+        ),
+        (("--repetition-penalty", 1.7, "--eos_token_id", 30), {"repetition_penalty": 1.7, "eos_token_id": 30}),
+        (("--decoder_start_token_id", 7, "--max_new_tokens", 5), {"decoder_start_token_id": 7, "max_new_tokens": 5}),
+    ],
+)
+def test_output_is_that_of_a_plain_loop(tmp_path: Path, bart: Path, flags: tuple, settings: dict) -> None:
+    expected = plain_loop(bart, LINES, 4, **settings)
+    assert len(set(expected)) > 1  # a model that always says the same would hide a wrong order
+    assert generate(tmp_path, bart, LINES, "--bs", 4, *flags) == expected
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_causal_lm_writes_only_the_new_text(tmp_path: Path, gpt2: Path, beams: int) -> None:
+    expected = plain_loop(gpt2, LINES, 4, causal_lm=True, num_beams=beams, max_new_tokens=8)
+    flags = ("--bs", 4, "--causal_lm", "--beam", beams, "--max_new_tokens", 8)
+    assert generate(tmp_path, gpt2, LINES, *flags) == expected
+    assert generate(tmp_path, gpt2, LINES, *flags, "--output_summaries_only") == expected
+
+
+def test_the_models_own_limit_does_not_win_over_max_gen_length(tmp_path: Path, gpt2: Path) -> None:
+    lines = [line for line in LINES if len(line.split()) < 10]
+    expected = plain_loop(gpt2, lines, 9, causal_lm=True, max_length=20, max_new_tokens=None)
+    assert expected != plain_loop(gpt2, lines, 9, causal_lm=True)
+    assert generate(tmp_path, gpt2, lines, "--causal_lm", "--bs", 9, "--max_gen_length", 20) == expected
+
+
+def test_empty_lines_stay_empty_and_in_place(tmp_path: Path, bart: Path) -> None:
+    lines = ["", LINES[0], "   ", LINES[1], LINES[2], "", ""]
+    first, second, third = plain_loop(bart, LINES[:3], 3)
+    assert generate(tmp_path, bart, lines, "--bs", 2) == ["", first, "", second, third, "", ""]
+    assert generate(tmp_path, bart, ["", ""]) == ["", ""]
+
+
+def test_line_ends_of_windows_and_a_missing_last_one(tmp_path: Path, bart: Path) -> None:
+    source, output = tmp_path / "input.txt", tmp_path / "output.txt"
+    source.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(LINES[:3]).encode())
+    assert main([str(bart), str(source), str(output)]) == 0
+    assert output.read_text().splitlines() == plain_loop(bart, LINES[:3], 3)
+
+
+def test_n_obs_takes_the_first_lines(tmp_path: Path, bart: Path) -> None:
+    expected = plain_loop(bart, LINES, 3)
+    assert generate(tmp_path, bart, LINES, "--bs", 3, "--n_obs", 6) == expected[:6]
+    assert generate(tmp_path, bart, LINES, "--bs", 3, "--n-obs", -1) == expected
+
+
+def test_prefix_stands_before_every_line(tmp_path: Path, bart: Path) -> None:
+    expected = plain_loop(bart, [f"word3 {line}" for line in LINES], 9)
+    assert generate(tmp_path, bart, [*LINES, ""], "--prefix", "word3 ", "--bs", 9) == [*expected, ""]
+
+
+def test_task_settings_of_the_model_apply_when_asked_for_and_flags_win(tmp_path: Path, t5: Path) -> None:
+    prefixed = [f"word1 word2 {line}" for line in LINES]
+    assert generate(tmp_path, t5, LINES) == plain_loop(t5, LINES, 8)
+    task = ("--task", "summarization")
+    assert generate(tmp_path, t5, LINES, *task) == plain_loop(t5, prefixed, 8, num_beams=2, max_length=7)
+    expected = plain_loop(t5, LINES, 8, num_beams=2, max_new_tokens=9)
+    assert generate(tmp_path, t5, LINES, *task, "--prefix", "", "--max_new_tokens", 9) == expected
+
+
+def test_a_task_without_settings_changes_nothing_and_says_so(
+    tmp_path: Path, t5: Path, bart: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert generate(tmp_path, t5, LINES, "--task", "translation") == plain_loop(t5, LINES, 8)
+    assert "note: MODEL has no settings for --task translation (it has summarization)" in capsys.readouterr().err
+    assert generate(tmp_path, bart, LINES, "--task", "summarization") == plain_loop(bart, LINES, 8)
+    assert "note:" not in capsys.readouterr().err
+
+
+def test_truncates_only_where_a_length_is_given(tmp_path: Path, bart: Path) -> None:
+    lines = [" ".join(WORDS), *LINES]
+    cut = [" ".join(line.split()[:4]) for line in lines]
+    # Two of the six tokens are <s> and </s>.
+    assert generate(tmp_path, bart, lines, "--max_tokenizer_length", 6, "--bs", 16) == plain_loop(bart, cut, 16)
+
+
+def test_several_outputs_of_an_input_are_joined(tmp_path: Path, bart: Path) -> None:
+    texts = plain_loop(bart, LINES, 4, num_beams=3, num_return_sequences=2)
+    expected = ["####".join(texts[i : i + 2]) for i in range(0, len(texts), 2)]
+    flags = ("--bs", 4, "--beam", 3, "--num_return_sequences", 2)
+    assert generate(tmp_path, bart, LINES, *flags) == expected
+
+
+def test_sequence_scores_stand_before_the_text(tmp_path: Path, bart: Path) -> None:
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(bart)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bart)
+    batch = tokenizer(LINES, padding=True, return_tensors="pt")
+    with fastgen.disabled():
+        generated = model.generate(
+            **{name: batch[name] for name in ("input_ids", "attention_mask")},
+            num_beams=2,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+    texts = tokenizer.batch_decode(generated.sequences, skip_special_tokens=True)
+    lines = generate(tmp_path, bart, [*LINES, ""], "--bs", 9, "--beam", 2, "--output_sequence_scores")
+    assert lines[-1] == "NA\t"
+    columns = [line.split("\t") for line in lines[:-1]]
+    assert [text for _, text in columns] == texts
+    assert [float(score) for score, _ in columns] == pytest.approx(generated.sequences_scores.tolist(), abs=1e-4)
+    pair = generate(tmp_path, bart, LINES[:1], "--beam", 2, "--num_return_sequences", 2, "--output_sequence_scores")
+    scores, text = pair[0].split("\t")
+    assert len(scores.split("####")) == len(text.split("####")) == 2
+    greedy = generate(tmp_path, bart, LINES[:1], "--output_sequence_scores")
+    assert greedy == ["NA\t" + plain_loop(bart, LINES[:1], 1)[0]]
+
+
+def test_a_seed_repeats_the_samples(tmp_path: Path, gpt2: Path) -> None:
+    flags = ("--causal_lm", "--do_sample", "--top_k", 9, "--temperature", 1.5, "--num_return_sequences", 3, "--bs", 4)
+    samples = {seed: generate(tmp_path, gpt2, LINES, *flags, "--seed", seed) for seed in (1, 2)}
+    assert samples[1] != samples[2]
+    assert generate(tmp_path, gpt2, LINES, *flags, "--seed", 1) == samples[1]
+    assert generate(tmp_path, gpt2, LINES, *flags, "--seed", 1, "--compare") == samples[1]
+    torch.manual_seed(1)
+    settings = {"do_sample": True, "top_k": 9, "temperature": 1.5, "num_return_sequences": 3}
+    texts = plain_loop(gpt2, LINES, 4, causal_lm=True, **settings)
+    assert ["####".join(texts[i : i + 3]) for i in range(0, len(texts), 3)] == samples[1]
+
+
+def test_special_tokens_are_kept_on_request(tmp_path: Path, bart: Path) -> None:
+    assert all(line.startswith("</s>") for line in generate(tmp_path, bart, LINES, "--include_special_tokens"))
+
+
+def test_line_breaks_inside_an_output_become_spaces(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(self: object, sequences: torch.Tensor, **_: object) -> list[str]:
+        return ["a\nb\r\nc\rd"] * len(sequences)
+
+    monkeypatch.setattr(transformers.PreTrainedTokenizerBase, "batch_decode", decode)
+    assert generate(tmp_path, bart, LINES[:2]) == ["a b c d"] * 2
+
+
+@pytest.mark.parametrize("sampling", [(), ("--do_sample", "--seed", 3)])
+def test_compare_counts_equal_outputs(
+    tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture, sampling: tuple
+) -> None:
+    flags = ("--bs", 4, *sampling)
+    alone = generate(tmp_path, bart, [*LINES, ""], *flags)
+    assert capsys.readouterr().out == ""
+    assert generate(tmp_path, bart, [*LINES, ""], *flags, "--compare") == alone
+    stock, fastest, ratio, counts = capsys.readouterr().out.splitlines()
+    assert stock.split()[0] == "stock" and fastest.split()[0] == "fastgen"
+    speeds, seconds = ([float(row.split()[column]) for row in (stock, fastest)] for column in (1, 3))
+    assert all(speed > 0 for speed in speeds)
+    assert float(ratio.split()[1]) == pytest.approx(seconds[0] / seconds[1], rel=0.2)
+    assert counts == "9 of 9 outputs equal"
+
+
+def test_compare_sees_a_difference_and_writes_fastgens_outputs(
+    tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = transformers.BartForConditionalGeneration.generate
+    calls = []
+
+    def every_other_call_differs(self: object, **settings: object) -> torch.Tensor:
+        calls.append("stock" if fastgen_is_off else "fastgen")
+        sequences = plain(self, **settings)
+        if not fastgen_is_off:
+            sequences[-1, 1:] = 5  # the last row of the batch
+        return sequences
+
+    fastgen_is_off = False
+
+    class Disabled:
+        def __enter__(self) -> None:
+            nonlocal fastgen_is_off
+            fastgen_is_off = True
+
+        def __exit__(self, *_: object) -> None:
+            nonlocal fastgen_is_off
+            fastgen_is_off = False
+
+    monkeypatch.setattr(fastgen, "disabled", Disabled)
+    monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", every_other_call_differs)
+    lines = generate(tmp_path, bart, LINES, "--bs", 3, "--compare")
+    assert capsys.readouterr().out.splitlines()[-1] == "6 of 9 outputs equal"
+    assert all(set(line.split()) == {"word1"} for line in lines[2::3])
+    # One uncounted batch, then the order alternates.
+    assert calls == ["stock", "fastgen", "stock", "fastgen", "fastgen", "stock", "stock", "fastgen"]
+
+
+def test_without_fastgen_opt_runs_the_unchanged_library(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = []
+    disabled = fastgen.disabled
+
+    def watched() -> object:
+        entered.append(True)
+        return disabled()
+
+    monkeypatch.setattr(fastgen, "disabled", watched)
+    with_fastgen = generate(tmp_path, bart, LINES)
+    assert entered == []
+    for flag in ("--without_fastgen_opt", "--without-fastseq-opt"):
+        assert generate(tmp_path, bart, LINES, flag) == with_fastgen
+    assert entered == [True, True]
+
+
+def test_progress_and_summary_go_to_stderr(tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture) -> None:
+    generate(tmp_path, bart, [*LINES, ""])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "10/10" in captured.err
+    assert captured.err.splitlines()[-1].startswith("10 lines in ")
+    assert captured.err.splitlines()[-1].endswith(" inputs/s")
+
+
+def test_demo_is_the_model_inside_fastgen(tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = ModuleType("fastgen.models.demo")
+    demo.demo_path = lambda: bart
+    monkeypatch.setitem(sys.modules, "fastgen.models.demo", demo)
+    assert generate(tmp_path, "demo", LINES) == plain_loop(bart, LINES, 8)
+
+
+def test_runs_as_a_module_in_another_process(tmp_path: Path, bart: Path) -> None:
+    source, output = tmp_path / "input.txt", tmp_path / "output.txt"
+    source.write_text("\n".join(LINES))
+    command = [sys.executable, "-m", "fastgen.cli.generate_for_transformers", bart, source, output]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(fastgen.__file__).parents[1], check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert output.read_text().splitlines() == plain_loop(bart, LINES, 8)

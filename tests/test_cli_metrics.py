@@ -1,0 +1,99 @@
+"""Scores of fastgen-generate-for-transformers are those of rouge-score and sacrebleu."""
+
+import builtins
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sacrebleu
+import torch
+from cli_models import save_bart, sentences
+from rouge_score.rouge_scorer import RougeScorer
+
+from fastgen.cli import metrics
+from fastgen.cli.generate_for_transformers import main
+
+LINES = sentences(5)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """More threads only get in each other's way in models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bart(tmp_path_factory.mktemp("bart"))
+
+
+def test_scores_are_those_of_the_libraries() -> None:
+    outputs = ["the cats sat on the mat", "hello there world of words", "", "same line "]
+    references = ["the cat sat on a mat", "hello world of many words", "missing", "same line"]
+    scores = metrics.score(outputs, references)
+    rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    for name in ("rouge1", "rouge2", "rougeL"):
+        each = [
+            rouge.score(reference, output)[name].fmeasure for output, reference in zip(outputs, references, strict=True)
+        ]
+        assert scores[name] == pytest.approx(sum(each) / 4)
+        assert 0 < scores[name] < 1
+    assert scores["bleu"] == pytest.approx(sacrebleu.corpus_bleu(outputs, [references]).score)
+    assert scores["bleu"] > 0
+    assert f"version:{sacrebleu.__version__}" in scores["bleu_signature"]
+    assert scores["exact_match"] == 0.25
+    assert scores["lines"] == 4
+
+
+def test_scores_are_printed_and_written(tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture) -> None:
+    source, reference, output, saved = (tmp_path / name for name in ("input", "reference", "output", "scores.json"))
+    source.write_text("\n".join([LINES[0], "", *LINES[1:]]))
+    assert main([str(bart), str(source), str(output), "--beam", "2"]) == 0
+    generated = output.read_text().splitlines()
+    # A reference for each line: two are met, one of them by the empty line.
+    references = [generated[0], "", *LINES[1:]]
+    reference.write_text("\n".join(references) + "\n")
+    capsys.readouterr()
+    flags = ["--beam", "2", "--reference_path", str(reference), "--score_path", str(saved)]
+    assert main([str(bart), str(source), str(output), *flags]) == 0
+    assert json.loads(saved.read_text()) == metrics.score(generated, references)
+    assert json.loads(saved.read_text())["exact_match"] == pytest.approx(2 / 6)
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(printed) == ["rouge1", "rouge2", "rougeL", "bleu", "bleu_signature", "exact_match", "lines"]
+    assert (printed["exact_match"], printed["lines"]) == ("0.3333", "6")
+
+    # The first of several outputs counts, its score does not; and only as many lines as were asked for.
+    several = ["--num_return_sequences", "2", "--output_sequence_scores", "--n_obs", "3"]
+    assert main([str(bart), str(source), str(output), *flags, *several]) == 0
+    assert json.loads(saved.read_text()) == metrics.score(generated[:3], references[:3])
+
+
+def test_missing_packages_are_reported_before_anything_is_generated(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_sacrebleu(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(metrics, "import_module", without_sacrebleu)
+    source, output = tmp_path / "input", tmp_path / "output"
+    source.write_text("word1\n")
+    assert main(["/no/such/model", str(source), str(output), "--reference_path", str(source)]) == 2
+    assert "pip install 'fastgen[metrics]'" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_packages_are_imported_only_for_scores(tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_import = builtins.__import__
+
+    def without_metrics(name: str, *args: object, **kwargs: object) -> object:
+        assert name.split(".")[0] not in ("sacrebleu", "rouge_score")
+        return plain_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_metrics)
+    source = tmp_path / "input"
+    source.write_text(LINES[0])
+    assert main([str(bart), str(source), str(tmp_path / "output")]) == 0

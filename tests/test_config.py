@@ -1,0 +1,55 @@
+"""What the FASTGEN_* variables mean, and what a typing error in one of them does."""
+
+import pytest
+from python_process import run_code, run_python
+
+from fastgen.config import Config, read
+
+
+def test_nothing_set_means_the_defaults():
+    assert Config.from_environ({}) == Config(disable=False, strict=False, log=None)
+    assert Config.from_environ({"FASTGEN_DISABLE": "", "FASTGEN_LOG": ""}) == Config()
+
+
+def test_each_variable_sets_its_own_field():
+    assert Config.from_environ({"FASTGEN_DISABLE": "1"}) == Config(disable=True)
+    assert Config.from_environ({"FASTGEN_STRICT": "True"}) == Config(strict=True)
+    assert Config.from_environ({"FASTGEN_LOG": "DEBUG"}) == Config(log="debug")
+    assert Config.from_environ({"FASTGEN_DISABLE": "0", "FASTGEN_STRICT": "off"}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "accepted"),
+    [
+        ("FASTGEN_DISABLE", "perhaps", "1 or 0"),
+        ("FASTGEN_STRICT", "2", "1 or 0"),
+        ("FASTGEN_LOG", "loud", "debug, info, warning, error"),
+    ],
+)
+def test_an_error_names_the_variable_the_value_and_what_is_accepted(variable, value, accepted):
+    with pytest.raises(ValueError) as error:
+        Config.from_environ({variable: value})
+    assert str(error.value) == f"{variable}={value!r} (accepted: {accepted})"
+
+
+def test_an_unreadable_variable_warns_and_leaves_the_others_in_effect():
+    with pytest.warns(RuntimeWarning, match="ignores FASTGEN_LOG='loud'"):
+        config = read({"FASTGEN_LOG": "loud", "FASTGEN_DISABLE": "1"})
+    assert config == Config(disable=True)
+
+
+def test_an_unreadable_variable_does_not_stop_the_import():
+    done = run_python("-c", "import fastgen; print(len(fastgen.status()))", FASTGEN_STRICT="perhaps")
+    assert done.returncode == 0 and int(done.stdout) > 0
+    assert "RuntimeWarning: fastgen ignores FASTGEN_STRICT='perhaps'" in done.stderr
+
+
+def test_the_log_goes_to_stderr_once_and_only_when_asked_for():
+    code = """
+import importlib, logging, fastgen
+importlib.reload(fastgen)
+logging.getLogger("fastgen").debug("heard")
+"""
+    assert run_python("-c", code, FASTGEN_LOG="debug").stderr.count("heard") == 1
+    assert "heard" not in run_python("-c", code, FASTGEN_LOG="info").stderr
+    assert run_code("import fastgen, logging; print(logging.getLogger('fastgen').handlers)").strip() == "[]"

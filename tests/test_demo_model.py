@@ -1,0 +1,208 @@
+"""The demo model: its data are right, it fits in the package, and it does what its card says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from random import Random
+
+import pytest
+import torch
+from num2words import num2words
+
+from fastgen.models.demo import DEMO, demo_path, sample_path
+from fastgen.models.demo.number_words import cardinal, decimal, digits, ordinal, ordinal_suffix, roman, year
+from fastgen.models.demo.slots import SLOTS
+from fastgen.models.demo.spoken_english import MAX_SPOKEN_WORDS, held_out_pairs, make_pair
+
+MAX_BYTES = 4_000_000
+
+
+def in_plain_words(text: str) -> str:
+    return text.replace(" and ", " ").replace("-", " ").replace(",", "")
+
+
+def sample() -> list[tuple[str, str]]:
+    lines = sample_path().read_text(encoding="utf-8").splitlines()
+    references = sample_path().with_name("sample.ref.txt").read_text(encoding="utf-8").splitlines()
+    return list(zip(lines, references, strict=True))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(demo_path(), local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForSeq2SeqLM.from_pretrained(demo_path(), local_files_only=True).eval()
+
+
+def outputs(model, tokenizer, lines: list[str]) -> list[str]:
+    inputs = tokenizer(lines, padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        return tokenizer.batch_decode(model.generate(**inputs, num_beams=4), skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("number", [*range(130), 999, 1000, 1001, 1250, 20_000, 345_678, 1_000_000, 2_000_000_013])
+def test_numbers_are_said_as_num2words_says_them(number):
+    assert cardinal(number) == in_plain_words(num2words(number))
+    assert ordinal(number) == in_plain_words(num2words(number, to="ordinal"))
+    assert f"{number}{ordinal_suffix(number)}" == num2words(number, to="ordinal_num")
+
+
+@pytest.mark.parametrize("number", [1700, 1709, 1812, 1900, 1905, 1999, 2000, 2007, 2010, 2021, 2049])
+def test_years_are_said_as_num2words_says_them(number):
+    assert year(number) == in_plain_words(num2words(number, to="year"))
+
+
+def test_other_number_forms():
+    assert cardinal(-29) == "minus twenty nine"
+    assert decimal("1,250.05") == "one thousand two hundred fifty point zero five"
+    assert digits("555-0142") == "five five five zero one four two"
+    assert [roman(number) for number in (1, 4, 9, 14, 20, 39)] == ["I", "IV", "IX", "XIV", "XX", "XXXIX"]
+    with pytest.raises(ValueError, match="accepted: integers between"):
+        cardinal(10**12)
+
+
+# One hand-written case or more for every kind of item, each of which the generator makes sooner or later.
+ITEMS = {
+    "money": {
+        "$1": "one dollar",
+        "€0.01": "one cent",
+        "£0.75": "seventy five pence",
+        "$2.5 million": "two point five million dollars",
+    },
+    "time": {"9:00 a.m.": "nine a m", "4 p.m.": "four p m", "16:00": "sixteen hundred", "16:05": "sixteen oh five"},
+    "temperature": {"1 °C": "one degree celsius", "-5 °F": "minus five degrees fahrenheit"},
+    "ordinal": {"1st": "first", "12th": "twelfth", "21st": "twenty first", "103rd": "one hundred third"},
+    "percent": {"5%": "five percent", "12.5%": "twelve point five percent", "0.7%": "zero point seven percent"},
+    "distance": {"1 km": "one kilometer", "1 ft": "one foot", "6 ft": "six feet", "5 m": "five meters"},
+    "mass": {"1 lb": "one pound", "2.5 kg": "two point five kilograms"},
+    "speed": {"7 km/h": "seven kilometers per hour", "1 mph": "one mile per hour"},
+    "year": {"1905": "nineteen oh five", "2000": "two thousand", "2021": "twenty twenty one"},
+    "decade": {"1980s": "nineteen eighties", "1820s": "eighteen twenties"},
+    "fraction": {"3/4": "three quarters", "1/2": "one half"},
+    "score": {"3-1": "three to one", "0-0": "zero to zero"},
+    "range": {"10-15": "ten to fifteen"},
+    "roman": {"IV": "four", "XX": "twenty"},
+    "acronym": {"BBC": "b b c"},
+    "about": {"approx.": "approximately", "min.": "minimum"},
+    "large": {"70,000": "seventy thousand", "600": "six hundred"},
+    "date": {
+        "14 Feb.": "the fourteenth of february",
+        "Jan. 1": "january first",
+        "3 May": "the third of may",
+        "Monday, 3 May": "monday the third of may",
+    },
+}
+
+
+@pytest.mark.parametrize("slot", ITEMS)
+def test_items_are_said_as_people_say_them(slot):
+    rng = Random(0)
+    made = dict(SLOTS[slot](rng) for _ in range(30_000))
+    for written, spoken in ITEMS[slot].items():
+        assert made[written] == spoken
+
+
+def test_dates_with_years_are_the_same_in_every_order():
+    rng = Random(1)
+    made = dict(SLOTS["date"](rng) for _ in range(200_000))
+    assert made["2021-05-03"] == made["May 3, 2021"] == "may third twenty twenty one"
+    assert made["3 May 2021"] == "the third of may twenty twenty one"
+
+
+def test_same_seed_same_pairs():
+    first, second, third = Random(7), Random(7), Random(8)
+    pairs = [make_pair(first) for _ in range(200)]
+    assert pairs == [make_pair(second) for _ in range(200)]
+    assert pairs != [make_pair(third) for _ in range(200)]
+
+
+def test_spoken_lines_are_lower_case_words_of_very_different_number():
+    rng = Random(3)
+    pairs = [make_pair(rng) for _ in range(3000)]
+    assert all(re.fullmatch("[a-z]+( [a-z]+)*", spoken) for _, spoken in pairs)
+    lengths = [len(spoken.split()) for _, spoken in pairs]
+    assert min(lengths) <= 3
+    assert 70 <= max(lengths) <= MAX_SPOKEN_WORDS
+
+
+def test_sample_is_the_first_500_held_out_pairs():
+    assert sample() == held_out_pairs()[:500]
+
+
+def test_sample_has_500_lines_none_of_them_empty():
+    pairs = sample()
+    assert len(pairs) == 500
+    assert all(line.strip() and reference.strip() for line, reference in pairs)
+    lengths = sorted(len(reference.split()) for _, reference in pairs)
+    assert lengths[25] <= 6
+    assert lengths[-10] >= 60
+
+
+def test_demo_folder_is_small_enough_for_the_package():
+    assert DEMO == "demo"
+    names = {path.name for path in demo_path().iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
+    assert sum(path.stat().st_size for path in demo_path().rglob("*")) <= MAX_BYTES
+
+
+def test_finding_the_demo_does_not_import_torch():
+    code = (
+        "import sys, fastgen.models; before = set(sys.modules); import fastgen.models.demo;"
+        "assert 'torch' not in set(sys.modules) - before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tokenizer_restores_every_line(tokenizer):
+    for line in [text for pair in sample() for text in pair] + ["  Zoë,  café — 3½ €\tx ", "日本 2021"]:
+        ids = tokenizer(line)["input_ids"]
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == line
+
+
+def test_tokenizer_splits_numbers_into_digits(tokenizer):
+    assert [token for token in tokenizer.tokenize("in 2021") if token.strip("Ġ").isdigit()] == ["2", "0", "2", "1"]
+
+
+def test_model_is_stored_in_half_and_loaded_in_full_precision(model):
+    from safetensors import safe_open
+
+    assert model.dtype == torch.float32
+    with safe_open(demo_path() / "model.safetensors", framework="pt") as weights:
+        assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.float16}  # noqa: SIM118
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_generation_config_names_every_token(model, tokenizer):
+    config = model.generation_config
+    assert config.eos_token_id == config.decoder_start_token_id == tokenizer.eos_token_id
+    assert (config.bos_token_id, config.pad_token_id) == (tokenizer.bos_token_id, tokenizer.pad_token_id)
+    assert (config.max_length, config.num_beams) == (160, 4)
+    assert config.forced_bos_token_id is None
+    assert config.forced_eos_token_id is None
+
+
+def test_model_says_the_example_of_its_card(model, tokenizer):
+    line = "Dr. Smith paid $1,250.50 on 3 May 2021 at 4:15 p.m."
+    spoken = (
+        "doctor smith paid one thousand two hundred fifty dollars and fifty cents on the third of may twenty twenty "
+        "one at four fifteen p m"
+    )
+    assert outputs(model, tokenizer, [line]) == [spoken]
+
+
+def test_model_is_right_on_95_percent_of_the_sample(model, tokenizer):
+    pairs = sample()[:200]
+    right = 0
+    for start in range(0, len(pairs), 50):
+        lines, references = zip(*pairs[start : start + 50], strict=True)
+        right += sum(map(str.__eq__, outputs(model, tokenizer, list(lines)), references))
+    assert right / len(pairs) >= 0.95

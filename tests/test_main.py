@@ -1,0 +1,128 @@
+"""`python -m fastgen`: the report, and programs that run under it as they run under python."""
+
+import pytest
+from python_process import run_python
+
+import fastgen
+
+SHOW = """
+import sys
+from pathlib import Path
+print(sys.argv, sys.path[0], __name__, __file__, __package__, __spec__ and __spec__.name, __doc__, sep="\\n")
+number: 1 = 0
+print(sys.modules["__main__"].__dict__ is globals(), "main" in globals(), __annotations__)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "show.py").write_text(SHOW)
+    (tmp_path / "sub" / "__main__.py").write_text(SHOW)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "__main__.py").write_text(SHOW)
+    return tmp_path
+
+
+def same_as_python(folder, *args):
+    """Runs a program with and without fastgen; fails unless both print and exit alike."""
+    plain = run_python(*args, cwd=folder)
+    under = run_python("-m", "fastgen", *args, cwd=folder)
+    assert (under.stdout, under.returncode) == (plain.stdout, plain.returncode)
+    return under
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["sub/show.py", "-m", "--help", "--", "x"],
+        ["sub"],
+        ["-m", "package", "--version", "x"],
+        ["-m", "sub.show", "-h"],
+    ],
+    ids=["script", "folder", "package", "module"],
+)
+def test_a_program_sees_what_python_would_show_it(folder, args):
+    args = [str(folder / "sub") if word == "sub" else word for word in args]
+    assert "__main__" in same_as_python(folder, *args).stdout
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("sys.exit(3)", 3), ("sys.exit('message')", 1), ("raise KeyError(1)", 1), ("sys.exit()", 0), ("def", 1)],
+)
+def test_a_program_ends_with_the_status_it_has_by_itself(folder, ending, status):
+    (folder / "ending.py").write_text(f"import sys\n{ending}\n")
+    under = same_as_python(folder, "ending.py")
+    assert under.returncode == status
+    if status == 1:
+        assert under.stderr.splitlines()[-1] == run_python("ending.py", cwd=folder).stderr.splitlines()[-1]
+
+
+def test_a_program_runs_with_the_patches_armed(folder):
+    (folder / "armed.py").write_text("import sys; print([str(s.state) for s in sys.modules['fastgen'].status()][0])")
+    assert run_python("-m", "fastgen", "armed.py", cwd=folder).stdout.strip() == "pending"
+
+
+def test_threads_and_workers_that_outlive_the_last_line_find_the_program(folder):
+    (folder / "late.py").write_text(
+        """
+import multiprocessing, pickle, sys, threading, time
+
+def function(x):
+    return x + 1
+
+def late():
+    time.sleep(0.2)
+    print(pickle.loads(pickle.dumps(function))(1))
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(function, [1, 2]))
+    threading.Thread(target=late).start()
+    sys.exit(0)
+"""
+    )
+    assert same_as_python(folder, "late.py").stdout == "[2, 3]\n2\n"
+
+
+def test_a_missing_program_is_one_clear_line(folder):
+    missing = run_python("-m", "fastgen", "no_such.py", "x", cwd=folder)
+    assert missing.returncode == 2
+    assert missing.stderr == "python -m fastgen: can't open file 'no_such.py': no such file\n"
+    missing = same_as_python(folder, "-m", "no_such_module.x")
+    assert missing.stderr.startswith("python -m fastgen: cannot find 'no_such_module.x': ")
+    assert missing.stderr.count("\n") == 1
+    assert run_python("-m", "fastgen", "-m").stderr == "python -m fastgen: -m needs the name of a module\n"
+    unknown = run_python("-m", "fastgen", "--no-such-option", "x.py")
+    assert unknown.returncode == 2 and "unrecognized arguments: --no-such-option" in unknown.stderr
+
+
+def test_help_and_version():
+    assert run_python("-m", "fastgen", "--version").stdout == f"fastgen {fastgen.__version__}\n"
+    assert "SCRIPT [ARGUMENT ...]" in run_python("-m", "fastgen", "--help").stdout
+
+
+def test_the_report_shows_versions_patches_and_kernels_in_one_screen():
+    transformers = pytest.importorskip("transformers")
+    done = run_python("-m", "fastgen")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 120
+    assert lines[0].startswith(f"fastgen {fastgen.__version__}, Python ")
+    assert f"transformers {transformers.__version__}" in lines[0]
+    states = [line.split()[:2] for line in lines[lines.index("Patches") + 1 : lines.index("Kernels") - 1]]
+    assert states == [["transformers.generate", "applied"], ["transformers.prefill", "applied"]]
+    assert lines[lines.index("Kernels") + 1].split() == ["shared", "attention", "torch", "usable"]
+
+
+def test_the_report_says_why_a_host_is_not_patched(tmp_path):
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text("raise ImportError('broken installation')")
+    done = run_python("-m", "fastgen", path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    reason = "import transformers.generation.utils: ImportError: broken installation"
+    assert done.stdout.count(f"pending  {reason}") == 2
+    done = run_python("-m", "fastgen", FASTGEN_DISABLE="1", path=tmp_path)
+    assert done.stdout.count("skipped  FASTGEN_DISABLE=1") == 2

@@ -1,0 +1,268 @@
+"""`import fastgen` as a program meets it: in every order, in threads and workers, twice, switched off, and quickly.
+
+Most processes here import a stand-in for transformers, and stand-ins for fastgen's replacements.
+"""
+
+import multiprocessing
+
+import pytest
+from python_process import run_code, run_python
+
+UTILS = """
+class GenerationMixin:
+    def generate(self, inputs=None, **kwargs):
+        return self._prefill(inputs, None, {})
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        return ["original", input_ids]
+
+PRISTINE = dict(vars(GenerationMixin))
+"""
+
+# Each step of a program by its name, and what its `generate` gives and the states say at the end.
+STEPS = """
+import importlib, sys, types
+
+def stand_in(name):
+    module = types.ModuleType(f"fastgen.optimizer.transformers.{name}")
+    def replacement(original, *args, **kwargs):
+        return ["fast " + name, *original(*args, **kwargs)]
+    setattr(module, name, replacement)
+    sys.modules[module.__name__] = module
+
+stand_in("generate")
+stand_in("prefill")
+
+def step(name):
+    if name == "host":
+        importlib.import_module("transformers.generation.utils")
+    elif name == "package":
+        importlib.import_module("transformers")
+    elif name == "fastgen":
+        importlib.import_module("fastgen")
+    elif name == "reload":
+        importlib.reload(sys.modules["fastgen"])
+    else:
+        getattr(sys.modules["fastgen"], name)()
+
+def outcome():
+    utils = sys.modules.get("transformers.generation.utils")
+    states = {state.state for state in sys.modules["fastgen"].status()}
+    called = utils.GenerationMixin().generate(7) if utils else None
+    pristine = dict(vars(utils.GenerationMixin)) == utils.PRISTINE if utils else None
+    return states, called, pristine
+"""
+
+FAST = ({"applied"}, ["fast generate", "fast prefill", "original", 7], False)
+ORIGINAL = ({"reverted"}, ["original", 7], True)
+WAITING = ({"pending"}, None, None)
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A folder with a stand-in for transformers of the newest tested version."""
+    package = tmp_path / "transformers"
+    (package / "generation").mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = '5.23.0'\n")
+    (package / "generation" / "__init__.py").write_text("")
+    (package / "generation" / "utils.py").write_text(UTILS)
+    return tmp_path
+
+
+def set_host(host, old, new):
+    utils = host / "transformers" / "generation" / "utils.py"
+    assert old in utils.read_text()
+    utils.write_text(utils.read_text().replace(old, new))
+
+
+def run_steps(order, host, more="outcome()", **env):
+    """Runs the steps of `order` in a process, and returns the value of the expression `more` at the end of it."""
+    code = f"{STEPS}\nfor name in {order.split()}:\n    step(name)\nprint('value:', repr({more}))"
+    return eval(run_code(code, path=host, **env).rpartition("value: ")[2])
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("fastgen", WAITING),
+        ("fastgen host", FAST),
+        ("fastgen package host", FAST),
+        ("package fastgen host", FAST),
+        ("host fastgen", FAST),
+        ("fastgen host enable enable", FAST),
+        ("fastgen enable host", FAST),
+        ("fastgen disable", ({"reverted"}, None, None)),
+        ("fastgen disable host", ORIGINAL),
+        ("host fastgen disable disable", ORIGINAL),
+        ("fastgen disable enable", WAITING),
+        ("fastgen disable enable host", FAST),
+        ("fastgen disable host enable", FAST),
+        ("fastgen host disable enable", FAST),
+        ("host fastgen disable enable disable", ORIGINAL),
+        ("host fastgen reload reload", FAST),
+        ("fastgen reload host", FAST),
+        ("host fastgen reload disable", ORIGINAL),
+    ],
+)
+def test_every_order_of_imports_and_switches_ends_as_the_last_switch_says(host, order, expected):
+    assert run_steps(order, host, FASTGEN_STRICT="1") == expected
+
+
+def test_fastgen_disable_wins_over_everything(host):
+    reasons = "(*outcome(), {state.reason for state in sys.modules['fastgen'].status()})"
+    expected = ({"skipped"}, ["original", 7], True, {"FASTGEN_DISABLE=1"})
+    assert run_steps("fastgen host enable reload enable", host, reasons, FASTGEN_DISABLE="1") == expected
+
+
+def test_importing_loads_no_heavy_library():
+    code = "import fastgen, sys; print({'torch', 'transformers', 'fairseq', 'wrapt', 'numpy'} & set(sys.modules))"
+    assert run_code(code).strip() == "set()"
+
+
+def test_importing_takes_less_than_50_ms():
+    code = "import time; start = time.perf_counter(); import fastgen; print(time.perf_counter() - start)"
+    best = float("inf")
+    for _ in range(20):  # the machine may be busy with something else: one quiet moment is enough
+        best = min(best, float(run_code(code)))
+        if best < 0.05:
+            return
+    pytest.fail(f"import fastgen took {best * 1000:.0f} ms")
+
+
+def test_a_group_without_one_of_its_targets_is_skipped_and_the_host_works(host):
+    set_host(host, "def _prefill(self, input_ids,", "def _prefill(self, ids,")
+    set_host(host, "_prefill(inputs,", "_prefill(ids=inputs,")
+    set_host(host, 'return ["original", input_ids]', 'return ["original", ids]')
+    set_host(host, "None, {})", "generation_config=None, model_kwargs={})")
+    rows = "(*outcome(), [str(state) for state in sys.modules['fastgen'].status()])"
+    states, called, pristine, (generate, prefill) = run_steps("fastgen host", host, rows, FASTGEN_STRICT="1")
+    assert (states, called, pristine) == ({"skipped"}, ["original", 7], True)
+    assert generate.endswith("(transformers.shared_caches is applied all or none, without transformers.prefill)")
+    assert "wanted the parameters (self, input_ids, generation_config, model_kwargs)" in prefill
+    assert "found (self, ids, generation_config, model_kwargs, is_first_iteration)" in prefill
+
+
+def test_a_host_older_than_the_lowest_tested_version_is_left_alone(host):
+    (host / "transformers" / "__init__.py").write_text("__version__ = '4.57.1'\n")
+    reasons = "(*outcome(), {state.reason for state in sys.modules['fastgen'].status()})"
+    states, called, pristine, reasons = run_steps("fastgen host", host, reasons)
+    assert (states, called, pristine) == ({"skipped"}, ["original", 7], True)
+    assert reasons == {"wanted transformers 5.0.0 or newer, found 4.57.1 (tested: 5.0.0 to 5.23.0)"}
+
+
+def test_strict_raises_what_is_otherwise_left_to_the_original(host):
+    code = "def broken(*args, **kwargs): raise KeyError('ours')\n"
+    code += "sys.modules['fastgen.optimizer.transformers.prefill'].prefill = broken\n"
+    code += "step('fastgen'); step('host'); print(outcome())"
+    done = run_python("-c", STEPS + code, path=host)
+    assert eval(done.stdout) == ({"applied"}, ["fast generate", "original", 7], False)
+    assert done.stderr.startswith("fastgen leaves transformers.shared_caches to the originals: KeyError('ours')")
+    done = run_python("-c", STEPS + code, path=host, FASTGEN_STRICT="1")
+    assert done.returncode == 1 and done.stderr.endswith("KeyError: 'ours'\n")
+
+
+def test_a_host_that_fails_to_import_fails_as_it_does_without_fastgen(host):
+    set_host(host, "class GenerationMixin:", "import no_such_module\nclass GenerationMixin:")
+    code = "import {}sys\nimport transformers.generation.utils"
+    with_fastgen, without = (run_python("-c", code.format(name), path=host) for name in ("fastgen, ", ""))
+    assert with_fastgen.returncode == without.returncode == 1
+    error = "ModuleNotFoundError: No module named 'no_such_module'"
+    assert with_fastgen.stderr.splitlines()[-1] == without.stderr.splitlines()[-1] == error
+
+
+def test_disabled_and_explain_work_without_a_host():
+    code = """
+import fastgen
+with fastgen.disabled():
+    pass
+@fastgen.disabled()
+def function():
+    return 1
+print(function(), fastgen.explain())
+print(*fastgen.status(), sep="\\n")
+"""
+    first, *states = run_code(code).splitlines()
+    assert first == "1 None"
+    assert states[0] == ("transformers.generate: pending (waits for the import of transformers.generation.utils)"), (
+        "status() rows can be read"
+    )
+
+
+def test_a_spawned_worker_is_patched_by_its_own_import(host):
+    worker = """
+import multiprocessing
+STEPS
+
+def work(_):
+    step("fastgen")
+    step("host")
+    return outcome()
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(work, [0]))
+"""
+    (host / "worker.py").write_text(worker.replace("STEPS", STEPS))
+    done = run_python(str(host / "worker.py"), path=host)
+    assert done.stderr == "" and eval(done.stdout) == [FAST]
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
+def test_forked_workers_are_patched_and_never_find_the_lock_taken(host):
+    """Two threads hold the lock of the patch layer most of the time while the workers are forked."""
+    code = """
+import os, threading
+step("fastgen"); step("host")
+fastgen = sys.modules["fastgen"]
+first = outcome()
+stop = threading.Event()
+
+def toggle():
+    while not stop.is_set():
+        fastgen.disable(); fastgen.enable(); fastgen.status()
+
+threads = [threading.Thread(target=toggle) for _ in range(2)]
+for thread in threads: thread.start()
+statuses = []
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        import signal
+        signal.alarm(10)
+        fastgen.disable(); fastgen.enable()
+        os._exit(0 if outcome() == first else 1)
+    statuses.append(os.waitpid(child, 0)[1])
+stop.set()
+for thread in threads: thread.join()
+print(first, set(statuses), sep="|")
+"""
+    first, statuses = run_code(STEPS + code, path=host).split("|")
+    assert eval(first) == FAST and eval(statuses) == {0}
+
+
+def test_threads_that_import_both_at_once_end_up_patched(host):
+    set_host(host, "class GenerationMixin:", "import time; time.sleep(0.2)\n\nclass GenerationMixin:")
+    code = """
+import threading
+for order in (["host"], ["fastgen"], ["host"], ["fastgen"]):
+    threading.Thread(target=lambda names=order: [step(name) for name in names]).start()
+for thread in threading.enumerate()[1:]: thread.join()
+print(outcome())
+"""
+    assert eval(run_code(STEPS + code, path=host)) == FAST
+
+
+def test_the_installed_transformers_is_patched_and_keeps_its_signatures():
+    pytest.importorskip("transformers")
+    code = """
+import inspect, fastgen
+from transformers import GenerationMixin
+names = ("generate", "_prefill")
+patched = [inspect.signature(getattr(GenerationMixin, name)) for name in names]
+print({state.state for state in fastgen.status()}, end=" ")
+wrappers = [vars(GenerationMixin)[name] for name in names]
+fastgen.disable()
+print([inspect.signature(getattr(GenerationMixin, name)) for name in names] == patched, end=" ")
+print([vars(GenerationMixin)[name] is not wrapper for name, wrapper in zip(names, wrappers)])
+"""
+    assert run_code(code, FASTGEN_STRICT="1").strip() == "{'applied'} True [True, True]"

@@ -1,0 +1,247 @@
+"""What the patch layer applies, skips and reverts, on host libraries that each test writes."""
+
+import importlib
+import inspect
+import sys
+import threading
+import types
+
+import pytest
+from fake_hosts import FAST, HOST, armed, make_patch, module_name, only_state
+
+from fastgen.patching import disabled
+
+pytest_plugins = ["fake_hosts"]
+
+
+def test_a_patch_waits_for_its_host_and_imports_neither_host_nor_replacement(write):
+    host, fast = write(HOST), write(FAST, "fast")
+    patch_set = armed(make_patch(f"{host}:function", f"{fast}:fast"))
+    assert str(only_state(patch_set)) == f"{host}:function: pending (waits for the import of {host})"
+    assert host not in sys.modules
+    module = importlib.import_module(host)
+    assert only_state(patch_set).state == "applied"
+    assert fast not in sys.modules
+    assert module.function(2) == ("fast", 2)
+
+
+def test_a_module_imported_before_is_patched_at_once(host, fast):
+    patch_set = armed(make_patch(f"{host.__name__}:function", fast))
+    assert only_state(patch_set).state == "applied" and host.function(2, scale=3) == ("fast", 6)
+
+
+def test_a_submodule_is_patched_when_it_is_imported_not_its_package(tmp_path, write, fast):
+    package = module_name("package")
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("__version__ = '1.1'")
+    (tmp_path / package / "deep.py").write_text(HOST)
+    patch_set = armed(make_patch(f"{package}.deep:function", fast))
+    importlib.import_module(package)
+    assert only_state(patch_set).state == "pending"
+    assert importlib.import_module(f"{package}.deep").function(1) == ("fast", 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "call", "original"),
+    [
+        ("function", lambda host: host.function(2), 2),
+        ("Base.method", lambda host: host.Base().method(2), ("original", 2)),
+        ("Base.of_class", lambda host: host.Child.of_class(2), ("Child", 2)),
+        ("Base.static", lambda host: host.Base().static(2), ("static", 2)),
+        ("Child.method", lambda host: host.Child().method(2), ("original", 2)),
+        ("Child.of_class", lambda host: host.Child.of_class(2), ("Child", 2)),
+    ],
+)
+def test_every_kind_of_function_is_patched_and_restored_to_the_same_object(host, fast, path, call, original):
+    owner = getattr(host, path.split(".")[0]) if "." in path else host
+    before = dict(vars(owner))
+    patch_set = armed(make_patch(f"{host.__name__}:{path}", fast))
+    assert call(host) == ("fast", original)
+    assert vars(owner) != before
+    patch_set.revert()
+    assert only_state(patch_set).state == "reverted"
+    assert dict(vars(owner)) == before
+    assert call(host) == original
+
+
+def test_a_patched_child_leaves_its_base_alone(host, fast):
+    armed(make_patch(f"{host.__name__}:Child.method", fast))
+    assert host.Base().method(1) == ("original", 1) and host.Child().method(1) == ("fast", ("original", 1))
+
+
+def test_objects_made_before_stay_instances_and_are_faster(host, fast):
+    early = host.Base()
+    armed(make_patch(f"{host.__name__}:Base.method", fast))
+    assert isinstance(early, host.Base) and early.method(1) == ("fast", ("original", 1))
+
+
+def test_the_patched_function_looks_like_the_original(host, fast):
+    original = host.Base.method
+    armed(make_patch(f"{host.__name__}:Base.method", fast))
+    assert host.Base.method is not original
+    assert inspect.signature(host.Base.method) == inspect.signature(original)
+    assert (host.Base.method.__doc__, host.Base.method.__name__) == ("Gives x back.", "method")
+
+
+def test_doing_it_twice_is_doing_it_once(host, fast):
+    patch_set = armed(make_patch(f"{host.__name__}:function", fast))
+    patch_set.arm()
+    patch_set.apply()
+    assert host.function(1) == ("fast", 1)
+    patch_set.revert()
+    patch_set.revert()
+    assert host.function(1) == 1
+    patch_set.arm()
+    assert host.function(1) == ("fast", 1)
+
+
+def test_a_reverted_set_leaves_a_host_imported_later_alone(write, fast):
+    name = write(HOST)
+    patch_set = armed(make_patch(f"{name}:function", fast))
+    patch_set.revert("because")
+    host = importlib.import_module(name)
+    assert host.function(1) == 1 and (only_state(patch_set).state, only_state(patch_set).reason) == (
+        "reverted",
+        "because",
+    )
+    patch_set.arm()
+    assert host.function(1) == ("fast", 1)
+
+
+def test_a_second_set_does_not_stack_on_the_first(host, fast):
+    patch = make_patch(f"{host.__name__}:function", fast)
+    armed(patch)
+    second = armed(patch)
+    assert host.function(1) == ("fast", 1)
+    assert only_state(second).state == "skipped" and "another copy of fastgen" in only_state(second).reason
+
+
+def test_disabled_concerns_this_thread_only(host, fast):
+    armed(make_patch(f"{host.__name__}:function", fast))
+    elsewhere = []
+
+    @disabled()
+    def decorated():
+        return host.function(1)
+
+    with disabled():
+        thread = threading.Thread(target=lambda: elsewhere.append(host.function(1)))
+        thread.start()
+        thread.join()
+        assert host.function(1) == 1
+    assert elsewhere == [("fast", 1)]
+    assert decorated() == 1 and host.function(1) == ("fast", 1)
+
+
+def test_a_missing_target_is_skipped_and_says_so(host, fast):
+    patch_set = armed(make_patch(f"{host.__name__}:Base.gone", fast))
+    assert only_state(patch_set).state == "skipped"
+    assert only_state(patch_set).reason == f"wanted {host.__name__}:Base.gone, found no 'gone' in class Base"
+
+
+def test_a_missing_class_is_skipped_and_says_so(host, fast):
+    state = only_state(armed(make_patch(f"{host.__name__}:Gone.method", fast)))
+    assert state.state == "skipped" and f"found no 'Gone' in module {host.__name__}" in state.reason
+
+
+def test_a_function_where_a_class_was_is_skipped_and_says_so(host, fast):
+    state = only_state(armed(make_patch(f"{host.__name__}:function.method", fast)))
+    assert state.state == "skipped" and state.reason.endswith("found that function is a function, not a class")
+
+
+def test_a_changed_signature_is_skipped_and_shows_both(host, fast):
+    patch_set = armed(make_patch(f"{host.__name__}:function", fast, parameters=("x", "factor")))
+    assert only_state(patch_set).state == "skipped"
+    assert "wanted the parameters (x, factor)" in only_state(patch_set).reason
+    assert "found (x, scale)" in only_state(patch_set).reason
+    assert host.function(1) == 1
+
+
+def test_what_is_not_a_function_is_skipped(host, fast):
+    state = only_state(armed(make_patch(f"{host.__name__}:Child.attribute", fast)))
+    assert state.state == "skipped" and state.reason.endswith("found a int")
+    assert host.Child.attribute == 3
+
+
+def test_an_older_host_is_skipped(host, fast):
+    patch_set = armed(make_patch(f"{host.__name__}:function", fast, tested=("1.6", "2.0")))
+    reason = f"wanted {host.__name__} 1.6 or newer, found 1.5 (tested: 1.6 to 2.0)"
+    assert (only_state(patch_set).state, only_state(patch_set).reason) == ("skipped", reason)
+    assert host.function(1) == 1
+
+
+def test_a_newer_host_is_patched_and_to_be_verified(host, fast):
+    name = host.__name__
+    patch_set = armed(make_patch(f"{name}:function", fast, tested=("1.0", "1.4.9")))
+    reason = f"{name} 1.5 is newer than the newest tested 1.4.9: verified on first use"
+    assert (only_state(patch_set).state, only_state(patch_set).reason) == ("applied", reason)
+    assert patch_set.newer_than_tested(name) and not patch_set.newer_than_tested("another")
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.0.0", "2.0", "2.0.0", "1.9.dev0", "1.10.1", "2.0+cu130", "2.0rc1"])
+def test_a_version_within_the_tested_ones_needs_no_verification(host, fast, version):
+    host.__version__ = version
+    patch_set = armed(make_patch(f"{host.__name__}:function", fast))
+    assert (only_state(patch_set).state, only_state(patch_set).reason) == ("applied", "")
+    assert not patch_set.newer_than_tested(host.__name__)
+
+
+def test_a_host_without_a_version_is_to_be_verified(host, fast):
+    del host.__version__
+    patch_set = armed(make_patch(f"{host.__name__}:function", fast))
+    assert only_state(patch_set).state == "applied" and patch_set.newer_than_tested(host.__name__)
+
+
+def test_a_group_is_applied_all_or_none(host, fast):
+    good, bad = f"{host.__name__}:function", f"{host.__name__}:gone"
+    patch_set = armed(make_patch(good, fast), make_patch(bad, fast), make_patch(f"{good}", fast, group="other"))
+    assert [state.state for state in patch_set.states()] == ["skipped", "skipped", "applied"]
+    assert patch_set.states()[0].reason == f"group is applied all or none, without {bad}"
+    patch_set = armed(make_patch(f"{host.__name__}:Base.method", fast), make_patch(bad, fast))
+    assert host.Base().method(1) == ("original", 1)
+
+
+def test_a_group_waits_for_the_last_of_its_modules(write, fast):
+    one, two = write(HOST), write(HOST)
+    patch_set = armed(make_patch(f"{one}:function", fast), make_patch(f"{two}:function", fast))
+    first = importlib.import_module(one)
+    assert first.function(1) == 1 and two not in sys.modules
+    assert {state.reason for state in patch_set.states()} == {f"waits for the import of {two}"}
+    second = importlib.import_module(two)
+    assert first.function(1) == second.function(1) == ("fast", 1)
+
+
+def test_an_assignment_that_fails_takes_back_the_whole_group_and_does_not_break_the_import(write, fast, caplog):
+    name = write(
+        HOST
+        + """
+class Meta(type):
+    def __setattr__(cls, name, value):
+        raise TypeError("no attribute may be set")
+
+class Locked(metaclass=Meta):
+    def method(self, x):
+        return x
+"""
+    )
+    patch_set = armed(make_patch(f"{name}:function", fast), make_patch(f"{name}:Locked.method", fast))
+    host = importlib.import_module(name)
+    assert host.function(1) == 1 and host.Locked().method(1) == 1
+    assert {(s.state, s.reason) for s in patch_set.states()} == {("failed", "TypeError: no attribute may be set")}
+    patch_set.arm()
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+    del sys.modules[name]
+    armed(make_patch(f"{name}:Locked.method", fast), strict=True)
+    with pytest.raises(TypeError, match="no attribute may be set"):
+        importlib.import_module(name)
+
+
+def test_a_module_that_no_finder_knows_is_patched_too(fast):
+    module = types.ModuleType("made_by_hand")
+    exec(HOST, module.__dict__)
+    sys.modules["made_by_hand"] = module
+    try:
+        assert only_state(armed(make_patch("made_by_hand:function", fast))).state == "applied"
+    finally:
+        del sys.modules["made_by_hand"]

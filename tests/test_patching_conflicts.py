@@ -1,0 +1,240 @@
+"""The patch layer where something is in its way: failing replacements, other libraries that patch, threads."""
+
+import functools
+import importlib
+import sys
+import threading
+import time
+
+import pytest
+from fake_hosts import HOST, armed, make_patch, only_state
+
+from fastgen.patching import PatchSet
+
+pytest_plugins = ["fake_hosts"]
+
+
+def test_a_replacement_that_cannot_be_imported_leaves_the_call_to_the_original(host, write, fast, caplog):
+    broken = write("import no_such_module", "broken")
+    patches = [
+        make_patch(f"{host.__name__}:function", f"{broken}:fast"),
+        make_patch(f"{host.__name__}:Base.method", fast),
+    ]
+    patch_set = armed(*patches)
+    assert host.function(2, scale=3) == 6
+    reason = f"{host.__name__}:function raised ModuleNotFoundError: No module named 'no_such_module'"
+    assert {(state.state, state.reason) for state in patch_set.states()} == {("failed", reason)}
+    assert host.Base().method(1) == ("original", 1)
+    assert host.function(1) == 1 and len(caplog.records) == 1
+    patch_set.arm()
+    assert {state.state for state in patch_set.states()} == {"failed"} and host.function(1) == 1
+
+
+def test_loading_the_replacements_finds_what_the_first_call_would(host, write):
+    patch_set = armed(make_patch(f"{host.__name__}:function", write("import no_such_module", "broken") + ":fast"))
+    patch_set.load_replacements()
+    assert only_state(patch_set).state == "failed" and host.function(1) == 1
+
+
+def test_a_replacement_that_raises_before_the_original_fails_once_for_all(host, write, caplog):
+    raising = write("def fast(original, x):\n    raise KeyError('ours')", "raising")
+    patch_set = armed(make_patch(f"{host.__name__}:function", f"{raising}:fast"))
+    assert [host.function(1), host.function(2)] == [1, 2]
+    assert only_state(patch_set).state == "failed" and only_state(patch_set).reason.endswith("raised KeyError: 'ours'")
+    assert len(caplog.records) == 1
+
+
+def test_strict_raises_what_the_replacement_raises(host, write):
+    raising = write("def fast(original, x):\n    raise KeyError('ours')", "raising")
+    armed(make_patch(f"{host.__name__}:function", f"{raising}:fast"), strict=True)
+    with pytest.raises(KeyError, match="ours"):
+        host.function(1)
+
+
+def test_an_exception_of_the_original_is_the_callers_and_is_not_repeated(write):
+    host = importlib.import_module(
+        write("calls = []\ndef function(x):\n    calls.append(x)\n    raise ValueError('theirs')")
+    )
+    fast = write("def fast(original, x):\n    original(x)", "fast")
+    patch_set = armed(make_patch(f"{host.__name__}:function", f"{fast}:fast"))
+    with pytest.raises(ValueError, match="theirs"):
+        host.function(1)
+    assert host.calls == [1] and only_state(patch_set).state == "applied"
+
+
+def test_a_call_that_the_original_refuses_as_well_does_not_switch_the_patch_off(host, write, caplog):
+    strict_arguments = write("def fast(original, x):\n    return ('fast', original(x))", "fast")
+    patch_set = armed(make_patch(f"{host.__name__}:function", f"{strict_arguments}:fast"))
+    with pytest.raises(TypeError, match=r"function\(\) got an unexpected keyword argument 'typo'"):
+        host.function(1, typo=2)
+    assert only_state(patch_set).state == "applied" and not caplog.records
+    assert host.function(1) == ("fast", 1)
+
+
+def test_a_mismatch_found_by_verification_reverts_the_group_and_warns_once(host, fast):
+    patch_set = armed(make_patch(f"{host.__name__}:function", fast), make_patch(f"{host.__name__}:Base.method", fast))
+    with pytest.warns(RuntimeWarning, match="group to the originals: token 3 differs") as warned:
+        patch_set.fail("group", "token 3 differs")
+        patch_set.fail("group", "token 4 differs")
+    assert len(warned) == 1
+    assert {(state.state, state.reason) for state in patch_set.states()} == {("failed", "token 3 differs")}
+    patch_set.revert()
+    patch_set.arm()
+    assert {state.state for state in patch_set.states()} == {"failed"}
+    assert host.function(1) == 1 and host.Base().method(1) == ("original", 1)
+    with pytest.raises(ValueError, match=r"group 'typo' is not known \(known: group\)"):
+        patch_set.fail("typo", "")
+
+
+def put_on_top(owner, name):
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def on_top(*args, **kwargs):
+        return ("top", function(*args, **kwargs))
+
+    setattr(owner, name, on_top)
+    return on_top
+
+
+def test_another_librarys_patch_on_top_stays_and_ours_passes_straight_through(host, fast):
+    patch_set = armed(make_patch(f"{host.__name__}:function", fast))
+    on_top = put_on_top(host, "function")
+    assert host.function(1) == ("top", ("fast", 1))
+    patch_set.revert()
+    assert host.function is on_top and host.function(1) == ("top", 1)
+    assert only_state(patch_set).state == "reverted" and "left in place under" in only_state(patch_set).reason
+    patch_set.arm()
+    assert host.function is on_top and host.function(1) == ("top", ("fast", 1))
+    patch_set.revert()
+    put_on_top(host, "function")
+    patch_set.arm()
+    assert host.function(1) == ("top", ("top", ("fast", 1)))
+
+
+def test_a_patch_on_top_that_hides_what_it_wraps_is_recognised_too(host, fast):
+    patch_set = armed(make_patch(f"{host.__name__}:function", fast))
+    ours = host.function
+    host.function = lambda *args: ("top", ours(*args))
+    patch_set.arm()
+    assert only_state(patch_set).state == "applied" and host.function(1) == ("top", ("fast", 1))
+    patch_set.revert()
+    assert host.function(1) == ("top", 1)
+    patch_set.arm()
+    assert only_state(patch_set).state == "applied" and host.function(1) == ("top", ("fast", 1))
+    patch_set.revert()
+    host.function = ours
+    patch_set.arm()
+    assert host.function is ours and host.function(1) == ("fast", 1)
+
+
+def test_another_librarys_patch_that_was_there_first_is_kept(host, fast):
+    on_top = put_on_top(host, "function")
+    patch_set = armed(make_patch(f"{host.__name__}:function", fast))
+    assert host.function(1) == ("fast", ("top", 1))
+    patch_set.revert()
+    assert host.function is on_top
+
+
+def test_an_original_that_another_library_has_put_back_is_patched_anew(host, fast):
+    original = host.function
+    patch_set = armed(make_patch(f"{host.__name__}:function", fast))
+    put_on_top(host, "function")
+    patch_set.revert()
+    host.function = original
+    patch_set.arm()
+    assert host.function(1) == ("fast", 1)
+    host.function = original
+    patch_set.revert()
+    assert host.function is original and only_state(patch_set).reason == "disabled"
+
+
+@pytest.fixture
+def switch_often():
+    """Makes threads take turns a thousand times more often than they do."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(interval / 1000)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_many_threads_may_enable_disable_and_call_at_once(host, fast, switch_often):
+    before = host.Base.method
+    patch_set = armed(make_patch(f"{host.__name__}:Base.method", fast))
+    end = time.monotonic() + 0.5
+    seen, errors = set(), []
+
+    def work(step):
+        try:
+            while time.monotonic() < end:
+                step()
+                seen.add(host.Base().method(1))
+        except Exception as error:
+            errors.append(error)
+
+    steps = [patch_set.arm, patch_set.revert, patch_set.states, lambda: None] * 2
+    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert seen == {("original", 1), ("fast", ("original", 1))}
+    patch_set.revert()
+    assert host.Base.method is before
+
+
+def test_a_host_that_another_thread_is_importing_is_waited_for(write, fast):
+    name = write("import time\nstarted = True\ntime.sleep(0.3)\n" + HOST)
+    thread = threading.Thread(target=importlib.import_module, args=(name,))
+    thread.start()
+    while not hasattr(sys.modules.get(name), "started"):
+        time.sleep(0.01)
+    patch_set = armed(make_patch(f"{name}:function", fast))
+    thread.join()
+    assert only_state(patch_set).state == "applied"
+
+
+def test_a_host_that_arms_the_patches_while_it_is_imported_is_patched_on_the_next_occasion(write, fast):
+    name = write("arm()\n" + HOST)
+    patch_set = PatchSet([make_patch(f"{name}:function", fast)])
+    sys.modules["builtins"].arm = patch_set.arm
+    try:
+        importlib.import_module(name)
+    finally:
+        del sys.modules["builtins"].arm
+    assert only_state(patch_set).state == "pending"
+    patch_set.arm()
+    assert only_state(patch_set).state == "applied"
+
+
+def test_what_a_failed_replacement_calls_runs_without_the_rest_of_its_group(write, fast):
+    host = importlib.import_module(
+        write("def outer(x):\n    return ('outer', inner(x))\ndef inner(x):\n    return ('inner', x)")
+    )
+    raising = write("def fast(original, x):\n    raise KeyError('ours')", "raising")
+    armed(make_patch(f"{host.__name__}:outer", f"{raising}:fast"), make_patch(f"{host.__name__}:inner", fast))
+    assert host.inner(1) == ("fast", ("inner", 1))
+    assert host.outer(1) == ("outer", ("inner", 1))
+
+
+def test_the_original_runs_with_the_memory_that_the_failed_replacement_held(write):
+    host = importlib.import_module(write("def function(x):\n    return list(x.alive)"))
+    raising = write(
+        """
+class Buffer:
+    alive = []
+    def __init__(self):
+        self.alive.append(1)
+    def __del__(self):
+        self.alive.clear()
+
+def fast(original, x):
+    buffer = Buffer()
+    raise MemoryError
+""",
+        "raising",
+    )
+    armed(make_patch(f"{host.__name__}:function", f"{raising}:fast"))
+    buffer = importlib.import_module(raising).Buffer
+    assert host.function(buffer) == []

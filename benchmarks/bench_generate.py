@@ -215,9 +215,8 @@ def main() -> int:
         parser.error(f"CASE {unknown[0]!r}: choose from {', '.join(CASES)}")
     transformers.logging.set_verbosity_error()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
-    print(
-        f"{'case':20} {'stock s':>9} {'fastgen s':>9} {'ratio':>7} {'floor':>6} {'stock MB':>9} {'fastgen MB':>10} equal"
-    )
+    columns = ("stock s", "fastgen s", "ratio", "floor", "stock MB", "fastgen MB", "equal")
+    print("{:20} {:>9} {:>9} {:>7} {:>6} {:>9} {:>10} {}".format("case", *columns))
     results = []
     for name in args.cases or CASES:
         repeats = args.repeats if CASES[name].floor > 1 else 4 * args.repeats

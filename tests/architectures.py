@@ -52,15 +52,17 @@ SIZES: dict[str, Any] = {
 }
 
 
+DROP = object()  # a size that the configuration must not be given
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """kind: "causal", "seq2seq", "speech" or "vision". expected: what is shared, as `Report.shared` begins."""
+    """kind: "causal", "seq2seq", "speech" or "vision"; overrides: configuration values that differ from `SIZES`."""
 
     model_type: str
     kind: str
     overrides: dict[str, Any] = field(default_factory=dict)
     name: str = ""
-    shares: tuple[str, ...] = ("prefill",)
 
     @property
     def id(self) -> str:
@@ -80,7 +82,8 @@ class Architecture:
         """Two inputs of unequal length: the first is padded, on the left for decoder-only models."""
         generator = torch.Generator().manual_seed(1)
         if self.kind == "speech":
-            return {"input_features": torch.randn(2, *self.overrides["feature_shape"], generator=generator)}
+            shape = (2, 8, 40) if self.model_type == "whisper" else (2, 40, 8)
+            return {"input_features": torch.randn(shape, generator=generator)}
         if self.kind == "vision":
             return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
         input_ids = torch.randint(5, VOCABULARY, (2, 9), generator=generator)
@@ -98,8 +101,8 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
     arguments |= {key: value for key, value in SPECIAL.items() if key != "decoder_start_token_id"}
     if config.is_encoder_decoder:
         arguments["decoder_start_token_id"] = SPECIAL["decoder_start_token_id"]
-    overrides.pop("feature_shape", None)
-    return type(config)(**arguments | overrides)
+    arguments |= overrides
+    return type(config)(**{key: value for key, value in arguments.items() if value is not DROP})
 
 
 def _build_causal(architecture: Architecture) -> torch.nn.Module:
@@ -122,7 +125,7 @@ def _build_seq2seq(architecture: Architecture) -> torch.nn.Module:
 
 
 def _build_speech(architecture: Architecture) -> torch.nn.Module:
-    return AutoModelForSpeechSeq2Seq.from_config(tiny_config(architecture.model_type, **dict(architecture.overrides)))
+    return AutoModelForSpeechSeq2Seq.from_config(tiny_config(architecture.model_type, **architecture.overrides))
 
 
 def _build_vision(architecture: Architecture) -> torch.nn.Module:
@@ -148,120 +151,53 @@ def _build_vision(architecture: Architecture) -> torch.nn.Module:
 
 _BUILDERS = {"causal": _build_causal, "seq2seq": _build_seq2seq, "speech": _build_speech, "vision": _build_vision}
 
-NO_WINDOW = {"sliding_window": None}
+CAUSAL_AS_THEY_ARE = """
+    gpt2 gpt_neox gpt_bigcode opt bloom xglm biogpt ctrl openai-gpt llama mistral mixtral qwen2 qwen3 qwen2_moe
+    qwen3_moe phi phi3 gemma gemma2 gemma3_text stablelm starcoder2 olmo olmo2 olmoe cohere cohere2 granite granitemoe
+    persimmon smollm3 glm glm4 helium gpt_oss mamba falcon_mamba lfm2 minimax bert-generation roformer bert ernie4_5
+    exaone4 arcee apertus trocr seed_oss llama4_text modernbert-decoder
+""".split()
+SEQ2SEQ_AS_THEY_ARE = """
+    bart mbart pegasus marian t5 mt5 umt5 longt5 m2m_100 nllb-moe blenderbot blenderbot-small led mvp plbart fsmt
+    switch_transformers bigbird_pegasus pegasus_x encoder-decoder
+""".split()
+
 ARCHITECTURES = [
-    *(
-        Architecture(name, "causal")
-        for name in (
-            "gpt2",
-            "gpt_neo",
-            "gptj",
-            "gpt_neox",
-            "gpt_bigcode",
-            "codegen",
-            "opt",
-            "bloom",
-            "mpt",
-            "falcon",
-            "xglm",
-            "biogpt",
-            "ctrl",
-            "openai-gpt",
-            "llama",
-            "mistral",
-            "mixtral",
-            "qwen2",
-            "qwen3",
-            "qwen2_moe",
-            "qwen3_moe",
-            "phi",
-            "phi3",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "stablelm",
-            "starcoder2",
-            "olmo",
-            "olmo2",
-            "olmoe",
-            "cohere",
-            "cohere2",
-            "granite",
-            "granitemoe",
-            "nemotron",
-            "persimmon",
-            "smollm3",
-            "glm",
-            "glm4",
-            "helium",
-            "gpt_oss",
-            "deepseek_v2",
-            "deepseek_v3",
-            "mamba",
-            "mamba2",
-            "jamba",
-            "bamba",
-            "falcon_h1",
-            "lfm2",
-            "recurrent_gemma",
-            "minimax",
-            "rwkv",
-            "xlnet",
-            "bert-generation",
-            "roformer",
-            "bert",
-            "ernie4_5",
-            "exaone4",
-            "arcee",
-            "apertus",
-            "qwen3_next",
-            "trocr",
-            "zamba",
-            "falcon_mamba",
-            "hunyuan_v1_dense",
-            "seed_oss",
-            "llama4_text",
-            "modernbert-decoder",
-        )
+    *(Architecture(name, "causal") for name in CAUSAL_AS_THEY_ARE),
+    Architecture("mpt", "causal", {"use_cache": True}),
+    Architecture("gpt_neo", "causal", {"attention_types": [[["global"], 2]]}),
+    Architecture("gptj", "causal", {"rotary_dim": 4}),
+    Architecture("codegen", "causal", {"rotary_dim": 4}),
+    Architecture("falcon", "causal", {"head_dim": DROP, "multi_query": True}),
+    Architecture("falcon", "causal", {"head_dim": DROP, "alibi": True}, name="falcon-alibi"),
+    Architecture("nemotron", "causal", {"head_dim": 8, "num_key_value_heads": 2}),
+    Architecture("llama", "causal", {"attn_implementation": "eager"}, name="llama-eager"),
+    Architecture("mistral", "causal", {"sliding_window": None}, name="mistral-full"),
+    Architecture(
+        "deepseek_v3",
+        "causal",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": DROP,
+            "n_group": 1,
+            "topk_group": 1,
+        },
     ),
-    *(
-        Architecture(name, "seq2seq")
-        for name in (
-            "bart",
-            "mbart",
-            "pegasus",
-            "marian",
-            "t5",
-            "mt5",
-            "umt5",
-            "longt5",
-            "m2m_100",
-            "nllb-moe",
-            "blenderbot",
-            "blenderbot-small",
-            "led",
-            "mvp",
-            "plbart",
-            "prophetnet",
-            "fsmt",
-            "switch_transformers",
-            "bigbird_pegasus",
-            "pegasus_x",
-            "t5gemma",
-            "encoder-decoder",
-        )
-    ),
-    Architecture("whisper", "speech", {"max_source_positions": 20, "num_mel_bins": 8, "feature_shape": (8, 40)}),
+    Architecture("jamba", "causal", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4}),
+    Architecture("qwen3_next", "causal", {"layer_types": ["linear_attention", "full_attention"]}),
+    Architecture("recurrent_gemma", "causal", {"block_types": ["recurrent", "attention"]}),
+    *(Architecture(name, "seq2seq") for name in SEQ2SEQ_AS_THEY_ARE),
+    Architecture("bart", "seq2seq", {"attn_implementation": "eager"}, name="bart-eager"),
+    Architecture("whisper", "speech", {"max_source_positions": 20, "num_mel_bins": 8}),
     Architecture(
         "speech_to_text",
         "speech",
-        {
-            "max_source_positions": 40,
-            "input_feat_per_channel": 8,
-            "input_channels": 1,
-            "conv_channels": 16,
-            "feature_shape": (40, 8),
-        },
+        {"max_source_positions": 40, "input_feat_per_channel": 8, "input_channels": 1, "conv_channels": 16},
     ),
     Architecture("vision-encoder-decoder", "vision", name="vit-gpt2"),
     Architecture("vision-encoder-decoder", "vision", name="vit-trocr"),

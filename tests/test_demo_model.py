@@ -172,6 +172,36 @@ def test_tokenizer_splits_numbers_into_digits(tokenizer):
     assert [token for token in tokenizer.tokenize("in 2021") if token.strip("Ġ").isdigit()] == ["2", "0", "2", "1"]
 
 
+def test_training_batches_leave_out_the_excluded_lines(tokenizer):
+    from fastgen.models.demo.train import batches
+
+    rng = Random(5)
+    drawn = [make_pair(rng)[0] for _ in range(4096)]
+    excluded = {line for line in drawn if "the" in line}
+    stream = batches(Random(5), tokenizer, excluded, batch_tokens=1600)
+    seen: set[str] = set()
+    # The stream draws 4096 lines at a time; this is well below what is left of them.
+    while len(seen) < 300:
+        batch = next(stream)
+        assert batch["input_ids"].shape == batch["attention_mask"].shape
+        assert batch["labels"].numel() <= 1600
+        seen.update(tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True))
+    assert seen <= set(drawn) - excluded
+
+
+def test_untrained_first_layer_looks_at_the_neighbours(tokenizer):
+    from fastgen.models.demo.train import build_model
+
+    torch.manual_seed(0)
+    untrained = build_model(tokenizer).eval()
+    untrained.set_attn_implementation("eager")
+    input_ids = tokenizer([sample()[2][0]], return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        attention = untrained.model.encoder(input_ids, output_attentions=True).attentions[0][0]  # [H, S, S]
+    for head, offset in enumerate((-2, -1, 1, 2)):
+        assert attention[head].diagonal(offset).mean() > 0.4
+
+
 def test_model_is_stored_in_half_and_loaded_in_full_precision(model):
     from safetensors import safe_open
 
@@ -200,7 +230,7 @@ def test_model_says_the_example_of_its_card(model, tokenizer):
 
 
 def test_model_is_right_on_95_percent_of_the_sample(model, tokenizer):
-    pairs = sample()[:200]
+    pairs = sorted(sample()[:200], key=lambda pair: len(pair[0]))
     right = 0
     for start in range(0, len(pairs), 50):
         lines, references = zip(*pairs[start : start + 50], strict=True)

@@ -71,6 +71,15 @@ def test_a_call_that_the_original_refuses_as_well_does_not_switch_the_patch_off(
     assert host.function(1) == ("fast", 1)
 
 
+def test_a_replacement_fails_even_if_the_original_then_raises_something_else(write):
+    host = importlib.import_module(write("def function(x):\n    raise ValueError('theirs')"))
+    raising = write("def fast(original, x):\n    raise KeyError('ours')", "raising")
+    patch_set = armed(make_patch(f"{host.__name__}:function", f"{raising}:fast"))
+    with pytest.raises(ValueError, match="theirs"):
+        host.function(1)
+    assert only_state(patch_set).state == "failed"
+
+
 def test_a_mismatch_found_by_verification_reverts_the_group_and_warns_once(host, fast):
     patch_set = armed(make_patch(f"{host.__name__}:function", fast), make_patch(f"{host.__name__}:Base.method", fast))
     with pytest.warns(RuntimeWarning, match="group to the originals: token 3 differs") as warned:

@@ -237,6 +237,9 @@ class PatchSet:
                     result = function(*args, **kwargs)
                 except type(ours):
                     raise  # the original refuses this call as well: it is the caller's error, not the replacement's
+                except Exception:
+                    self._replacement_failed(record, ours)
+                    raise
             self._replacement_failed(record, ours)
             return result
 

@@ -53,14 +53,15 @@ abbreviations. A line without any of them is copied in lower case. Numbers are s
 
 Lines and references are made by rules (`fastgen/models/demo/spoken_english.py`), so every line has exactly one right
 output. Training draws new lines all the time and skips those of `held_out_pairs()` (generator seed {HELD_OUT_SEED});
-`sample.txt` and `sample.ref.txt` are the first 500 held-out lines and their references.
+`sample.txt` and `sample.ref.txt` are the first 500 held-out lines and their references. The tokenizer's merges are
+counted on more lines of the same rules.
 
 ## Model
 
 `BartForConditionalGeneration`, 3 encoder and 3 decoder layers, width 128, 4 heads, {measured.parameters:,} parameters,
-one embedding table of {measured.vocab_size} tokens for source, target and output. The tokenizer is a byte-level BPE
-that splits numbers into single digits. Weights are stored as float16 and loaded as float32. Sources have at most 256
-tokens, outputs at most 160.
+one embedding table of {measured.vocab_size} tokens for source, target and output. Positions are fixed sines. The
+tokenizer is a byte-level BPE that splits numbers into single digits. Weights are stored as float16 and loaded as
+float32. Sources have at most 256 tokens, outputs at most 160.
 
 ## Training
 

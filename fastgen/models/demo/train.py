@@ -24,6 +24,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from .model_card import Measurement, model_card
 from .spoken_english import Pair, held_out_pairs, make_pair
@@ -95,22 +96,57 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> BartForConditionalGenerat
         dropout=0.0,
         attention_dropout=0.0,
         activation_dropout=0.0,
-        init_std=0.04,
+        init_std=0.06,
         forced_eos_token_id=None,
         **ids,
     )
     model = BartForConditionalGeneration(config)
-    for positions in (model.model.encoder.embed_positions, model.model.decoder.embed_positions):
-        # Sines at first, still trained: neighbours start out alike, so that copying in order is learned sooner.
-        positions.weight.data.copy_(_sines(*positions.weight.shape) * config.init_std * 2**0.5)
+    initialize_positions(model)
     model.generation_config = GenerationConfig(max_length=MAX_TARGET_TOKENS, num_beams=4, **ids)
     return model
 
 
-def _sines(length: int, dim: int) -> torch.Tensor:
-    """[length, dim]: the position table of "Attention Is All You Need", section 3.5."""
-    angles = torch.arange(length)[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
+def initialize_positions(model: BartForConditionalGeneration) -> None:
+    """Fixed sines as positions, and the first layers set to look at the neighbours of a token.
+
+    Reading a digit takes the digits around it, at every place of a line. Starting there, instead of having to find it
+    out for each position, saves most of the training; all weights but the positions are trained afterwards.
+    """
+    config = model.config
+    frequencies = 3.0 * 500 ** -torch.linspace(0, 1, config.d_model // 2)
+    for part in (model.model.encoder, model.model.decoder):
+        table = part.embed_positions.weight
+        angles = torch.arange(len(table))[:, None] * frequencies
+        table.data.copy_(torch.cat([angles.sin(), angles.cos()], dim=1) * config.init_std * 2**0.5)
+        table.requires_grad_(False)
+    encoder, decoder = model.model.encoder.layers, model.model.decoder.layers
+    for attention, offsets in (
+        (encoder[0].self_attn, (-2, -1, 1, 2)),
+        (encoder[1].self_attn, (-3, -1, 1, 3)),
+        (decoder[0].self_attn, (-2, -1)),
+    ):
+        for head, offset in enumerate(offsets):
+            _look_at_offset(attention, head, offset, frequencies)
+
+
+def _look_at_offset(attention: torch.nn.Module, head: int, offset: int, frequencies: torch.Tensor) -> None:
+    """Sets a head's query at position i to the sines of i + offset, its key at position j to those of j."""
+    size, half = attention.head_dim, len(frequencies)
+    sines = torch.arange(size // 2)
+    turn = frequencies[: size // 2] * offset
+    sine_rows = head * size + sines
+    cosine_rows = sine_rows + size // 2
+    # The score is largest where j is i + offset, and smaller by about 4 elsewhere.
+    gain = 1.5**0.5
+    with torch.no_grad():
+        for weight in (attention.q_proj.weight, attention.k_proj.weight):
+            weight[head * size : (head + 1) * size] = 0
+        attention.q_proj.weight[sine_rows, sines] = gain * turn.cos()
+        attention.q_proj.weight[sine_rows, half + sines] = gain * turn.sin()
+        attention.q_proj.weight[cosine_rows, half + sines] = gain * turn.cos()
+        attention.q_proj.weight[cosine_rows, sines] = -gain * turn.sin()
+        attention.k_proj.weight[sine_rows, sines] = gain
+        attention.k_proj.weight[cosine_rows, half + sines] = gain
 
 
 def batches(
@@ -192,8 +228,9 @@ def train(args: argparse.Namespace) -> None:
     save(model, tokenizer, args.output)
     print(f"{len(tokenizer)} tokens, {model.num_parameters():,} parameters", flush=True)
 
+    # Warm-up, then half a cosine down to 2 % of the learning rate.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = min(500, args.steps // 10)
+    warmup = min(300, args.steps // 10 + 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min(
@@ -204,8 +241,7 @@ def train(args: argparse.Namespace) -> None:
     model.train()
     total, tokens = 0.0, 0
     for step, batch in enumerate(batches(rng, tokenizer, exclude, args.batch_tokens), start=1):
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-            loss = model(**batch).loss
+        loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -258,8 +294,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-tokens", type=int, default=1600, help="target tokens of a batch, padding included")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--check-every", type=int, default=500, help="steps between two checkpoints")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; faster on some processors")
     args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"--steps is {args.steps}; accepted: 1 or more")
+    disable_progress_bar()
     args.output.mkdir(parents=True, exist_ok=True)
     train(args)
 

@@ -112,7 +112,7 @@ class SharedKeyValues:
             own.reorder(beam_idx)
 
     def expand(self) -> None:
-        """Repeats the shared part for each row; for code that cannot work on two parts, and where sharing is no gain."""
+        """Repeats the shared part for each row, for code that cannot work on two parts or where sharing is no gain."""
         shared, own = self.shared, self.own
         self.shared = None
         limit = self.limit + shared[0].shape[2]

@@ -119,16 +119,17 @@ def _sdpa(
     parts = isinstance(key, TwoPartStates) and isinstance(value, TwoPartStates) and type(query) is not TwoPartStates
     if not parts or dropout_p or is_causal or key.form != PLAIN or value.form != PLAIN:
         return NotImplemented
-    if not _rows_fit(query, key) or (query.shape[1] != key.shape[1] and not enable_gqa):
+    heads_fit = enable_gqa or key.shape[1] in (1, query.shape[1])  # a single key head is broadcast
+    if not _rows_fit(query, key) or not heads_fit:
         return NotImplemented
     key.usage["scaled_dot_product_attention"] += 1
     return shared_attention(query, (key.shared, key.own), (value.shared, value.own), key.fan_out, attn_mask, scale)
 
 
 def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    if isinstance(left, TwoPartStates) or not _rows_fit(left, right) or left.shape[1] != right.shape[1]:
+    if isinstance(left, TwoPartStates) or not _rows_fit(left, right) or left.shape[3] != right.shape[2]:
         return NotImplemented
-    if left.shape[3] != right.shape[2]:
+    if right.shape[1] not in (1, left.shape[1]):
         return NotImplemented
     right.usage["matmul"] += 1
     if right.form == TRANSPOSED:

@@ -7,6 +7,7 @@ logits are given to all rows: what is equal stays stored once (FastSeq §4.1), t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
-from fastgen.optimizer import report
-from fastgen.optimizer.transformers import cache_layers, rows
+from fastgen.config import CONFIG
+from fastgen.optimizer import PATCH_SET, report
+from fastgen.optimizer.transformers import cache_layers, model_state, rows, verification
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 
@@ -34,9 +36,12 @@ def prefill(
 ) -> ModelOutput:
     record = report.current()
     row_count = input_ids.shape[0]
-    fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-    record.rows, record.inputs = row_count, row_count // fan_out
     arguments = {"input_ids": input_ids, **model_kwargs}
+    fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    if fan_out == 1 and row_count > 1 and verification.is_tested(self):
+        # The caller may have repeated the inputs, as Whisper's own generate does.
+        fan_out = rows.repetitions_sync(arguments, row_count)
+    record.rows, record.inputs = row_count, row_count // fan_out
     reasons = ["one row per input, nothing to share"] if fan_out == 1 else unsupported_reasons(self, arguments, fan_out)
     if record.user_gave_cache and fan_out > 1:
         reasons.append("past_key_values was given by the caller")
@@ -46,17 +51,33 @@ def prefill(
         record.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
+    inputs = row_count // fan_out
     given = rows.one_per_input(arguments, row_count, fan_out)
-    input_ids = given.pop("input_ids")
+    input_ids_of_inputs = given.pop("input_ids")
     used = dict(given)
-    outputs = original(self, input_ids, generation_config, used, *args, **kwargs)
+    empty_cache = copy.deepcopy(_cache(model_kwargs))
+    before = model_state.tensors(self) if model_state.known_reasons(self) is None else None
+    outputs = original(self, input_ids_of_inputs, generation_config, used, *args, **kwargs)
+    reasons = [] if before is None else model_state.learn(self, before, inputs)
+    if not reasons:
+        limit = max((generation_config.max_length or 0) - input_ids.shape[1], 1)
+        try:
+            outputs = expand(outputs, inputs, fan_out, limit, record)
+        except Exception as error:
+            if CONFIG.strict:
+                raise
+            PATCH_SET.fail("transformers.shared_caches", f"{type(self).__name__}: {type(error).__name__}: {error}")
+            reasons = [f"{type(error).__name__}: {error}"]
+    if reasons:
+        record.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
+        model_kwargs |= {name: empty_cache for name in CACHE_NAMES if model_kwargs.get(name) is not None}
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     for name in given.keys() - used.keys():
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow
         if name not in given or value is not given[name]:
-            model_kwargs[name] = rows.repeat(name, value, row_count // fan_out, fan_out)
-    limit = max((generation_config.max_length or 0) - input_ids.shape[1], 1)
-    return expand(outputs, row_count // fan_out, fan_out, limit, record)
+            model_kwargs[name] = rows.repeat(name, value, inputs, fan_out)
+    return outputs
 
 
 def expand(outputs: ModelOutput, inputs: int, fan_out: int, limit: int, record: report.Report) -> ModelOutput:
@@ -92,11 +113,14 @@ def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int) -> 
         reasons.append("the model's forward is compiled")
     if model.config.model_type in COUPLED_MODELS:
         reasons.append(f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}")
-    if any(hasattr(module, "rope_deltas") for module in (model, getattr(model, "model", None))):
-        reasons.append("the model keeps positions of its rows between steps (rope_deltas)")
-    cache = next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+    reasons += model_state.known_reasons(model) or []
+    cache = _cache(arguments)
     if cache is not None:
         reasons += cache_layers.unsupported_reasons(cache)
     elif arguments.get("use_cache", True):
         reasons.append("the model makes its own cache")
     return reasons + rows.unsupported_reasons(arguments, row_count)
+
+
+def _cache(arguments: dict[str, Any]) -> Cache | None:
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)

@@ -45,15 +45,29 @@ def repeat(name: str, value: Any, inputs: int, fan_out: int) -> Any:
 
 
 def groups_are_equal_sync(arguments: dict[str, Any], rows: int, fan_out: int) -> bool:
-    """Whether the rows of each input hold the same values in all arguments. Reads one flag per device."""
-    equal: dict[torch.device, Tensor] = {}
-    for name, value in _tensors(arguments):
+    """Whether the rows of each input hold the same values in all arguments. Reads the device."""
+    equal = _equal_to_row_before_sync(arguments, rows)
+    return all(equal[row] for row in range(1, rows) if row % fan_out)
+
+
+def repetitions_sync(arguments: dict[str, Any], rows: int) -> int:
+    """How often each input stands in consecutive rows; 1 unless it is the same number for all. Reads the device."""
+    equal = _equal_to_row_before_sync(arguments, rows)
+    starts = [row for row in range(rows) if not equal[row]]
+    sizes = {end - start for start, end in zip(starts, [*starts[1:], rows])}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def _equal_to_row_before_sync(arguments: dict[str, Any], rows: int) -> list[bool]:
+    """For each row whether all its values are those of the row before; the first row has none before it."""
+    equal = [False] + [True] * (rows - 1)
+    for name, value in sorted(_tensors(arguments), key=lambda item: item[1].numel()):
         dim = _row_dim(name, value, rows)
-        if dim is not None:
-            grouped = value.movedim(dim, 0).unflatten(0, (-1, fan_out))  # [B, M, …]
-            flag = (grouped == grouped[:, :1]).all()
-            equal[value.device] = flag & equal[value.device] if value.device in equal else flag
-    return all(bool(flag) for flag in equal.values())
+        if dim is not None and value.numel() and any(equal):
+            flat = value.movedim(dim, 0).flatten(1) if value.dim() > 1 else value.unsqueeze(1)  # [rows, …]
+            same = (flat[1:] == flat[:-1]).all(dim=1).tolist()
+            equal[1:] = [before and now for before, now in zip(equal[1:], same)]
+    return equal
 
 
 def _tensors(arguments: dict[str, Any]) -> list[tuple[str, Tensor]]:

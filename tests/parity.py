@@ -1,0 +1,152 @@
+"""Comparisons of a generate under fastgen with the same generate of the unpatched library, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from architectures import SPECIAL, VOCABULARY, Architecture
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.modeling_outputs import ModelOutput
+
+import fastgen
+from fastgen.optimizer.report import Report
+
+PREFILL = "prefill: one row per input"
+PROMPT = "the prompt's keys and values: once per input"
+CROSS = "cross-attention keys and values: once per input"
+BEAMS = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 7}
+SAMPLES = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 7}
+
+
+class Both(NamedTuple):
+    """What the unpatched library returned, what fastgen returned, and what fastgen says that it did."""
+
+    stock: Any
+    fast: Any
+    report: Report
+
+
+def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Weights so large that attention has a say: with the usual 0.02 a wrong key would change no token."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, 1.2 * parameter.shape[1] ** -0.5, generator=generator)
+    return model
+
+
+def tiny(name: str, kind: str = "causal", **overrides: Any) -> torch.nn.Module:
+    """A tiny lively model; kind as in `Architecture`."""
+    return lively(Architecture(name, kind, overrides).model())
+
+
+def whisper() -> torch.nn.Module:
+    return tiny("whisper", "speech", max_source_positions=20, num_mel_bins=8, feature_shape=(8, 40))
+
+
+def token_ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(5, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(*lengths: int, side: str = "left", seed: int = 1) -> dict[str, torch.Tensor]:
+    """Prompts of these lengths, padded on one side to the longest, and their mask."""
+    longest = max(lengths)
+    input_ids, mask = token_ids(len(lengths), longest, seed=seed), torch.ones(len(lengths), longest, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        padding = slice(0, longest - length) if side == "left" else slice(length, longest)
+        input_ids[row, padding], mask[row, padding] = SPECIAL["pad_token_id"], 0
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def run_both(call: Callable[[], Any]) -> Both:
+    """Calls twice from the same random state, without and with fastgen; the random states afterwards are equal."""
+    torch.manual_seed(7)
+    with fastgen.disabled():
+        stock = call()
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    before = fastgen.explain()
+    fast = call()
+    assert torch.equal(state, torch.get_rng_state())
+    report = fastgen.explain()
+    assert report is not None and report is not before
+    return Both(stock, fast, report)
+
+
+def assert_same(model: Any, inputs: dict[str, Any], tolerance: float = 1e-4, **arguments: Any) -> Report:
+    """Generates with and without fastgen and compares all that is returned; gives fastgen's report."""
+    return compared(model, inputs, tolerance, **arguments).report
+
+
+def compared(model: Any, inputs: dict[str, Any], tolerance: float = 1e-4, **arguments: Any) -> Both:
+    """As `assert_same`, for tests that want to look at the outputs, too."""
+    arguments = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **arguments}
+    both = run_both(lambda: model.generate(**inputs, **arguments))
+    assert_equal_outputs(both.stock, both.fast, tolerance)
+    return both
+
+
+def assert_equal_outputs(stock: Any, fast: Any, tolerance: float = 1e-4, name: str = "output") -> None:
+    """Equal types, shapes, integers; floating point numbers within the tolerance."""
+    assert type(stock) is type(fast), name
+    if isinstance(stock, torch.Tensor):
+        assert stock.shape == fast.shape and stock.dtype == fast.dtype, f"{name}: {stock.shape} and {fast.shape}"
+        if stock.is_floating_point():
+            torch.testing.assert_close(fast, stock, atol=tolerance, rtol=tolerance, equal_nan=True, msg=_named(name))
+        else:
+            assert torch.equal(stock, fast), f"{name}: {stock.tolist()} and {fast.tolist()}"
+    elif isinstance(stock, Cache):
+        assert_equal_caches(stock, fast, tolerance)
+    elif isinstance(stock, ModelOutput):
+        assert list(stock) == list(fast), name
+        for key in stock:
+            assert_equal_outputs(stock[key], fast[key], tolerance, f"{name}.{key}")
+    elif isinstance(stock, (tuple, list)):
+        assert len(stock) == len(fast), name
+        for index, (one, other) in enumerate(zip(stock, fast)):
+            assert_equal_outputs(one, other, tolerance, f"{name}[{index}]")
+    else:
+        assert stock == fast, name
+
+
+def assert_equal_caches(stock: Cache, fast: Cache, tolerance: float = 1e-4) -> None:
+    """Equal classes all the way down, and equal keys and values that are plain tensors."""
+    assert type(stock) is type(fast)
+    if isinstance(stock, EncoderDecoderCache):
+        assert stock.is_updated == fast.is_updated
+        assert_equal_caches(stock.self_attention_cache, fast.self_attention_cache, tolerance)
+        assert_equal_caches(stock.cross_attention_cache, fast.cross_attention_cache, tolerance)
+        return
+    assert [type(layer) for layer in stock.layers] == [type(layer) for layer in fast.layers]
+    for index, (one, other) in enumerate(zip(stock.layers, fast.layers)):
+        if type(one) is DynamicLayer:
+            assert vars(one).keys() == vars(other).keys()
+            assert type(other.keys) is torch.Tensor and type(other.values) is torch.Tensor
+            assert not other.keys.requires_grad and not other.values.requires_grad
+            assert_equal_outputs(one.keys, other.keys, tolerance, f"keys[{index}]")
+            assert_equal_outputs(one.values, other.values, tolerance, f"values[{index}]")
+
+
+def is_shared(report: Report, *what: str) -> bool:
+    """Whether the prefill ran once per input and each of `what` (PROMPT, CROSS) is kept once, and used in two parts."""
+    kept = all(any(item.startswith(wanted) for item in report.shared) for wanted in what)
+    kernels = [name for name in report.kernels if not name.startswith("whole")]
+    return PREFILL in report.shared and kept and (not what or bool(kernels))
+
+
+def left_alone_because(report: Report, reason: str) -> bool:
+    """Whether nothing was shared, and a reason given that contains these words."""
+    return not report.shared and any(reason in fallback for fallback in report.fallbacks)
+
+
+def filled_cache(model: torch.nn.Module, prefix: torch.Tensor) -> DynamicCache:
+    """A cache that holds the prefix."""
+    with torch.no_grad():
+        return model(prefix, past_key_values=DynamicCache(config=model.config), use_cache=True).past_key_values
+
+
+def _named(name: str) -> Callable[[str], str]:
+    return lambda message: f"{name}: {message}"

@@ -1,0 +1,94 @@
+"""Parity with the unpatched library, fp32, for tiny models of every architecture in `architectures.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from architecture_parity import MODES, measure
+from architectures import ARCHITECTURES
+
+from fastgen.optimizer.decoding import kv_cache
+
+TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
+
+# Left alone, or only the prefill is run once per input: nothing in their caches can be kept once per input.
+LEFT_ALONE = {"minimax", "nllb-moe", "recurrent_gemma"}
+ONLY_PREFILL = {
+    "openai-gpt", "mistral", "gemma3_text", "cohere2", "exaone4", "llama4_text", "mamba", "falcon_mamba",
+}  # fmt: skip
+READ_WHOLE = {"bloom", "xglm", "trocr", "led", "mvp", "fsmt", "vit-trocr", "deepseek_v3"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
+def test_tokens_and_scores_are_those_of_the_unpatched_library(architecture, monkeypatch):
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+    model, inputs = architecture.model(), architecture.inputs()
+    for mode in MODES:
+        parity = measure(model, inputs, mode)
+        assert parity.tokens_equal, mode
+        assert parity.largest_score_difference < 1e-4, mode
+        if mode == "greedy":
+            assert parity.report.shared == []
+        else:
+            assert parity.shares == expected_sharing(architecture), mode
+
+
+def expected_sharing(architecture) -> str:
+    if architecture.id in LEFT_ALONE:
+        return "nothing"
+    if architecture.id in ONLY_PREFILL:
+        return "prefill"
+    parts = "prefill, prompt" if architecture.kind == "causal" else "prefill, cross-attention, prompt"
+    return parts + (" (until read whole)" if architecture.id in READ_WHOLE else "")
+
+
+def test_at_least_forty_architectures_are_compared():
+    assert len({architecture.model_type for architecture in ARCHITECTURES}) >= 40
+
+
+def test_the_table_in_the_documentation_lists_every_architecture():
+    rows = [line.split("|")[1].strip() for line in TABLE.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
+    assert rows[1:] == [architecture.id for architecture in ARCHITECTURES]
+
+
+def test_prefill_sees_one_row_per_input(monkeypatch):
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+    llama = next(architecture for architecture in ARCHITECTURES if architecture.id == "llama")
+    model, rows = llama.model(), []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    model.generate(**llama.inputs(), num_beams=3, max_new_tokens=4)
+    assert rows == [2, 6, 6, 6]
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeypatch):
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+    architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == name)
+    model, inputs = architecture.model(), architecture.inputs()
+    kept, reordered = [], []
+    init, index_select = kv_cache.SharedKeyValues.__init__, torch.Tensor.index_select
+
+    def remember(self, *args):
+        init(self, *args)
+        kept.append(self)
+
+    def record(tensor, dim, index):
+        reordered.append(tensor)
+        return index_select(tensor, dim, index)
+
+    monkeypatch.setattr(kv_cache.SharedKeyValues, "__init__", remember)
+    monkeypatch.setattr(torch.Tensor, "index_select", record)
+    model.generate(**inputs, num_beams=3, max_new_tokens=6)
+    shared = [states for layer in kept for states in layer.shared]
+    assert shared, "nothing was shared"
+    for states in shared:
+        assert states.shape[0] == 2  # inputs, where stock keeps 6 rows
+        assert states.untyped_storage().nbytes() == states.numel() * states.element_size()
+        storage = states.untyped_storage().data_ptr()
+        assert all(tensor.untyped_storage().data_ptr() != storage for tensor in reordered)
+    own_lengths = {layer.own[0].length for layer in kept if layer.own[0].length}
+    assert own_lengths == {5}  # the last of 6 tokens is never computed upon

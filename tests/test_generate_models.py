@@ -1,0 +1,280 @@
+"""Models, number formats and ways to run them: the same answer, and `explain()` says what was shared or why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import SPECIAL, Architecture
+from parity import (
+    BEAMS,
+    CROSS,
+    PREFILL,
+    PROMPT,
+    SAMPLES,
+    assert_same,
+    compared,
+    is_shared,
+    left_alone_because,
+    lively,
+    padded,
+    run_both,
+    tiny,
+    token_ids,
+    whisper,
+)
+from torch import nn
+from transformers import AttentionInterface, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from fastgen.optimizer.decoding import kv_cache
+
+NAMES = ("llama", "gpt2", "bart", "t5")
+SEQ2SEQ = ("bart", "t5")
+
+
+@pytest.fixture(autouse=True)
+def share_tiny_prompts(monkeypatch):
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+
+
+def build(name: str) -> nn.Module:
+    return tiny(name, "seq2seq" if name in SEQ2SEQ else "causal")
+
+
+def assert_close_logits(both, steps: int, tolerance: float) -> None:
+    """Of the first steps, whose tokens do not yet depend on rounding."""
+    for stock, fast in list(zip(both.stock.logits, both.fast.logits))[:steps]:
+        assert stock.dtype == fast.dtype
+        torch.testing.assert_close(fast.float(), stock.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("attention", ("eager", "sdpa"))
+def test_attention_implementations(name, attention):
+    model = build(name)
+    model.set_attn_implementation(attention)
+    for arguments in (BEAMS, SAMPLES):
+        report = assert_same(model, padded(9, 5), **arguments)
+        assert is_shared(report, PROMPT)
+        assert set(report.kernels) == {"matmul" if attention == "eager" else "scaled_dot_product_attention"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("attention", ("eager", "sdpa"))
+@pytest.mark.parametrize(("dtype", "tolerance"), ((torch.bfloat16, 0.15), (torch.float16, 0.02)), ids=str)
+def test_half_precision_agrees_up_to_rounding(name, attention, dtype, tolerance):
+    model = build(name).to(dtype)
+    model.set_attn_implementation(attention)
+    logits = {"return_dict_in_generate": True, "output_logits": True}
+    prompt = token_ids(2, 3, seed=4)
+    both = run_both(lambda: model.generate(**padded(9, 5), **SAMPLES, prefix_allowed_tokens_fn=only(prompt), **logits))
+    assert is_shared(both.report, PROMPT)
+    assert_close_logits(both, 7, tolerance)
+
+
+def only(tokens: torch.Tensor):
+    """Forces the same tokens on every row, so that all steps can be compared."""
+    return lambda batch, ids: [int(tokens[batch, ids.shape[0] % tokens.shape[1]])]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast(name):
+    model, prompt = build(name), token_ids(2, 3, seed=4)
+    forced = {"prefix_allowed_tokens_fn": only(prompt), "return_dict_in_generate": True, "output_logits": True}
+
+    def call():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model.generate(**padded(9, 5), **SAMPLES, **forced)
+
+    both = run_both(call)
+    assert is_shared(both.report, PROMPT)
+    assert_close_logits(both, 7, 0.2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inference_mode(name):
+    with torch.inference_mode():
+        assert is_shared(assert_same(build(name), padded(9, 5), **BEAMS), PROMPT)
+
+
+def test_flex_attention_gets_the_whole_keys():
+    model = tiny("llama")
+    model.set_attn_implementation("flex_attention")
+    with torch.compiler.set_stance("force_eager"):
+        report = assert_same(model, padded(9, 5), **BEAMS)
+    assert report.shared[0] == PREFILL
+    assert any(name.startswith("whole: ") for name in report.kernels)
+
+
+def test_whisper_with_several_decoder_prompt_tokens():
+    model, features = whisper(), Architecture("whisper", "speech", {"feature_shape": (8, 40)}).inputs()
+    for arguments in (BEAMS, SAMPLES):
+        prompt = {"decoder_input_ids": torch.tensor([[2, 17, 18, 19]] * 2)}
+        both = run_both(lambda a=arguments, p=prompt: model.generate(**features, **p, **a))
+        assert torch.equal(both.stock, both.fast)
+        assert is_shared(both.report, PROMPT, CROSS)
+
+
+def test_whisper_with_language_and_task():
+    model, features = whisper(), Architecture("whisper", "speech", {"feature_shape": (8, 40)}).inputs()
+    config = model.generation_config
+    config.is_multilingual, config.no_timestamps_token_id = True, 70
+    config.lang_to_id, config.task_to_id = {"<|en|>": 60, "<|de|>": 61}, {"transcribe": 65, "translate": 66}
+    for language in ("en", ["en", "de"]):
+        spoken = {"language": language, "task": "translate"}
+        both = run_both(lambda s=spoken: model.generate(**features, num_beams=3, max_new_tokens=6, **s))
+        assert torch.equal(both.stock, both.fast)
+        assert is_shared(both.report, PROMPT, CROSS)
+
+
+@pytest.mark.parametrize("name", ("vit-gpt2", "vit-trocr"))
+def test_image_captions(name):
+    architecture = Architecture("vision-encoder-decoder", "vision", name=name)
+    report = assert_same(lively(architecture.model()), architecture.inputs(), **BEAMS)
+    assert is_shared(report, CROSS)
+
+
+def test_images_in_a_prompt_are_left_alone():
+    vision = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    text = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = LlavaConfig(vision, text, image_token_index=98, vision_feature_select_strategy="full")
+    model = lively(LlavaForConditionalGeneration(config)).eval()
+    model.generation_config.update(pad_token_id=1, eos_token_id=2)
+    inputs = padded(9, 7)
+    inputs["input_ids"][:, 3:7] = 98
+    inputs["pixel_values"] = Architecture("", "vision").inputs()["pixel_values"]
+    for arguments in (BEAMS, SAMPLES):
+        assert left_alone_because(assert_same(model, inputs, **arguments), "argument pixel_values")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_mode_is_left_alone(name):
+    assert left_alone_because(assert_same(build(name).train(), padded(9, 5), **SAMPLES), "training mode")
+
+
+def test_dropout_left_on_inside_an_evaluated_model_is_left_alone():
+    model = tiny("gpt2")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.train()
+    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "training mode")
+
+
+class TestCompiled:
+    """Compilation is left to those who ask for it, whichever part of the model they compile."""
+
+    def test_whole_model_in_place(self):
+        model = tiny("llama")
+        model.compile(backend="eager")
+        assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS), "compiled")
+
+    def test_forward(self):
+        model = tiny("llama")
+        model.forward = torch.compile(model.forward, backend="eager")
+        assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS), "compiled")
+
+    def test_submodule(self):
+        model = tiny("llama")
+        model.model = torch.compile(model.model, backend="eager")
+        assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS), "compiled")
+
+    def test_forward_of_a_layer(self):
+        model = tiny("llama")
+        model.model.layers[1].forward = torch.compile(model.model.layers[1].forward, backend="eager")
+        assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS), "compiled")
+
+    def test_wrapper_whose_generate_is_that_of_the_model_inside(self):
+        assert is_shared(assert_same(torch.compile(tiny("llama"), backend="eager"), padded(9, 5), **BEAMS), PROMPT)
+
+
+class TestAdapters:
+    peft = pytest.importorskip("peft")
+
+    def adapted(self, config, name="llama", *others: str) -> nn.Module:
+        model = self.peft.get_peft_model(build(name), config)
+        for other in others:
+            model.add_adapter(other, config)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "lora_" in parameter_name or "prompt" in parameter_name:
+                    parameter.normal_(0, 0.3, generator=generator)
+        return model.eval()
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_lora(self, name):
+        config = self.peft.LoraConfig(r=4, target_modules="all-linear")
+        for arguments in (BEAMS, SAMPLES):
+            assert is_shared(assert_same(self.adapted(config, name), padded(9, 5), **arguments), PROMPT)
+
+    def test_lora_with_another_adapter_for_each_input(self):
+        config = self.peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model, names = self.adapted(config, "llama", "other"), {"adapter_names": ["default", "other"]}
+        assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS, **names), "hook")
+
+    @pytest.mark.parametrize("method", ("PrefixTuningConfig", "PromptTuningConfig"))
+    def test_virtual_tokens(self, method):
+        config = getattr(self.peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=5)
+        for arguments in (BEAMS, SAMPLES):
+            assert is_shared(assert_same(self.adapted(config), padded(9, 5), **arguments), PROMPT)
+
+
+@pytest.mark.parametrize("inputs", ((9, 5), (9,)), ids=("two inputs", "one input"))
+def test_hooks_see_all_rows(inputs):
+    model, rows = tiny("llama"), 4 * len(inputs)
+    steering = torch.randn(rows, 1, 32, generator=torch.Generator().manual_seed(5))
+    model.model.layers[0].register_forward_hook(lambda module, args, hidden_states: hidden_states + steering)
+    assert left_alone_because(assert_same(model, padded(*inputs), **SAMPLES), "hook")
+
+
+def test_offloaded_weights(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    parts = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.0", "lm_head"), "cpu")
+    places = parts | {"model.layers.1": "disk"}
+    model = accelerate.dispatch_model(tiny("llama"), places, main_device="cpu", offload_dir=str(tmp_path))
+    assert is_shared(assert_same(model, padded(9, 5), **BEAMS), PROMPT)
+    model = accelerate.cpu_offload(build("bart"), execution_device=torch.device("cpu")) or build("bart")
+    assert is_shared(assert_same(model, padded(9, 5), **BEAMS), PROMPT, CROSS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_after_generating(name):
+    model, inputs = build(name), padded(9, 5)
+
+    def gradients() -> list[torch.Tensor | None]:
+        model.zero_grad()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+    before = gradients()
+    both = compared(model, inputs, **BEAMS)
+    assert is_shared(both.report, PROMPT)
+    for one, other in zip(before, gradients()):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_generating_with_gradients_is_left_alone(arguments):
+    model = tiny("llama")
+    outputs = {"return_dict_in_generate": True, "output_logits": True}
+
+    def call():
+        model.zero_grad()
+        returned = type(model).generate.__wrapped__(model, **padded(9, 5), **arguments, **outputs)
+        torch.stack(returned.logits).square().mean().backward()
+        return model.lm_head.weight.grad.clone()
+
+    assert torch.equal(*outcomes(call))
+
+
+def outcomes(call):
+    """What it gives without and with fastgen, for calls that go around `generate` and leave no report."""
+    import fastgen
+
+    torch.manual_seed(7)
+    with fastgen.disabled():
+        stock = call()
+    torch.manual_seed(7)
+    return stock, call()

@@ -37,13 +37,13 @@ class Parity:
         return (", ".join(found) or "nothing") + (" (until read whole)" if read_whole else "")
 
 
-def measure(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: str) -> Parity:
-    """Generates 12 tokens with and without fastgen, from the same random state."""
+def measure(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: str, new_tokens: int = 12) -> Parity:
+    """Generates `new_tokens` tokens with and without fastgen, from the same random state."""
 
     def generate() -> transformers.utils.ModelOutput:
         torch.manual_seed(1)
         return model.generate(
-            **inputs, **MODES[mode], max_new_tokens=12, return_dict_in_generate=True, output_scores=True
+            **inputs, **MODES[mode], max_new_tokens=new_tokens, return_dict_in_generate=True, output_scores=True
         )
 
     with fastgen.disabled():

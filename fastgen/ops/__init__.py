@@ -24,5 +24,9 @@ class Kernel:
 
 def kernels() -> list[Kernel]:
     """Every implementation of every operation on this machine."""
-    reasons = () if find_spec("torch") else ("torch is not installed",)
-    return [Kernel("shared attention", "torch", reasons)]
+    if not find_spec("torch"):
+        missing = ("torch is not installed",)
+        return [Kernel("shared attention", "torch", missing), Kernel("vocabulary linear", "oneDNN", missing)]
+    from fastgen.ops.vocabulary_linear import machine_reasons
+
+    return [Kernel("shared attention", "torch"), Kernel("vocabulary linear", "oneDNN", tuple(machine_reasons()))]

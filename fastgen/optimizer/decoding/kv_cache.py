@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgen.optimizer.decoding.two_part_states import TwoPartStates
 
 # A shared prompt costs a second attention product for every layer and step. It pays where it saves at least this many
-# elements of keys per layer (measured on a 2-core CPU: even at about 0.3 million; see benchmarks/bench_attention.py).
+# elements of keys per layer (on a 2-core CPU the break-even is near 0.5 million, see benchmarks/bench_attention.py).
 MIN_SAVED_ELEMENTS = 1 << 19
 
 FIRST_CAPACITY = 32

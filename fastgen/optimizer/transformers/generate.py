@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch import Tensor, nn
+
+from fastgen.ops import vocabulary_linear
 from fastgen.optimizer import report
-from fastgen.optimizer.transformers import cache_layers, verification
+from fastgen.optimizer.decoding.vocabulary import FastVocabularyProjection
+from fastgen.optimizer.transformers import cache_layers, compiled, verification
 from fastgen.patching import disabled
 
 
@@ -17,6 +23,16 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
             with disabled():
                 return original(self, *args, **kwargs)
         record.user_gave_cache = kwargs.get("past_key_values") is not None
-        result = original(self, *args, **kwargs)
+        with _vocabulary_projection(self, record):
+            result = original(self, *args, **kwargs)
         cache_layers.restore(getattr(result, "past_key_values", None))
     return result
+
+
+def _vocabulary_projection(model: nn.Module, record: report.Report) -> AbstractContextManager:
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    if not isinstance(weight, Tensor) or vocabulary_linear.unsupported_reasons(weight) or compiled.reasons(model):
+        return nullcontext()
+    usage: Counter[str] = Counter()
+    record.usages.append(usage)
+    return FastVocabularyProjection(weight, usage)

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET, report
-from fastgen.optimizer.transformers import cache_layers, model_state, rows, verification
+from fastgen.optimizer.transformers import cache_layers, compiled, model_state, rows, verification
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 
@@ -107,10 +107,7 @@ def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int) -> 
         reasons.append(f"{row_count} rows are no multiple of {fan_out} beams or samples")
     if model.training:
         reasons.append("the model is in training mode, where dropout differs from row to row")
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-        reasons.append("the model is compiled")
-    if hasattr(model.forward, "_torchdynamo_orig_callable"):
-        reasons.append("the model's forward is compiled")
+    reasons += compiled.reasons(model)
     if model.config.model_type in COUPLED_MODELS:
         reasons.append(f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}")
     reasons += model_state.known_reasons(model) or []

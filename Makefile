@@ -1,0 +1,46 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test test-gpu lint table bench clean
+
+# The main job on the sample of 500 lines, with and without fastgen.
+demo: $(VENV)/demo.installed
+	$(BIN)/fastgen-generate-for-transformers demo fastgen/models/demo/data/sample.txt demo-output.txt \
+		--bs 32 --compare --reference_path fastgen/models/demo/data/sample.ref.txt
+
+test: $(VENV)/test.installed
+	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# Says so where there is no GPU.
+test-gpu: $(VENV)/test.installed
+	FASTGEN_STRICT=1 $(BIN)/python -m pytest -rs -m gpu tests/gpu
+
+lint: $(VENV)/test.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+table: $(VENV)/test.installed
+	$(BIN)/python tests/architecture_parity.py docs/architectures.md
+
+bench: $(VENV)/test.installed
+	$(PIP) --editable ".[bench]"
+	$(BIN)/python benchmarks/bench_generate.py
+
+$(VENV)/pip.installed: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) pip setuptools wheel
+	$(PIP) torch==2.13.0
+	touch $@
+
+$(VENV)/demo.installed: $(VENV)/pip.installed setup.py
+	$(PIP) --editable ".[transformers,metrics]"
+	touch $@
+
+$(VENV)/test.installed: $(VENV)/pip.installed setup.py
+	$(PIP) --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,76 @@
+"""Where keeping the prompt once per input pays: one decoding step of attention, in two parts and in one.
+
+    python benchmarks/bench_attention.py [--device cpu] [--dtype float32]
+
+For each shape: microseconds of `shared_attention` (prompt once per input, own part per row) and of
+`scaled_dot_product_attention` on keys that hold the prompt for every row, and the elements of keys that sharing saves;
+`kv_cache.MIN_SAVED_ELEMENTS` is chosen from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from fastgen.ops.shared_attention import shared_attention
+
+# inputs, fan_out, key heads, query heads per key head, prompt length, own length, head_dim
+SHAPES = [
+    (1, 2, 12, 1, 16, 16, 64),
+    (1, 4, 12, 1, 64, 16, 64),
+    (1, 4, 12, 1, 256, 16, 64),
+    (1, 4, 12, 1, 512, 16, 64),
+    (4, 2, 12, 1, 128, 16, 64),
+    (4, 4, 3, 4, 128, 16, 64),
+    (4, 4, 3, 4, 512, 16, 64),
+    (4, 4, 12, 1, 512, 16, 64),
+    (4, 16, 3, 4, 512, 16, 64),
+    (4, 16, 12, 1, 512, 16, 64),
+]
+
+
+def median_microseconds(call: Callable[[], object], device: str) -> float:
+    seconds = []
+    for _ in range(40):
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[10:]) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    args = parser.parse_args()
+    kind = {"device": args.device, "dtype": getattr(torch, args.dtype)}
+    print(f"{'inputs fan_out kv_heads groups prompt own head_dim':50} {'two parts':>10} {'one part':>10} {'saved':>10}")
+    for shape in SHAPES:
+        inputs, fan_out, kv_heads, groups, prompt, own, width = shape
+        rows = inputs * fan_out
+        query = torch.randn(rows, kv_heads * groups, 1, width, **kind)
+        shared = torch.randn(2, inputs, kv_heads, prompt, width, **kind)
+        added = torch.randn(2, rows, kv_heads, own, width, **kind)
+        whole = torch.cat([shared.repeat_interleave(fan_out, dim=1), added], dim=3)
+        grouped = query.reshape(rows, kv_heads, groups, width)
+
+        def two_parts(query=query, shared=shared, added=added, fan_out=fan_out) -> torch.Tensor:
+            return shared_attention(query, (shared[0], added[0]), (shared[1], added[1]), fan_out)
+
+        def one_part(grouped=grouped, whole=whole) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(grouped, whole[0], whole[1])
+
+        times = [median_microseconds(call, args.device) for call in (two_parts, one_part)]
+        saved = inputs * (fan_out - 1) * kv_heads * prompt * width
+        print(f"{' '.join(map(str, shape)):50} {times[0]:10.0f} {times[1]:10.0f} {saved:10d}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Parity with the unpatched library on a GPU, in fp32 without TF32, and in fp16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architecture_parity import MODES, measure
+from architectures import ARCHITECTURES
+
+from fastgen.optimizer.decoding import kv_cache
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was compared on a GPU"),
+]
+
+# The largest difference of scores that fp16 rounding explains in models of two layers.
+HALF_TOLERANCE = 0.05
+
+
+@pytest.fixture(autouse=True)
+def _exact_matmul(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
+def test_fp32_tokens_and_scores_are_those_of_the_unpatched_library(architecture):
+    model = architecture.model().cuda()
+    inputs = {name: value.cuda() for name, value in architecture.inputs().items()}
+    for mode in MODES:
+        parity = measure(model, inputs, mode)
+        assert parity.tokens_equal, mode
+        assert parity.largest_score_difference < 1e-4, mode
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
+def test_fp16_scores_of_the_first_steps_agree(architecture):
+    model = architecture.model().cuda().half()
+    inputs = {
+        name: value.cuda().half() if value.is_floating_point() else value.cuda()
+        for name, value in architecture.inputs().items()
+    }
+    for mode in MODES:
+        parity = measure(model, inputs, mode, new_tokens=2)
+        assert parity.largest_score_difference < HALF_TOLERANCE, mode

@@ -1,0 +1,101 @@
+"""Attention to shared and own parts gives what `scaled_dot_product_attention` gives for the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from fastgen.ops.shared_attention import fold, fold_mask, shared_attention, unfold
+
+
+def whole(shared: torch.Tensor, own: torch.Tensor | None, fan_out: int, groups: int) -> torch.Tensor:
+    states = shared.repeat_interleave(fan_out, dim=0)
+    states = states if own is None else torch.cat([states, own], dim=2)
+    return states.repeat_interleave(groups, dim=1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    inputs=st.integers(1, 3),
+    fan_out=st.integers(1, 5),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    length=st.integers(1, 3),
+    shared_length=st.sampled_from([1, 7, 300]),
+    own_length=st.integers(0, 4),
+    mask_kind=st.sampled_from(["none", "rows", "heads", "one", "plain", "added"]),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_and_mask(inputs, fan_out, kv_heads, groups, length, shared_length, own_length, mask_kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows, heads, total = inputs * fan_out, kv_heads * groups, shared_length + own_length
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    query = random(rows, heads, length, 8)
+    keys, values = random(inputs, kv_heads, shared_length, 8), random(inputs, kv_heads, shared_length, 8)
+    own_keys, own_values = (random(rows, kv_heads, own_length, 8) if own_length else None for _ in range(2))
+    shape = {
+        "none": None,
+        "rows": (rows, 1, length, total),
+        "heads": (rows, heads, length, total),
+        "one": (1, 1, 1, total),
+        "plain": (length, total),
+        "added": (1, heads, length, total),
+    }[mask_kind]
+    mask = None if shape is None else random(*shape)
+    if mask_kind in ("rows", "one", "plain"):
+        mask = mask > 0
+        mask[..., -1] = True  # a row without any key has no attention
+    found = shared_attention(query, (keys, own_keys), (values, own_values), fan_out, mask, scale=0.3)
+    expected = functional.scaled_dot_product_attention(
+        query,
+        whole(keys, own_keys, fan_out, groups),
+        whole(values, own_values, fan_out, groups),
+        attn_mask=mask,
+        scale=0.3,
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_default_scale_is_that_of_the_head_dimension():
+    query, keys, values = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    own = torch.randn(4, 2, 3, 8)
+    found = shared_attention(query, (keys, own), (values, own), 2)
+    expected = functional.scaled_dot_product_attention(query, whole(keys, own, 2, 1), whole(values, own, 2, 1))
+    torch.testing.assert_close(found, expected)
+
+
+def test_few_queries_meet_shared_keys_in_one_product_without_copies_of_the_keys(monkeypatch):
+    products = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: products.append((a, b)) or bmm(a, b))
+    keys, values = torch.randn(2, 3, 300, 8), torch.randn(2, 3, 300, 8)
+    shared_attention(torch.randn(8, 3, 1, 8), (keys, None), (values, None), 4)
+    assert [product[0].data_ptr() for product in products] == [keys.data_ptr()]
+
+
+def test_unfold_is_the_inverse_of_fold():
+    rows = torch.randn(6, 4, 2, 5)
+    assert torch.equal(unfold(fold(rows, 3, 2), 3, 4), rows)
+
+
+@pytest.mark.parametrize("shape", [(6, 1, 1, 9), (6, 4, 2, 9), (1, 4, 2, 9), (2, 9)])
+def test_masks_fold_as_the_scores_do(shape):
+    mask = torch.randn(shape)
+    scores = torch.randn(6, 4, 2, 9)
+    folded = fold(scores, 3, 2) + fold_mask(mask, 3, 2, heads=4, length=2)
+    torch.testing.assert_close(unfold(folded, 3, 4), scores + mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_takes_its_softmax_in_fp32(dtype):
+    query, keys, own = (torch.randn(shape).to(dtype) for shape in [(4, 2, 1, 64), (2, 2, 20, 64), (4, 2, 3, 64)])
+    found = shared_attention(query, (keys, own), (keys, own), 2)
+    assert found.dtype == dtype
+    exact = shared_attention(query.double(), (keys.double(), own.double()), (keys.double(), own.double()), 2)
+    torch.testing.assert_close(found.double(), exact, rtol=0.05, atol=0.02)

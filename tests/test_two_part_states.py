@@ -1,0 +1,103 @@
+"""A tensor in two parts is worked on in parts where attention does, and is whole for everything else."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch.nn import functional
+
+from fastgen.optimizer.decoding.two_part_states import TwoPartStates
+
+
+def states(groups: int = 1, own: bool = True) -> TwoPartStates:
+    generator = torch.Generator().manual_seed(groups)
+    shared = torch.randn(2, 3, 5, 4, generator=generator)
+    rows = torch.randn(6, 3, 2, 4, generator=generator) if own else None
+    return TwoPartStates(shared, rows, 3, Counter(), groups=groups)
+
+
+def repeat_kv(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    rows, heads, length, width = tensor.shape
+    tensor = tensor[:, :, None, :, :].expand(rows, heads, groups, length, width)
+    return tensor.reshape(rows, heads * groups, length, width)
+
+
+QUERY = torch.randn(6, 3, 1, 4, generator=torch.Generator().manual_seed(7))
+WEIGHTS = torch.rand(6, 3, 1, 7, generator=torch.Generator().manual_seed(8))
+IN_PARTS = {
+    "matmul transpose": lambda tensor: torch.matmul(QUERY, tensor.transpose(2, 3)),
+    "matmul transpose negative": lambda tensor: QUERY @ tensor.transpose(-1, -2),
+    "matmul mT": lambda tensor: QUERY.matmul(tensor.mT),
+    "weights": lambda tensor: torch.matmul(WEIGHTS, tensor),
+    "transposed twice": lambda tensor: WEIGHTS @ tensor.transpose(2, 3).transpose(3, 2),
+    "contiguous": lambda tensor: WEIGHTS @ tensor.contiguous(),
+    "other dtype": lambda tensor: WEIGHTS.double() @ tensor.to(torch.float64),
+    "sdpa": lambda tensor: functional.scaled_dot_product_attention(QUERY, tensor, tensor),
+    "sdpa grouped": lambda tensor: functional.scaled_dot_product_attention(
+        QUERY.repeat(1, 2, 1, 1), tensor, tensor, enable_gqa=True
+    ),
+    "repeat_kv": lambda tensor: QUERY.repeat(1, 2, 1, 1) @ repeat_kv(tensor, 2).transpose(2, 3),
+    "repeat_interleave": lambda tensor: QUERY.repeat(1, 2, 1, 1) @ tensor.repeat_interleave(2, dim=1).transpose(2, 3),
+}
+WHOLE = {
+    "slice": lambda tensor: tensor[:, :, :3],
+    "row": lambda tensor: tensor[1],
+    "add": lambda tensor: tensor + 1,
+    "radd": lambda tensor: 1 + tensor,
+    "einsum": lambda tensor: torch.einsum("bhqd,bhkd->bhqk", QUERY, tensor),
+    "cat": lambda tensor: torch.cat([tensor, tensor], dim=2),
+    "reshape": lambda tensor: tensor.reshape(18, 7, 4),
+    "view": lambda tensor: tensor.view(6, 3, 28),
+    "other transpose": lambda tensor: tensor.transpose(1, 2),
+    "permute": lambda tensor: tensor.permute(0, 2, 1, 3),
+    "causal sdpa": lambda tensor: functional.scaled_dot_product_attention(QUERY, tensor, tensor, is_causal=True),
+    "query": lambda tensor: functional.scaled_dot_product_attention(tensor, tensor, tensor),
+    "left": lambda tensor: tensor @ tensor.transpose(2, 3),
+    "broadcast rows": lambda tensor: QUERY[:1] @ tensor.transpose(2, 3),
+    "index_select": lambda tensor: tensor.index_select(0, torch.tensor([0, 5])),
+    "sum": lambda tensor: tensor.sum(),
+    "numpy": lambda tensor: torch.from_numpy(tensor.numpy()),
+    "tolist": lambda tensor: torch.tensor(tensor.tolist()),
+    "deepcopy": copy.deepcopy,
+    "clone": lambda tensor: tensor.clone(),
+    "repeat_interleave rows": lambda tensor: tensor.repeat_interleave(2, dim=0),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_attention_works_on_the_parts(name):
+    tensor = states()
+    found, expected = IN_PARTS[name](tensor), IN_PARTS[name](tensor.whole())
+    torch.testing.assert_close(found, expected)
+    assert type(found) is torch.Tensor
+    assert not any(use.startswith("whole") for use in tensor.usage) and tensor.usage
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_everything_else_gets_the_whole_tensor_and_is_counted(name):
+    tensor = states()
+    found, expected = WHOLE[name](tensor), WHOLE[name](tensor.whole())
+    torch.testing.assert_close(found, expected)
+    assert type(found) is torch.Tensor
+    assert any(use.startswith("whole") for use in tensor.usage)
+
+
+def test_shapes_and_types_are_those_of_the_whole_tensor_and_cost_nothing():
+    for tensor in (states(), states(groups=2), states(own=False), states().transpose(2, 3), states()[:, :, None]):
+        expected = tensor.whole()
+        assert tensor.shape == expected.shape and tensor.size(1) == expected.size(1)
+        assert tensor.dim() == tensor.ndim == expected.dim() and tensor.numel() == expected.numel()
+        assert tensor.dtype == expected.dtype and tensor.device == expected.device
+        assert tensor.is_floating_point() and not tensor.requires_grad
+        assert not tensor.usage
+
+
+def test_a_single_key_head_is_broadcast_over_the_query_heads():
+    tensor = TwoPartStates(torch.randn(2, 1, 5, 4), torch.randn(6, 1, 2, 4), 3, Counter())
+    found = functional.scaled_dot_product_attention(QUERY, tensor, tensor)
+    expanded = tensor.whole().expand(-1, 3, -1, -1)
+    torch.testing.assert_close(found, functional.scaled_dot_product_attention(QUERY, expanded, expanded))
+    assert tensor.usage == {"scaled_dot_product_attention": 1}

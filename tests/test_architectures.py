@@ -57,9 +57,13 @@ def test_prefill_sees_one_row_per_input(monkeypatch):
     monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
     llama = next(architecture for architecture in ARCHITECTURES if architecture.id == "llama")
     model, rows = llama.model(), []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    forward = model.forward
+
+    def counting(*args, **kwargs):
+        rows.append(len(kwargs["input_ids"]))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", counting)
     model.generate(**llama.inputs(), num_beams=3, max_new_tokens=4)
     assert rows == [2, 6, 6, 6]
 

@@ -102,6 +102,15 @@ def test_one_sequence_for_each_input_is_left_alone(models, name, arguments):
     assert left_alone_because(report, "one row per input")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_that_the_caller_has_repeated_are_shared(models, name):
+    repeated = {key: value.repeat_interleave(3, dim=0) for key, value in padded(9, 5).items()}
+    report = assert_same(models[name], repeated, max_new_tokens=7, do_sample=True)
+    assert is_shared(report, *what_is_shared(name)) and report.inputs == 2
+    repeated["input_ids"][4, -1] += 1
+    assert left_alone_because(assert_same(models[name], repeated, max_new_tokens=7), "one row per input")
+
+
 @pytest.mark.parametrize("name", ("bart", "t5"))
 def test_encoder_no_repeat_ngram_size(models, name):
     assert is_shared(assert_same(models[name], padded(9, 5), **BEAMS, encoder_no_repeat_ngram_size=1), CROSS)
@@ -159,25 +168,23 @@ def test_guidance_keeps_its_own_cache(models, name):
 def test_prompt_lookup_is_left_alone(models):
     inputs = {"input_ids": token_ids(1, 4).repeat(1, 4)}
     report = assert_same(models["llama"], inputs, prompt_lookup_num_tokens=3, max_new_tokens=9)
-    assert left_alone_because(report, "one row per input")
+    assert left_alone_because(report, "decoding")
 
 
 def test_assisted_decoding_is_left_alone(models):
     both = compared(models["llama"], {"input_ids": token_ids(1, 6)}, assistant_model=tiny("llama"), max_new_tokens=9)
-    assert left_alone_because(both.report, "one row per input")
+    assert left_alone_because(both.report, "decoding")
 
 
-class Recorder(LogitsProcessor, StoppingCriteria, BaseStreamer):
-    """Notes what it is called with, as a processor that alternates a bias, a criterion and a streamer."""
-
+class RecordingStreamer(BaseStreamer):
     def __init__(self) -> None:
-        self.calls: list[tuple[str, list]] = []
+        self.calls: list = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.calls.append(("put", value.tolist()))
+        self.calls.append(value.tolist())
 
     def end(self) -> None:
-        self.calls.append(("end", []))
+        self.calls.append("end")
 
 
 class StatefulProcessor(LogitsProcessor):
@@ -223,12 +230,12 @@ def test_streamer_gets_the_same_tokens(models):
     used = []
 
     def call():
-        used.append(Recorder())
+        used.append(RecordingStreamer())
         return models["llama"].generate(**padded(9), do_sample=True, max_new_tokens=6, streamer=used[-1])
 
     both = run_both(call)
     assert left_alone_because(both.report, "one row per input")
-    assert used[0].calls == used[1].calls and used[1].calls[-1] == ("end", [])
+    assert used[0].calls == used[1].calls and used[1].calls[-1] == "end"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -15,6 +17,7 @@ class Report:
 
     shared: what was kept or computed once per input, in words. fallbacks: what was left to the original, with the
     reason. usages: for each layer, calls of each operation on shared states, see `TwoPartStates`.
+    caches: those with shared states, as long as they live.
     """
 
     model: str
@@ -24,6 +27,7 @@ class Report:
     fallbacks: list[str] = field(default_factory=list)
     usages: list[Counter[str]] = field(default_factory=list)
     user_gave_cache: bool = False
+    caches: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
 
     @property
     def kernels(self) -> Counter[str]:
@@ -49,7 +53,7 @@ _thread = _Thread()
 
 @contextmanager
 def recording(model: str) -> Iterator[Report]:
-    """Records a `generate` of this thread; the innermost that runs is `current()`, the last that ended is `last()`."""
+    """Records a `generate` of this thread; the innermost that runs is `running()`, the last that ended is `last()`."""
     report = Report(model)
     _thread.running.append(report)
     try:
@@ -59,9 +63,9 @@ def recording(model: str) -> Iterator[Report]:
         _thread.last = report
 
 
-def current() -> Report:
-    """The report of the `generate` that runs in this thread; outside of one, a report that nobody reads."""
-    return _thread.running[-1] if _thread.running else Report("")
+def running() -> Report | None:
+    """The report of the `generate` that runs in this thread, or None outside of one."""
+    return _thread.running[-1] if _thread.running else None
 
 
 def last() -> Report | None:

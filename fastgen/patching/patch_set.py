@@ -243,6 +243,9 @@ class PatchSet:
             self._replacement_failed(record, ours)
             return result
 
+        # `generate.__wrapped__` is known as `generate` without its `no_grad`; it stays what it was.
+        if hasattr(function, "__wrapped__"):
+            wrapper.__wrapped__ = function.__wrapped__
         return wrapper
 
 

@@ -6,6 +6,7 @@ static caches of Seamless §"Optimizing SeamlessM4T". Knows no host library.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import torch
@@ -56,6 +57,8 @@ class RowBuffer:
         """Row i becomes what row `beam_idx[i]` (int64 or int32, `[rows]`) was; moves only what was generated."""
         if self.length == self.fixed:
             return
+        if _is_held_elsewhere(self.buffer):  # by a model that remembers its keys
+            self.buffer = self.buffer.clone()
         generated = self.buffer[:, :, self.fixed : self.length]
         if beam_idx.device.type != "cpu":
             generated.copy_(generated.index_select(0, beam_idx))
@@ -102,9 +105,21 @@ class SharedKeyValues:
         if self.shared is None:
             return self.own[0].view(), self.own[1].view()
         return tuple(
-            TwoPartStates(shared, own.view() if own.length else None, self.fan_out, self.usage)
-            for shared, own in zip(self.shared, self.own)
+            TwoPartStates(
+                self.shared[index],
+                own.view() if own.length else None,
+                self.fan_out,
+                self.usage,
+                by_row=functools.partial(self._by_row, index),
+            )
+            for index, own in enumerate(self.own)
         )
+
+    def _by_row(self, index: int) -> Tensor:
+        """The keys (0) or values (1) `[inputs * fan_out, kv_heads, length, head_dim]`, where the cache keeps them."""
+        if self.shared is not None:
+            self.expand()
+        return self.own[index].view()
 
     def reorder(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` of the same input was."""
@@ -128,6 +143,13 @@ class SharedKeyValues:
 
     def _was_read_whole(self) -> bool:
         return any(name.startswith("whole") for name in self.usage)
+
+
+def _is_held_elsewhere(buffer: Tensor) -> bool:
+    """Whether a tensor other than `buffer` stands on its storage."""
+    use_count = getattr(torch._C, "_storage_Use_Count", None)  # not in every version of torch
+    storage = buffer.untyped_storage()  # counted as well
+    return use_count is not None and use_count(storage._cdata) > 2
 
 
 def sharing_pays(keys: Tensor, fan_out: int) -> bool:

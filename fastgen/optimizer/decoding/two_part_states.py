@@ -32,6 +32,7 @@ class TwoPartStates(Tensor):
 
     shared: `[inputs, kv_heads, shared_length, head_dim]`, the same for the `fan_out` rows of an input.
     own: `[inputs * fan_out, kv_heads, own_length, head_dim]`, or None where nothing is a row's own.
+    by_row: makes the cache keep these states row by row and returns them, `[rows, kv_heads, length, head_dim]`.
     usage: counts which operation worked on the parts, and which asked for the whole tensor (`whole: NAME`).
     """
 
@@ -41,6 +42,7 @@ class TwoPartStates(Tensor):
     usage: Counter[str]
     form: str
     groups: int
+    by_row: Callable[[], Tensor] | None
 
     @staticmethod
     def __new__(
@@ -51,6 +53,7 @@ class TwoPartStates(Tensor):
         usage: Counter[str],
         form: str = PLAIN,
         groups: int = 1,
+        by_row: Callable[[], Tensor] | None = None,
     ) -> TwoPartStates:
         inputs, heads, length, width = shared.shape
         rows, length = inputs * fan_out, length + (0 if own is None else own.shape[2])
@@ -62,16 +65,16 @@ class TwoPartStates(Tensor):
         }[form]
         self = Tensor._make_wrapper_subclass(cls, size, dtype=shared.dtype, device=shared.device)
         self.shared, self.own, self.fan_out, self.usage = shared, own, fan_out, usage
-        self.form, self.groups = form, groups
+        self.form, self.groups, self.by_row = form, groups, by_row
         return self
 
     def with_form(self, form: str, groups: int | None = None) -> TwoPartStates:
         groups = self.groups if groups is None else groups
-        return TwoPartStates(self.shared, self.own, self.fan_out, self.usage, form, groups)
+        return TwoPartStates(self.shared, self.own, self.fan_out, self.usage, form, groups, self.by_row)
 
     def whole(self) -> Tensor:
         """The tensor in one piece, `[rows, …]` in its form; costs what the parts were meant to save."""
-        states = self.shared.repeat_interleave(self.fan_out, dim=0)
+        states = self.shared if self.fan_out == 1 else self.shared.repeat_interleave(self.fan_out, dim=0)
         if self.own is not None:
             states = torch.cat([states, self.own], dim=2)
         if self.form == UNSQUEEZED:
@@ -80,6 +83,11 @@ class TwoPartStates(Tensor):
             return states.unsqueeze(2).expand(-1, -1, self.groups, -1, -1)
         states = states.repeat_interleave(self.groups, dim=1) if self.groups > 1 else states
         return states.transpose(2, 3) if self.form == TRANSPOSED else states
+
+    def become_rows(self) -> None:
+        """Stands on the cache's own storage from here on, one part per row, so that views of it and writes are real."""
+        if self.fan_out > 1 and self.by_row is not None:
+            self.shared, self.own, self.fan_out = self.by_row(), None, 1
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -100,6 +108,7 @@ class TwoPartStates(Tensor):
 def _on_whole(func: Callable, args: tuple, kwargs: dict) -> Any:
     def whole(states: TwoPartStates) -> Tensor:
         states.usage[f"whole: {getattr(func, '__name__', func)}"] += 1
+        states.become_rows()
         return states.whole()
 
     args, kwargs = tree_map_only(TwoPartStates, whole, (args, kwargs))
@@ -118,6 +127,8 @@ def _sdpa(
 ) -> Tensor:
     parts = isinstance(key, TwoPartStates) and isinstance(value, TwoPartStates) and type(query) is not TwoPartStates
     if not parts or dropout_p or is_causal or key.form != PLAIN or value.form != PLAIN:
+        return NotImplemented
+    if key.fan_out != value.fan_out or key.shared.shape[2] != value.shared.shape[2]:
         return NotImplemented
     heads_fit = enable_gqa or key.shape[1] in (1, query.shape[1])  # a single key head is broadcast
     if not _rows_fit(query, key) or not heads_fit:
@@ -183,6 +194,8 @@ def _repeat_interleave(states: TwoPartStates, repeats: Any, dim: int | None = No
 def _to(states: TwoPartStates, *args: Any, **kwargs: Any) -> Tensor:
     own = None if states.own is None else states.own.to(*args, **kwargs)
     shared = states.shared.to(*args, **kwargs)
+    if shared is states.shared:
+        return states
     return TwoPartStates(shared, own, states.fan_out, states.usage, states.form, states.groups)
 
 

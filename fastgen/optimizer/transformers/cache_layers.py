@@ -145,9 +145,9 @@ def share(cache: Cache, inputs: int, fan_out: int, limit: int) -> Sharing:
     return sharing
 
 
-def restore(cache: object) -> None:
-    """Puts plain layers in the place of those that `share` has put in, if this is a cache that has any."""
-    for part in _parts(cache) if isinstance(cache, Cache) else []:
+def restore(cache: Cache) -> None:
+    """Puts plain layers in the place of those that `share` has put in."""
+    for part in _parts(cache):
         for index, layer in enumerate(part.layers):
             if isinstance(layer, SharedLayer):
                 part.layers[index] = layer.plain()

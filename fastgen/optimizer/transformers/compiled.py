@@ -6,9 +6,14 @@ from torch import nn
 
 
 def reasons(model: nn.Module) -> list[str]:
-    """How the model is compiled, by `model.compile()` or `torch.compile(model.forward)`; empty if it is not."""
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-        return ["the model is compiled"]
-    if hasattr(model.forward, "_torchdynamo_orig_callable"):
-        return ["the model's forward is compiled"]
-    return []
+    """What of the model is compiled, by `module.compile()` or `torch.compile` of it or its forward; else empty."""
+    compiled = next((name for name, module in model.named_modules() if _is_compiled(module)), None)
+    if compiled is None:
+        return []
+    return [f"module {compiled} is compiled" if compiled else "the model is compiled"]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:
+        return True
+    return hasattr(vars(module).get("forward", type(module).forward), "_torchdynamo_orig_callable")

@@ -25,7 +25,10 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         record.user_gave_cache = kwargs.get("past_key_values") is not None
         with _vocabulary_projection(self, record):
             result = original(self, *args, **kwargs)
-        cache_layers.restore(getattr(result, "past_key_values", None))
+        for cache in tuple(record.caches):  # one that is returned, or that somebody has kept
+            cache_layers.restore(cache)
+        if not record.rows:
+            record.fallbacks.append("prefill and caches: this way of decoding makes its prefill itself")
     return result
 
 

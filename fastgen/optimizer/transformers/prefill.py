@@ -11,13 +11,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET, report
-from fastgen.optimizer.transformers import cache_layers, compiled, model_state, rows, verification
+from fastgen.optimizer.transformers import cache_layers, compiled, model_state, modules, rows, verification
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 
@@ -34,7 +35,9 @@ def prefill(
     *args: Any,
     **kwargs: Any,
 ) -> ModelOutput:
-    record = report.current()
+    record = report.running()
+    if record is None:  # a model's own loop, after which nobody would put plain caches back
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     row_count = input_ids.shape[0]
     arguments = {"input_ids": input_ids, **model_kwargs}
     fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -88,6 +91,7 @@ def expand(outputs: ModelOutput, inputs: int, fan_out: int, limit: int, record: 
     record.shared.append("prefill: one row per input")
     for name, value in tuple(outputs.items()):
         if isinstance(value, Cache):
+            record.caches.add(value)
             sharing = cache_layers.share(value, inputs, fan_out, limit)
             record.usages += sharing.usages
             record.shared += sharing.shared_descriptions()
@@ -105,8 +109,9 @@ def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int) -> 
     reasons = []
     if row_count % fan_out:
         reasons.append(f"{row_count} rows are no multiple of {fan_out} beams or samples")
-    if model.training:
-        reasons.append("the model is in training mode, where dropout differs from row to row")
+    if torch.is_grad_enabled():
+        reasons.append("gradients are recorded, but shared caches are written in place")
+    reasons += modules.unsupported_reasons(model)
     reasons += compiled.reasons(model)
     if model.config.model_type in COUPLED_MODELS:
         reasons.append(f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}")

@@ -1,0 +1,182 @@
+"""A model class of the user, whose attention does to its keys what no library model does: still the right answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import SPECIAL, VOCABULARY
+from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, lively, padded
+from torch import Tensor, nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from fastgen.optimizer.decoding import kv_cache
+from fastgen.optimizer.transformers import verification
+
+HEADS, KV_HEADS, WIDTH, HIDDEN = 4, 2, 8, 32
+
+
+@pytest.fixture(autouse=True)
+def share_tiny_prompts(monkeypatch):
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+
+
+class OddConfig(PretrainedConfig):
+    model_type = "odd"
+
+    def __init__(self, **kwargs):
+        super().__init__(**SPECIAL | kwargs)
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = VOCABULARY, HIDDEN, 2
+        self.num_attention_heads = HEADS
+
+
+class OddModel(PreTrainedModel, GenerationMixin):
+    """Two layers of attention without positions; `attend(query, keys, values, mask)` is what a test makes of it."""
+
+    config_class = OddConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: OddConfig, attend=None) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.query = nn.ModuleList(nn.Linear(HIDDEN, HEADS * WIDTH) for _ in range(2))
+        self.key_value = nn.ModuleList(nn.Linear(HIDDEN, 2 * KV_HEADS * WIDTH) for _ in range(2))
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+        self.attend = attend
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None, **kwargs):
+        hidden_states = self.embed(input_ids)  # [rows, length, hidden]
+        rows, length = input_ids.shape
+        for index in range(2):
+            query = self.query[index](hidden_states).view(rows, length, HEADS, WIDTH).transpose(1, 2)
+            both = self.key_value[index](hidden_states).view(rows, length, 2 * KV_HEADS, WIDTH).transpose(1, 2)
+            keys, values = both.chunk(2, dim=1)
+            if past_key_values is not None:
+                keys, values = past_key_values.update(keys, values, index)
+            total = keys.shape[2]
+            mask = torch.ones(length, total, dtype=torch.bool).tril(total - length)
+            mask = mask & attention_mask[:, None, None, :total].bool()  # [rows, 1, length, total]
+            mask = torch.where(mask, 0.0, -1e9)
+            attended = self.attend(query, keys, values, mask)
+            hidden_states = hidden_states + attended.transpose(1, 2).reshape(rows, length, HIDDEN)
+        return CausalLMOutputWithPast(logits=self.head(hidden_states), past_key_values=past_key_values)
+
+
+def weigh(scores: Tensor, mask: Tensor) -> Tensor:
+    return (scores * WIDTH**-0.5 + mask).softmax(dim=-1)
+
+
+def repeated(states: Tensor) -> Tensor:
+    return states.repeat_interleave(HEADS // KV_HEADS, dim=1)
+
+
+def by_einsum(query, keys, values, mask):
+    weights = weigh(torch.einsum("bhqd,bhkd->bhqk", query, repeated(keys)), mask)
+    return torch.einsum("bhqk,bhkd->bhqd", weights, repeated(values))
+
+
+def of_sliced_keys(query, keys, values, mask):
+    keys, values = keys[:, :, -4:], values[..., -4:, :]
+    return weigh(query @ repeated(keys).mT, mask[..., -4:]) @ repeated(values)
+
+
+def of_shifted_keys(query, keys, values, mask):
+    keys = keys + 0.3 * keys.mean(dim=2, keepdim=True)
+    return weigh(query @ repeated(keys).transpose(-1, -2), mask) @ (2 * repeated(values) - 1)
+
+
+def by_batched_products(query, keys, values, mask):
+    rows, _, length, _ = query.shape
+    keys, values = (repeated(states).flatten(0, 1) for states in (keys, values))
+    weights = weigh(torch.bmm(query.flatten(0, 1), keys.transpose(1, 2)).view(rows, HEADS, length, -1), mask)
+    return torch.bmm(weights.flatten(0, 1), values).view(rows, HEADS, length, WIDTH)
+
+
+def by_key_order(query, keys, values, mask):
+    order = keys.norm(dim=-1, keepdim=True).argsort(dim=2)  # [rows, kv_heads, length, 1]
+    keys, values = torch.take_along_dim(keys, order, 2), values.gather(2, order.expand(-1, -1, -1, WIDTH))
+    mask = torch.take_along_dim(mask.expand(-1, KV_HEADS, -1, -1), order.transpose(2, 3), 3)
+    return weigh(query @ repeated(keys).mT, repeated(mask)) @ repeated(values)
+
+
+def by_rows_of_numpy(query, keys, values, mask):
+    keys, values = (torch.tensor(states.detach().numpy().tolist()) for states in (keys, values))
+    return weigh(query @ repeated(keys).mT, mask) @ repeated(values)
+
+
+def through_views(query, keys, values, mask):
+    keys, values = (torch.stack(list(states.unbind(1)), dim=1) for states in (keys, values))
+    keys = keys.permute(0, 1, 3, 2).clone()
+    return weigh(query @ torch.cat([keys[:, :1], keys[:, :1], keys[:, 1:], keys[:, 1:]], dim=1), mask) @ repeated(
+        values
+    )
+
+
+ODD = (by_einsum, of_sliced_keys, of_shifted_keys, by_batched_products, by_key_order, by_rows_of_numpy, through_views)
+
+
+def odd_model(attend) -> OddModel:
+    own_class = type("OddModel", (OddModel,), {})  # whether a class can be trusted is found out once for each
+    return lively(own_class(OddConfig(), attend)).eval()
+
+
+@pytest.fixture
+def trusted(monkeypatch):
+    """Takes the model for one of the library's, which are not compared with the original before their first use."""
+    monkeypatch.setattr(verification, "is_tested", lambda model: True)
+
+
+@pytest.mark.parametrize("attend", ODD)
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_odd_use_of_keys_gets_them_whole(attend, arguments):
+    report = assert_same(odd_model(attend), padded(9, 5), **arguments)
+    assert is_shared(report) and PROMPT in str(report)
+    assert any(name.startswith("whole: ") for name in report.kernels), report
+
+
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_plain_products_work_on_two_parts(arguments):
+    def plain(query, keys, values, mask):
+        return weigh(query @ repeated(keys).transpose(2, 3), mask) @ repeated(values)
+
+    assert is_shared(assert_same(odd_model(plain), padded(9, 5), **arguments), PROMPT)
+
+
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_keys_stored_by_a_model_do_not_change_afterwards(arguments, trusted):
+    """The attention adds what it saw in the calls before, as a model with a memory of its own would."""
+    stored: list[tuple[Tensor, Tensor]] = []
+
+    def with_memory(query, keys, values, mask):
+        attended = weigh(query @ repeated(keys).transpose(2, 3), mask) @ repeated(values)
+        if query.shape[2] > 1:  # the prompt
+            stored.clear()
+        elif len(stored) > 2:
+            old_keys, old_values = stored[-2]
+            mask = mask[..., : old_keys.shape[2]]
+            attended = attended + weigh(query @ repeated(old_keys).transpose(2, 3), mask) @ repeated(old_values)
+        if query.shape[2] == 1:
+            stored.append((keys, values))
+        return attended
+
+    assert assert_same(odd_model(with_memory), padded(9, 5), **arguments).shared
+
+
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_values_written_through_a_view_stay_written(arguments, trusted):
+    def marking(query, keys, values, mask):
+        values.transpose(1, 2)[:, -1].mul_(0.5)
+        return weigh(query @ repeated(keys).transpose(2, 3), mask) @ repeated(values)
+
+    assert assert_same(odd_model(marking), padded(9, 5), **arguments).shared
+
+
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_keys_written_by_a_model_stay_written(arguments, trusted):
+    def decaying(query, keys, values, mask):
+        keys.mul_(0.9)
+        values[:, :, 0] += 0.1
+        return weigh(query @ repeated(keys).transpose(2, 3), mask) @ repeated(values)
+
+    assert assert_same(odd_model(decaying), padded(9, 5), **arguments).shared

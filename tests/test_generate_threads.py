@@ -1,0 +1,155 @@
+"""Several threads generate at once, with and without fastgen, on one model and on two."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from parity import BEAMS, CROSS, PROMPT, assert_equal_outputs, is_shared, padded, tiny
+
+import fastgen
+from fastgen.optimizer.decoding import kv_cache
+
+OUTPUTS = {"return_dict_in_generate": True, "output_scores": True}
+
+
+@pytest.fixture(autouse=True)
+def share_tiny_prompts(monkeypatch):
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+
+
+class Rendezvous:
+    """A logits processor that makes the steps of two threads alternate."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2)
+
+    def __call__(self, input_ids, scores):
+        self.barrier.wait(timeout=30)
+        return scores
+
+
+def at_once(*calls: Callable) -> list:
+    """The results of the calls, each in a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result(timeout=60) for future in [threads.submit(call) for call in calls]]
+
+
+def generate(model, inputs, meeting=None):
+    """What `generate` returns and what the thread that called it reads in `explain()`."""
+    processors = {"logits_processor": [meeting]} if meeting else {}
+    output = model.generate(**inputs, **BEAMS, **OUTPUTS, min_new_tokens=7, **processors)
+    return output, fastgen.explain()
+
+
+def stock(model, inputs):
+    with fastgen.disabled():
+        return generate(model, inputs)[0]
+
+
+def test_two_models():
+    causal, seq2seq, inputs, meeting = tiny("llama"), tiny("bart", "seq2seq"), padded(9, 5), Rendezvous()
+    (first, first_report), (second, second_report) = at_once(
+        lambda: generate(causal, inputs, meeting), lambda: generate(seq2seq, inputs, meeting)
+    )
+    assert_equal_outputs(stock(causal, inputs), first)
+    assert_equal_outputs(stock(seq2seq, inputs), second)
+    assert first_report.model == "LlamaForCausalLM" and is_shared(first_report, PROMPT)
+    assert second_report.model == "BartForConditionalGeneration" and is_shared(second_report, PROMPT, CROSS)
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2", "bart", "t5"))
+def test_one_model(name):
+    model, meeting = tiny(name, "seq2seq" if name in ("bart", "t5") else "causal"), Rendezvous()
+    prompts = padded(9, 5), padded(4, 12, 7, seed=2)
+    results = at_once(*(lambda inputs=inputs: generate(model, inputs, meeting) for inputs in prompts))
+    for inputs, (output, report) in zip(prompts, results):
+        assert_equal_outputs(stock(model, inputs), output)
+        assert is_shared(report, PROMPT) and report.inputs == len(inputs["input_ids"])
+
+
+def test_disabled_in_one_thread_does_not_disable_another():
+    model, inputs, meeting = tiny("llama"), padded(9, 5), Rendezvous()
+
+    def without():
+        with fastgen.disabled():
+            return generate(model, inputs, meeting)
+
+    (plain, no_report), (fast, report) = at_once(without, lambda: generate(model, inputs, meeting))
+    assert no_report is None
+    assert is_shared(report, PROMPT)
+    assert_equal_outputs(plain, fast)
+
+
+def test_thread_started_inside_disabled_uses_fastgen_unless_it_gets_the_context():
+    model, inputs = tiny("llama"), padded(9, 5)
+    with fastgen.disabled():
+        context = contextvars.copy_context()
+        [(_, report)] = at_once(lambda: generate(model, inputs))
+        [(_, no_report)] = at_once(lambda: context.run(generate, model, inputs))
+    assert is_shared(report, PROMPT)
+    assert no_report is None
+
+
+def test_reports_of_threads_do_not_mix():
+    model = tiny("llama")
+    generate(model, padded(9, 5))
+    mine = fastgen.explain()
+    [(_, other)] = at_once(lambda: generate(model, padded(3, 3, 3)))
+    assert fastgen.explain() is mine and mine.inputs == 2 and other.inputs == 3
+
+
+def test_error_in_one_thread_leaves_the_other_alone():
+    model, inputs = tiny("llama"), padded(9, 5)
+    started, failed = threading.Event(), threading.Event()
+
+    def fail(input_ids, scores):
+        started.wait(30)
+        raise LookupError("from the processor")
+
+    def failing():
+        try:
+            generate(model, inputs, fail)
+        finally:
+            failed.set()
+
+    def wait(input_ids, scores):
+        started.set()
+        failed.wait(30)
+        return scores
+
+    with ThreadPoolExecutor(2) as threads:
+        bad, good = threads.submit(failing), threads.submit(generate, model, inputs, wait)
+        with pytest.raises(LookupError, match="from the processor"):
+            bad.result(60)
+        output, report = good.result(60)
+    assert is_shared(report, PROMPT)
+    assert_equal_outputs(stock(model, inputs), output)
+
+
+def test_disabling_while_another_thread_generates_lets_it_finish():
+    model, inputs, at_step = tiny("llama"), padded(9, 5), threading.Event()
+    resume = threading.Event()
+
+    def wait(input_ids, scores):
+        at_step.set()
+        resume.wait(30)
+        return scores
+
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(generate, model, inputs, wait)
+        at_step.wait(30)
+        try:
+            fastgen.disable()
+            resume.set()
+            output, report = running.result(60)
+        finally:
+            fastgen.enable()
+    assert is_shared(report, PROMPT)
+    assert_equal_outputs(stock(model, inputs), output)
+    assert not any(type(layer).__module__.startswith("fastgen") for layer in output.past_key_values.layers)
+    assert torch.equal(generate(model, inputs)[0].sequences, output.sequences)

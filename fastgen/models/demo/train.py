@@ -211,6 +211,8 @@ def save(model: BartForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
         weights[name] = halves.setdefault(tensor.data_ptr(), tensor.to(torch.float16))
     model.save_pretrained(folder, state_dict=weights)
     (folder / "model.safetensors").chmod(0o644)
+    # The last call's padding would be stored with it.
+    tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
 
 

@@ -38,52 +38,65 @@ def prefill(
     record = report.running()
     if record is None:  # a model's own loop, after which nobody would put plain caches back
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    row_count = input_ids.shape[0]
     arguments = {"input_ids": input_ids, **model_kwargs}
-    fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-    if fan_out == 1 and row_count > 1 and verification.is_tested(self):
-        # The caller may have repeated the inputs, as Whisper's own generate does.
-        fan_out = rows.repetitions_sync(arguments, row_count)
-    record.rows, record.inputs = row_count, row_count // fan_out
-    reasons = ["one row per input, nothing to share"] if fan_out == 1 else unsupported_reasons(self, arguments, fan_out)
-    if record.user_gave_cache and fan_out > 1:
-        reasons.append("past_key_values was given by the caller")
-    if not reasons and not rows.groups_are_equal_sync(arguments, row_count, fan_out):
-        reasons.append("the rows of an input differ from each other")
-    if reasons:
-        record.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
-        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-
-    inputs = row_count // fan_out
-    given = rows.one_per_input(arguments, row_count, fan_out)
-    input_ids_of_inputs = given.pop("input_ids")
-    used = dict(given)
-    empty_cache = copy.deepcopy(_cache(model_kwargs))
-    before = model_state.tensors(self) if model_state.known_reasons(self) is None else None
-    outputs = original(self, input_ids_of_inputs, generation_config, used, *args, **kwargs)
-    reasons = [] if before is None else model_state.learn(self, before, inputs)
+    fan_out = rows_per_input(self, arguments, generation_config)
+    record.rows, record.inputs = input_ids.shape[0], input_ids.shape[0] // fan_out
+    outputs = None
+    reasons = unsupported_reasons(self, arguments, fan_out, record)
     if not reasons:
-        limit = max((generation_config.max_length or 0) - input_ids.shape[1], 1)
-        try:
-            outputs = expand(outputs, inputs, fan_out, limit, record)
-        except Exception as error:
-            if CONFIG.strict:
-                raise
-            PATCH_SET.fail("transformers.shared_caches", f"{type(self).__name__}: {type(error).__name__}: {error}")
-            reasons = [f"{type(error).__name__}: {error}"]
+        given = rows.one_per_input(arguments, record.rows, fan_out)
+        used = {name: value for name, value in given.items() if name != "input_ids"}
+        empty_cache = copy.deepcopy(_cache(arguments))
+        before = model_state.tensors(self) if model_state.known_reasons(self) is None else None
+        outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
+        reasons = [] if before is None else model_state.learn(self, before, record.inputs)
+        reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, fan_out, record)
+        if reasons:
+            model_kwargs |= {name: empty_cache for name in CACHE_NAMES if model_kwargs.get(name) is not None}
     if reasons:
         record.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
-        model_kwargs |= {name: empty_cache for name in CACHE_NAMES if model_kwargs.get(name) is not None}
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    for name in given.keys() - used.keys():
+    for name in model_kwargs.keys() - used.keys():
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow
-        if name not in given or value is not given[name]:
-            model_kwargs[name] = rows.repeat(name, value, inputs, fan_out)
+        if value is not given.get(name):
+            model_kwargs[name] = rows.repeat(name, value, record.inputs, fan_out)
     return outputs
 
 
-def expand(outputs: ModelOutput, inputs: int, fan_out: int, limit: int, record: report.Report) -> ModelOutput:
+def rows_per_input(model: Any, arguments: dict[str, Any], generation_config: Any) -> int:
+    """How many consecutive rows (beams, samples, or repetitions by the caller) each input has."""
+    fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    row_count = arguments["input_ids"].shape[0]
+    if fan_out == 1 and row_count > 1 and verification.is_tested(model):
+        return rows.repetitions_sync(arguments, row_count)  # Whisper's own generate repeats, and so do callers
+    return fan_out
+
+
+def _expand_or_reasons(
+    model: Any,
+    outputs: ModelOutput,
+    generation_config: Any,
+    arguments: dict[str, Any],
+    fan_out: int,
+    record: report.Report,
+) -> list[str]:
+    """Expands the outputs in place; if that fails, switches the patches off and returns why."""
+    limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
+    try:
+        expand(outputs, record.inputs, fan_out, limit, record)
+    except torch.cuda.OutOfMemoryError:
+        raise  # the original would need more
+    except Exception as error:
+        if CONFIG.strict:
+            raise
+        reason = f"{type(model).__name__}: {type(error).__name__}: {error}"
+        PATCH_SET.fail("transformers.shared_caches", reason)
+        return [reason]
+    return []
+
+
+def expand(outputs: ModelOutput, inputs: int, fan_out: int, limit: int, record: report.Report) -> None:
     """Makes the outputs of a forward of `inputs` rows those of `inputs * fan_out` rows, and fills the record.
 
     limit: the number of tokens that can be generated, at least 1.
@@ -100,12 +113,13 @@ def expand(outputs: ModelOutput, inputs: int, fan_out: int, limit: int, record: 
             outputs[name] = value[:, -1:].repeat_interleave(fan_out, dim=0)
         else:
             outputs[name] = rows.repeat(name, value, inputs, fan_out)
-    return outputs
 
 
-def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int) -> list[str]:
-    """Why this prefill has to run with all rows; empty if one row per input gives the same."""
+def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int, record: report.Report) -> list[str]:
+    """Why this prefill has to run with all rows; empty if one row per input gives the same. May read the device."""
     row_count = arguments["input_ids"].shape[0]
+    if fan_out == 1:
+        return ["one row per input, nothing to share"]
     reasons = []
     if row_count % fan_out:
         reasons.append(f"{row_count} rows are no multiple of {fan_out} beams or samples")
@@ -116,12 +130,16 @@ def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int) -> 
     if model.config.model_type in COUPLED_MODELS:
         reasons.append(f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}")
     reasons += model_state.known_reasons(model) or []
-    cache = _cache(arguments)
-    if cache is not None:
+    if record.user_gave_cache:
+        reasons.append("past_key_values was given by the caller")
+    elif (cache := _cache(arguments)) is not None:
         reasons += cache_layers.unsupported_reasons(cache)
     elif arguments.get("use_cache", True):
         reasons.append("the model makes its own cache")
-    return reasons + rows.unsupported_reasons(arguments, row_count)
+    reasons += rows.unsupported_reasons(arguments, row_count)
+    if not reasons and not rows.groups_are_equal_sync(arguments, row_count, fan_out):
+        reasons.append("the rows of an input differ from each other")
+    return reasons
 
 
 def _cache(arguments: dict[str, Any]) -> Cache | None:

@@ -78,9 +78,16 @@ class SharedLayer(DynamicLayer):
 
 
 def unsupported_reasons(cache: object) -> list[str]:
-    """Why the rows of this cache could not be expanded after a prefill; empty if they can."""
-    parts = _parts(cache)
-    for part in parts:
+    """Why the rows of this cache could not be expanded after a prefill that fills it; empty if they can."""
+    reasons = unsupported_types(cache)
+    if not reasons and _parts(cache)[0].layers and _is_filled(cache):
+        reasons.append("past_key_values was given with a content")
+    return reasons
+
+
+def unsupported_types(cache: object) -> list[str]:
+    """Why a cache of these classes cannot be given more rows; empty if it can."""
+    for part in _parts(cache):
         if type(part) is not DynamicCache:
             return [f"past_key_values is a {type(part).__name__} (supported: DynamicCache, EncoderDecoderCache of two)"]
         if getattr(part, "offloading", False):
@@ -88,8 +95,6 @@ def unsupported_reasons(cache: object) -> list[str]:
         if any(type(layer).__module__ != DynamicLayer.__module__ for layer in part.layers):
             names = sorted({type(layer).__name__ for layer in part.layers})
             return [f"past_key_values has layers that a model defines for itself ({', '.join(names)})"]
-    if parts[0].layers and _is_filled(cache):
-        return ["past_key_values was given with a content"]
     return []
 
 

@@ -33,7 +33,10 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _vocabulary_projection(model: nn.Module, record: report.Report) -> AbstractContextManager:
-    weight = getattr(model.get_output_embeddings(), "weight", None)
+    try:
+        weight = getattr(model.get_output_embeddings(), "weight", None)
+    except Exception:  # a model may have no such module and say so in its own way
+        return nullcontext()
     if not isinstance(weight, Tensor) or vocabulary_linear.unsupported_reasons(weight) or compiled.reasons(model):
         return nullcontext()
     usage: Counter[str] = Counter()

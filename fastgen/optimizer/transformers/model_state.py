@@ -41,8 +41,13 @@ def learn(model: nn.Module, before: dict[tuple[int, str], Tensor], inputs: int) 
         for (module, name), value in tensors(model).items()
         if before.get((module, name)) is not value and inputs in value.shape[:2]
     }
-    _known[model] = [f"the model keeps states of its rows in {name}" for name in sorted(names)]
-    return _known[model]
+    return refuse(model, [f"the model keeps states of its rows in {name}" for name in sorted(names)])
+
+
+def refuse(model: nn.Module, reasons: list[str]) -> list[str]:
+    """Notes why this model is to be left alone from now on, if there are reasons; returns them."""
+    _known[model] = reasons
+    return reasons
 
 
 def _tensors_in(attribute: Any) -> Iterator[tuple[str, Tensor]]:

@@ -50,6 +50,8 @@ def prefill(
         before = model_state.tensors(self) if model_state.known_reasons(self) is None else None
         outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
         reasons = [] if before is None else model_state.learn(self, before, record.inputs)
+        if not reasons and _leaves_cache_to_model(arguments):
+            reasons = model_state.refuse(self, returned_cache_reasons(outputs))
         reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, fan_out, record)
         if reasons:
             model_kwargs |= {name: empty_cache for name in CACHE_NAMES if model_kwargs.get(name) is not None}
@@ -134,12 +136,22 @@ def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int, rec
         reasons.append("past_key_values was given by the caller")
     elif (cache := _cache(arguments)) is not None:
         reasons += cache_layers.unsupported_reasons(cache)
-    elif arguments.get("use_cache", True):
+    elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
         reasons.append("the model makes its own cache")
     reasons += rows.unsupported_reasons(arguments, row_count)
     if not reasons and not rows.groups_are_equal_sync(arguments, row_count, fan_out):
         reasons.append("the rows of an input differ from each other")
     return reasons
+
+
+def returned_cache_reasons(outputs: ModelOutput) -> list[str]:
+    """Why the rows of the cache that a forward has made itself (all do so in transformers 5.0) cannot be expanded."""
+    cache = _cache(outputs)
+    return ["the model returns no cache"] if cache is None else cache_layers.unsupported_types(cache)
+
+
+def _leaves_cache_to_model(arguments: dict[str, Any]) -> bool:
+    return _cache(arguments) is None and arguments.get("use_cache", True)
 
 
 def _cache(arguments: dict[str, Any]) -> Cache | None:

@@ -26,7 +26,7 @@ def kernels() -> list[Kernel]:
     """Every implementation of every operation on this machine."""
     if not find_spec("torch"):
         missing = ("torch is not installed",)
-        return [Kernel("shared attention", "torch", missing), Kernel("vocabulary linear", "oneDNN", missing)]
-    from fastgen.ops.vocabulary_linear import machine_reasons
+        return [Kernel("shared attention", "torch", missing), Kernel("cpu linear", "oneDNN", missing)]
+    from fastgen.ops.cpu_linear import machine_reasons
 
-    return [Kernel("shared attention", "torch"), Kernel("vocabulary linear", "oneDNN", tuple(machine_reasons()))]
+    return [Kernel("shared attention", "torch"), Kernel("cpu linear", "oneDNN", tuple(machine_reasons()))]

@@ -21,4 +21,12 @@ PATCHES = (
         parameters=("self", "input_ids", "generation_config", "model_kwargs"),
         group="transformers.shared_caches",
     ),
+    Patch(
+        "transformers.new_gelu",
+        "transformers.activations:NewGELUActivation.forward",
+        "fastgen.optimizer.transformers.activations:new_gelu",
+        tested=_TESTED,
+        parameters=("self", "input"),
+        group="transformers.activations",
+    ),
 )

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from fastgen.ops import vocabulary_linear
+from fastgen.ops import cpu_linear
 from fastgen.optimizer import report
-from fastgen.optimizer.decoding.vocabulary import FastVocabularyProjection
+from fastgen.optimizer.decoding.linear_mode import FastLinear
 from fastgen.optimizer.transformers import cache_layers, compiled, verification
 from fastgen.patching import disabled
 
@@ -23,7 +23,7 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
             with disabled():
                 return original(self, *args, **kwargs)
         record.user_gave_cache = kwargs.get("past_key_values") is not None
-        with _vocabulary_projection(self, record):
+        with _fast_linear(self, record):
             result = original(self, *args, **kwargs)
         for cache in tuple(record.caches):  # one that is returned, or that somebody has kept
             cache_layers.restore(cache)
@@ -32,13 +32,9 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _vocabulary_projection(model: nn.Module, record: report.Report) -> AbstractContextManager:
-    try:
-        weight = getattr(model.get_output_embeddings(), "weight", None)
-    except Exception:  # a model may have no such module and say so in its own way
-        return nullcontext()
-    if not isinstance(weight, Tensor) or vocabulary_linear.unsupported_reasons(weight) or compiled.reasons(model):
+def _fast_linear(model: nn.Module, record: report.Report) -> AbstractContextManager:
+    if model.device.type != "cpu" or cpu_linear.machine_reasons() or compiled.reasons(model):
         return nullcontext()
     usage: Counter[str] = Counter()
     record.usages.append(usage)
-    return FastVocabularyProjection(weight, usage)
+    return FastLinear(usage)

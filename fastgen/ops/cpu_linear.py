@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# For a single row only a very large weight gains; for more rows the call must be worth its overhead.
-MIN_ELEMENTS = 1 << 18
+# oneDNN takes some 10 microseconds to be called; a single row gains with a very large weight only.
+MIN_ELEMENTS = 1 << 19
 MIN_ELEMENTS_OF_ONE_ROW = 1 << 23
 
 

@@ -131,9 +131,10 @@ def shared_attention(
 
 
 def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Weights from scores, which it overwrites."""
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, float("-inf"))
+            scores.masked_fill_(~attn_mask, float("-inf"))
         else:
-            scores = scores + attn_mask
+            scores += attn_mask
     return scores.softmax(dim=-1, dtype=torch.float32).to(dtype)

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import TextIO
 
@@ -36,23 +37,37 @@ def check_writable(flag: str, path: Path, sources: dict[str, Path | None]) -> No
     """Raise InputError where `path` cannot be written, or where writing it would destroy one of the other files."""
     if path.is_dir():
         raise InputError(f"{flag} {path}: is a folder (accepted: a file)")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{flag} {path}: is a device or a pipe (accepted: a file)")
     if not path.parent.is_dir():
         raise InputError(f"{flag} {path}: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"{flag} {path}: the folder {path.parent} cannot be written")
     for other_flag, other in sources.items():
         if other is not None and path.resolve() == other.resolve():
             raise InputError(f"{flag} {path}: is the same file as {other_flag}")
+    try:
+        _new_part(path.resolve()).unlink()
+    except OSError as error:
+        raise InputError(f"{flag} {path}: cannot be written ({error.strerror})") from error
+
+
+def _new_part(path: Path) -> Path:
+    """A new empty file next to `path`: a file of the user's is never taken over, whatever it is called."""
+    for number in count():
+        part = path.with_name(f"{path.name}.{os.getpid()}-{number}.part")
+        with suppress(FileExistsError):
+            part.touch(exist_ok=False)
+            return part
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[TextIO]:
     """A text file that appears under `path` only when the block ends without an error.
 
-    Until then it is called `path`.part, next to `path` so that the rename is atomic; an error or an interruption
-    removes it.
+    Until then it has another, new name, next to `path` so that the rename is atomic; an error or an interruption
+    removes it. Where `path` is a link, the file it points to is written.
     """
-    part = path.with_name(path.name + ".part")
+    path = path.resolve()
+    part = _new_part(path)
     try:
         with part.open("w", encoding="utf-8", newline="\n") as file:
             yield file

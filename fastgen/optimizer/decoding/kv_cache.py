@@ -18,6 +18,9 @@ from fastgen.optimizer.decoding.two_part_states import TwoPartStates
 # elements of keys per layer (on a 2-core CPU the break-even is near 0.5 million, see benchmarks/bench_attention.py).
 MIN_SAVED_ELEMENTS = 1 << 19
 
+# From here on it pays, on a CPU, to find the rows that a reorder moves.
+MIN_ELEMENTS_TO_LOOK_AT = 1 << 16
+
 FIRST_CAPACITY = 32
 
 
@@ -60,7 +63,7 @@ class RowBuffer:
         if _is_held_elsewhere(self.buffer):  # by a model that remembers its keys
             self.buffer = self.buffer.clone()
         generated = self.buffer[:, :, self.fixed : self.length]
-        if beam_idx.device.type != "cpu":
+        if beam_idx.device.type != "cpu" or generated.numel() < MIN_ELEMENTS_TO_LOOK_AT:
             generated.copy_(generated.index_select(0, beam_idx))
             return
         moved = (beam_idx != torch.arange(beam_idx.shape[0])).nonzero().squeeze(1)
@@ -152,6 +155,11 @@ def _is_held_elsewhere(buffer: Tensor) -> bool:
     return use_count is not None and use_count(storage._cdata) > 2
 
 
-def sharing_pays(keys: Tensor, fan_out: int) -> bool:
-    """Whether keeping the prompt's keys `[inputs, kv_heads, length, head_dim]` once per input is faster."""
-    return keys.numel() * (fan_out - 1) >= MIN_SAVED_ELEMENTS
+def sharing_pays(keys: Tensor, fan_out: int, is_cross: bool = False) -> bool:
+    """Whether keeping these keys `[inputs, kv_heads, length, head_dim]` once per input is faster.
+
+    is_cross: they are those of a cross-attention, which has one part only. Where they are repeated instead, they are
+    still never reordered.
+    """
+    least = MIN_SAVED_ELEMENTS // 4 if is_cross else MIN_SAVED_ELEMENTS
+    return keys.numel() * (fan_out - 1) >= least

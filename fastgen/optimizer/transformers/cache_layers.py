@@ -104,7 +104,7 @@ class Sharing:
 
     cross: int = 0
     prompt: int = 0
-    short_prompt: int = 0
+    short: int = 0
     others: Counter[str] = field(default_factory=Counter)
     usages: list[Counter[str]] = field(default_factory=list)
 
@@ -118,10 +118,8 @@ class Sharing:
 
     def repeated_descriptions(self) -> list[str]:
         repeated = [f"{number} {name} repeated for each row" for name, number in sorted(self.others.items())]
-        if self.short_prompt:
-            repeated.append(
-                f"the prompt's keys and values repeated for each row, too few to gain, {self.short_prompt} layers"
-            )
+        if self.short:
+            repeated.append(f"keys and values repeated for each row, too few to gain, {self.short} layers")
         return repeated
 
 
@@ -139,14 +137,14 @@ def share(cache: Cache, inputs: int, fan_out: int, limit: int) -> Sharing:
                 layer.reorder_cache(rows.repeat_interleave(fan_out))
                 sharing.others[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
-                keep = is_cross or sharing_pays(layer.keys, fan_out)
+                keep = sharing_pays(layer.keys, fan_out, is_cross)
                 usage: Counter[str] = Counter()
                 states = SharedKeyValues(layer.keys, layer.values, fan_out, 0 if is_cross else limit, keep, usage)
                 part.layers[index] = SharedLayer(layer, states)
                 sharing.usages.append(usage)
-                sharing.cross += is_cross
+                sharing.cross += keep and is_cross
                 sharing.prompt += keep and not is_cross
-                sharing.short_prompt += not keep
+                sharing.short += not keep
     return sharing
 
 

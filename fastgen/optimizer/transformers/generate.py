@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastgen.ops import cpu_linear
@@ -14,6 +15,8 @@ from fastgen.optimizer import report
 from fastgen.optimizer.decoding.linear_mode import FastLinear
 from fastgen.optimizer.transformers import cache_layers, compiled, verification
 from fastgen.patching import disabled
+
+MIN_ELEMENTS_PER_MODULE = 1 << 16
 
 
 def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,8 +36,15 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fast_linear(model: nn.Module, record: report.Report) -> AbstractContextManager:
-    if model.device.type != "cpu" or cpu_linear.machine_reasons() or compiled.reasons(model):
+    if cpu_linear.machine_reasons() or not _has_large_products(model) or compiled.reasons(model):
         return nullcontext()
     usage: Counter[str] = Counter()
     record.usages.append(usage)
     return FastLinear(usage)
+
+
+def _has_large_products(model: nn.Module) -> bool:
+    """Whether what `FastLinear` saves is more than it costs, which is a microsecond for every call of torch."""
+    modules = sum(1 for _ in model.modules())
+    weights = [weight.numel() for weight in model.parameters() if weight.is_cpu and weight.dtype == torch.float32]
+    return sum(size for size in weights if size >= cpu_linear.MIN_ELEMENTS) >= MIN_ELEMENTS_PER_MODULE * modules

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # oneDNN takes some 10 microseconds to be called; a single row gains with a very large weight only.
 MIN_ELEMENTS = 1 << 19
@@ -25,21 +26,48 @@ def machine_reasons() -> list[str]:
         return ["this build of torch has no oneDNN"]
     if not torch.backends.mkl.is_available():
         return ["this build of torch has no MKL, with which it was compared"]
+    try:
+        _is_transformed()
+    except AttributeError as error:
+        return [f"this version of torch does not tell whether products are recorded ({error})"]
     vendor = _cpu_vendor()
     return [] if vendor == "AuthenticAMD" else [f"CPU {vendor or 'unknown'} (measured: AuthenticAMD)"]
 
 
 def can_multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `cpu_linear` takes these: rows `[…, in_features]`, weight `[out_features, in_features]` or its view."""
-    if not (rows.dtype == weight.dtype == torch.float32 and weight.is_cpu and rows.is_cpu and weight.dim() == 2):
+    if not all(_is_plain(tensor) for tensor in (rows, weight) + (() if bias is None else (bias,))):
+        return False
+    if _is_transformed():  # first, because torch.jit.trace warns of every comparison of sizes
         return False
     elements = weight.numel()
-    if elements < MIN_ELEMENTS or (elements < MIN_ELEMENTS_OF_ONE_ROW and rows.numel() < 2 * weight.shape[1]):
+    if weight.dim() != 2 or elements < MIN_ELEMENTS:
         return False
-    plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in (rows, weight))
-    fits = plain and rows.dim() > 1 and rows.is_contiguous() and rows.shape[-1] == weight.shape[1] and rows.numel() > 0
-    fits = fits and (bias is None or (bias.dtype == torch.float32 and bias.shape == weight.shape[:1]))
+    if elements < MIN_ELEMENTS_OF_ONE_ROW and rows.numel() < 2 * weight.shape[1]:
+        return False
+    fits = rows.dim() > 1 and rows.is_contiguous() and rows.shape[-1] == weight.shape[1] and rows.numel() > 0
+    fits = fits and (weight.is_contiguous() or weight.t().is_contiguous())  # oneDNN refuses overlapping strides
+    fits = fits and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))  # it reads no strides
     return fits and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+def _is_plain(tensor: object) -> bool:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    return tensor.is_cpu and tensor.dtype == torch.float32
+
+
+def _is_transformed() -> bool:
+    """Whether products are recorded or transformed: torch.func, forward-mode AD, torch.jit.trace, dispatch modes.
+
+    The oneDNN product has no derivative, no batching rule, no form in TorchScript, and another name.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 def cpu_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

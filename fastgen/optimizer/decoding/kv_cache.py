@@ -86,6 +86,7 @@ class SharedKeyValues:
     ) -> None:
         self.shared: tuple[Tensor, Tensor] | None = (keys.contiguous(), values.contiguous())
         self.fan_out = fan_out
+        self.group = torch.arange(keys.shape[0], device="cpu").repeat_interleave(fan_out)  # the input of each row
         self.limit = limit
         self.usage = usage
         self.own = (RowBuffer(limit), RowBuffer(limit))
@@ -123,6 +124,12 @@ class SharedKeyValues:
         if self.shared is not None:
             self.expand()
         return self.own[index].view()
+
+    def keeps_groups(self, beam_idx: Tensor) -> bool:
+        """Whether `beam_idx` takes for each row a row of the same input; indices on a device are trusted, not read."""
+        if beam_idx.device.type != "cpu":
+            return True
+        return torch.equal((beam_idx // self.fan_out).to(self.group.dtype), self.group)
 
     def reorder(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` of the same input was."""

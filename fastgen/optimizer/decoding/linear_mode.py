@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from fastgen.ops.cpu_linear import can_multiply, cpu_linear
 
@@ -26,13 +27,25 @@ class FastLinear(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if kwargs:
             return func(*args, **kwargs)
-        if func is functional.linear:
+        if func is functional.linear and len(args) in (2, 3):
             product = (*args, None) if len(args) == 2 else args
-        elif func is torch.addmm and len(args) == 3:
+        elif func is torch.addmm and len(args) == 3 and all(_is_matrix(matrix) for matrix in args[1:]):
             product = (args[1], args[2].t(), args[0])
         else:
             return func(*args)
-        if not can_multiply(*product):
+        if torch.compiler.is_compiling() or not can_multiply(*product) or _is_watched():
             return func(*args)
         self.usage["cpu_linear"] += 1
         return cpu_linear(*product)
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and value.layout == torch.strided
+
+
+def _is_watched() -> bool:
+    """Whether a mode of the program, entered before this one, would miss the products that it waits for."""
+    return any(
+        not isinstance(torch._C._get_function_stack_at(index), (FastLinear, DeviceContext))
+        for index in range(torch._C._len_torch_function_stack())
+    )

@@ -63,6 +63,8 @@ class SharedLayer(DynamicLayer):
         return super().get_seq_length(*args, **kwargs) if self._states is None else self._states.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self._states is not None and not self._states.keeps_groups(beam_idx):
+            self._become_plain()  # a decoding method of the caller, which moves rows from input to input
         if self._states is None:
             super().reorder_cache(beam_idx)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 
@@ -16,4 +17,6 @@ def reasons(model: nn.Module) -> list[str]:
 def _is_compiled(module: nn.Module) -> bool:
     if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:
         return True
+    if isinstance(module, torch.jit.ScriptModule):  # its class has no forward to look at
+        return False
     return hasattr(vars(module).get("forward", type(module).forward), "_torchdynamo_orig_callable")

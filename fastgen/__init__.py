@@ -42,9 +42,9 @@ def status() -> list[PatchState]:
 
 
 def explain() -> Report | None:
-    """What the last `generate` of this thread shared, which kernels ran, what fell back and why.
+    """What the last `generate` of this thread that went through fastgen shared, which kernels ran, what fell back.
 
-    Print it to read it. None if no `generate` of this thread went through fastgen.
+    Print it to read it. None if there was none; a call inside `disabled()` is not seen.
     """
     from fastgen.optimizer import report
 

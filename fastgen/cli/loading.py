@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub.utils import logging as hub_logging
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -118,14 +119,17 @@ def _prepare_tokenizer(args: argparse.Namespace, tokenizer: transformers.PreTrai
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
-    """Without transformers' bars and reports: what matters of them is checked and said in one line."""
+    """Without the bars and reports of transformers and of the hub: what matters of them is said in one line."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_verbosity = hub_logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
+    hub_logging.set_verbosity(hub_logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
         if bars:
             logging.enable_progress_bar()
 

@@ -24,13 +24,17 @@ def score(outputs: list[str], references: list[str]) -> dict[str, Any]:
 
     rouge1, rouge2, rougeL: mean F1 over the lines with stemming, 0 to 1. bleu: sacrebleu's corpus BLEU, 0 to 100, and
     bleu_signature says how it was computed. exact_match: share of lines that are equal but for white space at their
-    ends, 0 to 1. lines: how many were scored.
+    ends, 0 to 1. lines: how many were scored, without those that are empty on both sides.
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import BLEU
 
     rouge = RougeScorer(ROUGE_TYPES, use_stemmer=True)
-    pairs = list(zip(outputs, references, strict=True))
+    # A line that is empty on both sides has no words that ROUGE could count.
+    pairs = [pair for pair in zip(outputs, references, strict=True) if any(text.strip() for text in pair)]
+    if not pairs:
+        return {"lines": 0}
+    outputs, references = ([pair[side] for pair in pairs] for side in (0, 1))
     line_scores = [rouge.score(target=reference, prediction=output) for output, reference in pairs]
     bleu = BLEU()
     # corpus_score comes first: the signature is complete only afterwards.

@@ -29,10 +29,9 @@ OVERRULED_BY = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 def task_settings(args: argparse.Namespace, config: transformers.PretrainedConfig) -> dict[str, Any]:
     """What the model's config keeps for --task (its task_specific_params), the prefix of T5 among it."""
     known = getattr(config, "task_specific_params", None) or {}
-    if args.task is None or not known:
-        return {}
-    if args.task not in known:
-        print(f"note: MODEL has no settings for --task {args.task} (it has {', '.join(known)})", file=sys.stderr)
+    if args.task is not None and args.task not in known:
+        has = ", ".join(known) or "none"
+        print(f"note: MODEL has no settings for --task {args.task} (it has: {has})", file=sys.stderr)
     return known.get(args.task, {})
 
 

@@ -37,7 +37,7 @@ def check_writable(flag: str, path: Path, sources: dict[str, Path | None]) -> No
     """Raise InputError where `path` cannot be written, or where writing it would destroy one of the other files."""
     if path.is_dir():
         raise InputError(f"{flag} {path}: is a folder (accepted: a file)")
-    if path.exists() and not path.is_file():
+    if path.exists() and (not path.is_file() or path.absolute().parts[1:2] in (("dev",), ("proc",))):
         raise InputError(f"{flag} {path}: is a device or a pipe (accepted: a file)")
     if not path.parent.is_dir():
         raise InputError(f"{flag} {path}: there is no folder {path.parent}")

@@ -150,7 +150,7 @@ def test_a_task_without_settings_changes_nothing_and_says_so(
     assert generate(tmp_path, t5, LINES, "--task", "translation") == plain_loop(t5, LINES, 8)
     assert "note: MODEL has no settings for --task translation (it has: summarization)" in capsys.readouterr().err
     assert generate(tmp_path, bart, LINES, "--task", "summarization") == plain_loop(bart, LINES, 8)
-    assert "note:" not in capsys.readouterr().err
+    assert "note: MODEL has no settings for --task summarization (it has: none)" in capsys.readouterr().err
 
 
 def test_truncates_only_where_a_length_is_given(tmp_path: Path, bart: Path) -> None:

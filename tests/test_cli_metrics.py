@@ -54,17 +54,17 @@ def test_scores_are_printed_and_written(tmp_path: Path, bart: Path, capsys: pyte
     source.write_text("\n".join([LINES[0], "", *LINES[1:]]))
     assert main([str(bart), str(source), str(output), "--beam", "2"]) == 0
     generated = output.read_text().splitlines()
-    # A reference for each line: two are met, one of them by the empty line.
+    # A reference for each line: one is met, and the line that is empty on both sides does not count.
     references = [generated[0], "", *LINES[1:]]
     reference.write_text("\n".join(references) + "\n")
     capsys.readouterr()
     flags = ["--beam", "2", "--reference_path", str(reference), "--score_path", str(saved)]
     assert main([str(bart), str(source), str(output), *flags]) == 0
     assert json.loads(saved.read_text()) == metrics.score(generated, references)
-    assert json.loads(saved.read_text())["exact_match"] == pytest.approx(2 / 6)
+    assert json.loads(saved.read_text())["exact_match"] == pytest.approx(1 / 5)
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert list(printed) == ["rouge1", "rouge2", "rougeL", "bleu", "bleu_signature", "exact_match", "lines"]
-    assert (printed["exact_match"], printed["lines"]) == ("0.3333", "6")
+    assert (printed["exact_match"], printed["lines"]) == ("0.2000", "5")
 
     # The first of several outputs counts, its score does not; and only as many lines as were asked for.
     several = ["--num_return_sequences", "2", "--output_sequence_scores", "--n_obs", "3"]

@@ -41,7 +41,6 @@ def prefill(
     arguments = {"input_ids": input_ids, **model_kwargs}
     fan_out = rows_per_input(self, arguments, generation_config)
     record.rows, record.inputs = input_ids.shape[0], input_ids.shape[0] // fan_out
-    outputs = None
     reasons = unsupported_reasons(self, arguments, fan_out, record)
     if not reasons:
         given = rows.one_per_input(arguments, record.rows, fan_out)

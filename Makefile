@@ -2,6 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Without its dependencies: torchaudio from the registry needs CUDA's libraries, which a CPU build of torch lacks.
+FAIRSEQ := "ve-fairseq==0.12.3; python_version >= '3.11' and python_version < '3.13'"
+FAIRSEQ_NEEDS := cffi cython "hydra-core>=1.3.2" omegaconf regex sacrebleu bitarray scikit-learn sacremoses
 
 .PHONY: demo test test-gpu lint table bench clean
 
@@ -40,6 +43,8 @@ $(VENV)/demo.installed: $(VENV)/pip.installed setup.py
 
 $(VENV)/test.installed: $(VENV)/pip.installed setup.py
 	$(PIP) --editable ".[test]"
+	$(PIP) --no-deps $(FAIRSEQ)
+	$(PIP) $(FAIRSEQ_NEEDS)
 	touch $@
 
 clean:

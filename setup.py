@@ -13,6 +13,7 @@ EXTRAS = {
     "bench": ["matplotlib", "psutil"],
     "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft", "accelerate", "num2words"],
 }
+EXTRAS["test"].append('triton; platform_system == "Linux"')  # runs in its interpreter where there is no GPU
 EXTRAS["test"] += EXTRAS["transformers"] + EXTRAS["metrics"]
 
 setup(

@@ -1,8 +1,66 @@
-"""Installation of fastgen: pure Python, no compiler needed."""
+"""Installation of fastgen: kernels are built where there is a compiler, and nothing fails where there is none."""
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+# Machine code for these, of what the compiler knows, and what a driver can translate for other GPUs.
+GPU_ARCHITECTURES = ("80", "90", "100")
+OLDEST_GPU_ARCHITECTURE = "75"
+
+IS_WINDOWS = sys.platform == "win32"
+
+
+def nvcc():
+    """The path of NVIDIA's compiler, or None."""
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
+
+
+class BuildKernels(build_ext):
+    """Builds shared libraries for ctypes: they are no Python modules, and `.cu` files go to nvcc."""
+
+    def build_extension(self, ext):
+        if ext.sources[0].endswith(".cu"):
+            self._build_with_nvcc(ext)
+        else:
+            super().build_extension(ext)
+
+    def get_export_symbols(self, ext):
+        return ext.export_symbols
+
+    def _build_with_nvcc(self, ext):
+        output = self.get_ext_fullpath(ext.name)
+        self.mkpath(str(Path(output).parent))
+        listed = subprocess.run([nvcc(), "--list-gpu-code"], capture_output=True, text=True, check=False).stdout.split()
+        codes = [f"arch=compute_{OLDEST_GPU_ARCHITECTURE},code=compute_{OLDEST_GPU_ARCHITECTURE}"]
+        codes += [f"arch=compute_{a},code=sm_{a}" for a in GPU_ARCHITECTURES if f"sm_{a}" in listed]
+        options = ["-O3", "-std=c++17", "--shared", "--cudart=static"] + ([] if IS_WINDOWS else ["-Xcompiler", "-fPIC"])
+        for code in codes:
+            options += ["-gencode", code]
+        self.spawn([nvcc(), *options, "-o", output, *ext.sources])
+
+
+def kernel(name, source, **options):
+    return Extension(name, [source], depends=["csrc/no_repeat_ngram.h"], optional=True, **options)
+
+
+KERNELS = [
+    kernel(
+        "fastgen.ops.no_repeat_ngram._cpu",
+        "csrc/no_repeat_ngram.cpp",
+        export_symbols=["fastgen_no_repeat_ngram_cpu"],
+        extra_compile_args=["/std:c++17"] if IS_WINDOWS else ["-O3", "-std=c++17", "-pthread"],
+        extra_link_args=[] if IS_WINDOWS else ["-pthread"],
+    )
+]
+if nvcc():
+    KERNELS.append(kernel("fastgen.ops.no_repeat_ngram._cuda", "csrc/no_repeat_ngram.cu"))
 
 EXTRAS = {
     "transformers": ["transformers>=5.0", "tqdm"],
@@ -28,6 +86,8 @@ setup(
     package_data={"fastgen": ["py.typed"], "fastgen.models.demo": ["data/*"]},
     install_requires=["torch>=2.4", "wrapt>=1.16"],
     extras_require=EXTRAS,
+    ext_modules=KERNELS,
+    cmdclass={"build_ext": BuildKernels},
     entry_points={
         "console_scripts": [
             "fastgen-generate-for-transformers = fastgen.cli.generate_for_transformers:main",

@@ -1,0 +1,81 @@
+"""The implementations of no-repeat-n-gram, fastest first, and the choice between them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.no_repeat_ngram import native, reference
+
+Ban = Callable[[Tensor, Tensor, int, "Tensor | None", "Tensor | None"], None]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """device_types: those that it runs on; empty means every one. ban: as `reference.ban`."""
+
+    name: str
+    device_types: tuple[str, ...]
+    ban: Ban
+    machine_reasons: Callable[[], list[str]]
+
+    @functools.cache
+    def reasons(self) -> list[str]:
+        """Why it cannot be used on this machine; empty if it can and gives what `reference.ban` gives."""
+        if reasons := self.machine_reasons():
+            return reasons
+        try:
+            return self._wrong_results()
+        except Exception as error:
+            return [f"{type(error).__name__}: {error}"]
+
+    def _wrong_results(self) -> list[str]:
+        reasons = []
+        for device_type in self.device_types:
+            tokens = torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4]], device=device_type)
+            found = torch.zeros(2, 8, device=device_type)
+            expected = found.clone()
+            self.ban(tokens, found, 3, None, None)
+            reference.ban(tokens, expected, 3, None, None)
+            if not torch.equal(found, expected):
+                reasons.append(f"differs from torch on {device_type}")
+        return reasons
+
+
+def _ban_with_triton(
+    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
+) -> None:
+    from fastgen.ops.no_repeat_ngram import triton_kernel  # importing triton takes half a second
+
+    triton_kernel.ban(tokens, scores, ngram_size, lengths, encoder_tokens)
+
+
+def _gpu_reasons() -> list[str]:
+    return [] if torch.cuda.is_available() else ["torch finds no GPU"]
+
+
+def _triton_reasons() -> list[str]:
+    return _gpu_reasons() or ([] if find_spec("triton") else ["triton is not installed"])
+
+
+IMPLEMENTATIONS = (
+    Implementation("CUDA", ("cuda",), native.ban_on_cuda, lambda: native.load_reasons("_cuda") or _gpu_reasons()),
+    Implementation("Triton", ("cuda",), _ban_with_triton, _triton_reasons),
+    Implementation("C++", ("cpu",), native.ban_on_cpu, lambda: native.load_reasons("_cpu")),
+    Implementation("torch", (), reference.ban, list),
+)
+
+
+@functools.cache
+def implementation_for(device_type: str) -> Implementation:
+    """The first that runs on such a device; chosen once. The first call on a GPU must not be captured in a graph."""
+    return next(
+        implementation
+        for implementation in IMPLEMENTATIONS
+        if device_type in (implementation.device_types or (device_type,)) and not implementation.reasons()
+    )

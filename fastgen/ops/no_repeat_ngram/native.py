@@ -1,0 +1,116 @@
+"""No-repeat-n-gram in C++ and CUDA: the shared libraries of `csrc/`, bound with ctypes.
+
+They hold no torch header, so that they are built wherever there is a compiler, whichever torch is installed later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+# For each dtype of scores its size in bytes, and the bits of -inf.
+_MINUS_INFINITY = {torch.float32: (4, 0xFF800000), torch.float16: (2, 0xFC00), torch.bfloat16: (2, 0xFF80)}
+
+
+class NGramProblem(ctypes.Structure):
+    """`struct NGramProblem` of `csrc/no_repeat_ngram.h`."""
+
+    _fields_ = [
+        ("scores", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("vocabulary_size", ctypes.c_int64),
+        ("score_row_stride", ctypes.c_int64),
+        ("score_stride", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("token_row_stride", ctypes.c_int64),
+        ("token_stride", ctypes.c_int64),
+        ("source", ctypes.c_void_p),
+        ("source_width", ctypes.c_int64),
+        ("source_row_stride", ctypes.c_int64),
+        ("source_stride", ctypes.c_int64),
+        ("rows_per_source", ctypes.c_int64),
+        ("lengths", ctypes.c_void_p),
+        ("lengths_stride", ctypes.c_int64),
+        ("ngram_size", ctypes.c_int64),
+        ("score_bytes", ctypes.c_int32),
+        ("token_bytes", ctypes.c_int32),
+        ("length_bytes", ctypes.c_int32),
+        ("minus_infinity", ctypes.c_uint32),
+    ]
+
+
+def describe(
+    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
+) -> NGramProblem:
+    """The struct for these tensors, which must outlive it."""
+    source = (None, 0, 0, 0, 1)
+    if encoder_tokens is not None:
+        beams = tokens.shape[0] // encoder_tokens.shape[0]
+        source = (encoder_tokens.data_ptr(), encoder_tokens.shape[1], *encoder_tokens.stride(), beams)
+    valid = (None, 0) if lengths is None else (lengths.data_ptr(), lengths.stride(0) if lengths.dim() else 0)
+    score_bytes, minus_infinity = _MINUS_INFINITY[scores.dtype]
+    return NGramProblem(
+        *(scores.data_ptr(), *scores.shape, *scores.stride()),
+        *(tokens.data_ptr(), tokens.shape[1], *tokens.stride()),
+        *source,
+        *valid,
+        ngram_size,
+        *(score_bytes, tokens.element_size(), lengths.element_size() if lengths is not None else 8, minus_infinity),
+    )
+
+
+@functools.cache
+def load(name: str) -> ctypes.CDLL:
+    """The library `_cpu` or `_cuda` beside this file. Raises OSError if there is none or it cannot be loaded."""
+    spec = find_spec(f"{__package__}.{name}")
+    if spec is None or spec.origin is None:
+        raise OSError("not built at installation")
+    return ctypes.CDLL(spec.origin)
+
+
+def load_reasons(name: str) -> list[str]:
+    """Why a library cannot be used; empty if it can."""
+    try:
+        load(name)
+    except OSError as error:
+        return [str(error)]
+    return []
+
+
+@functools.cache
+def _cpu() -> ctypes._CFuncPtr:
+    function = load("_cpu").fastgen_no_repeat_ngram_cpu
+    function.argtypes, function.restype = (ctypes.POINTER(NGramProblem), ctypes.c_int32), None
+    return function
+
+
+@functools.cache
+def _cuda() -> ctypes._CFuncPtr:
+    function = load("_cuda").fastgen_no_repeat_ngram_cuda
+    function.argtypes = (ctypes.POINTER(NGramProblem), ctypes.c_int32, ctypes.c_void_p)
+    function.restype = ctypes.c_char_p
+    return function
+
+
+def ban_on_cpu(
+    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
+) -> None:
+    """As `reference.ban`, on at most `torch.get_num_threads()` threads."""
+    problem = describe(tokens, scores, ngram_size, lengths, encoder_tokens)
+    _cpu()(ctypes.byref(problem), torch.get_num_threads())
+
+
+def ban_on_cuda(
+    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
+) -> None:
+    """As `reference.ban`, on the current stream. Raises RuntimeError if the launch fails."""
+    problem = describe(tokens, scores, ngram_size, lengths, encoder_tokens)
+    stream = torch.cuda.current_stream(scores.device).cuda_stream
+    error = _cuda()(ctypes.byref(problem), scores.get_device(), stream)
+    if error:
+        raise RuntimeError(f"CUDA kernel of no-repeat-n-gram: {error.decode()}")

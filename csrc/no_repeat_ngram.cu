@@ -43,7 +43,7 @@ __device__ bool equals_prefix(Sequence<Token> source, int64_t tile, int64_t wind
         const int64_t left = windows + prefix_size - (tile + chunk);
         const int staged = left < kThreads + size ? static_cast<int>(left) : kThreads + size;
         for (int i = threadIdx.x; i < staged; i += kThreads) tile_tokens[i] = source[tile + chunk + i];
-        if (threadIdx.x < size) prefix_tokens[threadIdx.x] = prefix[chunk + threadIdx.x];
+        for (int i = threadIdx.x; i < size; i += kThreads) prefix_tokens[i] = prefix[chunk + i];
         __syncthreads();
         for (int i = 0; equal && i < size; ++i) equal = tile_tokens[threadIdx.x + i] == prefix_tokens[i];
         // Also keeps a fast thread from staging the next chunk while a slow one still reads this one.

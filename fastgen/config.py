@@ -70,10 +70,15 @@ def read(environ: Mapping[str, str]) -> Config:
 
 
 def start_logging(level: str | None) -> None:
-    """Gives the logger "fastgen" this level and a handler for stderr, once; None leaves it to the program."""
-    if level is None:
-        return
+    """Gives the logger "fastgen" this level and a handler for stderr, once; None: warnings, to the program's handlers.
+
+    A level of its own, because importing fairseq lets every logger that has none write from debug on.
+    """
     logger = logging.getLogger("fastgen")
+    if level is None:
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.WARNING)
+        return
     logger.setLevel(level.upper())
     if any(handler.get_name() == _HANDLER_NAME for handler in logger.handlers):
         return

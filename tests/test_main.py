@@ -4,6 +4,7 @@ import pytest
 from python_process import run_python
 
 import fastgen
+from fastgen.optimizer import PATCHES
 
 SHOW = """
 import sys
@@ -109,14 +110,17 @@ def test_the_report_shows_versions_patches_and_kernels_in_one_screen():
     done = run_python("-m", "fastgen")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 120
+    assert len(lines) <= 30 and max(map(len, lines)) <= 120
     assert lines[0].startswith(f"fastgen {fastgen.__version__}, Python ")
     assert f"transformers {transformers.__version__}" in lines[0]
     states = [line.split()[:2] for line in lines[lines.index("Patches") + 1 : lines.index("Kernels") - 1]]
-    assert states == [[f"transformers.{name}", "applied"] for name in ("generate", "prefill", "new_gelu")]
+    assert [name for name, _ in states] == [patch.name for patch in PATCHES]
+    assert {state for name, state in states if name.startswith("transformers.")} == {"applied"}
     kernels = [line.split() for line in lines[lines.index("Kernels") + 1 :]]
     assert kernels[0] == ["shared", "attention", "torch", "usable"]
     assert kernels[1][:3] == ["cpu", "linear", "oneDNN"]
+    assert [words[2] for words in kernels[2:]] == ["CUDA", "Triton", "C++", "torch"]
+    assert kernels[-1] == ["no-repeat", "n-gram", "torch", "usable"]
 
 
 def test_the_report_says_why_a_host_is_not_patched(tmp_path):
@@ -125,6 +129,6 @@ def test_the_report_says_why_a_host_is_not_patched(tmp_path):
     done = run_python("-m", "fastgen", path=tmp_path)
     assert done.returncode == 0, done.stderr
     reason = "import transformers.generation.utils: ImportError: broken installation"
-    assert done.stdout.count(f"pending  {reason}") == 2
+    assert done.stdout.count(f"pending  {reason}") == 3
     done = run_python("-m", "fastgen", FASTGEN_DISABLE="1", path=tmp_path)
-    assert done.stdout.count("skipped  FASTGEN_DISABLE=1") == 3
+    assert done.stdout.count("skipped  FASTGEN_DISABLE=1") == len(PATCHES)

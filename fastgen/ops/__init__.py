@@ -26,7 +26,10 @@ def kernels() -> list[Kernel]:
     """Every implementation of every operation on this machine."""
     if not find_spec("torch"):
         missing = ("torch is not installed",)
-        return [Kernel("shared attention", "torch", missing), Kernel("cpu linear", "oneDNN", missing)]
+        names = ("shared attention", "cpu linear", "no-repeat n-gram")
+        return [Kernel(name, "all", missing) for name in names]
     from fastgen.ops.cpu_linear import machine_reasons
+    from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, reasons
 
-    return [Kernel("shared attention", "torch"), Kernel("cpu linear", "oneDNN", tuple(machine_reasons()))]
+    ngram = [Kernel("no-repeat n-gram", one.name, tuple(reasons(one))) for one in IMPLEMENTATIONS]
+    return [Kernel("shared attention", "torch"), Kernel("cpu linear", "oneDNN", tuple(machine_reasons())), *ngram]

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from fastgen.ops.transforms import is_transformed
 
 # oneDNN takes some 10 microseconds to be called; a single row gains with a very large weight only.
 MIN_ELEMENTS = 1 << 19
@@ -27,7 +28,7 @@ def machine_reasons() -> list[str]:
     if not torch.backends.mkl.is_available():
         return ["this build of torch has no MKL, with which it was compared"]
     try:
-        _is_transformed()
+        is_transformed()
     except AttributeError as error:
         return [f"this version of torch does not tell whether products are recorded ({error})"]
     vendor = _cpu_vendor()
@@ -38,7 +39,9 @@ def can_multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `cpu_linear` takes these: rows `[…, in_features]`, weight `[out_features, in_features]` or its view."""
     if not all(_is_plain(tensor) for tensor in (rows, weight) + (() if bias is None else (bias,))):
         return False
-    if _is_transformed():  # first, because torch.jit.trace warns of every comparison of sizes
+    # oneDNN's product has no derivative, no batching rule, no form in TorchScript, and another name. Asked before the
+    # sizes, because torch.jit.trace warns of every comparison of them.
+    if is_transformed():
         return False
     elements = weight.numel()
     if weight.dim() != 2 or elements < MIN_ELEMENTS:
@@ -55,19 +58,6 @@ def _is_plain(tensor: object) -> bool:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
         return False
     return tensor.is_cpu and tensor.dtype == torch.float32
-
-
-def _is_transformed() -> bool:
-    """Whether products are recorded or transformed: torch.func, forward-mode AD, torch.jit.trace, dispatch modes.
-
-    The oneDNN product has no derivative, no batching rule, no form in TorchScript, and another name.
-    """
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 def cpu_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

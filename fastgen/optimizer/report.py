@@ -17,7 +17,8 @@ class Report:
 
     shared: what was kept or computed once per input, in words. fallbacks: what was left to the original, with the
     reason. usages: for each layer, calls of each operation on shared states, see `TwoPartStates`.
-    caches: those with shared states, as long as they live.
+    caches: those with shared states, as long as they live. scores_are_ours: the logits processors that may write into
+    the scores they are given, because nobody else has them.
     """
 
     model: str
@@ -27,12 +28,18 @@ class Report:
     fallbacks: list[str] = field(default_factory=list)
     usages: list[Counter[str]] = field(default_factory=list)
     user_gave_cache: bool = False
+    user_gave_loop: bool = False
     caches: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
+    scores_are_ours: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
 
     @property
     def kernels(self) -> Counter[str]:
         """Calls of each operation that worked on shared states, or asked for them in one piece (`whole: NAME`)."""
         return sum(self.usages, Counter())
+
+    def fell_back(self, reasons: list[str]) -> None:
+        """Notes reasons, those of every step once."""
+        self.fallbacks += [reason for reason in reasons if reason not in self.fallbacks]
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.inputs} inputs, {self.rows} rows"]

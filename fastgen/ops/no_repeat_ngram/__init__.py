@@ -41,6 +41,7 @@ def no_repeat_ngram_(
         those of `encoder_tokens[i // beams]`.
     Raises TypeError or ValueError with the argument, what it was and what would be accepted.
     """
+    problem.check_types(tokens, scores, ngram_size, encoder_tokens)
     tokens, lengths = problem.cut(tokens, lengths)
     torch.ops.fastgen.no_repeat_ngram_(tokens, scores, ngram_size, lengths, encoder_tokens)
     return scores
@@ -54,6 +55,7 @@ def no_repeat_ngram(
     encoder_tokens: Tensor | None = None,
 ) -> Tensor:
     """As `no_repeat_ngram_`, but leaves `scores` as they are and returns new ones."""
+    problem.check_types(tokens, scores, ngram_size, encoder_tokens)
     tokens, lengths = problem.cut(tokens, lengths)
     return torch.ops.fastgen.no_repeat_ngram(tokens, scores, ngram_size, lengths, encoder_tokens)
 

@@ -24,27 +24,26 @@ class Implementation:
     ban: Ban
     machine_reasons: Callable[[], list[str]]
 
-    @functools.cache
-    def reasons(self) -> list[str]:
-        """Why it cannot be used on this machine; empty if it can and gives what `reference.ban` gives."""
-        if reasons := self.machine_reasons():
-            return reasons
-        try:
-            return self._wrong_results()
-        except Exception as error:
-            return [f"{type(error).__name__}: {error}"]
 
-    def _wrong_results(self) -> list[str]:
-        reasons = []
-        for device_type in self.device_types:
-            tokens = torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4]], device=device_type)
-            found = torch.zeros(2, 8, device=device_type)
-            expected = found.clone()
-            self.ban(tokens, found, 3, None, None)
-            reference.ban(tokens, expected, 3, None, None)
-            if not torch.equal(found, expected):
-                reasons.append(f"differs from torch on {device_type}")
-        return reasons
+@functools.cache
+def reasons(implementation: Implementation) -> list[str]:
+    """Why it cannot be used on this machine; empty if it can, and gives what torch gives."""
+    if found := implementation.machine_reasons():
+        return found
+    try:
+        wrong = [device_type for device_type in implementation.device_types if _differs(implementation, device_type)]
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    return [f"differs from torch on {device_type}" for device_type in wrong]
+
+
+def _differs(implementation: Implementation, device_type: str) -> bool:
+    tokens = torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4]], device=device_type)
+    found = torch.zeros(2, 8, device=device_type)
+    expected = found.clone()
+    implementation.ban(tokens, found, 3, None, None)
+    reference.ban(tokens, expected, 3, None, None)
+    return not torch.equal(found, expected)
 
 
 def _ban_with_triton(
@@ -77,5 +76,5 @@ def implementation_for(device_type: str) -> Implementation:
     return next(
         implementation
         for implementation in IMPLEMENTATIONS
-        if device_type in (implementation.device_types or (device_type,)) and not implementation.reasons()
+        if device_type in (implementation.device_types or (device_type,)) and not reasons(implementation)
     )

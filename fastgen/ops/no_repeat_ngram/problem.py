@@ -5,20 +5,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastgen.ops.transforms import is_transformed
+
 TOKEN_DTYPES = (torch.int32, torch.int64)
 SCORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+def check_types(tokens: object, scores: object, ngram_size: object, encoder_tokens: object) -> None:
+    """Raises TypeError for what is no tensor, or no int, and should be."""
+    for name, value in (("tokens", tokens), ("scores", scores)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is of type {_type(value)} (accepted: Tensor)")
+    if encoder_tokens is not None and not isinstance(encoder_tokens, Tensor):
+        raise TypeError(f"encoder_tokens is of type {_type(encoder_tokens)} (accepted: Tensor, None)")
+    if not _is_int(ngram_size):
+        raise TypeError(f"ngram_size is of type {_type(ngram_size)} (accepted: int)")
 
 
 def cut(tokens: Tensor, lengths: int | Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Tokens and lengths with an int length applied to the tokens, as a view."""
     if lengths is None or isinstance(lengths, Tensor):
         return tokens, lengths
-    if isinstance(lengths, bool) or not isinstance(lengths, int):
-        raise TypeError(f"lengths is a {type(lengths).__name__} (accepted: int, tensor of int32 or int64, None)")
+    if not _is_int(lengths):
+        raise TypeError(f"lengths is of type {_type(lengths)} (accepted: int, tensor of int32 or int64, None)")
     _check_dimensions("tokens", tokens, "rows, width")
     if not 0 <= lengths <= tokens.shape[1]:
         raise ValueError(f"lengths is {lengths} (accepted: 0 to {tokens.shape[1]}, the width of tokens)")
     return tokens[:, :lengths], None
+
+
+def unsupported_reasons(tokens: Tensor, scores: Tensor) -> list[str]:
+    """Why a host's own code has to ban here; empty if `check` accepts these and nobody watches or transforms them."""
+    if type(tokens) is not Tensor or type(scores) is not Tensor:
+        return [f"tokens and scores are {type(tokens).__name__} and {type(scores).__name__} (supported: Tensor)"]
+    if torch.compiler.is_compiling() or is_transformed():
+        return ["the call is compiled, traced or transformed"]
+    if scores.device.type not in DEVICE_TYPES:
+        return [f"scores is on {scores.device} (supported: {', '.join(DEVICE_TYPES)})"]
+    try:
+        check(tokens, scores, 1, None, None)
+    except (TypeError, ValueError) as error:
+        return [str(error)]
+    return []
 
 
 def check(
@@ -64,6 +93,14 @@ def can_ban(tokens: Tensor, scores: Tensor, ngram_size: int, encoder_tokens: Ten
     """Whether the shapes alone leave anything to ban."""
     source = tokens if encoder_tokens is None else encoder_tokens
     return scores.numel() > 0 and source.shape[1] >= ngram_size and tokens.shape[1] >= ngram_size - 1
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _type(value: object) -> str:
+    return type(value).__name__
 
 
 def _check_dimensions(name: str, tensor: Tensor, wanted: str) -> None:

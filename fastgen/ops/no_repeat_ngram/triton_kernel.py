@@ -39,14 +39,16 @@ def _ban_kernel(
     if HAS_LENGTHS:
         length = tl.minimum(tl.maximum(tl.load(lengths + row * lengths_stride).to(tl.int64), 0), length)
     start = length - ngram_size + 1
+    if start < 0:
+        return  # fewer tokens than n - 1
     windows = source_width - ngram_size + 1
     if IS_OWN:
         windows = start
-    prefix = tokens + row * token_row_stride + start * token_stride
+    own_tokens = tokens + row * token_row_stride
     own_source = source + row // rows_per_source * source_row_stride
-    matches = (window < windows) & (start >= 0)
+    matches = window < windows
     for i in range(ngram_size - 1):
-        wanted = tl.load(prefix + i * token_stride, mask=start >= 0, other=0)
+        wanted = tl.load(own_tokens + (start + i) * token_stride)
         found = tl.load(own_source + (window + i) * source_stride, mask=matches, other=0)
         matches = matches & (found == wanted)
     token = tl.load(own_source + (window + ngram_size - 1) * source_stride, mask=matches, other=-1).to(tl.int64)

@@ -1,0 +1,88 @@
+"""n-gram blocking in fairseq: what its CUDA kernel does, on every device; scripted generators stay as they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fastgen
+
+blocking = pytest.importorskip("fairseq.ngram_repeat_block", reason="fairseq is not installed")
+
+PAD, EOS, VOCABULARY = 1, 2, 11
+
+
+def tokens_and_scores(bsz: int, beam_size: int, step: int, seed: int = 0, width: int = 12):
+    """As in fairseq's generator: EOS, `step` tokens, padding to the buffer's width."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.full((bsz * beam_size, width), PAD)
+    tokens[:, 0] = EOS
+    tokens[:, 1 : step + 1] = torch.randint(4, 6, (bsz * beam_size, step), generator=generator)
+    return tokens, torch.randn(bsz * beam_size, VOCABULARY, generator=generator)
+
+
+def expected_scores(tokens, lprobs, ngram_size, step):
+    """From the definition, with a loop."""
+    expected = lprobs.clone()
+    for row, held in enumerate(tokens[:, : step + 1].tolist()):
+        ngrams = {tuple(held[i : i + ngram_size]) for i in range(len(held) - ngram_size + 1)}
+        for token in range(VOCABULARY):
+            if (*held[len(held) - ngram_size + 1 :], token) in ngrams:
+                expected[row, token] = -math.inf
+    return expected
+
+
+@pytest.mark.parametrize("ngram_size", [1, 2, 3, 4])
+def test_ngrams_are_blocked_on_the_cpu(ngram_size):
+    block = blocking.NGramRepeatBlock(ngram_size)
+    blocked = 0
+    for step in range(11):
+        tokens, lprobs = tokens_and_scores(3, 2, step, seed=step)
+        expected = expected_scores(tokens, lprobs, ngram_size, step)
+        found = block(tokens, lprobs, 3, 2, step)
+        assert found is lprobs and torch.equal(found, expected)
+        blocked += int(found.isinf().sum())
+    assert blocked > 10
+
+
+def test_this_differs_from_the_library_on_the_cpu_only_in_blocking():
+    """The one intended difference: without fastgen the padding is compared, and nothing is blocked."""
+    tokens, lprobs = torch.tensor([[EOS, 5, 6, 5, PAD, PAD]]), torch.zeros(1, VOCABULARY)
+    block = blocking.NGramRepeatBlock(2)
+    with fastgen.disabled():
+        assert not block(tokens, lprobs.clone(), 1, 1, 3).isinf().any()
+    assert block(tokens, lprobs.clone(), 1, 1, 3).isinf().nonzero().tolist() == [[0, 6]]
+
+
+def test_on_a_full_buffer_both_block_the_same():
+    for seed in range(20):
+        tokens, lprobs = tokens_and_scores(2, 3, step=11, seed=seed)
+        block = blocking.NGramRepeatBlock(2)
+        with fastgen.disabled():
+            expected = block(tokens, lprobs.clone(), 2, 3, 11)
+        assert expected.isinf().any()
+        assert torch.equal(block(tokens, lprobs.clone(), 2, 3, 11), expected)
+
+
+def test_wrong_sizes_are_refused_as_the_library_does():
+    tokens, lprobs = tokens_and_scores(2, 2, 5)
+    with pytest.raises(AssertionError, match="expected 6 got"):
+        blocking.NGramRepeatBlock(2)(tokens, lprobs, 3, 2, 5)
+
+
+@pytest.mark.parametrize("with_fastgen", [True, False])
+def test_a_scripted_block_is_the_library_s_own(with_fastgen):
+    """Its graph must run in a process without fastgen."""
+    block = blocking.NGramRepeatBlock(2)
+    if with_fastgen:
+        scripted = torch.jit.script(block)
+    else:
+        with fastgen.disabled():
+            scripted = torch.jit.script(block)
+    assert "fastgen::" not in str(scripted.inlined_graph)
+    tokens, lprobs = tokens_and_scores(2, 3, step=11)
+    with fastgen.disabled():
+        expected = block(tokens, lprobs.clone(), 2, 3, 11)
+    assert torch.equal(scripted(tokens, lprobs.clone(), 2, 3, 11), expected)

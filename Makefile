@@ -5,8 +5,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Without its dependencies: torchaudio from the registry needs CUDA's libraries, which a CPU build of torch lacks.
 FAIRSEQ := "ve-fairseq==0.12.3; python_version >= '3.11' and python_version < '3.13'"
 FAIRSEQ_NEEDS := cffi cython "hydra-core>=1.3.2" omegaconf regex sacrebleu bitarray scikit-learn sacremoses
+# Errors of the CUDA interface are left out: torch asks it for what older drivers do not have.
+SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: demo test test-gpu lint table bench clean
+.PHONY: demo test test-gpu sanitize lint table bench clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -19,6 +21,11 @@ test: $(VENV)/test.installed
 # Says so where there is no GPU.
 test-gpu: $(VENV)/test.installed
 	FASTGEN_STRICT=1 $(BIN)/python -m pytest -rs -m gpu tests/gpu
+
+# The kernels under compute-sanitizer, which comes with CUDA: accesses outside of buffers, races in shared memory.
+sanitize: $(VENV)/test.installed
+	PYTHONPATH=tests $(SANITIZER) --tool memcheck $(BIN)/python tests/gpu/sanitize_no_repeat_ngram.py
+	PYTHONPATH=tests $(SANITIZER) --tool racecheck $(BIN)/python tests/gpu/sanitize_no_repeat_ngram.py
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

@@ -1,0 +1,160 @@
+"""No-repeat-n-gram on a GPU: every implementation against the definition, in CUDA graphs, streams and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ngram_definition as definition
+import pytest
+import torch
+from hypothesis import given, settings
+from ngram_definition import Case, buffer, same, wrapped
+
+from fastgen.ops.no_repeat_ngram import no_repeat_ngram, no_repeat_ngram_, reference
+from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for, reasons
+
+DEVICE = "cuda"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: no n-gram was banned on a GPU"),
+]
+
+ON_GPU = {one.name: one for one in IMPLEMENTATIONS if one.device_types in ((), (DEVICE,))}
+
+
+@pytest.fixture(params=ON_GPU, scope="module")
+def ban(request) -> Callable:
+    implementation = ON_GPU[request.param]
+    if missing := implementation.machine_reasons():
+        pytest.skip(f"{request.param}: {'; '.join(missing)}")
+    assert reasons(implementation) == []
+    return implementation.ban
+
+
+@settings(definition.SETTINGS, max_examples=150)
+@given(case=definition.cases())
+def test_small_problems(ban, case):
+    definition.check(ban, case.to(DEVICE))
+
+
+@settings(definition.SETTINGS, max_examples=60)
+@given(case=definition.wide_cases())
+def test_ngrams_of_several_chunks_in_rows_of_several_tiles(ban, case):
+    definition.check(ban, case.to(DEVICE))
+
+
+@pytest.mark.parametrize("ngram_size", [1, 3, 1000, 1 << 15])
+def test_rows_of_32768_tokens(ban, ngram_size):
+    tokens = wrapped(range(1 << 9), 2, 1 << 15, torch.int32, shift=1)
+    definition.check(ban, Case(tokens, torch.zeros(2, 1 << 9), ngram_size).to(DEVICE))
+
+
+def test_more_rows_than_a_grid_may_have(ban):
+    tokens = torch.randint(0, 3, (70_000, 9), generator=torch.Generator().manual_seed(0))
+    expected, found = torch.zeros(70_000, 3), torch.zeros(70_000, 3, device=DEVICE)
+    reference.ban(tokens, expected, 2, None, None)
+    ban(tokens.to(DEVICE), found, 2, None, None)
+    assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("shape", [[], [3]], ids=["one length", "one a row"])
+@pytest.mark.parametrize("with_encoder", [False, True])
+def test_a_graph_sees_lengths_that_change(ban, shape, with_encoder):
+    tokens = wrapped([0, 1, 2, 1], 3, 300, torch.int64, shift=1).to(DEVICE)
+    encoder_tokens = tokens[:1].flip(1).contiguous() if with_encoder else None
+    lengths = torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+    scores = torch.zeros(3, 5, device=DEVICE)
+
+    def step() -> None:
+        scores.zero_()
+        ban(tokens, scores, 3, lengths, encoder_tokens)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles what is compiled when it is first used
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for length in (0, 2, 3, 7, 128, 300, 299, 5):
+        lengths.fill_(length)
+        graph.replay()
+        expected = Case(tokens, torch.zeros_like(scores), 3, length, encoder_tokens).expected()
+        assert torch.equal(scores, expected), length
+
+
+def test_it_is_queued_on_the_current_stream(ban):
+    """On any other it would see the tokens before they are there."""
+    tokens, scores = torch.zeros(2, 9, dtype=torch.int64, device=DEVICE), torch.zeros(2, 5, device=DEVICE)
+    ban(tokens, scores.clone(), 2, None, None)
+    wanted = wrapped([1, 2, 3], 2, 9, torch.int64).to(DEVICE)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        tokens.copy_(wanted)
+        ban(tokens, scores, 2, None, None)
+    stream.synchronize()
+    assert scores.isinf().nonzero().tolist() == [[0, 1], [1, 1]]
+
+
+def test_the_host_does_not_wait(ban):
+    tokens, scores = wrapped([1, 2, 3], 2, 9, torch.int64).to(DEVICE), torch.zeros(2, 5, device=DEVICE)
+    lengths = torch.tensor([9, 8], device=DEVICE)
+    ban(tokens, scores, 2, lengths, None)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(1_000_000_000)
+        behind = torch.cuda.Event()
+        ban(tokens, scores, 2, lengths, None)
+        behind.record()
+        assert not behind.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs: nothing was banned on a second one")
+def test_a_device_that_is_not_the_current_one(ban):
+    case = Case(wrapped([1, 2, 3], 2, 9, torch.int64), torch.zeros(2, 5), 2).to("cuda:1")
+    torch.cuda.synchronize("cuda:1")
+    definition.check(ban, case)
+    assert torch.cuda.current_device() == 0
+
+
+class TestTheOp:
+    def test_the_first_that_can_run_is_used(self):
+        usable = [one for one in ON_GPU.values() if not one.machine_reasons()]
+        assert implementation_for(DEVICE) is usable[0]
+
+    @settings(definition.SETTINGS, max_examples=60)
+    @given(case=definition.cases())
+    def test_both_forms(self, case):
+        case = case.to(DEVICE)
+        expected, before = case.expected(), buffer(case.scores).clone()
+        assert same(no_repeat_ngram(*case.arguments()), expected.contiguous())
+        assert same(buffer(case.scores), before)
+        assert no_repeat_ngram_(*case.arguments()) is case.scores
+        assert same(buffer(case.scores), buffer(expected))
+
+    @pytest.mark.parametrize("name", ["tokens", "lengths", "encoder_tokens"])
+    def test_tensors_on_the_host_are_refused(self, name):
+        scores = torch.zeros(2, 5, device=DEVICE)
+        arguments = {
+            "tokens": torch.zeros(2, 3).long(),
+            "lengths": torch.tensor(2),
+            "encoder_tokens": torch.zeros(1, 3).long(),
+        }
+        moved = {key: value if key == name else value.to(DEVICE) for key, value in arguments.items()}
+        with pytest.raises(ValueError) as raised:
+            no_repeat_ngram_(scores=scores, ngram_size=2, **moved)
+        assert str(raised.value) == f"{name} is on cpu (accepted: {scores.device}, as scores)"
+
+    @pytest.mark.parametrize("op", ["no_repeat_ngram", "no_repeat_ngram_"])
+    def test_schema_and_fake_are_right(self, op):
+        tokens, scores = torch.tensor([[1, 2, 1]], device=DEVICE), torch.zeros(1, 4, device=DEVICE)
+        length = torch.tensor(3, device=DEVICE)
+        torch.library.opcheck(getattr(torch.ops.fastgen, op).default, (tokens, scores, 2, length))

@@ -1,0 +1,251 @@
+"""The op no-repeat-n-gram: what it bans, its two forms, what torch knows of it, and which implementation runs."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+
+import ngram_definition as definition
+import pytest
+import torch
+from hypothesis import given, settings
+from ngram_definition import Case, buffer, on, same, wrapped
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fastgen import ops
+from fastgen.ops.no_repeat_ngram import implementations, native, no_repeat_ngram, no_repeat_ngram_, reference
+from fastgen.ops.no_repeat_ngram.implementations import Implementation, implementation_for, reasons
+
+CASES = settings(definition.SETTINGS, max_examples=120)
+FORMS = [no_repeat_ngram_, no_repeat_ngram]
+OPS = [torch.ops.fastgen.no_repeat_ngram_.default, torch.ops.fastgen.no_repeat_ngram.default]
+
+
+def banned(scores: torch.Tensor) -> list[list[int]]:
+    return [(row == -torch.inf).nonzero().flatten().tolist() for row in scores]
+
+
+def test_tokens_that_would_complete_an_ngram_again_are_banned():
+    tokens = torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4], [1, 2, 3, 4, 5]])
+    scores = torch.zeros(3, 6)
+    assert banned(no_repeat_ngram(tokens, scores, 3)) == [[3], [4], []]
+    assert banned(no_repeat_ngram(tokens, scores, 1)) == [[1, 2, 3], [4], [1, 2, 3, 4, 5]]
+    assert banned(no_repeat_ngram(tokens, scores, 6)) == [[], [], []]
+
+
+def test_tokens_behind_the_length_do_not_count():
+    tokens = torch.tensor([[1, 2, 1, 3, 1], [1, 2, 1, 3, 1]])
+    scores = torch.zeros(2, 4)
+    assert banned(no_repeat_ngram(tokens, scores, 2)) == [[2, 3], [2, 3]]
+    for lengths in (3, torch.tensor(3), torch.tensor(3, dtype=torch.int32), torch.tensor([3, 3])):
+        assert banned(no_repeat_ngram(tokens, scores, 2, lengths)) == [[2], [2]]
+    assert banned(no_repeat_ngram(tokens, scores, 2, torch.tensor([1, 5]))) == [[], [2, 3]]
+    assert banned(no_repeat_ngram(tokens, scores, 1, 0)) == [[], []]
+
+
+def test_lengths_on_a_device_count_as_the_nearest_possible():
+    tokens = torch.tensor([[1, 2, 1], [1, 2, 1]])
+    assert banned(no_repeat_ngram(tokens, torch.zeros(2, 4), 1, torch.tensor([-5, 99]))) == [[], [1, 2]]
+
+
+def test_beams_share_the_ngrams_of_their_input():
+    encoder_tokens = torch.tensor([[1, 2, 3], [1, 3, 2]])
+    tokens = torch.tensor([[7, 1], [7, 2], [7, 1], [7, 3]])
+    scores = torch.zeros(4, 4)
+    assert banned(no_repeat_ngram(tokens, scores, 2, None, encoder_tokens)) == [[2], [3], [3], [2]]
+    assert banned(no_repeat_ngram(tokens, scores, 2, 0, encoder_tokens)) == [[], [], [], []]
+    assert banned(no_repeat_ngram(tokens, scores, 1, 0, encoder_tokens)) == [[1, 2, 3]] * 4
+
+
+@CASES
+@given(case=definition.cases())
+def test_in_place_the_scores_are_written_and_returned(case):
+    expected = case.expected()
+    assert no_repeat_ngram_(*case.arguments()) is case.scores
+    assert same(buffer(case.scores), buffer(expected))
+
+
+@CASES
+@given(case=definition.cases())
+def test_the_functional_form_leaves_the_scores_as_they_are(case):
+    expected, before = case.expected(), on("cpu", case.scores)
+    found = no_repeat_ngram(*case.arguments())
+    assert same(found, expected.contiguous()) and found.is_contiguous()
+    assert same(buffer(case.scores), buffer(before))
+    assert not found.numel() or found.data_ptr() != case.scores.data_ptr()
+
+
+@pytest.mark.parametrize("ngram_size", [1, 2, 1 << 14, 1 << 15, (1 << 15) + 1])
+def test_rows_of_32768_tokens_and_ngrams_as_long(ngram_size):
+    case = Case(wrapped(range(1 << 10), 2, 1 << 15, torch.int32, shift=1), torch.zeros(2, 1 << 10), ngram_size)
+    expected = case.expected()
+    assert same(no_repeat_ngram_(*case.arguments()), expected)
+
+
+@pytest.fixture
+def four_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_many_rows_on_the_threads_of_torch(four_threads, monkeypatch):
+    asked = []
+    if not native.load_reasons("_cpu"):
+        run = native._cpu()
+        monkeypatch.setattr(
+            native, "_cpu", lambda: lambda problem, threads: asked.append(threads) or run(problem, threads)
+        )
+    case = Case(wrapped([0, 1, 2, 1, 3], 13, 1 << 15, torch.int64, shift=1), torch.zeros(13, 5), 3)
+    expected = case.expected()
+    assert same(no_repeat_ngram_(*case.arguments()), expected)
+    assert asked == [4] or native.load_reasons("_cpu")
+
+
+ACCEPTED = (
+    (torch.tensor([[1, 2, 1], [3, 3, 3]]), torch.zeros(2, 4), 2),
+    (torch.tensor([[1, 2, 1]]), torch.zeros(1, 4), 1, torch.tensor(2)),
+    (torch.zeros(2, 4, dtype=torch.int32), torch.zeros(4, 2).half().t(), 2, None, torch.tensor([[0, 1]]).int()),
+    (torch.zeros(0, 4, dtype=torch.int32), torch.zeros(0, 2), 9),
+)
+
+
+class TestForTorch:
+    """What torch knows of the ops: for compilers, graphs and autograd."""
+
+    @pytest.mark.parametrize("arguments", ACCEPTED, ids=["plain", "length", "encoder tokens, transposed", "empty"])
+    @pytest.mark.parametrize("op", OPS)
+    def test_schema_fake_and_autograd_are_right(self, op, arguments):
+        torch.library.opcheck(op, arguments)
+
+    def test_graphs_hold_the_op(self):
+        tokens, scores = torch.tensor([[1, 2, 1, 3]]), torch.zeros(1, 4)
+        graph = make_fx(lambda tokens, scores: no_repeat_ngram(tokens, scores, 2, 3), tracing_mode="symbolic")
+        traced = graph(tokens, scores)
+        assert torch.ops.fastgen.no_repeat_ngram.default in [node.target for node in traced.graph.nodes]
+        assert banned(traced(tokens, scores)) == [[2]]
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_it_compiles_with_lengths_that_change(self, form):
+        compiled = torch.compile(form, backend="aot_eager", fullgraph=True, dynamic=True)
+        tokens = torch.tensor([[1, 2, 1, 3, 1]])
+        for length in (3, 4, 5):
+            for lengths in (length, torch.tensor(length)):
+                expected = no_repeat_ngram(tokens, torch.zeros(1, 4), 2, lengths)
+                assert torch.equal(compiled(tokens, torch.zeros(1, 4), 2, lengths), expected)
+
+    def test_autograd_sees_that_scores_were_written(self):
+        tokens, scores = torch.tensor([[1, 2, 1]]), torch.ones(1, 4)
+        weight = torch.ones(1, 4, requires_grad=True)
+        loss = (weight * scores).sum()
+        no_repeat_ngram(tokens, scores, 2)
+        assert scores._version == 0
+        no_repeat_ngram_(tokens, scores, 2)
+        assert scores._version == 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_scores_that_require_gradients_are_taken_where_none_are_recorded(self):
+        tokens, scores = torch.tensor([[1, 2, 1]]), torch.ones(1, 4, requires_grad=True)
+        with torch.no_grad():
+            assert banned(no_repeat_ngram(tokens, scores, 2)) == [[2]]
+            assert banned(no_repeat_ngram_(tokens, scores, 2)) == [[2]]
+
+    def test_inference_mode(self):
+        tokens, outside = torch.tensor([[1, 2, 1]]), torch.zeros(1, 4)
+        with torch.inference_mode():
+            for scores in (torch.zeros(1, 4), outside):
+                assert banned(no_repeat_ngram(tokens, scores, 2)) == [[2]]
+                assert banned(no_repeat_ngram_(tokens, scores, 2)) == [[2]]
+
+
+class TestChoice:
+    """The first implementation that runs on the device and gives what torch gives."""
+
+    @pytest.fixture(autouse=True)
+    def _forget(self):
+        caches = (reasons, implementation_for, native.load, native._cpu)
+        for cache in caches:
+            cache.cache_clear()
+        yield
+        for cache in caches:
+            cache.cache_clear()
+
+    @pytest.fixture
+    def first(self, monkeypatch):
+        """Puts a variant of the C++ implementation before all others."""
+
+        def put(**changes) -> Implementation:
+            variant = replace(named("C++"), name="first", machine_reasons=list)
+            variant = replace(variant, **changes)
+            monkeypatch.setattr(implementations, "IMPLEMENTATIONS", (variant, named("torch")))
+            return variant
+
+        return put
+
+    def test_what_was_built_is_used(self):
+        expected = "torch" if native.load_reasons("_cpu") else "C++"
+        assert implementation_for("cpu").name == expected
+        assert implementation_for("cuda").name in ("CUDA", "Triton", "torch")
+        assert implementation_for("mps").name == "torch"
+
+    def test_an_implementation_that_works_is_used_and_was_tried_once(self, first):
+        calls = []
+        works = first(ban=lambda *arguments: calls.append(len(arguments)) or reference.ban(*arguments))
+        scores = torch.zeros(1, 4)
+        for _ in range(3):
+            assert implementation_for("cpu") is works and not reasons(works)
+            no_repeat_ngram_(torch.tensor([[1, 2, 1]]), scores, 2)
+        assert calls == [5] * 4 and banned(scores) == [[2]]
+
+    def test_an_implementation_that_gives_something_else_is_not_used(self, first):
+        wrong = first(ban=lambda tokens, scores, *others: scores.fill_(-torch.inf))
+        assert reasons(wrong) == ["differs from torch on cpu"]
+        assert implementation_for("cpu").name == "torch"
+        assert banned(no_repeat_ngram(torch.tensor([[1, 2, 1]]), torch.zeros(1, 4), 2)) == [[2]]
+
+    def test_an_implementation_that_does_nothing_is_not_used(self, first):
+        assert reasons(first(ban=lambda *arguments: None)) == ["differs from torch on cpu"]
+
+    def test_an_implementation_that_raises_is_not_used(self, first):
+        def ban(*arguments):
+            raise RuntimeError("no kernel image is available for execution on the device")
+
+        wanted = ["RuntimeError: no kernel image is available for execution on the device"]
+        assert reasons(first(ban=ban)) == wanted
+        assert implementation_for("cpu").name == "torch"
+
+    def test_a_library_that_was_not_built(self, first):
+        missing = first(machine_reasons=lambda: native.load_reasons("_missing"))
+        assert reasons(missing) == ["not built at installation"]
+        assert implementation_for("cpu").name == "torch"
+        with pytest.raises(OSError, match="not built at installation"):
+            native.load("_missing")
+
+    def test_a_library_that_cannot_be_loaded(self, first, tmp_path, monkeypatch):
+        path = tmp_path / "_cpu.so"
+        path.write_bytes(b"no library" * 10)
+        monkeypatch.setattr(native, "find_spec", lambda name: ModuleSpec(name, None, origin=str(path)))
+        [reason] = reasons(first(machine_reasons=lambda: native.load_reasons("_cpu")))
+        assert str(path) in reason
+        assert implementation_for("cpu").name == "torch"
+
+    def test_a_library_without_the_function(self, first, monkeypatch):
+        monkeypatch.setattr(native, "load", lambda name: ctypes.CDLL(None))
+        [reason] = reasons(first())
+        assert reason.startswith("AttributeError: ") and "fastgen_no_repeat_ngram_cpu" in reason
+
+    def test_the_report_lists_them_with_their_reasons(self):
+        found = {kernel.implementation: kernel for kernel in ops.kernels() if kernel.name == "no-repeat n-gram"}
+        assert list(found) == ["CUDA", "Triton", "C++", "torch"]
+        assert str(found["torch"]) == "no-repeat n-gram (torch): usable"
+        assert found["C++"].reasons == tuple(native.load_reasons("_cpu"))
+        if not torch.cuda.is_available():
+            assert found["Triton"].reasons == ("torch finds no GPU",)
+            assert found["CUDA"].reasons in (("torch finds no GPU",), ("not built at installation",))
+
+
+def named(name: str) -> Implementation:
+    return next(one for one in implementations.IMPLEMENTATIONS if one.name == name)

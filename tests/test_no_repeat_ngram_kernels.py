@@ -1,0 +1,315 @@
+"""Every implementation of no-repeat-n-gram against the definition.
+
+Triton's kernel runs in its interpreter, the CUDA kernel compiled for the host; `tests/gpu` runs both where they belong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from unittest import mock
+
+import ngram_definition as definition
+import pytest
+import torch
+from host_compiler import CSRC, SHIM, compile_cpp, compile_library, cuda_on_host, needs_compiler
+from hypothesis import given, settings
+from hypothesis.strategies import SearchStrategy
+from ngram_definition import Case, wrapped
+
+from fastgen.ops.no_repeat_ngram import native, reference
+
+# Before C++ sources: counts the threads that they ask for, and grants no more than `granted`.
+COUNTED_THREADS = """
+#include <algorithm>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+extern "C" { int asked = 0, granted = 0; }
+namespace std {
+struct counted_thread : thread {
+    template <typename... T>
+    explicit counted_thread(T&&... values) {
+        if (asked++ >= granted) throw system_error(make_error_code(errc::resource_unavailable_try_again));
+        thread::operator=(thread(std::forward<T>(values)...));
+    }
+};
+}
+#define thread counted_thread
+"""
+
+# Kernels for the shim alone, in which threads 0 to 6 of a block do one thing and thread 7 another.
+BARRIERS = """
+#include <cuda_runtime.h>
+
+__global__ void missed(int) { if (threadIdx.x < 7) __syncthreads(); }
+__global__ void mistaken(int) {
+    if (threadIdx.x < 7) __syncthreads();
+    else if (__syncthreads_or(true)) return;
+}
+__global__ void met(int) { __syncthreads(); __syncthreads_or(threadIdx.x == 7); }
+
+extern "C" const char* launch(int which, unsigned rows) {
+    void* arguments[] = {&which};
+    auto* kernel = which == 0 ? met : which == 1 ? missed : mistaken;
+    const cudaError_t error = cudaLaunchKernel(kernel, dim3(2, rows), dim3(8), arguments, 0, nullptr);
+    return cudaGetErrorString(error);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory) -> ctypes.CDLL:
+    output = tmp_path_factory.mktemp("shim") / "kernel.so"
+    return compile_library(output, CSRC / "no_repeat_ngram.cu", SHIM / "cuda_runtime.cpp")
+
+
+@pytest.fixture(scope="module")
+def cpp(tmp_path_factory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("cpp")
+    folder.joinpath("counted_threads.h").write_text(COUNTED_THREADS)
+    source = CSRC / "no_repeat_ngram.cpp"
+    library = compile_library(folder / "cpp.so", "-include", folder / "counted_threads.h", source)
+    library.fastgen_no_repeat_ngram_cpu.argtypes = (ctypes.POINTER(native.NGramProblem), ctypes.c_int32)
+    library.fastgen_no_repeat_ngram_cpu.restype = None
+    return library
+
+
+def cpp_ban(library: ctypes.CDLL, max_threads: int = 1) -> Callable:
+    def ban(*arguments) -> None:
+        library.fastgen_no_repeat_ngram_cpu(ctypes.byref(native.describe(*arguments)), max_threads)
+
+    return ban
+
+
+def write_per_window(*arguments) -> None:
+    """`reference.ban` as it is on a GPU."""
+    with mock.patch.object(reference, "_write_few", reference._write_all):
+        reference.ban(*arguments)
+
+
+def interpreted_triton() -> Callable:
+    """From a copy of the module: whether kernels are interpreted is decided when it runs.
+
+    Triton itself is imported before: parts of it that it imports later must find the rest as they are.
+    """
+    pytest.importorskip("triton", reason="triton is not installed: its kernel was not compared")
+    spec = find_spec("fastgen.ops.no_repeat_ngram.triton_kernel")
+    module = module_from_spec(spec)
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        spec.loader.exec_module(module)
+    return module.ban
+
+
+IMPLEMENTATIONS = {
+    "torch, a write per match": lambda request: reference.ban,
+    "torch, a write per window": lambda request: write_per_window,
+    "C++": lambda request: cpp_ban(request.getfixturevalue("cpp")),
+    "Triton, interpreted": lambda request: interpreted_triton(),
+    "CUDA, on the host": lambda request: cuda_on_host(request.getfixturevalue("shim")),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[needs_compiler] if name.startswith("C") else []) for name in IMPLEMENTATIONS],
+)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ban(name, request) -> Callable:
+    return IMPLEMENTATIONS[name](request)
+
+
+def check(name: str, ban: Callable, cases: SearchStrategy[Case], max_examples: int) -> None:
+    share = 3 if name == "Triton, interpreted" else 1  # of the examples: each takes tens of milliseconds
+
+    @settings(definition.SETTINGS, max_examples=max_examples // share)
+    @given(case=cases)
+    def holds(case: Case) -> None:
+        definition.check(ban, case)
+
+    holds()
+
+
+def test_small_problems(name, ban):
+    check(name, ban, definition.cases(), max_examples=300)
+
+
+def test_ngrams_of_several_chunks_in_rows_of_several_tiles(name, ban):
+    check(name, ban, definition.wide_cases(), max_examples=90)
+
+
+@pytest.mark.parametrize("ngram_size", [1, 3])
+def test_rows_of_32768_tokens(ban, ngram_size):
+    tokens = wrapped([3, 1, 4, 1, 5, 9, 2, 6], 2, 1 << 15, torch.int32, shift=3)
+    tokens[1, 20_000:20_003] = torch.tensor([*tokens[1, -2:], 8])
+    definition.check(ban, Case(tokens, torch.zeros(2, 9), ngram_size))
+
+
+def test_one_window_as_long_as_a_row(ban):
+    """n up to one above the length: the n-gram is the row itself, and then there is none."""
+    for length in (40, 300):
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        for ngram_size in (length - 1, length, length + 1):
+            scores = torch.zeros(1, 2)
+            definition.check(ban, Case(tokens, scores, ngram_size))
+            assert scores.isinf().any() == (ngram_size <= length)
+
+
+@needs_compiler
+@pytest.mark.parametrize("ngram_size", [2, 33, 1 << 14, (1 << 15) - 1, 1 << 15, (1 << 15) + 1])
+def test_ngrams_of_any_size_in_rows_of_32768_tokens_in_cpp(cpp, ngram_size):
+    tokens = wrapped(range(1 << 10), 1, 1 << 15, torch.int64)
+    definition.check(cpp_ban(cpp), Case(tokens, torch.zeros(1, 1 << 10), ngram_size))
+
+
+class TestThreads:
+    """The C++ code, in threads that are counted."""
+
+    def counted(self, library: ctypes.CDLL, case: Case, max_threads: int, granted: int = 100) -> int:
+        asked = ctypes.c_int.in_dll(library, "asked")
+        asked.value = 0
+        ctypes.c_int.in_dll(library, "granted").value = granted
+        definition.check(cpp_ban(library, max_threads), case)
+        return asked.value
+
+    def case(self, rows: int = 13, width: int = 1 << 15) -> Case:
+        tokens = wrapped([0, 1, 2, 1, 3], rows, width, torch.int32, shift=1)
+        return Case(tokens, torch.zeros(rows, 5), 3)
+
+    @needs_compiler
+    def test_share_many_rows(self, cpp):
+        assert self.counted(cpp, self.case(), max_threads=3) == 2
+        assert self.counted(cpp, self.case(rows=2, width=1 << 18), max_threads=16) == 1
+
+    @needs_compiler
+    def test_are_not_started_for_little_work(self, cpp):
+        assert self.counted(cpp, self.case(rows=7), max_threads=16) == 0
+        assert self.counted(cpp, self.case(rows=1, width=1 << 18), max_threads=16) == 0
+
+    @needs_compiler
+    def test_are_not_started_unasked(self, cpp):
+        assert self.counted(cpp, self.case(), max_threads=1) == 0
+
+    @needs_compiler
+    @pytest.mark.parametrize("granted", [0, 1])
+    def test_that_the_system_refuses_are_done_without(self, cpp, granted):
+        assert self.counted(cpp, self.case(), max_threads=3, granted=granted) == granted + 1
+
+
+@needs_compiler
+class TestCudaSourceOnTheHost:
+    def test_more_rows_than_a_grid_may_have(self, shim):
+        rows = 65535 + 2
+        tokens = torch.arange(rows).unsqueeze(1) % 5
+        scores = torch.zeros(rows, 5)
+        cuda_on_host(shim)(tokens, scores, 1, None, None)
+        assert torch.equal(scores.isinf().nonzero(), torch.stack([torch.arange(rows), tokens[:, 0]], dim=1))
+
+    def test_a_block_may_take_a_second_row(self, shim):
+        """The first two and the last two of these rows share their blocks; the others are empty."""
+        rows, width = 65535 + 2, 40
+        tokens = wrapped([0, 1, 2], rows, width, torch.int32, shift=1)
+        lengths = torch.zeros(rows, dtype=torch.int32)
+        lengths[:2], lengths[-2:] = width, width - 1
+        scores = torch.zeros(rows, 3)
+        cuda_on_host(shim)(tokens, scores, 36, lengths, None)
+        banned = scores[[0, 1, -2, -1]].isinf().nonzero().tolist()
+        expected = [definition.banned(tokens[row, : lengths[row]].tolist(), 36) for row in (0, 1, -2, -1)]
+        assert banned == [[row, token] for row, tokens in enumerate(expected) for token in tokens]
+        assert len(banned) == scores.isinf().sum()
+
+    def test_runs_on_the_device_and_stream_that_it_is_given(self, shim):
+        device = ctypes.c_int()
+        arguments = torch.tensor([[1, 1]]), torch.zeros(1, 3), 2, None, None
+        for current in (0, 1):
+            shim.cudaSetDevice(current)
+            cuda_on_host(shim)(*arguments, device=1 - current, stream=40 + current)
+            assert ctypes.c_int.in_dll(shim, "cuda_shim_last_device").value == 1 - current
+            assert ctypes.c_void_p.in_dll(shim, "cuda_shim_last_stream").value == 40 + current
+            shim.cudaGetDevice(ctypes.byref(device))
+            assert device.value == current
+        shim.cudaSetDevice(0)
+
+    def test_errors_of_cuda_are_raised_and_leave_none_behind(self, shim):
+        scores = torch.zeros(1, 3)
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            cuda_on_host(shim)(torch.tensor([[1, 1]]), scores, 2, None, None, device=9)
+        assert shim.cudaGetLastError() == 0 and not scores.isinf().any()
+
+    def test_the_shim_tells_of_barriers_that_threads_miss(self, tmp_path):
+        tmp_path.joinpath("barriers.cu").write_text(BARRIERS)
+        library = compile_library(tmp_path / "barriers.so", tmp_path / "barriers.cu", SHIM / "cuda_runtime.cpp")
+        library.launch.restype = ctypes.c_char_p
+        assert library.launch(0, 3) == b"no error"
+        assert library.launch(1, 3) == b"7 of 8 threads of a block wait at the barrier of line 4"
+        assert library.launch(2, 3) == b"threads of a block wait at different barriers, lines 6 and 7"
+        assert library.launch(0, 65536) == b"invalid configuration argument"
+        assert library.launch(0, 3) == b"no error"
+
+
+def run(program: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([program], capture_output=True, text=True, timeout=300)
+
+
+def skip_unless_starts(sanitizer: str, folder: Path) -> None:
+    """Not every compiler has every sanitizer, and not every kernel lets each of them map its memory."""
+    source = folder / "nothing.cpp"
+    source.write_text("int main() {}")
+    try:
+        done = run(compile_cpp(folder / "nothing", f"-fsanitize={sanitizer}", source))
+    except AssertionError as error:
+        pytest.skip(f"no {sanitizer} sanitizer: {error}")
+    if done.returncode:
+        pytest.skip(f"the {sanitizer} sanitizer does not start: {done.stderr}")
+
+
+@pytest.fixture(scope="module")
+def compile_for_races(tmp_path_factory) -> Callable[[Path], Path]:
+    """Makes a program of a kernel under ThreadSanitizer, to which each CUDA thread is a thread."""
+    folder = tmp_path_factory.mktemp("races")
+    skip_unless_starts("thread", folder)
+    fibers = compile_cpp(folder / "fibers.o", "-c", "-DCUDA_SHIM_TSAN", SHIM / "cuda_runtime.cpp")
+    sources = [CSRC / "no_repeat_ngram.cpp", SHIM / "check_no_repeat_ngram.cpp"]
+    rest = [
+        compile_cpp(folder / f"{source.stem}{i}.o", "-c", "-fsanitize=thread", source)
+        for i, source in enumerate(sources)
+    ]
+    return lambda kernel: compile_cpp(folder / "races", "-fsanitize=thread", kernel, "-x", "none", fibers, *rest)
+
+
+@needs_compiler
+class TestSanitizers:
+    """C++, and the CUDA source on the host."""
+
+    def test_nothing_is_touched_outside_the_buffers_and_nothing_is_undefined(self, tmp_path):
+        sources = [*CSRC.glob("no_repeat_ngram.c*"), SHIM / "check_no_repeat_ngram.cpp", SHIM / "cuda_runtime.cpp"]
+        skip_unless_starts("address,undefined", tmp_path)
+        options = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+        done = run(compile_cpp(tmp_path / "bounds", *options, *sources))
+        assert (done.returncode, done.stdout) == (0, "all equal\n"), done.stdout + done.stderr
+
+    def test_threads_do_not_race(self, compile_for_races):
+        done = run(compile_for_races(CSRC / "no_repeat_ngram.cu"))
+        assert (done.returncode, done.stdout, done.stderr) == (0, "all equal\n", "")
+
+    @pytest.mark.parametrize(
+        ("barrier", "instead"),
+        [("        __syncthreads();\n", ""), ("if (!__syncthreads_or(equal)) return false;", "")],
+        ids=["after staging", "before staging again"],
+    )
+    def test_a_missing_barrier_is_a_race(self, barrier, instead, compile_for_races, tmp_path):
+        source = CSRC.joinpath("no_repeat_ngram.cu").read_text()
+        assert source.count(barrier) == 1
+        tmp_path.joinpath("kernel.cu").write_text(source.replace(barrier, instead))
+        done = run(compile_for_races(tmp_path / "kernel.cu"))
+        assert done.returncode and "ThreadSanitizer: data race" in done.stderr and "equals_prefix" in done.stderr

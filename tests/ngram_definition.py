@@ -180,7 +180,7 @@ def cases(
         tokens=tokens,
         scores=lay_out(values, draw(layouts), [SENTINEL]),
         ngram_size=ngram_size,
-        lengths=draw(lengths(rows, width)),
+        lengths=draw(lengths(rows, width, ngram_size)),
         encoder_tokens=encoder_tokens,
     )
 
@@ -191,17 +191,17 @@ def wide_cases() -> st.SearchStrategy[Case]:
 
 
 @st.composite
-def lengths(draw: st.DrawFn, rows: int, width: int) -> int | Tensor | None:
+def lengths(draw: st.DrawFn, rows: int, width: int, ngram_size: int) -> int | Tensor | None:
     form = draw(st.sampled_from(["none", "int", "scalar", "one a row", "every second of a vector", "expanded"]))
-    if form in ("none", "int"):
-        return None if form == "none" else draw(st.integers(0, width))
+    if form == "none":
+        return None
+    short = min(max(ngram_size - 2, 0), width)  # no n - 1 tokens
+    inside = st.integers(width // 2, width) | st.integers(0, width) | st.just(short)
+    if form == "int":
+        return draw(inside)
     dtype = draw(st.sampled_from(problem.TOKEN_DTYPES))
     limits = torch.iinfo(dtype)
-    value = (
-        st.integers(0, width)
-        | st.integers(width // 2, width)
-        | st.sampled_from([limits.min, -1, width + 1, limits.max])
-    )
+    value = inside | st.sampled_from([limits.min, -1, width + 1, width + 2, limits.max])
     if form in ("scalar", "expanded"):
         scalar = torch.tensor(draw(value), dtype=dtype)
         return scalar if form == "scalar" else scalar.expand(rows)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from parity import run_both, tiny, token_ids
+from torch.overrides import TorchFunctionMode
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
     LogitsProcessor,
     LogitsProcessorList,
-    MinLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    StoppingCriteria,
 )
 
 import fastgen
@@ -115,6 +118,7 @@ class TestTheDictionariesOfTheLibrary:
         fastgen.disable()
         try:
             assert torch.equal(duplicate(processor)(input_ids, scores), expected)
+            assert torch.equal(processor(input_ids, scores), expected)
         finally:
             fastgen.enable()
 
@@ -124,6 +128,45 @@ class TestTheDictionariesOfTheLibrary:
         encoder_input_ids.fill_(4)
         assert processor(torch.tensor([[1]]), torch.zeros(1, 5)).isinf().nonzero().tolist() == [[0, 2]]
         assert processor.generated_ngrams[0] == {(1,): [2], (2,): [3]}
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda processor: processor.generated_ngrams[0].clear(),
+            lambda processor: processor.generated_ngrams.__setitem__(0, {(1,): [5]}),
+            lambda processor: processor.generated_ngrams[1].update({(1,): [5]}),
+            lambda processor: processor.generated_ngrams.reverse(),
+            lambda processor: setattr(processor, "batch_size", 1),
+            lambda processor: setattr(processor, "generated_ngrams", [{(1,): [3]}, {}]),
+        ],
+    )
+    def test_may_be_changed(self, change):
+        encoder_input_ids, input_ids, scores = rows(2, 6), torch.tensor([[1], [2]]), torch.zeros(2, VOCABULARY)
+
+        def banned():
+            processor = EncoderNoRepeatNGramLogitsProcessor(2, encoder_input_ids)
+            change(processor)
+            return processor(input_ids, scores)
+
+        assert torch.equal(banned(), stock(banned))
+
+    def test_compare_as_lists(self):
+        found, expected = EncoderNoRepeatNGramLogitsProcessor(2, rows(2, 6)), None
+        with fastgen.disabled():
+            expected = EncoderNoRepeatNGramLogitsProcessor(2, rows(2, 6))
+        assert found.generated_ngrams == expected.generated_ngrams and len(found.generated_ngrams) == 2
+        assert repr(found.generated_ngrams) == repr(expected.generated_ngrams)
+
+    @pytest.mark.parametrize(
+        "encoder_input_ids", [torch.zeros(2, 0, dtype=torch.long), torch.tensor([[1, -1], [3, 4]]), rows(2, 3).numpy()]
+    )
+    @pytest.mark.parametrize("ngram_size", [1, 2, True])
+    def test_unusual_inputs_are_those_of_the_library(self, ngram_size, encoder_input_ids):
+        def banned():
+            processor = EncoderNoRepeatNGramLogitsProcessor(ngram_size, encoder_input_ids)
+            return processor(torch.tensor([[1], [2]]), torch.zeros(2, VOCABULARY))
+
+        assert torch.equal(banned(), stock(banned))
 
 
 class TestLeftToTheLibrary:
@@ -151,6 +194,22 @@ class TestLeftToTheLibrary:
         assert record.fallbacks == [
             "n-gram blocking: encoder_input_ids has dtype torch.int32 (supported: torch.int64, as input_ids)"
         ]
+
+    @pytest.mark.parametrize("ngram_size", [np.int64(2), True, 0, -1])
+    def test_an_ngram_size_that_was_changed(self, ngram_size, calls):
+        def banned():
+            processor = NoRepeatNGramLogitsProcessor(3)
+            processor.ngram_size = ngram_size
+            return processor(torch.tensor([[1, 2, 1]]), torch.zeros(1, VOCABULARY))
+
+        try:
+            expected = stock(banned)
+        except Exception as error:
+            with pytest.raises(type(error)):
+                banned()
+        else:
+            assert torch.equal(banned(), expected)
+        assert not calls
 
     def test_wrong_arguments(self, calls):
         for ngram_size in (0, -1, 2.0):
@@ -199,71 +258,132 @@ class TestGenerate:
             torch.testing.assert_close(one, other)
         assert set(calls) == {"copy"}
 
-    def test_leaves_scores_alone_that_a_processor_of_the_caller_has_seen(self, calls):
+    def test_leaves_scores_alone_that_another_processor_has_seen(self, calls):
+        """One of the caller's, or one of the library's that comes first."""
         model, inputs = tiny("gpt2"), token_ids(2, 9) % 7 + 5
-
-        class Keeps(LogitsProcessor):
-            def __init__(self):
-                self.kept = []
-
-            def __call__(self, input_ids, scores):
-                self.kept.append(scores)
-                return scores
-
-        def generate():
-            keeps = Keeps()
-            processors = LogitsProcessorList([keeps, NoRepeatNGramLogitsProcessor(2)])
-            return keeps, model.generate(inputs, max_new_tokens=12, logits_processor=processors)
-
-        both = run_both(generate)
-        assert torch.equal(both.stock[1], both.fast[1])
+        both = run_both(lambda: model.generate(inputs, **BAN, repetition_penalty=1.3, num_beams=2))
+        assert torch.equal(both.stock, both.fast)
+        processors = LogitsProcessorList([Keeps(), NoRepeatNGramLogitsProcessor(2)])
+        assert_kept_equal(
+            lambda: (processors[0], model.generate(inputs, max_new_tokens=12, logits_processor=processors))
+        )
         assert set(calls) == {"copy"}
-        for one, other in zip(both.stock[0].kept, both.fast[0].kept):
-            torch.testing.assert_close(one, other)
-            assert not other.isinf().any()
 
-    def test_does_not_own_what_a_loop_of_the_caller_does(self, calls):
-        model, kept = tiny("gpt2"), []
+    def test_writes_in_place_before_a_processor_of_the_caller(self, calls):
+        model, inputs = tiny("gpt2"), token_ids(2, 9) % 7 + 5
+        processors = LogitsProcessorList([Keeps()])
+        assert_kept_equal(
+            lambda: (processors[0], model.generate(inputs, **BAN, num_beams=2, logits_processor=processors)),
+            banned=True,
+        )
+        assert set(calls) == {"in place"}
 
-        def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+
+class Keeps(LogitsProcessor):
+    """Keeps what it is given, and gives it on."""
+
+    def __init__(self):
+        self.kept = []
+
+    def __call__(self, input_ids, scores):
+        self.kept.append(scores)
+        return scores
+
+
+def assert_kept_equal(call, banned=False):
+    """`call` returns who has kept scores, and the tokens; what was kept must not change afterwards."""
+    both = run_both(lambda: [part.kept[:] if isinstance(part, Keeps) else part for part in call()])
+    assert torch.equal(both.stock[1], both.fast[1])
+    kept = both.fast[0][len(both.stock[0]) :]  # the processor is the same in both calls
+    assert len(kept) == len(both.stock[0]) > 0
+    for one, other in zip(both.stock[0], kept):
+        torch.testing.assert_close(one, other)
+    assert any(one.isinf().any() for one in kept) == banned
+
+
+class TestSomebodyElseHoldsTheScores:
+    """Ways in which a program could see a write into scores: it must not."""
+
+    def generate(self, model, keeps, **arguments):
+        inputs = token_ids(2, 9) % 7 + 5
+        assert_kept_equal(
+            lambda: (keeps, model.generate(inputs, no_repeat_ngram_size=1, max_new_tokens=6, **arguments))
+        )
+
+    def test_a_processor_that_the_model_itself_adds(self, calls, monkeypatch):
+        model, keeps = tiny("gpt2"), Keeps()
+        own = model._get_logits_processor
+        added = lambda **kwargs: LogitsProcessorList([keeps, *own(**kwargs)])  # noqa: E731
+        monkeypatch.setattr(model, "_get_logits_processor", added, raising=False)
+        self.generate(model, keeps)
+        assert set(calls) == {"copy"}
+
+    def test_a_loop_that_a_program_has_wrapped(self, calls, monkeypatch):
+        model, keeps = tiny("gpt2"), Keeps()
+        own = type(model)._sample
+
+        @functools.wraps(own)
+        def sample(self, input_ids, logits_processor, **kwargs):
+            return own(self, input_ids, LogitsProcessorList([keeps, *logits_processor]), **kwargs)
+
+        monkeypatch.setattr(type(model), "_sample", sample)
+        self.generate(model, keeps)
+        assert set(calls) == {"copy"}
+
+    @pytest.mark.parametrize("owner", [LogitsProcessorList, NoRepeatNGramLogitsProcessor])
+    def test_a_call_that_a_program_has_wrapped(self, owner, calls, monkeypatch):
+        model, keeps = tiny("gpt2"), Keeps()
+        own = owner.__call__
+
+        @functools.wraps(own)
+        def call(self, input_ids, scores, **kwargs):
+            keeps(input_ids, scores)
+            return own(self, input_ids, scores, **kwargs)
+
+        monkeypatch.setattr(owner, "__call__", call)
+        self.generate(model, keeps)
+        assert set(calls) == {"copy"}
+
+    @pytest.mark.parametrize("num_beams", [1, 2])
+    def test_a_function_mode(self, num_beams, calls):
+        model, keeps = tiny("gpt2"), Keeps()
+
+        class Keeping(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                result = func(*args, **kwargs or {})
+                if func in (torch.Tensor.to, torch.nn.functional.log_softmax) and result.dim() == 2:
+                    keeps(None, result)
+                return result
+
+        with Keeping():
+            self.generate(model, keeps, num_beams=num_beams)
+        assert set(calls) == {"copy"}
+
+    def test_a_loop_of_the_caller(self, calls):
+        keeps = Keeps()
+
+        def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
             with torch.no_grad():
                 scores = model(input_ids).logits[:, -1]
-            kept.append(scores)
-            logits_processor(input_ids, scores)
+            logits_processor(input_ids, keeps(None, scores))
             return input_ids
 
-        model.generate(torch.tensor([[7, 8, 7]]), no_repeat_ngram_size=2, custom_generate=loop, max_new_tokens=3)
-        assert calls == ["copy"] and not kept[0].isinf().any()
+        self.generate(tiny("gpt2"), keeps, custom_generate=decode)
+        assert set(calls) == {"copy"}
 
-    def test_a_processor_of_the_caller_is_not_owned_after_generate(self, calls):
-        model, processor = tiny("gpt2"), NoRepeatNGramLogitsProcessor(2)
-        model.generate(token_ids(1, 9) % 3 + 5, max_new_tokens=5, logits_processor=LogitsProcessorList([processor]))
-        scores = torch.zeros(1, VOCABULARY)
-        assert processor(torch.tensor([[7, 8, 7]]), scores).isinf().any()
-        assert not scores.isinf().any() and set(calls) == {"copy"}
+    def test_a_list_that_the_caller_has_and_uses_meanwhile(self, calls):
+        """With no processor of the library's, transformers gives the loop the caller's own list."""
+        model, mine = tiny("gpt2"), LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)])
+        scores = torch.zeros(2, VOCABULARY * 20)
 
-    def test_processors_of_the_library_before_it_do_not_take_ownership(self, calls):
-        model = tiny("gpt2")
-        both = run_both(
-            lambda: model.generate(
-                token_ids(2, 9) % 7 + 5, **BAN, repetition_penalty=1.3, min_new_tokens=3, num_beams=2
-            )
-        )
-        assert torch.equal(both.stock, both.fast) and set(calls) == {"in place"}
+        class Uses(StoppingCriteria):
+            def __call__(self, input_ids, _, **kwargs):
+                assert mine(input_ids, scores).isinf().any() and not scores.isinf().any()
+                return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
-
-def test_a_loop_that_the_model_class_brings_is_not_trusted():
-    class Own(type(tiny("gpt2"))):
-        def _sample(self, *args, **kwargs):
-            return super()._sample(*args, **kwargs)
-
-    assert not patch._loop_forgets_scores(Own(tiny("gpt2").config), tiny("gpt2").generation_config)
-
-
-def test_only_processors_before_those_of_the_caller_may_write_in_place():
-    first, own, last = NoRepeatNGramLogitsProcessor(2), MinLengthLogitsProcessor(3, 0), NoRepeatNGramLogitsProcessor(3)
-    assert patch._before_any_of_the_caller([first, own, last], [own]) == [first]
-    assert patch._before_any_of_the_caller([first, own, last], ()) == [first, own, last]
+        inputs = token_ids(2, 9) % 7 + 5
+        model.generate(inputs, max_new_tokens=3, logits_processor=mine, stopping_criteria=[Uses()])
+        assert calls == ["in place", "copy"] * 3
 
 
 class TestNewerThanTested:

@@ -122,10 +122,11 @@ class TestForTorch:
 
     def test_graphs_hold_the_op(self):
         tokens, scores = torch.tensor([[1, 2, 1, 3]]), torch.zeros(1, 4)
-        graph = make_fx(lambda tokens, scores: no_repeat_ngram(tokens, scores, 2, 3), tracing_mode="symbolic")
-        traced = graph(tokens, scores)
-        assert torch.ops.fastgen.no_repeat_ngram.default in [node.target for node in traced.graph.nodes]
-        assert banned(traced(tokens, scores)) == [[2]]
+        for length in (lambda tokens: 3, lambda tokens: tokens.shape[1] - 1):
+            graph = make_fx(lambda *both, n=length: no_repeat_ngram(*both, 2, n(both[0])), tracing_mode="symbolic")
+            traced = graph(tokens, scores)
+            assert torch.ops.fastgen.no_repeat_ngram.default in [node.target for node in traced.graph.nodes]
+            assert banned(traced(tokens, scores)) == [[2]]
 
     @pytest.mark.parametrize("form", FORMS)
     def test_it_compiles_with_lengths_that_change(self, form):

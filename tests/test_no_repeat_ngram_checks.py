@@ -99,3 +99,10 @@ def test_expanded_scores_are_written_only_as_a_copy(shape, dimension, arguments)
     assert str(raised.value) == wanted
     assert (no_repeat_ngram(**arguments) == -torch.inf).nonzero().tolist() == [[row, 0] for row in range(4)]
     assert not arguments["scores"].any()
+
+
+def test_scores_with_rows_that_overlap_are_written_only_as_a_copy(arguments):
+    arguments["scores"] = torch.zeros(100).as_strided(arguments["scores"].shape, (1, 1))
+    with pytest.raises(ValueError, match="strides 1 and 1, rows overlap"):
+        no_repeat_ngram_(**arguments)
+    no_repeat_ngram(**arguments)

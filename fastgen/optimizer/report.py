@@ -17,8 +17,7 @@ class Report:
 
     shared: what was kept or computed once per input, in words. fallbacks: what was left to the original, with the
     reason. usages: for each layer, calls of each operation on shared states, see `TwoPartStates`.
-    caches: those with shared states, as long as they live. scores_are_ours: the logits processors that may write into
-    the scores they are given, because nobody else has them.
+    caches: those with shared states, as long as they live.
     """
 
     model: str
@@ -28,9 +27,7 @@ class Report:
     fallbacks: list[str] = field(default_factory=list)
     usages: list[Counter[str]] = field(default_factory=list)
     user_gave_cache: bool = False
-    user_gave_loop: bool = False
     caches: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
-    scores_are_ours: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
 
     @property
     def kernels(self) -> Counter[str]:

@@ -138,6 +138,10 @@ class PatchSet:
         with LOCK:
             return [PatchState(r.patch.name, r.patch.group, r.state, r.reason) for r in self._records()]
 
+    def in_effect(self, name: str) -> bool:
+        """Whether calls reach this patch first: it is applied, and nobody has patched on top of it."""
+        return any(r.target is not None and r.target.is_on_top() for r in self._records() if r.patch.name == name)
+
     def newer_than_tested(self, host: str) -> bool:
         """Whether `host` is newer than what one of its patches was tested with, or does not tell its version."""
         return any(record.untested for record in self._records() if record.patch.host == host)

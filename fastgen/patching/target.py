@@ -60,6 +60,10 @@ class Target:
         self.installed = None
         return ""
 
+    def is_on_top(self) -> bool:
+        """Whether the wrapper is what the owner holds, and in effect."""
+        return self.active and vars(self.owner).get(self.attribute) is self.installed
+
     def still_buried(self) -> bool:
         """Whether the wrapper was left under another library's patch and can be woken there instead of stacked."""
         if self.installed is None:

@@ -81,12 +81,19 @@ def check(
 
 
 def check_writable(scores: Tensor) -> None:
-    """Raises ValueError for scores of which two entries are one place in memory."""
+    """Raises ValueError for scores of which two entries may be one place in memory."""
     for dimension, (size, stride) in enumerate(zip(scores.shape, scores.stride())):
         if size > 1 and stride == 0:
             raise ValueError(
                 f"scores is expanded along dimension {dimension} (accepted: scores with memory of their own)"
             )
+    (rows, vocabulary_size), (row_stride, stride) = scores.shape, scores.stride()
+    if (
+        rows > 1 < vocabulary_size
+        and row_stride <= (vocabulary_size - 1) * stride
+        and stride <= (rows - 1) * row_stride
+    ):
+        raise ValueError(f"scores has strides {row_stride} and {stride}, rows overlap (accepted: rows that do not)")
 
 
 def can_ban(tokens: Tensor, scores: Tensor, ngram_size: int, encoder_tokens: Tensor | None) -> bool:

@@ -33,7 +33,7 @@ class FastLinear(TorchFunctionMode):
             product = (args[1], args[2].t(), args[0])
         else:
             return func(*args)
-        if torch.compiler.is_compiling() or not can_multiply(*product) or _is_watched():
+        if torch.compiler.is_compiling() or not can_multiply(*product) or is_watched():
             return func(*args)
         self.usage["cpu_linear"] += 1
         return cpu_linear(*product)
@@ -43,8 +43,8 @@ def _is_matrix(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and value.layout == torch.strided
 
 
-def _is_watched() -> bool:
-    """Whether a mode of the program, entered before this one, would miss the products that it waits for."""
+def is_watched() -> bool:
+    """Whether a mode of the program would miss what it waits for, or keeps what nobody else is to have."""
     return any(
         not isinstance(torch._C._get_function_stack_at(index), (FastLinear, DeviceContext))
         for index in range(torch._C._len_torch_function_stack())

@@ -26,7 +26,6 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
             with disabled():
                 return original(self, *args, **kwargs)
         record.user_gave_cache = kwargs.get("past_key_values") is not None
-        record.user_gave_loop = kwargs.get("custom_generate") is not None
         with _fast_linear(self, record):
             result = original(self, *args, **kwargs)
         for cache in tuple(record.caches):  # one that is returned, or that somebody has kept

@@ -1,138 +1,208 @@
 """`NoRepeatNGramLogitsProcessor` and `EncoderNoRepeatNGramLogitsProcessor` through the op of that name.
 
-transformers bans into a copy of the scores. Inside `generate` the scores that reach these processors are often nobody
-else's: then they are written in place, which is most of what there is to gain.
+transformers bans into a copy of the scores. In its own decoding loops these scores are nobody else's when they reach
+the first processor: there they are written in place, which is most of what there is to gain.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process
+from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram as ban
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_ as ban_in_place
-from fastgen.ops.no_repeat_ngram.problem import unsupported_reasons
+from fastgen.ops.no_repeat_ngram.problem import TOKEN_DTYPES, unsupported_reasons
 from fastgen.optimizer import PATCH_SET, report
-from fastgen.optimizer.transformers import verification
+from fastgen.optimizer.decoding.linear_mode import is_watched
 
 GROUP = "transformers.no_repeat_ngram"
-
-_LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
 
 # Classes whose first call was compared with the original, where transformers is newer than any tested version.
 _verified: set[type] = set()
 
 
-def logits_processors(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`GenerationMixin._get_logits_processor`: also finds out which of its processors may write in place."""
-    processors = original(self, *args, **kwargs)
-    record = report.running()
-    if record is not None:
-        arguments = inspect.signature(GenerationMixin._get_logits_processor).bind(self, *args, **kwargs).arguments
-        if not record.user_gave_loop and _loop_forgets_scores(self, arguments["generation_config"]):
-            given = arguments.get("logits_processor") or ()
-            record.scores_are_ours.update(_before_any_of_the_caller(processors, given))
-    return processors
+def loop(
+    original: Callable,
+    self: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`GenerationMixin._sample` and `_beam_search`: their first processors may write into the scores they are given."""
+    if not _sharing_reasons(logits_processor, generation_config):
+        logits_processor = WritingProcessors(logits_processor)
+    return original(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
 
 
-def _loop_forgets_scores(model: Any, generation_config: Any) -> bool:
-    """Whether the decoding loop is one that was read, and does not return the scores that it gives to processors."""
-    loops = [getattr(type(model), name, None) for name in _LOOPS]
-    is_known = all(loop is None or loop.__module__ == GenerationMixin.__module__ for loop in loops)
-    return is_known and verification.is_tested(model) and not generation_config.output_logits
+def _sharing_reasons(processors: LogitsProcessorList, generation_config: Any) -> list[str]:
+    """Why somebody else may have the scores that this loop gives to its first processor."""
+    reasons = []
+    if PATCH_SET.newer_than_tested("transformers"):
+        reasons.append("this loop was not read")
+    if generation_config.output_logits:
+        reasons.append("they are returned")
+    if type(processors) is not LogitsProcessorList or _file_of(LogitsProcessorList.__call__) != logits_process.__file__:
+        reasons.append("the list of processors is not the library's own")
+    return reasons
 
 
-def _before_any_of_the_caller(processors: list[Any], given: Sequence[Any]) -> list[Any]:
-    """The processors that `generate` made and that come before any other, which might keep what it was given."""
-    ours = []
-    for processor in processors:
-        if type(processor).__module__ != logits_process.__name__ or any(processor is one for one in given):
-            break
-        ours.append(processor)
-    return ours
+def _file_of(function: Callable) -> str | None:
+    return getattr(getattr(function, "__code__", None), "co_filename", None)
+
+
+class WritingProcessors(LogitsProcessorList):
+    """The processors of one loop, of which n-gram blocking writes in place as long as no other comes before it."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        done = 0
+        for processor in [] if is_watched() else self:
+            if _patch_name(processor) is None or _reasons(processor, input_ids, scores):
+                break
+            if _can_ban(processor, input_ids):
+                ban_in_place(input_ids, scores, processor.ngram_size, encoder_tokens=_encoder_tokens(processor))
+            done += 1
+        return LogitsProcessorList(self[done:])(input_ids, scores, **kwargs)
+
+
+def _patch_name(processor: Any) -> str | None:
+    """The patch that a call of this processor is sure to reach; None for any other processor."""
+    names = {
+        NoRepeatNGramLogitsProcessor: "transformers.no_repeat_ngram",
+        EncoderNoRepeatNGramLogitsProcessor: "transformers.no_repeat_encoder_ngram",
+    }
+    name = names.get(type(processor))
+    return name if name is not None and PATCH_SET.in_effect(name) else None
 
 
 def no_repeat_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """`NoRepeatNGramLogitsProcessor.__call__`: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
-    if reasons := unsupported_reasons(input_ids, scores):
-        return _leave(original, reasons, self, input_ids, scores)
-    if input_ids.shape[1] < self.ngram_size:
+    """`__call__` of both processors: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
+    if reasons := _reasons(self, input_ids, scores):
+        record = report.running()
+        if record is not None:
+            record.fell_back([f"n-gram blocking: {reason}" for reason in reasons])
         return original(self, input_ids, scores)
-    return _ban(original, self, input_ids, scores, self.ngram_size)
+    if not _can_ban(self, input_ids):
+        return original(self, input_ids, scores)
+    if PATCH_SET.newer_than_tested("transformers") and type(self) not in _verified:
+        return _verify(original, self, input_ids, scores)
+    return ban(input_ids, scores, self.ngram_size, encoder_tokens=_encoder_tokens(self))
 
 
 def encoder_ngrams(original: Callable, self: Any, encoder_ngram_size: int, encoder_input_ids: Tensor) -> None:
     """`EncoderNoRepeatNGramLogitsProcessor.__init__`: the dictionaries of all n-grams are made when they are read."""
+    if type(encoder_ngram_size) is not int or encoder_ngram_size < 1 or not _is_usual_sync(encoder_input_ids):
+        original(self, encoder_ngram_size, encoder_input_ids)
+        return
     original(self, encoder_ngram_size, encoder_input_ids[..., :0])
-    self.generated_ngrams = EncoderNGrams(encoder_ngram_size, encoder_input_ids)
+    by_input = encoder_input_ids if encoder_input_ids.dim() == 2 else encoder_input_ids.unsqueeze(0)
+    self.generated_ngrams = EncoderNGrams(encoder_ngram_size, by_input.detach().clone())
 
 
-def no_repeat_encoder_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """`EncoderNoRepeatNGramLogitsProcessor.__call__`: shapes as for `no_repeat_ngram`."""
-    ngrams = self.generated_ngrams
-    if not isinstance(ngrams, EncoderNGrams):
-        return original(self, input_ids, scores)
-    if reasons := unsupported_reasons(input_ids, scores) or ngrams.unsupported_reasons(input_ids, self.ngram_size):
-        return _leave(original, reasons, self, input_ids, scores)
-    return _ban(original, self, input_ids, scores, ngrams.ngram_size, encoder_tokens=ngrams.encoder_input_ids)
+def _is_usual_sync(encoder_input_ids: Any) -> bool:
+    """Whether these are tokens, none of them negative: transformers bans those from the vocabulary's end."""
+    if type(encoder_input_ids) is not Tensor or encoder_input_ids.dim() not in (1, 2):
+        return False
+    return encoder_input_ids.dtype in TOKEN_DTYPES and not bool((encoder_input_ids < 0).any())
 
 
-class EncoderNGrams(Sequence):
-    """The n-grams of the encoder's input, `[inputs, source_width]`: tokens, and transformers' dictionaries on demand.
+class EncoderNGrams(MutableSequence):
+    """The n-grams of the encoder's input: its tokens, and once somebody asks for them, transformers' dictionaries.
 
     Item i is the dictionary of input i, from the first n - 1 tokens of an n-gram to the list of its last ones.
+    encoder_input_ids: `[inputs, source_width]`.
     """
 
     def __init__(self, ngram_size: int, encoder_input_ids: Tensor) -> None:
         self.ngram_size = ngram_size
-        self.encoder_input_ids = encoder_input_ids.detach().clone().reshape(-1, encoder_input_ids.shape[-1])
+        self.encoder_input_ids = encoder_input_ids
 
-    @functools.cached_property
-    def _dictionaries(self) -> list[dict]:
-        return logits_process._get_ngrams(self.ngram_size, self.encoder_input_ids, len(self))
+    @cached_property
+    def dictionaries(self) -> list[dict]:
+        return logits_process._get_ngrams(self.ngram_size, self.encoder_input_ids, self.encoder_input_ids.shape[0])
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._dictionaries[index]
-
-    def __len__(self) -> int:
-        return self.encoder_input_ids.shape[0]
-
-    def unsupported_reasons(self, input_ids: Tensor, ngram_size: int) -> list[str]:
-        """Why the dictionaries are needed for these rows."""
+    def unsupported_reasons(self, processor: Any, input_ids: Tensor) -> list[str]:
+        """Why the dictionaries have to be looked up for these rows."""
+        inputs, rows = self.encoder_input_ids.shape[0], input_ids.shape[0]
         reasons = []
-        if ngram_size != self.ngram_size:
-            reasons.append(f"ngram_size was changed from {self.ngram_size} to {ngram_size}")
+        if "dictionaries" in vars(self):
+            reasons.append("the dictionaries of the encoder's n-grams were read, and may have been changed")
+        if (processor.ngram_size, processor.batch_size) != (self.ngram_size, inputs):
+            reasons.append("ngram_size or batch_size of the processor was changed")
         for name in ("dtype", "device"):
             wanted, found = getattr(input_ids, name), getattr(self.encoder_input_ids, name)
             if found != wanted:
                 reasons.append(f"encoder_input_ids has {name} {found} (supported: {wanted}, as input_ids)")
-        if len(self) == 0 or input_ids.shape[0] % len(self):
-            reasons.append(f"{input_ids.shape[0]} rows for {len(self)} inputs (supported: a multiple)")
+        if inputs == 0 or rows % inputs:
+            reasons.append(f"{rows} rows for {inputs} inputs (supported: a multiple)")
         return reasons
 
+    def __getitem__(self, index: Any) -> Any:
+        return self.dictionaries[index]
 
-def _ban(original: Callable, processor: Any, input_ids: Tensor, scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if PATCH_SET.newer_than_tested("transformers") and type(processor) not in _verified:
-        expected = original(processor, input_ids, scores)
-        if not torch.equal(ban(input_ids, scores, *args, **kwargs).isneginf(), expected.isneginf()):
-            PATCH_SET.fail(GROUP, f"{type(processor).__name__} bans other tokens than fastgen")
-        else:
-            _verified.add(type(processor))
-        return expected
-    record = report.running()
-    form = ban_in_place if record is not None and processor in record.scores_are_ours else ban
-    return form(input_ids, scores, *args, **kwargs)
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.dictionaries[index] = value
+
+    def __delitem__(self, index: Any) -> None:
+        del self.dictionaries[index]
+
+    def insert(self, index: int, value: dict) -> None:
+        self.dictionaries.insert(index, value)
+
+    def __len__(self) -> int:
+        return len(self.dictionaries)
+
+    def __eq__(self, other: object) -> bool:
+        return self.dictionaries == (other.dictionaries if isinstance(other, EncoderNGrams) else other)
+
+    def __repr__(self) -> str:
+        return repr(self.dictionaries)
+
+    def __reduce__(self) -> tuple:
+        """As a list: what is pickled is read without fastgen, too."""
+        return list, (self.dictionaries,)
 
 
-def _leave(original: Callable, reasons: list[str], *args: Any) -> Tensor:
-    record = report.running()
-    if record is not None:
-        record.fell_back([f"n-gram blocking: {reason}" for reason in reasons])
-    return original(*args)
+def _reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[str]:
+    """Why this call is left to transformers."""
+    if type(processor.ngram_size) is not int or processor.ngram_size < 1:
+        return [f"ngram_size is {processor.ngram_size!r} (supported: int of 1 or more)"]
+    if reasons := unsupported_reasons(input_ids, scores):
+        return reasons
+    if not isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+        return []
+    ngrams = processor.generated_ngrams
+    if not isinstance(ngrams, EncoderNGrams):
+        return ["the processor was made without fastgen"]
+    return ngrams.unsupported_reasons(processor, input_ids)
+
+
+def _can_ban(processor: Any, input_ids: Tensor) -> bool:
+    """Whether the rows are long enough for anything to be banned; transformers copies no scores where they are not."""
+    is_own = isinstance(processor, NoRepeatNGramLogitsProcessor)
+    return not is_own or input_ids.shape[1] >= processor.ngram_size
+
+
+def _encoder_tokens(processor: Any) -> Tensor | None:
+    if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+        return processor.generated_ngrams.encoder_input_ids
+    return None
+
+
+def _verify(original: Callable, processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+    expected = original(processor, input_ids, scores)
+    found = ban(input_ids, scores, processor.ngram_size, encoder_tokens=_encoder_tokens(processor))
+    if torch.equal(found.isneginf(), expected.isneginf()):
+        _verified.add(type(processor))
+    else:
+        PATCH_SET.fail(GROUP, f"{type(processor).__name__} bans other tokens than fastgen")
+    return expected

@@ -165,6 +165,15 @@ def test_one_window_as_long_as_a_row(ban):
             assert scores.isinf().any() == (ngram_size <= length)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ngram_size", [1, 2, 9])
+def test_lengths_that_no_row_can_have(ban, ngram_size, dtype):
+    limits = torch.iinfo(dtype)
+    lengths = torch.tensor([limits.min, limits.min + 1, -1, 10, 11, limits.max], dtype=dtype)
+    tokens = wrapped([0, 1, 2], len(lengths), 10, torch.int64, shift=1)
+    definition.check(ban, Case(tokens, torch.zeros(len(lengths), 3), ngram_size, lengths))
+
+
 @needs_compiler
 @pytest.mark.parametrize("ngram_size", [2, 33, 1 << 14, (1 << 15) - 1, 1 << 15, (1 << 15) + 1])
 def test_ngrams_of_any_size_in_rows_of_32768_tokens_in_cpp(cpp, ngram_size):

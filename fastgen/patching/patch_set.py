@@ -11,6 +11,7 @@ import importlib
 import logging
 import sys
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -215,8 +216,7 @@ class PatchSet:
         function = target.function
         replacement: Callable | None = None
 
-        @functools.wraps(function)
-        def wrapper(*args: object, **kwargs: object) -> object:
+        def call(*args: object, **kwargs: object) -> object:
             if not target.active or _disabled.get():
                 return function(*args, **kwargs)
             nonlocal replacement
@@ -247,10 +247,26 @@ class PatchSet:
             self._replacement_failed(record, ours)
             return result
 
+        wrapper = _standing_in_for(function, call)
         # `generate.__wrapped__` is known as `generate` without its `no_grad`; it stays what it was.
         if hasattr(function, "__wrapped__"):
             wrapper.__wrapped__ = function.__wrapped__
         return wrapper
+
+
+def _standing_in_for(function: Callable, call: Callable) -> Callable:
+    """A function that does what `call` does and looks like `function`.
+
+    `torch.jit.script` compiles the source of the original, which it finds by `__wrapped__`, but looks its names up in
+    the globals of what it was given.
+    """
+
+    def wrapper(*args: object, **kwargs: object) -> object:
+        return call(*args, **kwargs)
+
+    names = getattr(function, "__globals__", wrapper.__globals__)
+    wrapper = types.FunctionType(wrapper.__code__, names, wrapper.__name__, None, wrapper.__closure__)
+    return functools.update_wrapper(wrapper, function)
 
 
 def _load(replacement: str) -> Callable:

@@ -1,10 +1,42 @@
-"""What makes fairseq faster, as data; the replacements are imported when they are first called."""
+"""What fastgen changes in fairseq, as data; the replacements are imported when they are first called."""
 
 from fastgen.patching import Patch
 
 _TESTED = ("0.12.0", "0.12.3")
 
 PATCHES = (
+    Patch(
+        "fairseq.checkpoints",
+        "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
+        "fastgen.optimizer.fairseq.checkpoints:load_checkpoint_to_cpu",
+        tested=_TESTED,
+        parameters=("path",),
+        group="fairseq.checkpoints",
+    ),
+    Patch(
+        "fairseq.generate",
+        "fairseq.sequence_generator:SequenceGenerator._generate",
+        "fastgen.optimizer.fairseq.generate:generate",
+        tested=_TESTED,
+        parameters=("self", "sample", "prefix_tokens", "constraints", "bos_token"),
+        group="fairseq.generation",
+    ),
+    Patch(
+        "fairseq.attention",
+        "fairseq.modules.multihead_attention:MultiheadAttention.forward",
+        "fastgen.optimizer.fairseq.attention:forward",
+        tested=_TESTED,
+        parameters=("self", "query", "key", "value", "key_padding_mask", "incremental_state", "need_weights"),
+        group="fairseq.generation",
+    ),
+    Patch(
+        "fairseq.decoder",
+        "fairseq.models.transformer.transformer_decoder:TransformerDecoderBase.extract_features_scriptable",
+        "fastgen.optimizer.fairseq.decoder:extract_features",
+        tested=_TESTED,
+        parameters=("self", "prev_output_tokens", "encoder_out", "incremental_state"),
+        group="fairseq.generation",
+    ),
     Patch(
         "fairseq.no_repeat_ngram",
         "fairseq.ngram_repeat_block:NGramRepeatBlock.forward",

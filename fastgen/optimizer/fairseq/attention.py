@@ -1,0 +1,181 @@
+"""`MultiheadAttention.forward` while fastgen generates: caches written in place, beams folded, attention fused.
+
+The state of a generation comes with the call, as fairseq's incremental state; a call without one is left to fairseq,
+except for that of an encoder inside a generation: torch does that in one function, in which the products with large
+weights cannot be replaced by faster ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
+from fastgen.optimizer import report
+from fastgen.optimizer.fairseq.states import CrossStates, DecodingState, attention_reasons, being_filled
+
+
+def forward(
+    original: Callable,
+    self: Any,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    key_padding_mask: Tensor | None = None,
+    incremental_state: Any = None,
+    need_weights: bool = True,
+    static_kv: bool = False,
+    attn_mask: Tensor | None = None,
+    before_softmax: bool = False,
+    need_head_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    state = incremental_state
+    if type(state) is DecodingState:
+        if state.has_self(self):
+            return own_attention(self, query, state), None
+        if state.has_cross(self):
+            wanted = need_head_weights or (need_weights and state.plan.watched)
+            states = state.cross(self) or _first_cross(self, query, key, key_padding_mask, state)
+            attended, weights = cross_attention(self, query, states, state.fan_out, wanted)
+            return attended, weights if weights is None or need_head_weights else weights.mean(dim=0)
+    elif state is None and not (need_weights or need_head_weights or static_kv or before_softmax):
+        record = report.running()
+        if record is not None and record.shared and not encoder_reasons(self, query):
+            return whole_attention(self, query, key, value, key_padding_mask, attn_mask), None
+    return original(
+        self,
+        query,
+        key,
+        value,
+        key_padding_mask,
+        incremental_state,
+        need_weights,
+        static_kv,
+        attn_mask,
+        before_softmax,
+        need_head_weights,
+    )
+
+
+def own_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor:
+    """Self-attention of the rows to what each has generated; query and result `[length, rows, embed_dim]`.
+
+    Padding needs no mask: only rows that can win no more (their score is minus infinity) hold any.
+    """
+    keys = _split_heads(attention, attention.k_proj(query))
+    values = _split_heads(attention, attention.v_proj(query))
+    keys, values = state.append(attention, keys, values)
+    queries = _split_heads(attention, attention.q_proj(query))
+    scale, prompt = attention.scaling, state.prompt(attention)
+    if prompt is None:
+        attended = functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
+    else:
+        attended = shared_attention(queries, (prompt[0], keys), (prompt[1], values), state.fan_out, scale=scale)
+    return attention.out_proj(_join_heads(attended))
+
+
+def cross_attention(
+    attention: Any, query: Tensor, states: CrossStates, fan_out: int, need_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of the rows to their input, the rows of an input folded into the query length of one product.
+
+    query and result `[length, rows, embed_dim]`; weights, if asked for, `[heads, rows, length, source_length]`.
+    """
+    length, rows, width = query.shape
+    heads, inputs = attention.num_heads, rows // fan_out
+    folded = attention.q_proj(query).view(length, inputs, fan_out, heads, -1)
+    folded = folded.permute(1, 3, 2, 0, 4).reshape(inputs, heads, fan_out * length, -1)  # [B, H, M*L, D]
+    weights = None
+    if need_weights:
+        scores = query_key_scores(folded * attention.scaling, states.keys, None, 1)  # [B, H, M*L, S]
+        if states.mask is not None:
+            scores = scores.masked_fill(~states.mask, -torch.inf)
+        weights = scores.softmax(dim=-1, dtype=torch.float32)
+        attended = weighted_values(weights.to(scores.dtype), states.values, None, 1)
+        weights = weights.view(inputs, heads, fan_out, length, -1).permute(1, 0, 2, 3, 4).flatten(1, 2)
+    else:
+        mask = states.mask
+        attended = shared_attention(folded, (states.keys, None), (states.values, None), 1, mask, attention.scaling)
+    attended = attended.view(inputs, heads, fan_out, length, -1).permute(3, 0, 2, 1, 4)  # [L, B, M, H, D]
+    return attention.out_proj(attended.reshape(length, rows, width)), weights
+
+
+def _first_cross(
+    attention: Any, query: Tensor, key: Tensor, padding: Tensor | None, state: DecodingState
+) -> CrossStates:
+    """Keys and values of the encoder's output `[source_length, inputs, …]`, or of as many rows as there are queries."""
+    inputs = query.shape[1] // state.fan_out
+    by_input = key[:, :: key.shape[1] // inputs]
+    keys = _split_heads(attention, attention.k_proj(by_input)).contiguous()
+    values = _split_heads(attention, attention.v_proj(by_input)).contiguous()
+    mask = None if padding is None else state.mask_sync(padding, inputs)
+    return state.set_cross(attention, keys, values, mask)
+
+
+def whole_attention(
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> Tensor:
+    """What `functional.multi_head_attention_forward` returns without weights; `[length, rows, embed_dim]`."""
+    own = key is query and value is query
+    query = query.contiguous()  # the first layer gets a transposed view, which three products would copy
+    key, value = (query, query) if own else (key, value)
+    queries = _split_heads(attention, _project(attention.q_proj, query))
+    keys = _split_heads(attention, _project(attention.k_proj, key))
+    values = _split_heads(attention, _project(attention.v_proj, value))
+    state = being_filled()
+    if state is not None and state.has_self(attention):
+        state.set_prompt(attention, keys, values)
+    mask = _whole_mask(key_padding_mask, attn_mask, queries.dtype)
+    attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    return _project(attention.out_proj, _join_heads(attended))
+
+
+def encoder_reasons(attention: Any, query: Tensor) -> list[str]:
+    """Why attention without a state has to be computed by fairseq; empty if fastgen may."""
+    reasons = attention_reasons(attention)
+    if not reasons and attention.skip_embed_dim_check:
+        reasons.append("attention with pruned heads")
+    if not reasons and (attention.training or attention.dropout_module.apply_during_inference):
+        reasons.append("attention with dropout")
+    if not reasons and any(
+        projection.bias is None for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    ):
+        reasons.append("attention without biases")
+    if query.shape[-1] != attention.embed_dim:
+        reasons.append(f"query of width {query.shape[-1]} (supported: {attention.embed_dim})")
+    return reasons
+
+
+def _whole_mask(padding: Tensor | None, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """One mask that broadcasts to `[rows, heads, length, source_length]`, from fairseq's two."""
+    hidden = None if padding is None else padding.bool()[:, None, None, :]
+    if attn_mask is None:
+        return None if hidden is None else ~hidden
+    if attn_mask.dtype == torch.bool:
+        return ~attn_mask if hidden is None else ~(attn_mask | hidden)
+    added = attn_mask.to(dtype)
+    return added if hidden is None else added.masked_fill(hidden, -torch.inf)
+
+
+def _project(projection: Any, rows: Tensor) -> Tensor:
+    """The product alone, as torch's function has it: hooks of a projection are not called there either."""
+    return functional.linear(rows, projection.weight, projection.bias)
+
+
+def _split_heads(attention: Any, rows: Tensor) -> Tensor:
+    """`[length, rows, embed_dim]` to `[rows, heads, length, head_dim]`, a view."""
+    return rows.view(*rows.shape[:2], attention.num_heads, -1).permute(1, 2, 0, 3)
+
+
+def _join_heads(attended: Tensor) -> Tensor:
+    """`[rows, heads, length, head_dim]` to `[length, rows, embed_dim]`."""
+    return attended.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,104 @@
+"""Checkpoints that fairseq wrote, through torch's safe loader.
+
+Since torch 2.6 `torch.load` builds only what is on a list, and a checkpoint of fairseq holds more than tensors: at the
+least the `argparse.Namespace` of its training run. What fairseq itself writes is allowed while one of its checkpoints
+is read, and only then; anything else is refused by name. Older versions of torch neither refuse nor need any of this.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+_NUMPY_2 = not numpy.__version__.startswith("1.")
+
+_NAMESPACE = "the arguments of the run, which fairseq keeps for models and tasks without a dataclass"
+_DICTIONARY = "the vocabulary in the task's state (HuBERT, fine-tuned wav2vec 2.0)"
+_METER = "fairseq before 0.9 kept its meters themselves, where it keeps their numbers today"
+_NUMPY = "sums of the training metrics, such as the n-gram counts of --eval-bleu"
+_CONFIG = "development versions of 2020 and 2021 kept the configuration as omegaconf's objects"
+
+# Name in the file, and why it may be there. Each is a container of values, or makes one; none runs what it is given.
+ALLOWED = {
+    "argparse.Namespace": _NAMESPACE,
+    "fairseq.data.dictionary.Dictionary": _DICTIONARY,
+    "fairseq.meters.AverageMeter": _METER,
+    "fairseq.meters.TimeMeter": _METER,
+    "fairseq.meters.StopwatchMeter": _METER,
+    "numpy.dtype": _NUMPY,
+    "numpy.ndarray": _NUMPY,
+    # Written by numpy 1 and by numpy 2.
+    "numpy.core.multiarray._reconstruct": _NUMPY,
+    "numpy._core.multiarray._reconstruct": _NUMPY,
+    "numpy.core.multiarray.scalar": _NUMPY,
+    "numpy._core.multiarray.scalar": _NUMPY,
+    # The types of numbers only: an array of objects stays refused.
+    **{f"numpy.dtypes.{name}DType": _NUMPY for name in ("Bool", "Int32", "Int64", "Float16", "Float32", "Float64")},
+    "omegaconf.base.ContainerMetadata": _CONFIG,
+    "omegaconf.base.Metadata": _CONFIG,
+    "omegaconf.dictconfig.DictConfig": _CONFIG,
+    "omegaconf.listconfig.ListConfig": _CONFIG,
+    "omegaconf.nodes.AnyNode": _CONFIG,
+    "builtins.dict": _CONFIG,
+    "builtins.int": _CONFIG,
+    "builtins.list": _CONFIG,
+    "collections.defaultdict": _CONFIG,
+    "typing.Any": _CONFIG,
+}
+
+# torch keeps one list for the whole process: a thread that is done must not take it from one that still reads.
+_READING = threading.RLock()
+
+
+def load_checkpoint_to_cpu(original: Callable[..., dict], path: str, *args: Any, **kwargs: Any) -> dict:
+    """fairseq's `load_checkpoint_to_cpu`; raises UnpicklingError in one line where a file holds what is not allowed."""
+    try:
+        with allowed():
+            return original(path, *args, **kwargs)
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(refusal(path, error)) from error
+
+
+@contextmanager
+def allowed() -> Iterator[None]:
+    """Lets torch's safe loader build what is in ALLOWED; what the program itself has allowed stays so afterwards."""
+    if not hasattr(torch.serialization, "safe_globals"):  # torch 2.4, which loads everything unless asked not to
+        yield
+        return
+    with _READING:
+        before = set(torch.serialization.get_safe_globals())
+        with torch.serialization.safe_globals([entry for entry in _found() if entry not in before]):
+            yield
+
+
+def refusal(path: str, error: pickle.UnpicklingError) -> str:
+    """One line for torch's many: the file, and what it holds that fairseq does not write."""
+    found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"but got (?:<class ')?([\w.]+)", str(error))
+    if found is None:
+        return f"{path}: not a checkpoint ({' '.join(str(error).split())})"
+    return (
+        f"{path}: holds {found[1]}, which fairseq does not write into checkpoints; not loaded, because making it may "
+        "run code (accepted after torch.serialization.add_safe_globals, if you trust the file)"
+    )
+
+
+def _found() -> list[tuple[Any, str]]:
+    """Those of ALLOWED that this installation has, with the names that files call them by."""
+    entries = []
+    for name in ALLOWED:
+        module, _, attribute = name.rpartition(".")
+        if _NUMPY_2:
+            module = module.replace("numpy.core", "numpy._core")  # the old name is still there, but warns
+        try:
+            entries.append((getattr(importlib.import_module(module), attribute), name))
+        except (ImportError, AttributeError):
+            continue  # numpy 1 has no numpy._core, and numpy before 1.25 no numpy.dtypes
+    return entries

@@ -1,0 +1,172 @@
+"""`SequenceGenerator._generate`: decides whether fastgen's loop and caches fit, and records what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fairseq.modules.fairseq_dropout import FairseqDropout
+from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment, SequenceGenerator
+from torch import Tensor
+
+from fastgen.optimizer import PATCH_SET, report
+from fastgen.optimizer.decoding import linear_mode
+from fastgen.optimizer.fairseq import prompt as prompts
+from fastgen.optimizer.fairseq.encoding import EncoderOutputs
+from fastgen.optimizer.fairseq.loop import Loop, Sentences, forces_as_upstream
+from fastgen.optimizer.fairseq.states import DecodingState, ModelPlan, plan
+
+_SOURCES = ("src_tokens", "source", "features")
+
+
+def generate(
+    original: Callable,
+    self: SequenceGenerator,
+    sample: dict[str, Any],
+    prefix_tokens: Tensor | None = None,
+    constraints: Tensor | None = None,
+    bos_token: int | None = None,
+) -> list[list[dict[str, Tensor]]]:
+    with report.recording(type(self.model.single_model).__name__) as record:
+        plans = [plan(model) for model in self.model.models]
+        reasons = unsupported_reasons(self, sample, constraints, bos_token, plans)
+        if reasons:
+            record.fallbacks += [f"loop and caches: {reason}" for reason in reasons]
+            return original(self, sample, prefix_tokens, constraints, bos_token)
+        inputs = source_of(sample["net_input"]).shape[0]
+        record.inputs, record.rows = inputs, inputs * self.beam_size
+        _describe(record, plans)
+        with linear_mode.for_models([*self.model.models, self.lm_model], record.usages):
+            self.search.init_constraints(constraints, self.beam_size)
+            return start(self, sample, prefix_tokens, bos_token, plans, record).run()
+
+
+def start(
+    generator: SequenceGenerator,
+    sample: dict[str, Any],
+    prefix_tokens: Tensor | None,
+    bos_token: int | None,
+    plans: list[ModelPlan],
+    record: report.Report,
+) -> Loop:
+    """Encodes the sources, and makes ready the loop that decodes them."""
+    net_input = sample["net_input"]
+    source = source_of(net_input)
+    inputs, device = source.shape[0], source.device
+    rows = inputs * generator.beam_size
+    max_len = max_len_sync(generator, net_input)
+    input_of_row = torch.arange(inputs, device=device).repeat_interleave(generator.beam_size)
+    outputs = EncoderOutputs(generator.model, plans, net_input, input_of_row)
+    tokens = torch.full((rows, max_len + 2), generator.pad, dtype=torch.int64, device=device)
+    tokens[:, 0] = generator.eos if bos_token is None else bos_token
+    ids = sample.get("id")
+    sentences = Sentences(
+        numbers=list(range(inputs)),
+        ids=ids if isinstance(ids, Tensor) else torch.arange(inputs, device=device),
+        tokens=tokens,
+        scores=torch.zeros((rows, max_len + 1), device=device),
+        ignored=torch.zeros((inputs, generator.beam_size), dtype=torch.bool, device=device),
+        source_lengths=source_lengths(generator, net_input),
+        prefixes=prefix_tokens,
+    )
+    states = [DecodingState(one, generator.beam_size, max_len + 1) for one in plans]
+    prompt = prompt_sync(generator, sentences, states, plans, max_len)
+    if prompt is not None:
+        record.shared.append(f"the first {prompt.length} tokens of the prompt: once per input, in one pass")
+    return Loop(generator, sentences, outputs, states, max_len, prompt)
+
+
+def prompt_sync(
+    generator: SequenceGenerator,
+    sentences: Sentences,
+    states: list[DecodingState],
+    plans: list[ModelPlan],
+    max_len: int,
+) -> prompts.Prompt | None:
+    """What all sentences begin with, computed at once; None if there is no such thing, or it has to be fed by steps."""
+    if sentences.prefixes is None or prompts.unsupported_reasons(generator, plans) or not forces_as_upstream(generator):
+        return None
+    length = prompts.common_length_sync(sentences.prefixes, generator.eos, generator.pad, max_len)
+    if length == 0:
+        return None
+    first = sentences.tokens[:: generator.beam_size, :1]
+    tokens = torch.cat([first, sentences.prefixes[:, :length]], dim=1)
+    return prompts.prefill(generator, tokens, states)
+
+
+def source_of(net_input: dict[str, Any]) -> Tensor | None:
+    """What is given to the encoder: tokens, frames or samples, `[inputs, source_length, …]`."""
+    return next((net_input[name] for name in _SOURCES if name in net_input), None)
+
+
+def source_lengths(generator: SequenceGenerator, net_input: dict[str, Any]) -> Tensor:
+    """Lengths of the sources without padding; of tokens without the end of the sentence, unless they are given."""
+    source = source_of(net_input)
+    if "src_tokens" in net_input:
+        given = net_input.get("src_lengths")
+        return (source.ne(generator.eos) & source.ne(generator.pad)).long().sum(dim=1) if given is None else given
+    padding = net_input["padding_mask"]
+    if padding is None:
+        return torch.full((source.shape[0],), source.shape[1], device=source.device)
+    return padding.shape[-1] - padding.sum(-1)
+
+
+def max_len_sync(generator: SequenceGenerator, net_input: dict[str, Any]) -> int:
+    """The largest number of tokens before the end; reads the device only if outputs are as long as their sources."""
+    if generator.match_source_len:
+        return int(source_lengths(generator, net_input).max())
+    asked = int(generator.max_len_a * source_of(net_input).shape[1] + generator.max_len_b)
+    return min(asked, generator.max_len - 1)
+
+
+def unsupported_reasons(
+    generator: SequenceGenerator,
+    sample: dict[str, Any],
+    constraints: Tensor | None,
+    bos_token: int | None,
+    plans: list[ModelPlan],
+) -> list[str]:
+    """Why this call is left to fairseq; empty if fastgen's loop gives the same. May read the device."""
+    reasons = []
+    if PATCH_SET.newer_than_tested("fairseq"):
+        reasons.append("this version of fairseq is newer than those that fastgen was tested with")
+    if type(generator).finalize_hypos is not SequenceGenerator.finalize_hypos:
+        reasons.append(f"generator {type(generator).__name__} has a finalize_hypos of its own")
+    if type(generator.model) not in (EnsembleModel, EnsembleModelWithAlignment):
+        reasons.append(f"models in a {type(generator.model).__name__} (supported: EnsembleModel)")
+    if torch.is_grad_enabled():
+        reasons.append("gradients are recorded, but caches are written in place")
+    if bos_token == generator.pad or (bos_token is None and generator.eos == generator.pad):
+        reasons.append("the first token is padding")
+    if all(one.reasons for one in plans):
+        reasons += sorted({reason for one in plans for reason in one.reasons})
+    reasons += _training_reasons(generator)
+    net_input = sample["net_input"]
+    if source_of(net_input) is None:
+        reasons.append(f"net_input without a source (accepted: {', '.join(_SOURCES)})")
+    elif not reasons and max_len_sync(generator, net_input) < generator.min_len:
+        reasons.append(f"min_len {generator.min_len} is above the longest output")
+    if constraints is not None and not generator.search.supports_constraints:
+        reasons.append(f"constraints, which {type(generator.search).__name__} does not support")
+    return reasons
+
+
+def _training_reasons(generator: SequenceGenerator) -> list[str]:
+    for module in generator.model.modules():
+        if isinstance(module, FairseqDropout) and module.p > 0 and module.apply_during_inference:
+            return ["dropout stays on during inference"]
+    return ["a model is in training mode"] if any(model.training for model in generator.model.models) else []
+
+
+def _describe(record: report.Report, plans: list[ModelPlan]) -> None:
+    record.shared.append("beams: one read of the device in each step")
+    own = sum(len(one.self_attention) for one in plans)
+    cross = sum(len(one.cross_attention) for one in plans)
+    if own:
+        record.shared.append(f"self-attention: written in place, moved once for all layers, {own} layers")
+    if cross:
+        record.shared.append(f"cross-attention keys and values: once per input, {cross} layers")
+    if any(one.by_input for one in plans):
+        record.shared.append("encoder output: never repeated")
+    record.fallbacks += sorted({f"caches of a model: {reason}" for one in plans for reason in one.reasons})

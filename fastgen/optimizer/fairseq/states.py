@@ -1,0 +1,262 @@
+"""What one model remembers while fastgen generates: the incremental state that fairseq hands from module to module.
+
+To modules that fastgen does not know it is the dictionary that they expect. The attention of a standard Transformer
+decoder finds its caches here instead: its own keys written in place (FastSeq §2.2), those of the encoder's output once
+per input (FastSeq §4.1.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from fairseq.models.fairseq_incremental_decoder import FairseqIncrementalDecoder
+from fairseq.models.transformer.transformer_decoder import TransformerDecoderBase
+from fairseq.modules.multihead_attention import MultiheadAttention
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from fastgen.optimizer.decoding.kv_cache import sharing_pays
+from fastgen.optimizer.decoding.row_caches import RowCaches
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+@dataclass
+class ModelPlan:
+    """Which modules of a model are given caches by fastgen, and what is left to fairseq.
+
+    reasons: why there are none, if so. others: modules that keep a state of their own, as in fairseq.
+    by_input: whether the decoder can be given the encoder's output with one row per input; otherwise it gets all rows.
+    watched: whether somebody may see what passes between the layers.
+    """
+
+    self_attention: list[MultiheadAttention] = field(default_factory=list)
+    cross_attention: list[MultiheadAttention] = field(default_factory=list)
+    others: list[nn.Module] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    watched: bool = False
+    by_input: bool = False
+
+
+@dataclass(frozen=True)
+class CrossStates:
+    """Keys and values of the encoder's output in one layer, `[inputs, heads, source_length, head_dim]`, and a mask."""
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+
+    def of_inputs(self, kept: Tensor) -> CrossStates:
+        mask = None if self.mask is None else self.mask.index_select(0, kept)
+        return CrossStates(self.keys.index_select(0, kept), self.values.index_select(0, kept), mask)
+
+
+def plan(model: nn.Module) -> ModelPlan:
+    decoder = getattr(model, "decoder", None)
+    reasons = decoder_reasons(decoder)
+    if reasons:
+        return ModelPlan(reasons=reasons)
+    result = ModelPlan()
+    for layer in decoder.layers:
+        if not attention_reasons(layer.self_attn) and layer.self_attn.self_attention:
+            result.self_attention.append(layer.self_attn)
+        cross = layer.encoder_attn
+        if cross is not None and not attention_reasons(cross) and cross.encoder_decoder_attention:
+            result.cross_attention.append(cross)
+    known = {*result.self_attention, *result.cross_attention}
+    result.others = [module for module in decoder.modules() if module not in known and _has_state(module)]
+    result.watched = _is_watched(decoder)
+    crosses = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
+    result.by_input = not (
+        result.watched
+        or decoder.cross_self_attention
+        or len(crosses) > len(result.cross_attention)
+        or not _is_from_fairseq(type(decoder).extract_features)
+        or not _is_from_fairseq(getattr(type(getattr(model, "encoder", None)), "reorder_encoder_out", None))
+    )
+    if not known:
+        names = sorted({reason for layer in decoder.layers for reason in attention_reasons(layer.self_attn)})
+        result.reasons = names or ["the decoder has no self-attention of its own"]
+    return result
+
+
+def decoder_reasons(decoder: Any) -> list[str]:
+    """Why nothing inside this decoder is known; empty if its layers are those of fairseq's Transformer."""
+    if not isinstance(decoder, TransformerDecoderBase):
+        return [f"decoder {type(decoder).__name__} (supported: fairseq's Transformer decoders)"]
+    for name in ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting"):
+        if _is_own(decoder, TransformerDecoderBase, name):
+            return [f"decoder {type(decoder).__name__} has a {name} of its own"]
+    if len(set(decoder.layers)) < len(decoder.layers):
+        return ["layers of the decoder are used more than once"]
+    for layer in decoder.layers:
+        if not isinstance(layer, TransformerDecoderLayerBase) or _is_own(layer, TransformerDecoderLayerBase, "forward"):
+            return [f"layer {type(layer).__name__} of the decoder (supported: fairseq's Transformer layer)"]
+        if layer.onnx_trace:
+            return ["the decoder is prepared for ONNX"]
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in layer.modules()):
+            return ["layers of the decoder are compiled"]
+    return []
+
+
+def attention_reasons(attention: Any) -> list[str]:
+    """Why this attention has to be computed by fairseq; empty if fastgen may."""
+    if type(attention) is not MultiheadAttention:
+        return [f"attention {type(attention).__name__} (supported: fairseq's MultiheadAttention)"]
+    found = {
+        "a forward of its own": "forward" in vars(attention),
+        "xFormers": attention.use_xformers,
+        "add_bias_kv": attention.bias_k is not None or attention.bias_v is not None,
+        "add_zero_attn": attention.add_zero_attn,
+        "onnx_trace": attention.onnx_trace,
+    }
+    return [f"attention with {name}" for name, is_so in found.items() if is_so]
+
+
+def _is_own(module: nn.Module, base: type, name: str) -> bool:
+    return name in vars(module) or getattr(type(module), name) is not getattr(base, name)
+
+
+def _is_from_fairseq(function: Any) -> bool:
+    return getattr(function, "__module__", "").startswith("fairseq.")
+
+
+def _has_state(module: nn.Module) -> bool:
+    reorder = getattr(type(module), "reorder_incremental_state", None)
+    return reorder not in (None, FairseqIncrementalDecoder.reorder_incremental_state)
+
+
+def _is_watched(decoder: nn.Module) -> bool:
+    everywhere = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return bool(everywhere) or any(getattr(module, name) for module in decoder.modules() for name in _HOOKS)
+
+
+class DecodingState(dict):
+    """The incremental state of one model for `inputs * fan_out` rows, with the caches that its plan asks for.
+
+    limit: the number of positions that a row can reach.
+    """
+
+    def __init__(self, plan: ModelPlan, fan_out: int, limit: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.fan_out = fan_out
+        self._rows: dict[tuple[int, int], RowCaches] = {}
+        self._slots: dict[MultiheadAttention, tuple[RowCaches, int]] = {}
+        self._prompts: dict[MultiheadAttention, tuple[Tensor, Tensor]] = {}
+        self._crosses: dict[MultiheadAttention, CrossStates | None] = dict.fromkeys(plan.cross_attention)
+        self._padding: Tensor | None = None
+        self._mask: Tensor | None = None
+        for shape, attentions in _by_shape(plan.self_attention):
+            caches = self._rows[shape] = RowCaches(len(attentions), limit)
+            self._slots |= {attention: (caches, layer) for layer, attention in enumerate(attentions)}
+        self._keys = {
+            attention._get_full_incremental_state_key("attn_state") for attention in (*self._slots, *self._crosses)
+        }
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self._keys:
+            raise RuntimeError("fastgen was switched off while it generated, so that fairseq misses its caches")
+        super().__setitem__(key, value)
+
+    def has_self(self, attention: MultiheadAttention) -> bool:
+        return attention in self._slots
+
+    def has_cross(self, attention: MultiheadAttention) -> bool:
+        return attention in self._crosses
+
+    def append(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds what each row has computed, `[rows, heads, length, head_dim]`, and returns all that is its own."""
+        caches, layer = self._slots[attention]
+        return caches.append(layer, keys, values)
+
+    def prompt(self, attention: MultiheadAttention) -> tuple[Tensor, Tensor] | None:
+        """Keys and values before the rows' own, `[inputs, heads, length, head_dim]`; None if there are none."""
+        return self._prompts.get(attention)
+
+    def set_prompt(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> None:
+        """Takes keys and values of a prompt, `[inputs, heads, length, head_dim]`."""
+        self._prompts[attention] = (keys.contiguous(), values.contiguous())
+
+    @property
+    def is_filled(self) -> bool:
+        return len(self._prompts) == len(self._slots)
+
+    def forget_prompt(self) -> None:
+        self._prompts.clear()
+
+    def start_rows(self) -> None:
+        """Gives the prompt to all rows; where it is too short for sharing to pay, it becomes the rows' own."""
+        for attention, (keys, values) in list(self._prompts.items()):
+            if not sharing_pays(keys, self.fan_out):
+                repeated = (states.repeat_interleave(self.fan_out, dim=0) for states in (keys, values))
+                self.append(attention, *repeated)
+                self._slots[attention][0].fixed = keys.shape[2]
+                del self._prompts[attention]
+
+    def cross(self, attention: MultiheadAttention) -> CrossStates | None:
+        """What was kept of the encoder's output for this layer, None before its first step."""
+        return self._crosses[attention]
+
+    def set_cross(
+        self, attention: MultiheadAttention, keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> CrossStates:
+        """Keeps keys and values `[inputs, heads, source_length, head_dim]` and their mask, see `mask_sync`."""
+        states = self._crosses[attention] = CrossStates(keys, values, mask)
+        return states
+
+    def mask_sync(self, padding: Tensor | None, inputs: int) -> Tensor | None:
+        """Which positions of the source may be attended to, `[inputs, 1, 1, source_length]`; None if all.
+
+        padding: `[inputs, source_length]` or the same for each row, nonzero where there is nothing. All layers give
+        the same tensor, which is read once: attention is faster without a mask than with one that hides nothing.
+        """
+        if padding is not self._padding:
+            by_input = padding[:: padding.shape[0] // inputs].bool()
+            self._padding, self._mask = padding, ~by_input[:, None, None, :] if by_input.any() else None
+        return self._mask
+
+    def reorder(self, order: Tensor, kept: Tensor | None) -> None:
+        """Row i becomes what row `order[i]` was; `kept` are the inputs that remain (int64), None if all do."""
+        for caches in self._rows.values():
+            caches.reorder(order)
+        if kept is not None:
+            for attention, (keys, values) in self._prompts.items():
+                self._prompts[attention] = (keys.index_select(0, kept), values.index_select(0, kept))
+            for attention, states in self._crosses.items():
+                if states is not None:
+                    self._crosses[attention] = states.of_inputs(kept)
+        for module in self.plan.others:
+            module.reorder_incremental_state(self, order)
+
+
+# The state that takes the keys of a forward without one; of this thread, and only while that forward runs.
+_filling: ContextVar[DecodingState | None] = ContextVar("fastgen_filling", default=None)
+
+
+@contextmanager
+def filling(state: DecodingState) -> Iterator[None]:
+    """A forward of the decoder over whole prompts inside this context leaves its keys and values in `state`."""
+    token = _filling.set(state)
+    try:
+        yield
+    finally:
+        _filling.reset(token)
+
+
+def being_filled() -> DecodingState | None:
+    return _filling.get()
+
+
+def _by_shape(
+    attentions: list[MultiheadAttention],
+) -> Iterator[tuple[tuple[int, int], list[MultiheadAttention]]]:
+    """Pruned heads make layers of different shapes, which cannot lie in one buffer."""
+    shapes = {(attention.num_heads, attention.head_dim) for attention in attentions}
+    for shape in sorted(shapes):
+        yield shape, [one for one in attentions if (one.num_heads, one.head_dim) == shape]

@@ -1,0 +1,176 @@
+"""Comparisons of what fairseq generates under fastgen with what the unpatched library generates, in one process."""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from fairseq import sequence_generator
+from fairseq.sequence_generator import EnsembleModel
+from fairseq_models import Case
+from torch import Tensor, nn
+
+import fastgen
+from fastgen.optimizer.report import Report
+
+BEAMS = {"beam": 3, "max_len_b": 15}
+TOLERANCE = 1e-4
+
+Hypotheses = list[list[dict[str, Any]]]
+
+NEEDS_BLOCKING = pytest.mark.xfail(strict=True, reason="upstream's no_repeat_ngram_size blocks nothing on a CPU")
+
+
+class Both(NamedTuple):
+    """What the unpatched library returned, what fastgen returned, and what fastgen says that it did."""
+
+    stock: Any
+    fast: Any
+    report: Report | None
+
+
+class BlockingFromDefinition(nn.Module):
+    """What `no_repeat_ngram_size` means: no n-gram twice in an output, the token that it begins with included.
+
+    Upstream's CUDA kernel does that. Its Python form compares with the end of the padded buffer instead of the last
+    tokens, so that it cannot be the reference.
+    """
+
+    def __init__(self, no_repeat_ngram_size: int) -> None:
+        super().__init__()
+        self.no_repeat_ngram_size = no_repeat_ngram_size
+
+    def forward(self, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int) -> Tensor:
+        before = self.no_repeat_ngram_size - 1
+        for row, written in enumerate(tokens[:, : step + 1].tolist()):
+            last = written[len(written) - before :]
+            for start in range(len(written) - before):
+                if written[start : start + before] == last:
+                    lprobs[row, written[start + before]] = -torch.inf
+        return lprobs
+
+
+@contextmanager
+def corrected_blocking() -> Iterator[None]:
+    """Generators that are built inside block n-grams as the definition says."""
+    with mock.patch.object(sequence_generator, "NGramRepeatBlock", BlockingFromDefinition):
+        yield
+
+
+def generate(case: Case, sample: dict[str, Any] | None = None, **options: Any) -> Hypotheses:
+    """One batch through the task, as `fairseq-generate` does; options are the flags of `fairseq-generate`."""
+    inference = case.inference | options.pop("inference", {})
+    allowed = options.pop("prefix_allowed_tokens_fn", None)
+    extra = {"prefix_allowed_tokens_fn": allowed} if allowed else {}
+    generator = case.task.build_generator(case.models, Namespace(**BEAMS | options), **extra)
+    return case.task.inference_step(generator, case.models, case.sample if sample is None else sample, **inference)
+
+
+def run_both(call: Callable[[], Any]) -> Both:
+    """Calls twice from the same random state, without and with fastgen; the random states afterwards are equal."""
+    torch.manual_seed(7)
+    with fastgen.disabled(), corrected_blocking():
+        stock = call()
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    before = fastgen.explain()
+    fast = call()
+    assert torch.equal(state, torch.get_rng_state()), "the random state afterwards differs"
+    report = fastgen.explain()
+    return Both(stock, fast, None if report is before else report)
+
+
+def compare(
+    case: Case,
+    sample: dict[str, Any] | None = None,
+    *,
+    accelerated: bool | None = None,
+    tolerance: float = TOLERANCE,
+    **options: Any,
+) -> Both:
+    """Generates with and without fastgen and compares all that is returned, and what became of the sample.
+
+    accelerated: whether fastgen must have done something, or must have left all to the original; None: either.
+    """
+    sample = case.sample if sample is None else sample
+    samples: list[dict[str, Any]] = []
+
+    def call() -> Hypotheses:
+        samples.append(copy.deepcopy(sample))
+        return generate(case, samples[-1], **options)
+
+    both = run_both(call)
+    assert_same_hypotheses(both.stock, both.fast, tolerance)
+    assert_same(samples[0], samples[1], 0.0, "sample")
+    if accelerated is not None:
+        assert was_accelerated(both.report) == accelerated, both.report
+    return both
+
+
+def was_accelerated(report: Report | None) -> bool:
+    """Whether fastgen reports a call, and that it did something itself in it."""
+    return report is not None and bool(report.shared)
+
+
+def assert_same_hypotheses(stock: Hypotheses, fast: Hypotheses, tolerance: float = TOLERANCE) -> None:
+    """The same sentences with the same hypotheses in the same order, whatever a hypothesis holds."""
+    assert len(stock) == len(fast), f"{len(stock)} and {len(fast)} sentences"
+    for sentence, (expected, found) in enumerate(zip(stock, fast)):
+        tokens = token_lists([expected, found])
+        assert tokens[0] == tokens[1], f"sentence {sentence}: {tokens[0]} and {tokens[1]}"
+        assert_same(expected, found, tolerance, f"sentence {sentence}")
+
+
+def assert_same(stock: Any, fast: Any, tolerance: float, name: str) -> None:
+    """Equal types, shapes and integers all the way down; floating point numbers within the tolerance."""
+    assert type(stock) is type(fast), f"{name}: {type(stock)} and {type(fast)}"
+    if isinstance(stock, Tensor):
+        assert stock.shape == fast.shape, f"{name}: shapes {tuple(stock.shape)} and {tuple(fast.shape)}"
+        assert stock.dtype == fast.dtype and stock.device == fast.device, f"{name}: {stock.dtype} and {fast.dtype}"
+        if stock.is_floating_point():
+            close = {"atol": tolerance, "rtol": tolerance, "equal_nan": True}
+            torch.testing.assert_close(fast, stock, **close, msg=lambda message: f"{name}: {message}")
+        else:
+            assert torch.equal(stock, fast), f"{name}: {stock.tolist()} and {fast.tolist()}"
+    elif isinstance(stock, dict):
+        assert list(stock) == list(fast), f"{name}: {list(stock)} and {list(fast)}"
+        for key in stock:
+            assert_same(stock[key], fast[key], tolerance, f"{name}, {key}")
+    elif isinstance(stock, (list, tuple)):
+        assert len(stock) == len(fast), f"{name}: {len(stock)} and {len(fast)} items"
+        for index, (one, other) in enumerate(zip(stock, fast)):
+            assert_same(one, other, tolerance, f"{name}[{index}]")
+    elif isinstance(stock, str) and stock != fast:  # soft alignments are numbers in print
+        assert float(fast) == pytest.approx(float(stock), abs=tolerance), f"{name}: {stock} and {fast}"
+    else:
+        assert stock == fast, f"{name}: {stock} and {fast}"
+
+
+def rows_of_each_step(call: Callable[[], Any]) -> list[int]:
+    """How many rows the unpatched library gives to the decoder in each step of `call`."""
+    rows: list[int] = []
+    original = EnsembleModel.forward_decoder
+
+    def counted(self: EnsembleModel, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows.append(len(tokens))
+        return original(self, tokens, *args, **kwargs)
+
+    with fastgen.disabled(), mock.patch.object(EnsembleModel, "forward_decoder", counted):
+        call()
+    return rows
+
+
+def lengths(hypotheses: Hypotheses) -> list[list[int]]:
+    """Numbers of tokens, for each sentence and hypothesis."""
+    return [[len(hypothesis["tokens"]) for hypothesis in sentence] for sentence in hypotheses]
+
+
+def token_lists(hypotheses: Hypotheses) -> list[list[list[int]]]:
+    """Tokens, for each sentence and hypothesis."""
+    return [[hypothesis["tokens"].tolist() for hypothesis in sentence] for sentence in hypotheses]

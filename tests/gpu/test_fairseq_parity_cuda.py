@@ -1,0 +1,53 @@
+"""Parity of fairseq models with the unpatched library on a GPU, in fp32 without TF32, and in fp16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq.utils import move_to_cuda
+from fairseq_models import CASES, Case
+from fairseq_parity import compare, generate, run_both
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was compared on a GPU"),
+]
+
+# The largest difference of scores that fp16 rounding explains in models of two layers.
+HALF_TOLERANCE = 0.05
+MODES = {"beams": {}, "one beam": {"beam": 1}, "samples": {"sampling": True, "sampling_topk": 9}}
+
+
+@pytest.fixture(autouse=True)
+def _exact_matmul(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def on_gpu(name: str) -> Case:
+    case = CASES[name]()
+    models = [model.cuda() for model in case.models]
+    return Case(models, case.task, move_to_cuda(case.sample), move_to_cuda(case.inference))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mode", MODES)
+def test_fp32_hypotheses_are_those_of_the_unpatched_library(name, mode):
+    compare(on_gpu(name), **MODES[mode])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fp16_scores_of_the_first_words_agree(name):
+    """Rounding may turn over later words."""
+    case = on_gpu(name)
+    for model in case.models:
+        model.half()
+    for part in (case.sample["net_input"],):
+        part.update({key: value.half() for key, value in part.items() if value.is_floating_point()})
+    both = run_both(lambda: generate(case, max_len_b=2))
+    for stock, fast in zip(both.stock, both.fast, strict=True):
+        scores = [torch.stack([hypothesis["score"] for hypothesis in side]).float() for side in (stock, fast)]
+        torch.testing.assert_close(scores[1], scores[0], atol=HALF_TOLERANCE, rtol=0.0)

@@ -1,0 +1,183 @@
+"""`MultiheadAttention.forward` with fastgen's caches gives what fairseq's own gives, step by step."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq.modules import MultiheadAttention
+from fairseq_models import CASES, prompts
+from fairseq_parity import compare, generate
+from torch.nn import functional
+
+import fastgen
+from fastgen.optimizer import report
+from fastgen.optimizer.fairseq.decoder import Written
+from fastgen.optimizer.fairseq.states import DecodingState, ModelPlan
+
+INPUTS, BEAMS, WIDTH, HEADS, SOURCE = 2, 3, 8, 2, 5
+ROWS = INPUTS * BEAMS
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def attention_of(kind: str) -> MultiheadAttention:
+    torch.manual_seed(0)
+    attention = MultiheadAttention(WIDTH, HEADS, **{kind: True}).eval()
+    for parameter in attention.parameters():
+        parameter.normal_()
+    return attention
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_self_attention_of_each_step_and_after_each_reorder():
+    attention = attention_of("self_attention")
+    state, theirs = DecodingState(ModelPlan(self_attention=[attention]), BEAMS, 9), {}
+    for _ in range(9):
+        query = torch.randn(1, ROWS, WIDTH)
+        found, weights = attention(query, query, query, incremental_state=state, need_weights=False)
+        with fastgen.disabled():
+            expected, _ = attention(query, query, query, incremental_state=theirs, need_weights=False)
+        close(found, expected)
+        assert weights is None
+        order = torch.randint(0, ROWS, (ROWS,))
+        state.reorder(order, None)
+        attention.reorder_incremental_state(theirs, order)
+    assert not dict(state), "nothing is kept in the dictionary"
+
+
+@pytest.mark.parametrize("rows", (INPUTS, ROWS), ids=("one row per input", "all rows"))
+@pytest.mark.parametrize("padded", (True, False))
+@pytest.mark.parametrize("need_head_weights", (True, False))
+def test_cross_attention_folds_beams(rows, padded, need_head_weights):
+    attention = attention_of("encoder_decoder_attention")
+    state, theirs = DecodingState(ModelPlan(cross_attention=[attention], watched=True), BEAMS, 9), {}
+    by_input = torch.randn(SOURCE, INPUTS, WIDTH)
+    padding = torch.zeros(INPUTS, SOURCE, dtype=torch.bool)
+    padding[1, 3:] = padded
+    for _ in range(3):
+        query = torch.randn(1, ROWS, WIDTH)
+        states, mask = by_input.repeat_interleave(BEAMS, 1), padding.repeat_interleave(BEAMS, 0)
+        options = {"static_kv": True, "need_weights": True, "need_head_weights": need_head_weights}
+        with fastgen.disabled():
+            expected = attention(query, states, states, mask, incremental_state=theirs, **options)
+        ours, mask = (states, mask) if rows == ROWS else (by_input, padding)
+        found = attention(query, ours, ours, mask, incremental_state=state, **options)
+        for one, other in zip(found, expected):
+            close(one, other)
+            assert one.shape == other.shape
+    assert state.cross(attention).keys.shape == (INPUTS, HEADS, SOURCE, WIDTH // HEADS)
+
+
+def test_weights_that_nobody_sees_are_not_computed():
+    attention = attention_of("encoder_decoder_attention")
+    state = DecodingState(ModelPlan(cross_attention=[attention]), BEAMS, 9)
+    states, query = torch.randn(SOURCE, INPUTS, WIDTH), torch.randn(1, ROWS, WIDTH)
+    with mock.patch.object(
+        functional, "scaled_dot_product_attention", wraps=functional.scaled_dot_product_attention
+    ) as calls:
+        _, weights = attention(query, states, states, incremental_state=state, static_kv=True, need_weights=True)
+    assert weights is None and calls.call_count == 1
+
+
+@pytest.mark.parametrize("padded", (True, False))
+@pytest.mark.parametrize("masked", (None, "additive", "boolean"))
+def test_encoder_attention_inside_a_generation(padded, masked):
+    attention = attention_of("self_attention")
+    query = torch.randn(SOURCE, INPUTS, WIDTH)
+    padding = torch.zeros(INPUTS, SOURCE, dtype=torch.bool)
+    padding[1, 3:] = padded
+    boolean = torch.ones(SOURCE, SOURCE, dtype=torch.bool).triu(1)
+    additive = torch.zeros(SOURCE, SOURCE).masked_fill(boolean, -torch.inf)
+    mask = {None: None, "additive": additive, "boolean": boolean}[masked]
+
+    def call() -> tuple:
+        return attention(query, query, query, padding, need_weights=False, attn_mask=mask)
+
+    with fastgen.disabled():
+        expected, _ = call()
+    with mock.patch.object(
+        functional, "multi_head_attention_forward", side_effect=AssertionError("torch's was called")
+    ):
+        with report.recording("test") as record:
+            record.shared.append("as in a generation")
+            found, weights = call()
+        with pytest.raises(AssertionError, match="torch's was called"):
+            call()
+    close(found, expected)
+    assert weights is None
+
+
+def test_attention_that_is_trained_is_left_alone():
+    attention = attention_of("self_attention").train()
+    query = torch.randn(SOURCE, INPUTS, WIDTH)
+    with (
+        mock.patch.object(functional, "multi_head_attention_forward", side_effect=LookupError),
+        pytest.raises(LookupError),
+        report.recording("test") as record,
+    ):
+        record.shared.append("as in a generation")
+        attention(query, query, query, need_weights=False)
+
+
+def test_no_step_asks_whether_tokens_are_padding():
+    """That read would wait for the device in every step."""
+    reads = []
+    original = torch.Tensor.any
+
+    def counted(tensor: torch.Tensor, *args, **kwargs):
+        reads.append(tensor.shape)
+        return original(tensor, *args, **kwargs)
+
+    case = CASES["transformer"]()
+    with mock.patch.object(torch.Tensor, "any", counted):
+        generate(case)
+        ours = len([shape for shape in reads if shape])
+        reads.clear()
+        with fastgen.disabled():
+            generate(case)
+    assert ours <= 3 < len(reads)
+
+
+def test_written_tokens_are_tokens():
+    tokens = torch.tensor([[1, 2], [3, 4]]).as_subclass(Written)
+    last = tokens[:, -1:].contiguous()
+    assert not last.eq(4).any()
+    assert type(functional.embedding(last, torch.eye(5))) is torch.Tensor
+    assert last.tolist() == [[2], [4]]
+
+
+def test_prompt_is_fed_by_steps_where_a_layer_is_left_to_fairseq():
+    case = CASES["transformer_lm"]()
+    case.models[0].decoder.layers[1].self_attn.skip_embed_dim_check = True
+    both = compare(case)
+    assert not any("prompt" in item for item in both.report.shared) and both.report.shared
+
+
+def test_prompt_is_computed_in_one_pass():
+    """The decoder gets the whole common prompt once, with one row per input, and then one step after the other."""
+    case, shapes = CASES["transformer_lm"](), []
+    sample = prompts(case.task.dictionary, (6, 6, 6))
+    decoder = type(case.models[0].decoder)
+    original = decoder.forward
+
+    def watched(self, tokens, *args, **kwargs):
+        shapes.append((tuple(tokens.shape), kwargs.get("incremental_state") is not None))
+        return original(self, tokens, *args, **kwargs)
+
+    with mock.patch("fastgen.optimizer.fairseq.states.TransformerDecoderBase.forward", watched):
+        generate(case, sample, beam=2, max_len_b=12)
+    assert shapes[0] == ((3, 7), False)
+    assert shapes[1] == ((6, 8), True)
+    assert "the first 6 tokens of the prompt: once per input, in one pass" in fastgen.explain().shared

@@ -1,0 +1,179 @@
+"""Caches of a decoding: written in place, moved together, kept once per input; against plain concatenation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq_models import CASES
+
+from fastgen.optimizer import report
+from fastgen.optimizer.decoding import row_caches
+from fastgen.optimizer.decoding.row_caches import RowCaches
+from fastgen.optimizer.decoding.step_history import StepHistory
+from fastgen.optimizer.fairseq import states
+from fastgen.optimizer.fairseq.states import DecodingState, filling, plan
+
+LAYERS, ROWS, HEADS, WIDTH = 3, 6, 2, 4
+
+
+def random_states(rows: int, length: int = 1) -> torch.Tensor:
+    return torch.randn(rows, HEADS, length, WIDTH)
+
+
+class Concatenated:
+    """What the caches have to be equal to."""
+
+    def __init__(self) -> None:
+        self.states = [[torch.empty(ROWS, HEADS, 0, WIDTH) for _ in range(2)] for _ in range(LAYERS)]
+
+    def append(self, layer: int, *new: torch.Tensor) -> None:
+        self.states[layer] = [torch.cat([old, one], dim=2) for old, one in zip(self.states[layer], new)]
+
+    def reorder(self, order: torch.Tensor) -> None:
+        self.states = [[one.index_select(0, order) for one in layer] for layer in self.states]
+
+
+@pytest.mark.parametrize("looked_at", (0, 1 << 30), ids=("only rows that move", "all rows"))
+@pytest.mark.parametrize("limit", (40, 3), ids=("grows", "limit too small"))
+def test_row_caches_hold_what_concatenation_holds(monkeypatch, looked_at, limit):
+    monkeypatch.setattr(row_caches, "MIN_ELEMENTS_TO_LOOK_AT", looked_at)
+    torch.manual_seed(0)
+    caches, expected = RowCaches(LAYERS, limit), Concatenated()
+    rows = ROWS
+    for step in range(38):
+        for layer in range(LAYERS):
+            new = random_states(rows), random_states(rows)
+            found = caches.append(layer, *new)
+            expected.append(layer, *new)
+            for one, other in zip(found, expected.states[layer]):
+                assert torch.equal(one, other)
+        if step in (10, 30):
+            rows -= 2
+        order = torch.randint(0, len(expected.states[0][0]), (rows,))
+        caches.reorder(order)
+        expected.reorder(order)
+
+
+def test_row_caches_are_written_in_place_and_start_small():
+    caches = RowCaches(LAYERS, 5000)
+    caches.append(0, random_states(ROWS), random_states(ROWS))
+    buffer = caches.buffer
+    assert buffer.shape[4] < 100
+    for _ in range(20):
+        keys, _ = caches.append(0, random_states(ROWS), random_states(ROWS))
+        caches.reorder(torch.tensor([1, 0, 3, 2, 5, 4]))
+    assert caches.buffer is buffer and keys.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def test_reorder_leaves_what_is_equal_in_all_rows():
+    """Rows that change places within an input do not move its prompt."""
+    caches = RowCaches(1, 10)
+    keys, _ = caches.append(0, random_states(ROWS, 3), random_states(ROWS, 3))
+    caches.fixed, before = 3, keys.clone()
+    caches.append(0, *(torch.arange(ROWS).view(ROWS, 1, 1, 1) * torch.ones(1, HEADS, 1, WIDTH) for _ in range(2)))
+    caches.reorder(torch.tensor([1, 1, 2, 3, 4, 5]))
+    assert torch.equal(caches.buffer[0, 0, :, :, :3], before)
+    assert caches.buffer[0, 0, :, 0, 3, 0].tolist() == [1, 1, 2, 3, 4, 5]
+
+
+def test_history_finds_values_of_ancestors():
+    """Against moving all values at each step."""
+    torch.manual_seed(1)
+    rows, width, steps = 6, 3, 12
+    history, moved, expected = None, torch.empty(rows, width, 0), None
+    for step in range(steps):
+        values = torch.randn(rows, width)
+        history = history or StepHistory(steps, values, torch.float32)
+        history.write(step, values)
+        moved = torch.cat([moved, values.unsqueeze(2)], dim=2)
+        expected = torch.tensor([rows - 1, 0])
+        assert torch.equal(history.read(expected, step + 1), moved[expected])
+        rows = 4 if step >= 5 else rows
+        order = torch.randint(0, len(values), (rows,))
+        history.reorder(order)
+        moved = moved[order]
+
+
+def test_state_keeps_cross_attention_once_per_input_and_one_mask():
+    model = CASES["transformer"]().models[0]
+    state = DecodingState(plan(model), fan_out=3, limit=8)
+    padding = torch.tensor([[False, False, True], [False, False, False]])
+    masks = {id(state.mask_sync(padding, inputs=2)) for _ in range(3)}
+    assert len(masks) == 1
+    mask = state.mask_sync(padding, inputs=2)
+    assert torch.equal(mask[:, 0, 0], ~padding)
+    attention = state.plan.cross_attention[0]
+    keys = torch.randn(2, 2, 3, 8)
+    state.set_cross(attention, keys, keys + 1, mask)
+    state.reorder(torch.tensor([5, 3, 4]), torch.tensor([1]))
+    kept = state.cross(attention)
+    assert torch.equal(kept.keys, keys[1:]) and torch.equal(kept.values, keys[1:] + 1)
+    assert torch.equal(kept.mask, mask[1:])
+
+
+def test_mask_that_hides_nothing_is_left_out():
+    state = DecodingState(plan(CASES["transformer"]().models[0]), fan_out=2, limit=8)
+    assert state.mask_sync(torch.zeros(2, 3, dtype=torch.bool), inputs=2) is None
+
+
+def test_mask_of_all_rows_is_read_once_per_input():
+    state = DecodingState(plan(CASES["transformer"]().models[0]), fan_out=2, limit=8)
+    padding = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 1, 1], [0, 1, 1]])
+    assert state.mask_sync(padding, inputs=2)[:, 0, 0].tolist() == [[True, True, False], [True, False, False]]
+
+
+def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays(monkeypatch):
+    case = CASES["transformer_lm"]()
+    decoder = case.models[0].decoder
+    tokens = torch.tensor([[2, 5, 6, 7], [2, 8, 9, 10]])
+    for pays in (True, False):
+        monkeypatch.setattr(states, "sharing_pays", lambda keys, fan_out, pays=pays: pays)
+        state = DecodingState(plan(case.models[0]), fan_out=3, limit=9)
+        with torch.no_grad(), report.recording("test") as record, filling(state):
+            record.shared.append("as in a generation")
+            decoder.forward(tokens, features_only=True)
+        assert state.is_filled
+        state.start_rows()
+        attention = decoder.layers[0].self_attn
+        if pays:
+            assert [part.shape for part in state.prompt(attention)] == [(2, 2, 4, 8)] * 2
+        else:
+            assert state.prompt(attention) is None
+            assert state.append(attention, *torch.zeros(2, 6, 2, 1, 8))[0].shape == (6, 2, 5, 8)
+
+
+def test_state_refuses_what_fairseq_would_keep_in_it_for_a_layer_of_fastgen():
+    """So that patches which are taken back during a generation end it, instead of changing its results."""
+    model = CASES["transformer"]().models[0]
+    state = DecodingState(plan(model), fan_out=3, limit=8)
+    with pytest.raises(RuntimeError, match="switched off"):
+        model.decoder.layers[0].self_attn._set_input_buffer(state, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    (("fconv", "FConvDecoder"), ("lstm", "LSTMDecoder"), ("lightconv", "LightConvDecoder")),
+)
+def test_other_decoders_are_left_alone_with_a_reason(name, reason):
+    assert reason in "".join(plan(CASES[name]().models[0]).reasons)
+
+
+def test_plan_leaves_modules_alone_that_it_does_not_know():
+    model = CASES["transformer"]().models[0]
+    first, second = model.decoder.layers
+    first.self_attn.onnx_trace = True
+    second.encoder_attn.add_zero_attn = True
+    found = plan(model)
+    assert found.self_attention == [second.self_attn] and found.cross_attention == [first.encoder_attn]
+    assert set(found.others) == {first.self_attn, second.encoder_attn}
+    assert not found.by_input, "an attention of fairseq needs all rows of the encoder's output"
+
+
+def test_hooks_make_the_plan_give_all_that_fairseq_gives():
+    model = CASES["transformer"]().models[0]
+    assert plan(model).by_input and not plan(model).watched
+    model.decoder.layers[0].register_forward_hook(lambda *args: None)
+    assert plan(model).watched and not plan(model).by_input

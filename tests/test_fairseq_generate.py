@@ -1,0 +1,255 @@
+"""Every kind of fairseq model generates under fastgen what the unpatched fairseq generates."""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq.sequence_generator import EnsembleModel
+from fairseq_models import CASES, Case, iterative, pair_sample, prompts, source_sample, translation
+from fairseq_parity import (
+    BEAMS,
+    assert_same_hypotheses,
+    compare,
+    generate,
+    lengths,
+    rows_of_each_step,
+    run_both,
+)
+
+import fastgen
+
+MODES = {
+    "beams": {},
+    "one beam": {"beam": 1},
+    "more beams than sentences": {"beam": 7},
+    "samples": {"sampling": True, "sampling_topk": 9},
+}
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, Case]:
+    """Models with a beam width in their state (BART) are spoilt by one beam after several: see `fresh`."""
+    return {name: make() for name, make in CASES.items()}
+
+
+def fresh(name: str) -> Case:
+    """Upstream's BART keeps the last beam width above 1, and then reads wrong keys with one beam, or stops."""
+    return CASES[name]()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_model_generates_the_same(name, mode):
+    both = compare(fresh(name), **MODES[mode])
+    assert len({tuple(hypothesis["tokens"].tolist()) for sentence in both.fast for hypothesis in sentence}) >= 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sentences_leave_the_batch_one_after_the_other(cases, name):
+    """A claim about these models: without it, comparisons would not see how sentences are dropped."""
+    rows = rows_of_each_step(lambda: generate(cases[name]))
+    assert rows[0] == BEAMS["beam"] * cases[name].rows
+    assert rows == sorted(rows, reverse=True) and len(set(rows)) >= 4, rows
+    with fastgen.disabled():
+        ends = {length for sentence in lengths(generate(cases[name])) for length in sentence}
+    assert len(ends) >= 4, ends
+
+
+CACHED = [name for name in CASES if name not in ("fconv", "lightconv")]
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_comparison_notices_states_of_the_wrong_beam(cases, name):
+    """A claim about these models and the comparison: states that stay behind the beams change what is returned."""
+    with fastgen.disabled():
+        expected = generate(cases[name])
+        with (
+            mock.patch.object(EnsembleModel, "reorder_incremental_state", keeping_beams),
+            pytest.raises(AssertionError),
+        ):
+            assert_same_hypotheses(expected, generate(cases[name]))
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_comparison_notices_states_of_the_wrong_sentence(cases, name):
+    with fastgen.disabled():
+        expected = generate(cases[name])
+        with mock.patch.object(EnsembleModel, "reorder_incremental_state", rotating), pytest.raises(AssertionError):
+            assert_same_hypotheses(expected, generate(cases[name]))
+
+
+REORDER = EnsembleModel.reorder_incremental_state
+
+
+def keeping_beams(self: EnsembleModel, incremental_states: Any, new_order: torch.Tensor) -> None:
+    """Each row keeps the state of its own beam; sentences are still dropped."""
+    beams = new_order.view(-1, BEAMS["beam"])
+    first = beams.div(BEAMS["beam"], rounding_mode="floor")[:, :1] * BEAMS["beam"]
+    REORDER(self, incremental_states, (first + torch.arange(BEAMS["beam"])).view(-1))
+
+
+def rotating(self: EnsembleModel, incremental_states: Any, new_order: torch.Tensor) -> None:
+    """Each sentence gets the states of another one as soon as one is dropped."""
+    if len(new_order) <= BEAMS["beam"] * 3:
+        new_order = new_order.view(-1, BEAMS["beam"]).roll(1, dims=0).view(-1)
+    REORDER(self, incremental_states, new_order)
+
+
+@pytest.mark.parametrize("name", ("transformer", "bart", "transformer_lm", "lstm"))
+def test_calls_in_a_row_with_other_batches(name):
+    """One generator for all batches, as `fairseq-generate` has it."""
+    case = fresh(name)
+    batches = [case.sample] + [sample_of(case, *some) for some in ((3,), (8, 8, 8), (1, 12, 4, 2, 5, 5, 9), (1,))]
+
+    def call() -> list:
+        generator = case.task.build_generator(case.models, Namespace(**BEAMS))
+        return [
+            case.task.inference_step(generator, case.models, sample, **first_tokens(case, sample)) for sample in batches
+        ]
+
+    both = run_both(call)
+    for stock, fast in zip(both.stock, both.fast, strict=True):
+        assert_same_hypotheses(stock, fast)
+
+
+def sample_of(case: Case, *some: int) -> dict[str, Any]:
+    """A batch of sentences with these numbers of words, of the case's kind."""
+    if "src_tokens" in case.sample["net_input"] and case.task.__class__.__name__ == "LanguageModelingTask":
+        return prompts(case.task.dictionary, some, seed=sum(some))
+    if case.inference:
+        return pair_sample(case.task, some, seed=sum(some), left_pad_source=False)
+    return source_sample(case.task, some, seed=sum(some))
+
+
+def first_tokens(case: Case, sample: dict[str, Any]) -> dict[str, Any]:
+    return {key: value[:1].expand(len(sample["id"]), -1) for key, value in case.inference.items()}
+
+
+@pytest.mark.parametrize("name", ("transformer", "bart", "transformer_lm"))
+def test_beam_widths_may_change_from_call_to_call(name):
+    case = fresh(name)
+    for beam in (3, 2, 6, 3):
+        compare(case, beam=beam)
+
+
+@pytest.mark.parametrize("name", ("transformer", "bart", "transformer_lm"))
+def test_weights_that_change_between_calls_are_read_again(name):
+    case = fresh(name)
+    before = compare(case).fast
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in case.models[0].parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    assert lengths(compare(case).fast) != lengths(before)
+
+
+@pytest.mark.parametrize("name", ("transformer", "bart", "lstm", "transformer_lm"))
+def test_model_that_was_training_is_evaluated(name):
+    case, expected = fresh(name), fresh(name)
+    case.models[0].train()
+    both = compare(case)
+    with fastgen.disabled():
+        assert_same_hypotheses(generate(expected), both.fast)
+    assert not case.models[0].training
+
+
+def test_dropout_stays_where_the_user_turns_it_on_after_building(cases):
+    case = cases["transformer"]
+
+    def call() -> list:
+        generator = case.task.build_generator(case.models, Namespace(**BEAMS))
+        case.models[0].train()
+        return case.task.inference_step(generator, case.models, case.sample)
+
+    try:
+        both = run_both(call)
+    finally:
+        case.models[0].eval()
+    assert_same_hypotheses(both.stock, both.fast)
+    with pytest.raises(AssertionError):
+        assert_same_hypotheses(both.fast, generate(case))
+
+
+@pytest.mark.parametrize("name", ("transformer", "bart", "ensemble"))
+def test_models_are_left_as_they_were(name):
+    """Weights and mode; what else upstream changes in them (BART's beam width), fastgen may change, too."""
+    case = fresh(name)
+    before = copy.deepcopy([model.state_dict() for model in case.models])
+    compare(case)
+    for model, state in zip(case.models, before, strict=True):
+        after = model.state_dict()
+        assert list(after) == list(state)
+        assert all(torch.equal(after[key], state[key]) for key in state)
+        assert all(type(module).__module__.split(".")[0] in ("fairseq", "torch") for module in model.modules())
+    copied = Case(copy.deepcopy(case.models), case.task, case.sample, case.inference)
+    with fastgen.disabled():
+        assert_same_hypotheses(generate(case), generate(copied))
+
+
+def test_two_threads_on_two_models(cases):
+    names = ["transformer", "bart", "transformer_lm", "ensemble"]
+    with fastgen.disabled():
+        expected = {name: generate(cases[name]) for name in names}
+    with ThreadPoolExecutor(len(names)) as pool:
+        for _ in range(3):
+            found = dict(zip(names, pool.map(lambda name: generate(cases[name]), names)))
+            for name in names:
+                assert_same_hypotheses(expected[name], found[name])
+
+
+def test_two_threads_on_one_model(cases):
+    case = cases["transformer"]
+    batches = [sample_of(case, *some) for some in ((9, 4), (2, 7, 5), (6,), (1, 1, 8, 3))]
+    with fastgen.disabled():
+        expected = [generate(case, sample) for sample in batches]
+    with ThreadPoolExecutor(len(batches)) as pool:
+        for stock, fast in zip(expected, pool.map(lambda sample: generate(case, sample), batches), strict=True):
+            assert_same_hypotheses(stock, fast)
+
+
+@pytest.mark.parametrize("absent", ("id", "src_lengths", "prev_output_tokens"))
+def test_samples_without_optional_parts(cases, absent):
+    """Without lengths upstream's BART stops with an error; the Transformer counts tokens itself."""
+    sample = copy.deepcopy(cases["transformer"].sample)
+    for part in (sample, sample["net_input"]):
+        part.pop(absent, None)
+    if absent == "src_lengths":
+        sample["net_input"].pop("prev_output_tokens", None)
+    compare(cases["transformer"], sample)
+
+
+def test_few_positions_limit_the_length():
+    both = compare(translation("transformer", [122], 1.0, max_target_positions=7, decoder_learned_pos=True))
+    assert max(max(row) for row in lengths(both.fast)) == 7
+
+
+@pytest.mark.parametrize("name", ("transformer", "bart"))
+def test_double_precision(name):
+    case = fresh(name)
+    for model in case.models:
+        model.double()
+    compare(case)
+
+
+@pytest.mark.parametrize("option", ({}, {"retain_iter_history": True}, {"iter_decode_with_beam": 3}))
+def test_iterative_refinement_is_left_alone(option):
+    both = compare(iterative(4, 1.0), iter_decode_max_iter=4, accelerated=False, **option)
+    assert ("history" in both.fast[0][0]) == ("retain_iter_history" in option)
+    assert len({hypotheses[0]["steps"] for hypotheses in both.fast}) > 1
+
+
+def test_case_is_a_value():
+    """A claim about the cases: made twice, they are equal, so that comparisons may make their own."""
+    one, other = CASES["transformer"](), CASES["transformer"]()
+    assert isinstance(one, Case)
+    for key, value in one.models[0].state_dict().items():
+        assert torch.equal(value, other.models[0].state_dict()[key])

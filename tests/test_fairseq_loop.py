@@ -1,0 +1,182 @@
+"""The decoding loop for fairseq: bookkeeping of beams, hypotheses, and what it leaves to fairseq, with the reasons."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq_models import CASES
+from fairseq_parity import BEAMS, assert_same_hypotheses, compare, generate, run_both
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastgen
+from fastgen.optimizer.decoding import beam_search
+from fastgen.optimizer.fairseq import loop
+from fastgen.optimizer.fairseq.hypotheses import Collected
+
+
+def test_ended_candidates_are_passed_over_in_order():
+    """Three beams, six candidates: those that end go, the best of the others go on."""
+    scores = torch.tensor([[-1.0, -2, -3, -4, -5, -6], [-1.0, -2, -3, -4, -5, -torch.inf]])
+    tokens = torch.tensor([[7, 2, 8, 2, 9, 5], [2, 2, 2, 4, 5, 2]])
+    ignored = torch.tensor([[False, False, False], [False, True, False]])
+    ended = beam_search.ending(scores, tokens, 2, ignored)
+    assert ended.tolist() == [[False, True, False, True, False, False], [True, False, True, False, False, False]]
+    active, ignored = beam_search.going_on(ended, ignored)
+    assert active.tolist() == [[0, 2, 4], [3, 4, 5]]
+    assert not ignored.any()
+
+
+def test_places_for_which_nothing_is_left_are_ignored():
+    """As in sampling, where each beam has one candidate."""
+    ended = torch.tensor([[True, False, True]])
+    active, ignored = beam_search.going_on(ended, torch.zeros(1, 3, dtype=torch.bool))
+    assert active.tolist() == [[1, 0, 2]] and ignored.tolist() == [[False, True, True]]
+    active, ignored = beam_search.going_on(torch.tensor([[False, False, False]]), ignored)
+    assert active[0, 0] == 0 and ignored.tolist() == [[False, True, True]]
+
+
+def test_forced_tokens_keep_their_own_log_probability():
+    log_probs = torch.randn(3, 5).log_softmax(-1)
+    before = log_probs.clone()
+    forced = beam_search.force_tokens(log_probs, torch.tensor([4, 1, 0]), pad=1)
+    assert torch.equal(forced[1], before[1])
+    for row, token in ((0, 4), (2, 0)):
+        assert forced[row, token] == before[row, token]
+        assert forced[row].isinf().sum() == 4
+
+
+def test_sums_are_rounded_as_a_search_rounds_them():
+    values = torch.full((2, 3000), 0.1)
+    expected = values[:, 0]
+    for column in range(1, 3000):
+        expected = expected + values[:, column]
+    assert torch.equal(beam_search.sum_in_order(values)[:, -1], expected)
+
+
+def test_a_sentence_collects_no_more_hypotheses_than_beams():
+    collected = Collected(2, [[{}], [{}, {}], []])
+    assert collected.wanted([[True, True], [True, False], [False, True]], [0, 1, 2]) == [(0, 0), (2, 1)]
+
+
+def test_numbers_of_dropped_sentences_are_kept():
+    collected = Collected(1, [[], [], [{}]])
+    assert collected.wanted([[True]], [1]) == [(0, 0)]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations that wait for the device: reading a number, and results whose size depends on values."""
+
+    _READING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
+        if name in self._READING or by_mask:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ("pre-norm, learned positions", "bart"))
+def test_each_step_reads_the_device_once(name):
+    """Which candidates have ended; nothing else, from the second step on, waits for what was computed."""
+    case, flags, reads = CASES[name](), [], []
+    read_flags, propose, go_on = loop._flags_sync, loop.Loop.propose, loop.Loop.go_on
+
+    def counted(function):
+        def call(self, step, *args):
+            with HostReads() as mode:
+                result = function(self, step, *args)
+            reads.extend(mode.found if step > 0 else ())
+            return result
+
+        return call
+
+    with (
+        mock.patch.object(loop, "_flags_sync", lambda ended: flags.append(ended.shape) or read_flags(ended)),
+        mock.patch.object(loop.Loop, "propose", counted(propose)),
+        mock.patch.object(loop.Loop, "go_on", counted(go_on)),
+    ):
+        generate(case)
+    assert reads == []
+    assert len(flags) > 5 and all(len(shape) == 2 for shape in flags)
+    with fastgen.disabled(), HostReads() as mode:
+        generate(case)
+    assert len(mode.found) > 3 * len(flags), "a claim about the count: upstream waits several times in each step"
+
+
+def test_encoder_output_is_never_repeated():
+    case = CASES["transformer"]()
+    encoder = type(case.models[0].encoder)
+    with mock.patch.object(encoder, "reorder_encoder_out", side_effect=AssertionError("repeated")) as reorder:
+        reorder.__module__ = "fairseq.models.transformer.transformer_encoder"
+        generate(case)
+
+
+def refusing(name: str, change) -> tuple:
+    case = CASES[name]()
+    generator = case.task.build_generator(case.models, Namespace(**BEAMS))
+    arguments = change(case, generator) or {}
+
+    def call() -> list:
+        return generator.generate(case.models, case.sample, **arguments)
+
+    return call
+
+
+class Finalizes(SequenceGenerator):
+    def finalize_hypos(self, *args, **kwargs):
+        return super().finalize_hypos(*args, **kwargs)
+
+
+def drop_out(case, generator) -> None:
+    case.models[0].decoder.dropout_module.apply_during_inference = True
+
+
+LEFT_ALONE = {
+    "generator Finalizes has a finalize_hypos of its own": lambda case, generator: setattr(
+        generator, "__class__", Finalizes
+    ),
+    "a model is in training mode": lambda case, generator: case.models[0].train() and None,
+    "dropout stays on during inference": drop_out,
+    "layers of the decoder are used more than once": lambda case, generator: setattr(
+        case.models[0].decoder, "layers", torch.nn.ModuleList([case.models[0].decoder.layers[0]] * 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT_ALONE)
+def test_what_is_left_to_fairseq_says_why(reason):
+    both = run_both(refusing("transformer", LEFT_ALONE[reason]))
+    assert_same_hypotheses(both.stock, both.fast)
+    assert any(reason in fallback for fallback in both.report.fallbacks), both.report
+    assert not both.report.shared
+
+
+def test_errors_of_arguments_are_those_of_fairseq():
+    case = CASES["transformer"]()
+    for options in ({"min_len": 30, "max_len_b": 5}, {"inference": {"constraints": torch.zeros(5, 1).long()}}):
+        with fastgen.disabled(), pytest.raises((AssertionError, NotImplementedError)) as expected:
+            generate(case, **options)
+        with pytest.raises(expected.type, match=str(expected.value)[:20]):
+            generate(case, **options)
+
+
+def test_explain_tells_what_was_shared():
+    case = CASES["bart"]()
+    report = compare(case).report
+    assert report.model == "BARTModel" and (report.inputs, report.rows) == (5, 15)
+    assert "cross-attention keys and values: once per input, 2 layers" in report.shared
+    assert "encoder output: never repeated" in report.shared
+    assert report.fallbacks == []

@@ -1,0 +1,63 @@
+"""Generators of fairseq that users compile with `torch.jit.script`: its sources are read, patched or not."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq_models import CASES
+from fairseq_parity import BEAMS, assert_same_hypotheses, corrected_blocking, generate, token_lists
+
+import fastgen
+
+SCRIPTED = {
+    "transformer": {},
+    "pre-norm, learned positions": {},
+    "cross_self_attention": {},
+    "bart": {},
+    "ensemble": {},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "sampling": {"sampling": True, "sampling_topk": 5},
+    "diverse_beam_groups": {"diverse_beam_groups": 3},
+    "match_source_len": {"match_source_len": True},
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_scripted_generator_gives_the_same(name):
+    """`torch.jit.script` takes the generator as it is; what comes out does what upstream's does, and the plain one.
+
+    Except for n-grams: a scripted generator blocks those that upstream blocks, or those that the definition blocks.
+    """
+    case = CASES[name if name in CASES else "transformer"]()
+    inputs = {key: value for key, value in case.sample["net_input"].items() if key != "prev_output_tokens"}
+
+    def call(script: bool) -> list:
+        generator = case.task.build_generator(case.models, Namespace(**BEAMS | SCRIPTED[name]))
+        torch.manual_seed(7)
+        return (torch.jit.script(generator) if script else generator)({"net_input": inputs}, **case.inference)
+
+    with fastgen.disabled():
+        stock = call(script=False)
+    scripted = call(script=True)
+    if name == "no_repeat_ngram_size":
+        with fastgen.disabled(), corrected_blocking():
+            corrected = call(script=False)
+        assert token_lists(scripted) in (token_lists(stock), token_lists(corrected))
+    else:
+        assert_same_hypotheses(stock, scripted)
+        assert_same_hypotheses(call(script=False), scripted)
+
+
+def test_generator_of_a_script_that_was_saved(tmp_path):
+    case = CASES["transformer"]()
+    inputs = {key: value for key, value in case.sample["net_input"].items() if key != "prev_output_tokens"}
+    generator = case.task.build_generator(case.models, Namespace(**BEAMS))
+    torch.jit.script(generator).save(tmp_path / "generator.pt")
+    loaded = torch.jit.load(tmp_path / "generator.pt")
+    with fastgen.disabled():
+        assert_same_hypotheses(generate(case), loaded({"net_input": inputs}))

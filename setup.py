@@ -91,6 +91,8 @@ setup(
     entry_points={
         "console_scripts": [
             "fastgen-generate-for-transformers = fastgen.cli.generate_for_transformers:main",
+            "fastgen-generate-for-fairseq = fastgen.cli.fairseq.generate:main",
+            "fastgen-eval-lm-for-fairseq = fastgen.cli.fairseq.eval_lm:main",
         ]
     },
     classifiers=[

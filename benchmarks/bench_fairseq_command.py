@@ -1,0 +1,185 @@
+"""fastgen-generate-for-fairseq against fairseq-generate, alternately, and its pipeline against the model alone.
+
+    python benchmarks/bench_fairseq_command.py [--repeats 3] [--lines 2000] [--json FILE]
+
+command: wall time of both from start to end on short lines with Moses and BPE in batches of 64, and their ratio.
+pipeline: wall time from the first batch to the last written line where the model call is a sleep of the same length,
+over the length of these sleeps.
+The data are random words through Moses, a stand-in for BPE and fairseq-preprocess; the model is trained for some
+updates, so that sentences end. Everything is made in a temporary folder, which takes half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+COMMAND_FLOOR = 1.5
+PIPELINE_CEILING = 1.03
+
+# fairseq's commands as they are under torch before 2.6.
+STOCK = (
+    "import argparse, importlib, sys, torch; torch.serialization.add_safe_globals([argparse.Namespace]); "
+    "importlib.import_module('fairseq_cli.' + sys.argv.pop(1)).cli_main()"
+)
+FASTGEN = "import sys; from fastgen.cli.fairseq.generate import main; sys.exit(main())"
+
+# Calls the model once for each batch beforehand; in the run that counts it sleeps as long as that took.
+SLEEPING = """
+import json, sys, time
+from fastgen.cli.fairseq import generate
+from fastgen.cli.fairseq.imports import import_fairseq
+import_fairseq()
+from fastgen.cli.fairseq.pipeline import _Run
+all_batches, report = _Run.all_batches, _Run.report
+
+def replayed(run, pool):
+    samples, answers, seconds = list(run.batches), [], []
+    infer = run.task.inference_step
+    def recorded(generator, models, sample, **more):
+        start = time.perf_counter()
+        answers.append(infer(generator, models, sample, **more))
+        seconds.append(time.perf_counter() - start)
+        return answers[-1]
+    for sample in samples:
+        recorded(run.generator, run.models, sample, prefix_tokens=None, constraints=None)
+    left = list(zip(answers, seconds))[::-1]
+    def sleeping(*unused, **more):
+        answer, length = left.pop()
+        time.sleep(length)
+        return answer
+    run.task.inference_step = sleeping
+    log = run.batches.log
+    run.batches = type("Batches", (list,), {"log": log})(samples)
+    run.asleep, run.start = sum(seconds), time.perf_counter()
+    all_batches(run, pool)
+
+def reported(run):
+    seconds = time.perf_counter() - run.start
+    report(run)
+    json.dump({"asleep": run.asleep, "seconds": seconds}, sys.stderr)
+
+_Run.all_batches, _Run.report = replayed, reported
+sys.exit(generate.main())
+"""
+
+
+@dataclass
+class Result:
+    lines: int
+    equal: bool
+    stock_seconds: float
+    fastgen_seconds: float
+    ratio: float
+    floor: float
+    pipeline_over_sleep: float
+    ceiling: float
+
+
+def make(folder: Path, lines: int) -> list[str]:
+    """Data and a model in `folder`; returns the arguments of fairseq-generate."""
+    from sacremoses import MosesTokenizer
+
+    draw = random.Random(0)
+    letters = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
+    words = ["".join(draw.choices(letters, k=draw.randint(1, 4))) for _ in range(1500)]
+    moses = {language: MosesTokenizer(language) for language in ("de", "en")}
+    for split, number in (("train", 3000), ("valid", 100), ("test", lines)):
+        files = {language: (folder / f"{split}.{language}").open("w", encoding="utf-8") for language in moses}
+        for _ in range(number):
+            chosen = draw.choices(words, k=draw.randint(3, 12))
+            chosen[0] = chosen[0].capitalize()
+            chosen[-1] += draw.choice(["'s.", ".", "!", " (yes)?"])
+            for language, file in files.items():
+                file.write(" ".join(map(_pieces, moses[language].tokenize(" ".join(chosen)))) + "\n")
+        for file in files.values():
+            file.close()
+    prefixes = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
+    languages = ["-s", "de", "-t", "en"]
+    run(STOCK, "preprocess", *languages, "--joined-dictionary", *prefixes, "--destdir", str(folder / "bin"))
+    sizes = "--encoder-layers 2 --encoder-embed-dim 128 --encoder-ffn-embed-dim 256 --encoder-attention-heads 4 "
+    sizes += "--decoder-layers 2 --decoder-embed-dim 128 --decoder-ffn-embed-dim 256 --decoder-attention-heads 4"
+    training = "--arch transformer --share-all-embeddings --cpu --optimizer adam --lr 0.003 --max-tokens 2000 "
+    training += "--max-update 40 --dropout 0 --no-epoch-checkpoints --no-progress-bar"
+    save = ["--save-dir", str(folder / "model")]
+    run(STOCK, "train", str(folder / "bin"), *languages, *training.split(), *sizes.split(), *save)
+    model = str(folder / "model" / "checkpoint_last.pt")
+    flags = "--batch-size 64 --beam 4 --min-len 8 --max-len-b 15 --remove-bpe --tokenizer moses"
+    return [str(folder / "bin"), "--path", model, *languages, *flags.split()]
+
+
+def _pieces(word: str) -> str:
+    return f"{word[:4]}@@ {word[4:]}" if len(word) > 5 and word.isalpha() else word
+
+
+def run(code: str, *args: str) -> subprocess.CompletedProcess:
+    """`python -c code args...`, which must end well."""
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"exit status {done.returncode}: {done.stderr[-2000:]}")
+    return done
+
+
+def same_words(stock: str, fastgen: str) -> bool:
+    """Whether the lines are the same where they are not scores, whose last digits the faster model may change."""
+    texts = [[line.split("\t")[::2] for line in text.splitlines() if line[:2] != "P-"] for text in (stock, fastgen)]
+    return texts[0] == texts[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs (default 3)")
+    parser.add_argument("--lines", type=int, default=2000, help="lines to translate (default 2000)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--json", metavar="FILE", help="also write the results here")
+    args = parser.parse_args()
+    seconds: dict[str, list[float]] = {"stock": [], "fastgen": []}
+    over_sleep, equal = [], True
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = make(Path(folder), args.lines) + ["--cpu"] * (args.device == "cpu")
+        for repeat in range(args.repeats):
+            outputs = {}
+            for kind in ("stock", "fastgen") if repeat % 2 == 0 else ("fastgen", "stock"):
+                start = time.perf_counter()
+                code = [STOCK, "generate"] if kind == "stock" else [FASTGEN]
+                outputs[kind] = run(*code, *arguments).stdout
+                seconds[kind].append(time.perf_counter() - start)
+            equal = equal and same_words(outputs["stock"], outputs["fastgen"])
+            slept = json.loads(run(SLEEPING, *arguments).stderr.rpartition("\n")[2])
+            over_sleep.append(slept["seconds"] / slept["asleep"])
+            print(
+                f"stock {seconds['stock'][-1]:.2f} s, fastgen {seconds['fastgen'][-1]:.2f} s, "
+                f"pipeline {slept['seconds']:.3f} s over {slept['asleep']:.3f} s of sleep",
+                flush=True,
+            )
+    ratio = statistics.median(a / b for a, b in zip(seconds["stock"], seconds["fastgen"]))
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    result = Result(
+        args.lines,
+        equal,
+        medians["stock"],
+        medians["fastgen"],
+        ratio,
+        COMMAND_FLOOR,
+        statistics.median(over_sleep),
+        PIPELINE_CEILING,
+    )
+    print(f"{os.cpu_count()} cores; {'equal words' if equal else 'DIFFERENT words'}")
+    print(f"command   {ratio:.2f}x (floor {COMMAND_FLOOR}x)")
+    print(f"pipeline  {result.pipeline_over_sleep:.3f} of the sleep alone (at most {PIPELINE_CEILING})")
+    if args.json:
+        Path(args.json).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""What the fairseq commands share: fastgen's own flags, the environment of a run, errors and exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import fastgen
+from fastgen.cli.errors import InputError
+from fastgen.cli.pipeline.interrupt import INTERRUPTED, interruptible
+
+FAILED = 1
+UNUSABLE = 2
+READER_GONE = 141  # 128 + SIGPIPE, as of a program that the signal ends
+
+
+def run_command(prog: str, run: Callable[[], None], argv: list[str] | None) -> int:
+    """Runs a command with `argv` as its arguments and returns its exit status; expected errors are one line each.
+
+    0 done, 1 failed on the way, 2 a flag, file or model cannot be used, 130 interrupted, 141 nobody reads any more.
+    """
+    before = sys.argv
+    # fairseq looks for --user-dir in sys.argv, whatever arguments its parser is given.
+    sys.argv = [prog, *(before[1:] if argv is None else argv)]
+    try:
+        with interruptible():
+            run()
+            sys.stdout.flush()
+    except (InputError, FileNotFoundError, pickle.UnpicklingError) as error:
+        return _stop(prog, f"error: {_one_line(error)}", UNUSABLE)
+    except BrokenPipeError:
+        # What is left in the buffer cannot be written: the interpreter must not try again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    except OSError as error:
+        return _stop(prog, f"error: {_one_line(error)}", FAILED)
+    except KeyboardInterrupt:
+        return _stop(prog, "interrupted", INTERRUPTED)
+    finally:
+        sys.argv = before
+        if argv is None:
+            gc.freeze()  # the program ends: Python would look through all of torch and fairseq for garbage once more
+    return 0
+
+
+def add_no_fastgen(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The group of fastgen's flags, with the one that both commands have."""
+    group = parser.add_argument_group("fastgen")
+    group.add_argument(
+        "--no-fastgen", action="store_true", help="run the unchanged library and command, without fastgen's speed-ups"
+    )
+    return group
+
+
+@contextmanager
+def without_fastgen() -> Iterator[None]:
+    """The unchanged library; fairseq's checkpoints load all the same, as under torch before 2.6."""
+    from fastgen.optimizer.fairseq.checkpoints import allowed
+
+    with fastgen.disabled(), allowed():
+        yield
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _stop(prog: str, message: str, status: int) -> int:
+    print(f"{prog}: {message}", file=sys.stderr)
+    return status

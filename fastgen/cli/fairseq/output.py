@@ -1,0 +1,72 @@
+"""One output for all that fairseq-generate writes into it, in the same order.
+
+The text of a batch comes from the workers, later than what the program writes by itself in the meantime: progress and
+warnings of fairseq's loggers, prints of a user's plug-in. All of them go through here and wait for their turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from fastgen.cli.pipeline.ordered_pool import OrderedPool
+
+
+class OrderedOutput:
+    """A text stream over `file` whose writes take their place behind the tasks of a pool, as long as there is one."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
+        self.pool: OrderedPool | None = None
+
+    def write(self, text: str) -> int:
+        """Writes `text` when everything that was submitted before it has been written."""
+        if self.pool is None or self.pool.is_writing_here():
+            return self.file.write(text)
+        self.pool.put(text)
+        return len(text)
+
+    def write_now(self, text: str) -> None:
+        """Writes `text` out of turn and sees it through to the file: it survives whatever happens next."""
+        self.file.write(text)
+        self.file.flush()
+
+    def flush(self) -> None:
+        """Whatever waits for its turn is flushed when it is written."""
+        if self.pool is None or self.pool.is_writing_here():
+            self.file.flush()
+
+    def __getattr__(self, name: str) -> object:
+        """Everything else (isatty, encoding, fileno, …) is the file's."""
+        return getattr(self.file, name)
+
+    @contextmanager
+    def in_turn(self, pool: OrderedPool) -> Iterator[None]:
+        """Lets writes wait for the tasks of `pool` until the block ends."""
+        self.pool = pool
+        try:
+            yield
+        finally:
+            self.pool = None
+
+    @contextmanager
+    def instead_of_its_file(self) -> Iterator[None]:
+        """Prints and log handlers that write into `file` write here, if `file` is the standard output."""
+        if self.file is not sys.stdout:
+            yield
+            return
+        handlers = [
+            handler for handler in logging.getLogger().handlers if getattr(handler, "stream", None) is self.file
+        ]
+        for handler in handlers:
+            handler.setStream(self)
+        try:
+            with contextlib.redirect_stdout(self):
+                yield
+        finally:
+            for handler in handlers:
+                handler.setStream(self.file)

@@ -1,0 +1,276 @@
+"""The steps of fairseq-generate, with the text made and scored in worker processes while the model runs (§4.3).
+
+This process loads and iterates, calls the model, and hands plain numbers on. The workers are forked before the model
+is loaded: they start in milliseconds with fairseq imported and the dictionaries read, and never hold the model's
+memory or a CUDA context. Loggers, their texts and the order of the steps are those of fairseq-generate.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from fairseq import checkpoint_utils, scoring, tasks, utils
+from fairseq.logging import progress_bar
+from fairseq.logging.meters import StopwatchMeter, TimeMeter
+from fairseq.tasks.fairseq_task import FairseqTask
+from fairseq_cli.generate import get_symbols_to_strip_from_output
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.fairseq import hypotheses
+from fastgen.cli.fairseq.hypotheses import Sentences, Wanted
+from fastgen.cli.fairseq.output import OrderedOutput
+from fastgen.cli.fairseq.postprocess import Finished, Postprocessor
+from fastgen.cli.fairseq.scores import add_part
+from fastgen.cli.pipeline.ordered_pool import OrderedPool
+
+logger = logging.getLogger("fairseq_cli.generate")
+
+UNFINISHED_TASKS_PER_WORKER = 8
+
+
+def generate(cfg: Any, workers: int) -> None:
+    """Runs fairseq-generate's steps into the standard output, or into the file of --results-path."""
+    folder = cfg.common_eval.results_path
+    if folder is None:
+        _generate(cfg, sys.stdout, workers)
+        return
+    path = os.path.join(folder, f"generate-{cfg.dataset.gen_subset}.txt")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise InputError(f"--results-path {folder}: {path} cannot be written ({error.strerror})") from error
+    with file:
+        _generate(cfg, file, workers)
+
+
+def _generate(cfg: Any, file: TextIO, workers: int) -> None:
+    output = OrderedOutput(file)
+    logging.basicConfig(
+        format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        level=os.environ.get("LOGLEVEL", "INFO").upper(),
+        stream=file,
+    )
+    utils.import_user_module(cfg.common)
+    if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+        cfg.dataset.max_tokens = 12000
+    logger.info(cfg)
+    if cfg.common.seed is not None and not cfg.generation.no_seed_provided:
+        np.random.seed(cfg.common.seed)
+        utils.set_torch_seed(cfg.common.seed)
+
+    task = tasks.setup_task(cfg.task)
+    run = _Run(cfg, task, output)
+    start = functools.partial(Postprocessor, cfg, task, run.src_dict, run.tgt_dict)
+    with _forked(start, run.write, workers) as pool, output.instead_of_its_file():
+        run.load()
+        with output.in_turn(pool):
+            run.all_batches(pool)
+            pool.close()
+        run.report()
+        output.flush()
+
+
+@contextmanager
+def _forked(start: Any, write: Any, workers: int) -> Iterator[OrderedPool]:
+    """The workers, with the pages that they share with this process kept shared."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    gc.freeze()  # a collection in a worker would write into every object, and so copy it
+    try:
+        with OrderedPool(start, write, workers=workers, limit=UNFINISHED_TASKS_PER_WORKER * workers) as pool:
+            yield pool
+    finally:
+        gc.unfreeze()
+
+
+class _Run:
+    """One run: what is loaded, and what is counted on the way."""
+
+    def __init__(self, cfg: Any, task: FairseqTask, output: OrderedOutput) -> None:
+        self.cfg = cfg
+        self.task = task
+        self.output = output
+        try:
+            self.src_dict = getattr(task, "source_dictionary", None)
+        except NotImplementedError:
+            self.src_dict = None
+        self.tgt_dict = task.target_dictionary
+        self.wanted = Wanted.from_config(cfg)
+        self.timer = StopwatchMeter()
+        self.sentences = 0
+        self.has_target = True
+
+    def load(self) -> None:
+        """Models, data, generator, and the scorer in which the workers' parts meet."""
+        cfg = self.cfg
+        self.use_cuda = torch.cuda.is_available() and not cfg.common.cpu
+        self.models, language_model = self._load_models()
+        self.batches = self._batches()
+        self.generator = self.task.build_generator(
+            self.models,
+            cfg.generation,
+            extra_gen_cls_kwargs={"lm_model": language_model, "lm_weight": cfg.generation.lm_weight},
+        )
+        self.ignored = frozenset(get_symbols_to_strip_from_output(self.generator))
+        # The workers have their own; a task that logs what it builds does it here, where logs have their order.
+        if type(self.task).build_tokenizer is not FairseqTask.build_tokenizer:
+            self.task.build_tokenizer(cfg.tokenizer)
+        if type(self.task).build_bpe is not FairseqTask.build_bpe:
+            self.task.build_bpe(cfg.bpe)
+        self.scorer = scoring.build_scorer(cfg.scoring, self.tgt_dict)
+
+    def _load_models(self) -> tuple[list[Any], Any]:
+        """The ensemble and the language model of --lm-path, on their device and ready for generation."""
+        cfg = self.cfg
+        overrides = ast.literal_eval(cfg.common_eval.model_overrides)
+        logger.info(f"loading model(s) from {cfg.common_eval.path}")
+        try:
+            models, saved_cfg = checkpoint_utils.load_model_ensemble(
+                utils.split_paths(cfg.common_eval.path),
+                arg_overrides=overrides,
+                task=self.task,
+                suffix=cfg.checkpoint.checkpoint_suffix,
+                strict=cfg.checkpoint.checkpoint_shard_count == 1,
+                num_shards=cfg.checkpoint.checkpoint_shard_count,
+            )
+        except OSError as error:
+            raise InputError(f"--path {cfg.common_eval.path}: {error}") from error
+        self.task.load_dataset(cfg.dataset.gen_subset, task_cfg=saved_cfg.task)
+        language_model = None
+        if cfg.generation.lm_path is not None:
+            overrides["data"] = cfg.task.data
+            try:
+                (language_model,), _ = checkpoint_utils.load_model_ensemble(
+                    [cfg.generation.lm_path], arg_overrides=overrides, task=None
+                )
+            except Exception as error:
+                raise InputError(
+                    f"--lm-path {cfg.generation.lm_path}: cannot be loaded ({error}); its dictionary must be the "
+                    f"target's and be in {cfg.task.data}"
+                ) from error
+        for model in models if language_model is None else [*models, language_model]:
+            if cfg.common.fp16:
+                model.half()
+            if self.use_cuda and not cfg.distributed_training.pipeline_model_parallel:
+                model.cuda()
+            model.prepare_for_inference_(cfg)
+        return models, language_model
+
+    def _batches(self) -> Any:
+        """The progress bar over the batches of this shard."""
+        cfg, dataset = self.cfg, self.cfg.dataset
+        iterator = self.task.get_batch_iterator(
+            dataset=self.task.dataset(dataset.gen_subset),
+            max_tokens=dataset.max_tokens,
+            max_sentences=dataset.batch_size,
+            max_positions=utils.resolve_max_positions(
+                self.task.max_positions(), *[model.max_positions() for model in self.models]
+            ),
+            ignore_invalid_inputs=dataset.skip_invalid_size_inputs_valid_test,
+            required_batch_size_multiple=dataset.required_batch_size_multiple,
+            seed=cfg.common.seed,
+            num_shards=cfg.distributed_training.distributed_world_size,
+            shard_id=cfg.distributed_training.distributed_rank,
+            num_workers=dataset.num_workers,
+            data_buffer_size=dataset.data_buffer_size,
+        ).next_epoch_itr(shuffle=False)
+        return progress_bar.progress_bar(
+            iterator,
+            log_format=cfg.common.log_format,
+            log_interval=cfg.common.log_interval,
+            default_log_format="simple" if cfg.common.no_progress_bar else "tqdm",
+        )
+
+    def all_batches(self, pool: OrderedPool) -> None:
+        """Every batch through the model, and its numbers to the workers."""
+        speed = TimeMeter()
+        workers = len(pool.pids)
+        for sample in self.batches:
+            on_device = utils.move_to_cuda(sample) if self.use_cuda else sample
+            if "net_input" not in sample:
+                continue
+            hypos, number_of_tokens = self._infer(on_device)
+            for part in self._sentences(sample, hypos).split(workers):
+                pool.submit(part)
+            speed.update(number_of_tokens)
+            self.batches.log({"wps": round(speed.avg)})
+            self.sentences += sample["nsentences"] if "nsentences" in sample else sample["id"].numel()
+
+    def _infer(self, sample: dict[str, Any]) -> tuple[list[list[dict[str, Any]]], int]:
+        """The model's hypotheses, and how many tokens the best ones have."""
+        size = self.cfg.generation.prefix_size
+        self.timer.start()
+        hypos = self.task.inference_step(
+            self.generator,
+            self.models,
+            sample,
+            prefix_tokens=sample["target"][:, :size] if size > 0 else None,
+            constraints=sample.get("constraints"),
+        )
+        number_of_tokens = sum(len(sentence[0]["tokens"]) for sentence in hypos)
+        self.timer.stop(number_of_tokens)
+        return hypos, number_of_tokens
+
+    def _sentences(self, sample: dict[str, Any], hypos: list[list[dict[str, Any]]]) -> Sentences:
+        """What is printed of a batch; `sample` is the one in the host's memory."""
+        ids = sample["id"].tolist()
+        source, target = sample["net_input"].get("src_tokens"), sample["target"]
+        self.has_target = target is not None
+        return Sentences(
+            ids=ids,
+            src_tokens=None if source is None or self.src_dict is None else source.numpy(),
+            target=None if target is None else target.numpy(),
+            hypotheses=hypotheses.collect(hypos, self.wanted),
+            originals=None if self.cfg.generation.replace_unk is None else self._originals(ids),
+            ignored=self.ignored,
+        )
+
+    def _originals(self, ids: list[int]) -> list[tuple[str, str]]:
+        dataset = self.task.dataset(self.cfg.dataset.gen_subset)
+        return [(dataset.src.get_original_text(i), dataset.tgt.get_original_text(i)) for i in ids]
+
+    def write(self, result: Finished | str) -> None:
+        """Called by the pool for each result in order: a worker's, or what was written by this process."""
+        if isinstance(result, str):
+            self.output.write_now(result)
+        else:
+            self.output.write_now(result.text)
+            add_part(self.scorer, result.part)
+
+    def report(self) -> None:
+        """The lines after the last batch."""
+        cfg, timer = self.cfg, self.timer
+        logger.info("NOTE: hypothesis and token scores are output in base 2")
+        logger.info(
+            f"Translated {self.sentences:,} sentences ({timer.n:,} tokens) in {timer.sum:.1f}s "
+            f"({self.sentences / timer.sum:.2f} sentences/s, {1.0 / timer.avg:.2f} tokens/s)"
+        )
+        if not self.has_target:
+            return
+        if cfg.bpe and not cfg.generation.sacrebleu:
+            logger.warning(_SPLIT_TEXT if cfg.common_eval.post_process else _SPLIT_BPE)
+        result = f"Generate {cfg.dataset.gen_subset} with beam={cfg.generation.beam}: {self.scorer.result_string()}"
+        print(result, file=self.output)
+
+
+# What fairseq-generate warns of, word for word.
+_SPLIT_TEXT = (
+    "BLEU score is being computed by splitting detokenized string on spaces, this is probably not what you want. "
+    "Use --sacrebleu for standard 13a BLEU tokenization"
+)
+_SPLIT_BPE = (
+    "If you are using BPE on the target side, the BLEU score is computed on BPE tokens, not on proper words.  "
+    "Use --sacrebleu for standard 13a BLEU tokenization"
+)

@@ -1,0 +1,196 @@
+"""However a run of fastgen-generate-for-fairseq ends, it says why, leaves whole lines, and no process behind."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fairseq")
+
+from fairseq_command_data import CommandData, make
+from python_process import REPOSITORY
+
+COMMAND = [sys.executable, "-m", "fastgen.cli.fairseq.generate"]
+# One line at a time and long outputs: a run that lasts longer than what is done to it.
+SLOW = "--batch-size 1 --beam 8 --min-len 150 --max-len-b 200 --remove-bpe --tokenizer moses".split()
+
+RAISES = """
+from fairseq.data.encoders import register_bpe
+from fairseq.dataclass import FairseqDataclass
+@register_bpe("raises_late", dataclass=FairseqDataclass)
+class RaisesLate:
+    calls = 0
+    def __init__(self, *unused):
+        pass
+    def decode(self, x):
+        type(self).calls += 1
+        if self.calls > 60:
+            raise ValueError("no more\\nof this")
+        return x
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
+    return make(tmp_path_factory.mktemp("fairseq"))
+
+
+class Run:
+    """The command in a session of its own, writing into files."""
+
+    def __init__(self, folder: Path, *args: str, before: Callable[[], None] | None = None) -> None:
+        self.out, self.err = folder / "out", folder / "err"
+        env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                [*COMMAND, *args], env=env, stdout=out, stderr=err, start_new_session=True, preexec_fn=before
+            )
+
+    def wait_for_output(self) -> list[int]:
+        """Until the first lines are there; returns the processes that the command has started."""
+        deadline = time.monotonic() + 100
+        while not self.out.stat().st_size:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.err.read_text()
+            time.sleep(0.02)
+        return children(self.process.pid)
+
+    def lines(self) -> list[str]:
+        text = self.out.read_text()
+        assert text.endswith("\n")
+        return text.splitlines()
+
+    def last_error(self) -> str:
+        return self.err.read_text().splitlines()[-1]
+
+
+def _status(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return ["gone", "0"]
+
+
+def children(parent: int) -> list[int]:
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return sorted(pid for pid in found if _status(pid)[1] == str(parent))
+
+
+def running(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if _status(pid)[0] not in ("gone", "Z")]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+class TestProcesses:
+    @pytest.mark.parametrize("whole_group", [True, False])
+    def test_ctrl_c_ends_everything_within_two_seconds(
+        self, data: CommandData, tmp_path: Path, whole_group: bool
+    ) -> None:
+        run = Run(tmp_path, *data.generation, *SLOW)
+        pids = run.wait_for_output()
+        assert len(pids) >= 2
+        start = time.monotonic()
+        if whole_group:
+            os.killpg(run.process.pid, signal.SIGINT)
+        else:
+            run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(10) == 130
+        assert time.monotonic() - start < 2
+        assert running(pids) == []
+        assert run.last_error() == "fastgen-generate-for-fairseq: interrupted"
+        assert len(run.lines()) % 5 == 0  # S, T, H, D and P of whole sentences
+
+    def test_a_killed_worker_ends_the_run(self, data: CommandData, tmp_path: Path) -> None:
+        run = Run(tmp_path, *data.generation, *SLOW, "--num-workers", "0", "--postprocess-workers", "2")
+        workers = run.wait_for_output()
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)
+        assert run.process.wait(30) == 1
+        assert f"worker process {workers[1]} was ended by SIGKILL" in run.last_error()
+        assert running(workers) == []
+        assert len(run.lines()) % 5 == 0
+
+    def test_workers_do_not_outlive_a_killed_command(self, data: CommandData, tmp_path: Path) -> None:
+        run = Run(tmp_path, *data.generation, *SLOW, "--num-workers", "0", "--postprocess-workers", "2")
+        workers = run.wait_for_output()
+        run.process.kill()
+        run.process.wait()
+        deadline = time.monotonic() + 10
+        while running(workers) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert running(workers) == []
+
+
+def test_an_exception_in_a_worker_ends_the_run_after_what_came_before(data: CommandData, tmp_path: Path) -> None:
+    plug_in = tmp_path / "plug_in_that_raises"
+    plug_in.mkdir()
+    (plug_in / "__init__.py").write_text(RAISES)
+    flags = ["--batch-size", "4", "--user-dir", str(plug_in), "--bpe", "raises_late", "--postprocess-workers", "1"]
+    run = Run(tmp_path, *data.generation, *flags)
+    assert run.process.wait(100) == 1
+    error = "fastgen-generate-for-fairseq: error: post-processing: ValueError: no more of this"
+    assert run.last_error() == error
+    # Three texts a sentence: the 21st is where it stops, and the batch of the 21st is not complete.
+    assert [line[:2] for line in run.lines()] == ["S-", "T-", "H-", "D-", "P-"] * 20
+
+
+def test_a_reader_that_goes_away_ends_the_run_quietly(data: CommandData) -> None:
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [*COMMAND, *data.generation, *SLOW]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        first = [process.stdout.readline()[:2] for _ in range(3)]
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait(60) == 141
+    assert first == ["S-", "T-", "H-"]
+    assert "Traceback" not in errors and "error" not in errors.splitlines()[-1]
+
+
+def test_a_full_disk_ends_the_run(data: CommandData, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk's."""
+    run = Run(
+        tmp_path,
+        *data.generation,
+        *["--batch-size", "4", "--nbest", "5", "--results-path", str(tmp_path / "results")],
+        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)),
+    )
+    assert run.process.wait(100) == 1
+    assert "File too large" in run.err.read_text()
+    assert (tmp_path / "results" / "generate-test.txt").stat().st_size == 30_000
+
+
+BAD = [
+    (["--results-path", "{folder}/file"], "--results-path"),
+    (["--path", "{folder}/none.pt"], "none.pt"),
+    (["--path", "{folder}/evil.pt"], "evil.pt: holds"),
+    (["--postprocess-workers", "-1"], "--postprocess-workers"),
+    (["--postprocess-workers", "many"], "'many' is not a whole number (accepted: 0 to 256)"),
+    (["--sampling", "--beam", "4"], "--sampling needs --nbest 4"),
+    (["--gen-subset", "none"], "none"),
+    (["--no-such-flag"], "--no-such-flag"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), BAD)
+def test_what_cannot_be_used_is_one_line_and_status_2(
+    data: CommandData, tmp_path: Path, capfd: pytest.CaptureFixture, flags: list[str], named: str
+) -> None:
+    import torch
+
+    from fastgen.cli.fairseq.generate import main
+
+    (tmp_path / "file").write_text("in the way")
+    torch.save({"model": Path("a class that fairseq never writes")}, tmp_path / "evil.pt")
+    args = [*data.generation, "--batch-size", "16", *(flag.format(folder=tmp_path) for flag in flags)]
+    try:
+        status = main(args)
+    except SystemExit as left:  # argparse's own way
+        status = left.code
+    captured = capfd.readouterr()
+    assert (status, captured.out) == (2, "")
+    assert named in captured.err.splitlines()[-1]

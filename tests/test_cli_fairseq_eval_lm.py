@@ -1,0 +1,42 @@
+"""fastgen-eval-lm-for-fairseq is fairseq-eval-lm under fastgen."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fairseq")
+
+from fairseq_command_data import make_language_model, upstream
+from python_process import run_python
+
+COMMAND = "fastgen.cli.fairseq.eval_lm"
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return make_language_model(tmp_path_factory.mktemp("fairseq-lm"))
+
+
+def results(text: str) -> list[str]:
+    """What was logged of words and of the loss; speeds and times differ from run to run."""
+    return re.findall(r"fairseq_cli.eval_lm:(\d+ .*|Loss.*|num. model params.*|\w+\t.*)", text)
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-fastgen"]])
+def test_words_and_loss_are_fairseq_eval_lms(arguments: list[str], flags: list[str]) -> None:
+    args = [*arguments, "--output-word-probs", "--output-word-stats"]
+    expected = upstream("eval_lm", *args)
+    done = run_python("-m", COMMAND, *args, *flags, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected.stdout
+    found = results(done.stderr)
+    assert len(found) > 50 and found == results(expected.stderr)
+
+
+def test_a_checkpoint_that_is_not_there_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    args = [*arguments, "--path", str(tmp_path / "none.pt")]
+    done = run_python("-m", COMMAND, *args, OMP_NUM_THREADS="1")
+    assert done.returncode in (1, 2)
+    assert re.search(rf"^fastgen-eval-lm-for-fairseq: error: .*{tmp_path.name}/none.pt", done.stderr, re.MULTILINE)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,170 @@
+"""fastgen-generate-for-fairseq writes what fairseq-generate writes, byte for byte, for every kind of line and score.
+
+The pipeline is compared with fairseq's own loop around the same model. With fastgen's faster model the lines are the
+same as well, but for the last digits of scores.
+"""
+
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fairseq")
+
+from fairseq_command_data import PIPELINE_ONLY, CommandData, make, upstream
+from python_process import run_python
+
+import fastgen
+from fastgen.cli.fairseq.generate import main
+from fastgen.optimizer.fairseq.checkpoints import allowed
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
+    return make(tmp_path_factory.mktemp("fairseq"))
+
+
+def written(capfd: pytest.CaptureFixture, *args: str) -> str:
+    """Standard output of the command, run in this process."""
+    capfd.readouterr()
+    assert main(list(args)) == 0
+    return capfd.readouterr().out
+
+
+def check_pipeline(capfd: pytest.CaptureFixture, args: list[str], *holds: str) -> str:
+    """The pipeline writes what fairseq-generate's loop writes, which holds the expressions `holds`."""
+    expected = written(capfd, *args, "--no-fastgen")
+    for expression in holds:
+        assert re.search(expression, expected, re.MULTILINE), expression
+    with fastgen.disabled(), allowed():
+        assert written(capfd, *args) == expected
+    return expected
+
+
+FLAGS = [
+    "--batch-size 16 --beam 3 --remove-bpe",
+    "--batch-size 16 --beam 3 --nbest 3 --remove-bpe --tokenizer moses",
+    "--batch-size 7 --beam 2 --post-process subword_nmt --tokenizer moses --scoring sacrebleu",
+    "--batch-size 16 --beam 2",
+    "--batch-size 16 --beam 2 --quiet --remove-bpe --tokenizer moses",
+    "--batch-size 16 --beam 2 --remove-bpe --scoring chrf",
+    "--batch-size 16 --beam 2 --print-alignment hard",
+    "--batch-size 16 --beam 2 --print-alignment soft --remove-bpe",
+    "--batch-size 16 --score-reference",
+    "--batch-size 16 --prefix-size 2 --beam 2",
+    "--batch-size 16 --sampling --sampling-topk 5 --beam 3 --nbest 3 --seed 7",
+    "--max-tokens 60 --gen-subset valid --num-workers 0",
+    "--batch-size 16 --beam 2 --distributed-world-size 3 --distributed-rank 1",
+    "--batch-size 16 --beam 2 --num-shards 2 --shard-id 1",
+    "--batch-size 16 --beam 2 --remove-bpe --postprocess-workers 1",
+    "--batch-size 16 --beam 2 --remove-bpe --postprocess-workers 5",
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_every_line_is_fairseq_generates(capfd: pytest.CaptureFixture, data: CommandData, flags: str) -> None:
+    lines = check_pipeline(capfd, [*data.generation, *flags.split()], r"^Generate \w+ with beam=")
+    assert lines.count("\n") == 1 if "--quiet" in flags else lines.count("\n") > 60
+
+
+def test_the_faster_model_changes_no_word(capfd: pytest.CaptureFixture, data: CommandData) -> None:
+    args = [*data.generation, *"--batch-size 16 --beam 3 --nbest 2 --remove-bpe --tokenizer moses".split()]
+    expected, found = (written(capfd, *args, *more).split() for more in (["--no-fastgen"], []))
+    assert len(found) == len(expected) > 1000
+    for word, other in zip(found, expected):
+        assert word == other or math.isclose(float(word), float(other), rel_tol=1e-4, abs_tol=1.01e-4)
+
+
+def test_ensembles_are_scored_as_one(capfd: pytest.CaptureFixture, data: CommandData) -> None:
+    args = data.generation
+    args[2] = f"{args[2]}:{data.folder / 'model' / 'checkpoint_best.pt'}"
+    check_pipeline(capfd, [*args, "--batch-size", "16", "--remove-bpe"], r"^H-0\t")
+
+
+def test_wer_adds_up(capfd: pytest.CaptureFixture, data: CommandData, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fairseq's WER needs a package with one function, which any distance stands in for."""
+    (data.folder / "editdistance.py").write_text("def eval(a, b):\n    return len(set(a) ^ set(b)) + len(a)\n")
+    monkeypatch.syspath_prepend(str(data.folder))
+    args = [*data.generation, *"--batch-size 16 --remove-bpe --scoring wer".split()]
+    check_pipeline(capfd, args, r"WER: \d\d")
+    sys.modules.pop("editdistance")
+
+
+def test_raw_text_is_printed_where_unknown_words_are_replaced(
+    capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path
+) -> None:
+    prefixes = [f"--{split}pref={data.folder / split}" for split in ("train", "valid", "test")]
+    dictionary = ["--srcdict", str(data.folder / "bin" / "dict.de.txt"), "--joined-dictionary"]
+    raw = ["--dataset-impl", "raw", "--destdir", str(tmp_path)]
+    upstream("preprocess", "-s", "de", "-t", "en", *prefixes, *dictionary, *raw)
+    (tmp_path / "alignment").write_text("kato otak\n")
+    # A hypothesis with an unknown word needs a model with alignments; for others fairseq-generate stops.
+    args = [str(tmp_path), *data.generation[1:], "--dataset-impl", "raw", "--unkpen", "100", "--remove-bpe"]
+    args += ["--batch-size", "16", "--max-len-b", "5", "--replace-unk", str(tmp_path / "alignment")]
+    check_pipeline(capfd, args, r"^T-0\t.*@@")
+
+
+def test_refinement_steps_and_histories_are_printed(
+    capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path
+) -> None:
+    model = "--task translation_lev --arch levenshtein_transformer --criterion nat_loss --noise random_delete "
+    model += "--share-all-embeddings --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 16 "
+    model += "--decoder-embed-dim 16 --encoder-attention-heads 2 --decoder-attention-heads 2 --max-update 2"
+    training = "--cpu --optimizer adam --lr 0.01 --max-tokens 500 --no-epoch-checkpoints"
+    upstream("train", str(data.folder / "bin"), *model.split(), *training.split(), "--save-dir", str(tmp_path))
+    args = [str(data.folder / "bin"), "--path", str(tmp_path / "checkpoint_last.pt"), "--cpu", "-s", "de", "-t", "en"]
+    args += "--task translation_lev --iter-decode-max-iter 3 --print-step --retain-iter-history".split()
+    check_pipeline(capfd, [*args, "--beam", "1", "--batch-size", "16"], r"^I-0\t", r"^E-\d+_1\t")
+
+
+def without_times(text: str) -> str:
+    """Log lines differ in when they were written, and in speeds."""
+    text = re.sub(r"^\d+-\d+-\d+ \d+:\d+:\d+", "TIME", text, flags=re.MULTILINE)
+    text = re.sub(r"wps=\d+", "wps=SPEED", text)
+    text = re.sub(r"in [\d.]+s \(.*\)", "in SECONDS", text)
+    return re.sub(r"'results_path': '[^']*'", "'results_path': FOLDER", text)
+
+
+PLUG_IN = """
+import logging, sys
+logging.basicConfig(force=True, stream=sys.stdout, level="INFO", format="%(asctime)s | %(name)s | %(message)s",
+                    datefmt="%Y-%m-%d %H:%M:%S")
+"""
+
+
+def test_logs_keep_their_place_between_the_lines(data: CommandData, tmp_path: Path) -> None:
+    """In processes of their own, against the unpatched command: with logs on the standard output, where users see them
+    between the lines that were ready at that time."""
+    plug_in = tmp_path / "plug_in_for_logs"
+    plug_in.mkdir()
+    (plug_in / "__init__.py").write_text(PLUG_IN)
+    flags = "--batch-size 4 --beam 2 --remove-bpe --tokenizer moses --log-interval 2".split()
+    args = [*data.generation, *flags, "--user-dir", str(plug_in)]
+    expected = upstream("generate", *args)
+    done = run_python("-c", PIPELINE_ONLY, *args, FASTGEN_DISABLE="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert expected.stdout.count("wps=") > 3
+    assert without_times(done.stdout) == without_times(expected.stdout)
+
+
+def test_results_path_holds_the_lines_and_standard_output_none(data: CommandData, tmp_path: Path) -> None:
+    args = [*data.generation, "--batch-size", "16", "--remove-bpe", "--results-path"]
+    expected = upstream("generate", *args, str(tmp_path / "stock"))
+    args.append(str(tmp_path / "ours"))
+    done = run_python("-c", PIPELINE_ONLY, *args, FASTGEN_DISABLE="1", OMP_NUM_THREADS="1")
+    assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
+    stock, ours = (tmp_path / folder / "generate-test.txt" for folder in ("stock", "ours"))
+    assert "\nGenerate test with beam=5: BLEU4" in stock.read_text()
+    assert without_times(ours.read_text()) == without_times(stock.read_text())
+
+
+def test_no_pipeline_is_said_with_its_reason(capfd: pytest.CaptureFixture, data: CommandData) -> None:
+    args = [*data.generation, "--batch-size", "16", "--remove-bpe"]
+    expected = written(capfd, *args, "--no-fastgen")
+    with fastgen.disabled(), allowed():
+        assert main([*args, "--postprocess-workers", "0"]) == 0
+    captured = capfd.readouterr()
+    assert captured.out == expected
+    assert "without the pipeline: --postprocess-workers 0\n" in captured.err

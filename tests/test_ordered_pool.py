@@ -1,0 +1,168 @@
+"""The pool hands results on in order, is bounded, notices what goes wrong, and leaves no process behind."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fastgen.cli.pipeline.ordered_pool import OrderedPool, WorkerError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the workers are forked")
+
+
+def double_late(task: tuple[int, float]) -> int:
+    number, seconds = task
+    time.sleep(seconds)
+    return 2 * number
+
+
+def do(task: Any) -> Any:
+    """A number is returned; otherwise what its name says."""
+    if task == "raise":
+        raise ValueError("a bad\ntask")
+    if task == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if task == "exit":
+        os._exit(3)
+    return task
+
+
+def pool(write: Callable[[Any], None], work: Callable[[Any], Any] = do, **options: int) -> OrderedPool:
+    return OrderedPool(lambda: work, write, **{"workers": 3, "limit": 100} | options)
+
+
+def alive(pids: list[int]) -> list[int]:
+    found = []
+    for pid in pids:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            continue
+        found.append(pid)
+    return found
+
+
+def test_results_come_in_the_order_of_the_tasks() -> None:
+    written = []
+    with pool(written.append, double_late) as p:
+        for number in range(30):
+            p.submit((number, 0.02 if number % 4 == 0 else 0.0))
+            p.put(f"after {number}")
+    assert written == [item for number in range(30) for item in (2 * number, f"after {number}")]
+    assert alive(p.pids) == []
+
+
+def test_submit_waits_while_too_much_is_unfinished() -> None:
+    go_on, written, submitted = threading.Event(), [], []
+
+    def write(result: int) -> None:
+        go_on.wait(10)
+        written.append(result)
+
+    def submit_all() -> None:
+        with pool(write, limit=5) as p:
+            for number in range(20):
+                p.submit(number)
+                submitted.append(number)
+
+    thread = threading.Thread(target=submit_all)
+    thread.start()
+    time.sleep(0.5)
+    assert len(submitted) == 5
+    go_on.set()
+    thread.join(10)
+    assert written == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [("raise", "^ValueError: a bad task$"), ("die", "was ended by SIGKILL$"), ("exit", "ended with status 3")],
+)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_goes_wrong_in_a_worker_is_raised_in_its_place(task: str, message: str, workers: int) -> None:
+    written = []
+    with pytest.raises(WorkerError, match=message), pool(written.append, workers=workers) as p:
+        for each in [0, 1, 2, 3, task, 4, 5]:
+            p.submit(each)
+    assert written == [0, 1, 2, 3]
+    assert alive(p.pids) == []
+
+
+def test_the_cause_of_an_error_is_the_workers_traceback() -> None:
+    with pytest.raises(WorkerError) as raised, pool(print) as p:
+        p.submit("raise")
+    assert "in do" in str(raised.value.__cause__)
+
+
+def test_an_idle_worker_that_dies_ends_the_run() -> None:
+    p = pool(print)
+    os.kill(p.pids[0], signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        while time.monotonic() < deadline:
+            p.submit(0)
+            time.sleep(0.01)
+    assert alive(p.pids) == []
+
+
+def test_workers_that_cannot_start_say_why() -> None:
+    def start() -> Callable[[Any], Any]:
+        raise ImportError("Please install it")
+
+    message = "^ImportError: Please install it$"
+    with pytest.raises(WorkerError, match=message), OrderedPool(start, print, workers=2, limit=10) as p:
+        for number in range(5):
+            p.submit(number)
+
+
+def test_an_error_of_write_is_raised_as_it_is() -> None:
+    def write(result: int) -> None:
+        if result == 3:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"), pool(write) as p:
+        for number in range(1000):
+            p.submit(number)
+    assert alive(p.pids) == []
+
+
+def test_what_was_submitted_before_the_caller_failed_is_written() -> None:
+    written = []
+    with pytest.raises(KeyError), pool(written.append, double_late) as p:
+        for number in range(5):
+            p.submit((number, 0.05))
+        raise KeyError("the caller's own")
+    assert written == [0, 2, 4, 6, 8]
+    assert alive(p.pids) == []
+
+
+def test_an_interruption_waits_for_nothing() -> None:
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), pool(print, double_late) as p:
+        p.submit((0, 60.0))
+        time.sleep(0.1)
+        raise KeyboardInterrupt
+    assert time.monotonic() - start < 2
+    assert alive(p.pids) == []
+
+
+def test_ctrl_c_does_not_reach_the_workers() -> None:
+    written = []
+    with pool(written.append, double_late) as p:
+        p.submit((1, 0.3))
+        time.sleep(0.1)
+        for pid in p.pids:
+            os.kill(pid, signal.SIGINT)
+    assert written == [2]
+
+
+def test_a_large_task_and_a_large_result_go_through() -> None:
+    written = []
+    with pool(written.append, workers=2) as p:
+        for _ in range(4):
+            p.submit(b"x" * 5_000_000)
+    assert [len(each) for each in written] == [5_000_000] * 4

@@ -24,8 +24,6 @@ TOLERANCE = 1e-4
 
 Hypotheses = list[list[dict[str, Any]]]
 
-NEEDS_BLOCKING = pytest.mark.xfail(strict=True, reason="upstream's no_repeat_ngram_size blocks nothing on a CPU")
-
 
 class Both(NamedTuple):
     """What the unpatched library returned, what fastgen returned, and what fastgen says that it did."""

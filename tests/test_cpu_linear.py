@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import fastgen
 from fastgen.ops import cpu_linear as op
+from fastgen.optimizer.decoding import linear_mode
 from fastgen.optimizer.decoding.linear_mode import FastLinear
-from fastgen.optimizer.transformers import generate
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 def everywhere(monkeypatch):
     monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(op, "machine_reasons", list)
-    monkeypatch.setattr(generate, "MIN_ELEMENTS_PER_MODULE", 0)
+    monkeypatch.setattr(linear_mode, "MIN_ELEMENTS_PER_MODULE", 0)
 
 
 @pytest.mark.parametrize("rows", [(2, 1), (4, 1), (3, 5), (64, 1), (200,)])
@@ -66,7 +66,7 @@ def test_other_machines_are_left_alone(everywhere, monkeypatch):
 def test_small_models_are_left_alone(monkeypatch):
     monkeypatch.setattr(op, "machine_reasons", list)
     architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == "gpt2")
-    monkeypatch.setattr(generate, "FastLinear", pytest.fail)  # it costs something for every call of torch
+    monkeypatch.setattr(linear_mode, "FastLinear", pytest.fail)  # it costs something for every call of torch
     architecture.model().generate(**architecture.inputs(), max_new_tokens=3)
 
 

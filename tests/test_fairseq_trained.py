@@ -18,7 +18,7 @@ from fairseq.models.bart import BARTHubInterface
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq_models import SIZE, build
-from fairseq_parity import NEEDS_BLOCKING, Hypotheses, assert_same_hypotheses, run_both
+from fairseq_parity import Hypotheses, assert_same_hypotheses, run_both
 from fairseq_trained import BPE_WORDS, REFUSED, Trained, fairseq
 
 
@@ -107,7 +107,6 @@ def test_translator_gives_the_same_hypotheses(trained, option):
     hypotheses_of_both(lambda: hub.generate(tokens, **OPTIONS[option]))
 
 
-@NEEDS_BLOCKING
 def test_translator_repeats_no_ngram(trained):
     hub = translator(trained)
     tokens = [hub.encode(line) for line in trained.lines("test.en")[:24]]
@@ -198,7 +197,6 @@ def test_bart_of_the_hub_samples_lines(trained):
     hypotheses_of_both(lambda: hub.generate(tokens, **options))
 
 
-@NEEDS_BLOCKING
 def test_bart_of_the_hub_repeats_no_ngram(trained):
     hub = bart_hub(trained)
     tokens = [hub.encode(line) for line in trained.lines("test.en")[:6]]

@@ -13,14 +13,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
-from fastgen.ops.cpu_linear import MIN_ELEMENTS, can_multiply, cpu_linear, machine_reasons
+from fastgen.ops import cpu_linear
 
 MIN_ELEMENTS_PER_MODULE = 1 << 16
 
 
 def for_models(models: Iterable[nn.Module | None], usages: list[Counter[str]]) -> AbstractContextManager:
     """A `FastLinear` where it pays for these models, whose counts it appends to `usages`; else nothing."""
-    if machine_reasons() or not _has_large_products([model for model in models if model is not None]):
+    if cpu_linear.machine_reasons() or not _has_large_products([model for model in models if model is not None]):
         return nullcontext()
     usages.append(Counter())
     return FastLinear(usages[-1])
@@ -31,7 +31,7 @@ def _has_large_products(models: list[nn.Module]) -> bool:
     modules = sum(1 for model in models for _ in model.modules())
     weights = [weight for model in models for weight in model.parameters()]
     sizes = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype == torch.float32]
-    return sum(size for size in sizes if size >= MIN_ELEMENTS) >= MIN_ELEMENTS_PER_MODULE * modules
+    return sum(size for size in sizes if size >= cpu_linear.MIN_ELEMENTS) >= MIN_ELEMENTS_PER_MODULE * modules
 
 
 class FastLinear(TorchFunctionMode):
@@ -53,10 +53,10 @@ class FastLinear(TorchFunctionMode):
             product = (args[1], args[2].t(), args[0])
         else:
             return func(*args)
-        if torch.compiler.is_compiling() or not can_multiply(*product) or is_watched():
+        if torch.compiler.is_compiling() or not cpu_linear.can_multiply(*product) or is_watched():
             return func(*args)
         self.usage["cpu_linear"] += 1
-        return cpu_linear(*product)
+        return cpu_linear.cpu_linear(*product)
 
 
 def _is_matrix(value: Any) -> bool:

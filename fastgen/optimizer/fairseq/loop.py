@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from fairseq.search import Sampling
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
@@ -135,6 +136,8 @@ class Loop:
         size, beams = len(sentences.numbers), self.num_beams
         if generator.repeat_ngram_blocker is not None:
             log_probs = generator.repeat_ngram_blocker(sentences.tokens, log_probs, size, beams, step)
+            if isinstance(generator.search, Sampling):  # a row that has ended may have no token left to draw
+                log_probs.masked_fill_(sentences.ignored.view(-1, 1), 0.0)
         return Candidates(
             *generator.search.step(
                 step,

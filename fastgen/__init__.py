@@ -11,6 +11,7 @@ from __future__ import annotations
 from fastgen.config import CONFIG, start_logging
 from fastgen.optimizer import PATCH_SET
 from fastgen.patching import PatchState, disabled
+from fastgen.patching.import_hooks import explain_failure
 
 TYPE_CHECKING = False  # type checkers take it for true; importing typing takes a quarter of `import fastgen`
 if TYPE_CHECKING:
@@ -28,7 +29,14 @@ def enable() -> None:
     if CONFIG.disable:
         PATCH_SET.skip("FASTGEN_DISABLE=1")
     else:
+        explain_failure("fairseq", _import_hint)
         PATCH_SET.arm()
+
+
+def _import_hint(error: Exception) -> str:
+    from fastgen.optimizer.fairseq.installation import import_hint
+
+    return import_hint(error)
 
 
 def disable() -> None:

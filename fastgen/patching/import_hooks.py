@@ -29,6 +29,11 @@ def call_after_import(module: str, hook: Hook) -> None:
     _register(module, hook)
 
 
+def explain_failure(host: str, explain: Callable[[Exception], str]) -> None:
+    """Logs what `explain` says, if anything, when the import of `host` fails; the error stays what it is."""
+    _finder.explanations[host] = explain
+
+
 def _register(module: str, hook: Hook) -> None:
     from wrapt import register_post_import_hook
 
@@ -44,6 +49,7 @@ class _HostFinder:
     def __init__(self) -> None:
         self.waiting: dict[str, list[tuple[str, Hook]]] = {}
         self.looked_for: set[str] = set()
+        self.explanations: dict[str, Callable[[Exception], str]] = {}
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname not in self.waiting:
@@ -58,7 +64,30 @@ class _HostFinder:
             logging.getLogger("fastgen").warning("fastgen cannot follow the import of %s", fullname, exc_info=True)
         from importlib.util import find_spec
 
-        return find_spec(fullname)  # once more, past the finder that wrapt has put in front
+        spec = find_spec(fullname)  # once more, past the finder that wrapt has put in front
+        if spec is not None and spec.loader is not None and fullname in self.explanations:
+            spec.loader = _ExplainingLoader(spec.loader, self.explanations[fullname])
+        return spec
+
+
+class _ExplainingLoader:
+    """Another loader in all but this: an error on the way is explained in the log before it goes on."""
+
+    def __init__(self, loader: object, explain: Callable[[Exception], str]) -> None:
+        self._loader = loader
+        self._explain = explain
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        try:
+            self._loader.exec_module(module)
+        except Exception as error:
+            if explanation := self._explain(error):
+                logging.getLogger("fastgen").warning("%s", explanation)
+            raise
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)
 
 
 _finder = _HostFinder()

@@ -12,8 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from fastgen.cli.errors import InputError
-
-INSTALL = "pip install 'fastgen[fairseq]'"
+from fastgen.optimizer.fairseq.installation import INSTALL, import_hint
 
 # fairseq imports functions from these for two metrics of training (sentence_prediction, audio_classification), and
 # scipy's statistics alone take as long to import as all of fairseq.
@@ -28,13 +27,10 @@ def import_fairseq() -> None:
         with _deferred(DEFERRED):
             importlib.import_module("fairseq")
     except ValueError as error:
-        if "mutable default" not in str(error):
+        hint = import_hint(error)
+        if not hint:
             raise
-        version = ".".join(map(str, sys.version_info[:2]))
-        raise InputError(
-            f"the fairseq that is installed cannot be imported by Python {version} (accepted: ve-fairseq, the same "
-            f"code for Python 3.11 and newer): pip uninstall fairseq hydra-core omegaconf, then {INSTALL}"
-        ) from error
+        raise InputError(hint) from error
 
 
 @contextmanager

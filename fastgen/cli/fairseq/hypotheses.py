@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -85,22 +86,29 @@ def collect(hypos: list[list[dict[str, Any]]], wanted: Wanted) -> list[list[Hypo
     chosen = [sentence[: wanted.nbest] for sentence in hypos]
     flat = [hypo for sentence in chosen for hypo in sentence]
     nothing = [None] * len(flat)
-    tokens = to_host([hypo["tokens"].int() for hypo in flat])
+    tokens = _tokens([hypo["tokens"] for hypo in flat])
     scores = _scores([hypo["score"] for hypo in flat]) if wanted.scores else nothing
     positional = to_host([hypo["positional_scores"] for hypo in flat], _LOG_2) if wanted.scores else nothing
     alignments = [_plain(hypo["alignment"]) for hypo in flat] if wanted.alignment else nothing
     steps = [str(hypo["steps"]) for hypo in flat] if wanted.step else nothing
-    histories = [to_host([h["tokens"].int() for h in hypo["history"]]) for hypo in flat] if wanted.history else nothing
+    histories = [_tokens([h["tokens"] for h in hypo["history"]]) for hypo in flat] if wanted.history else nothing
     made = map(Hypothesis, tokens, scores, positional, alignments, steps, histories)
     return [[next(made) for _ in sentence] for sentence in chosen]
 
 
 def to_host(tensors: Sequence[Tensor], divisor: float | None = None) -> list[np.ndarray]:
     """The values, divided if asked to, as arrays: one copy from the device where the tensors are rows of one kind."""
-    if len({(tensor.dim(), tensor.dtype, tensor.device) for tensor in tensors}) == 1 and tensors[0].dim() == 1:
-        ends = np.cumsum([len(tensor) for tensor in tensors])[:-1]
-        return np.split(_array(_divided(torch.cat(list(tensors)), divisor)), ends)
+    first = tensors[0]
+    if first.dim() == 1 and all(t.dim() == 1 and t.dtype == first.dtype and t.device == first.device for t in tensors):
+        ends = list(accumulate(tensor.shape[0] for tensor in tensors))
+        array = _array(_divided(torch.cat(list(tensors)), divisor))
+        return [array[start:end] for start, end in zip([0, *ends], ends)]
     return [_array(_divided(tensor, divisor)) for tensor in tensors]
+
+
+def _tokens(rows: Sequence[Tensor]) -> list[np.ndarray]:
+    """As 32-bit integers, which is what dictionaries and alignments take."""
+    return [array.astype(np.int32) for array in to_host(rows)]
 
 
 def _scores(scores: list[Any]) -> list[float | str]:

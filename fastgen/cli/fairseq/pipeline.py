@@ -202,8 +202,7 @@ class _Run:
             if "net_input" not in sample:
                 continue
             hypos, number_of_tokens = self._infer(on_device)
-            for part in self._sentences(sample, hypos).split(workers):
-                pool.submit(part)
+            pool.submit(*self._sentences(sample, hypos).split(workers))
             speed.update(number_of_tokens)
             self.batches.log({"wps": round(speed.avg)})
             self.sentences += sample["nsentences"] if "nsentences" in sample else sample["id"].numel()

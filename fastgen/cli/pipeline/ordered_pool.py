@@ -100,13 +100,16 @@ class OrderedPool:
         """Whether this is called from inside `write`, where `put` could wait for itself."""
         return threading.current_thread() is self._thread
 
-    def submit(self, task: Any) -> None:
-        """Has a worker do `task`, whose result is written in this place; raises what has gone wrong so far."""
-        self._add(_Item(task=task), for_a_worker=True)
+    def submit(self, *tasks: Any) -> None:
+        """Has workers do the tasks, whose results are written in this place; raises what has gone wrong so far."""
+        for task in tasks:
+            self._add(_Item(task=task), for_a_worker=True)
+        self._wake()
 
     def put(self, result: Any) -> None:
         """Has `result` written in this place; raises what has gone wrong so far."""
         self._add(_Item(result=result), for_a_worker=False)
+        self._wake()
 
     def close(self) -> None:
         """Waits until everything is written and ends the workers; raises the first error in the order of the tasks."""
@@ -142,6 +145,9 @@ class OrderedPool:
             self.kill()
 
     def _add(self, item: _Item, for_a_worker: bool) -> None:
+        """Wakes the second thread only where it has to make room: it takes the interpreter for itself."""
+        if len(self._items) >= self._limit:
+            self._wake()
         with self._changed:
             while len(self._items) >= self._limit and not self._over():
                 self._changed.wait()
@@ -151,7 +157,6 @@ class OrderedPool:
                     self._todo.append(item)
         if self._over():
             self.close()
-        self._wake()
 
     def _over(self) -> bool:
         return self._error is not None or self._closing

@@ -50,7 +50,8 @@ def serve(connection: Connection, others: list[Connection], start: Callable[[], 
         except EOFError:
             return
         if task is END:
-            return
+            sys.stderr.flush()
+            os._exit(0)  # the interpreter would tidy up all that it has inherited, while the program waits for it
         try:
             result = work(task)
         except Exception as error:

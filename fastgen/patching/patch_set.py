@@ -39,6 +39,20 @@ def disabled() -> Iterator[None]:
         _disabled.reset(token)
 
 
+class SwitchedOff(Exception):
+    """Raised by a replacement that cannot go on because its patches were taken back; the original does the work."""
+
+
+def is_from_elsewhere(error: Exception, *packages: str) -> bool:
+    """Whether code of the program, called back by a replacement, had a part in the error: then it is not fastgen's.
+
+    Only frames inside of the replacement count, of code that is not of these packages, fastgen, torch or Python itself.
+    """
+    known = {"fastgen", "torch", *packages} | sys.stdlib_module_names
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").partition(".")[0] not in known for frame, _ in frames)
+
+
 @dataclass
 class _Record:
     patch: Patch
@@ -214,6 +228,7 @@ class PatchSet:
     def _wrapper(self, record: _Record, target: Target) -> Callable:
         """The function that stands in for the target: the original where fastgen is off, else the replacement."""
         function = target.function
+        own = (record.patch.host, record.patch.replacement.partition(":")[0].partition(".")[0])
         replacement: Callable | None = None
 
         def call(*args: object, **kwargs: object) -> object:
@@ -232,7 +247,7 @@ class PatchSet:
                     replacement = _load(record.patch.replacement)
                 return replacement(original, *args, **kwargs)
             except Exception as error:
-                if called or self.strict:
+                if called or self.strict or is_from_elsewhere(error, *own):
                     raise
                 traceback.clear_frames(error.__traceback__)  # frees what the replacement had allocated
                 ours = error
@@ -244,7 +259,8 @@ class PatchSet:
                 except Exception:
                     self._replacement_failed(record, ours)
                     raise
-            self._replacement_failed(record, ours)
+            if not isinstance(ours, SwitchedOff):
+                self._replacement_failed(record, ours)
             return result
 
         wrapper = _standing_in_for(function, call)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from fastgen.optimizer.decoding import linear_mode
 from fastgen.optimizer.fairseq import prompt as prompts
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
 from fastgen.optimizer.fairseq.loop import Loop, Sentences, forces_as_upstream
+from fastgen.optimizer.fairseq.replaced import is_of_fairseq
 from fastgen.optimizer.fairseq.states import DecodingState, ModelPlan, plan
+from fastgen.patching import is_from_elsewhere
 
 _SOURCES = ("src_tokens", "source", "features")
 
@@ -31,15 +34,32 @@ def generate(
     with report.recording(type(self.model.single_model).__name__) as record:
         plans = [plan(model) for model in self.model.models]
         reasons = unsupported_reasons(self, sample, constraints, bos_token, plans)
+        reasons += prefix_reasons_sync(self, prefix_tokens)
         if reasons:
             record.fallbacks += [f"loop and caches: {reason}" for reason in reasons]
             return original(self, sample, prefix_tokens, constraints, bos_token)
         inputs = source_of(sample["net_input"]).shape[0]
         record.inputs, record.rows = inputs, inputs * self.beam_size
         _describe(record, plans)
-        with linear_mode.for_models([*self.model.models, self.lm_model], record.usages):
+        with linear_mode.for_models([*self.model.models, self.lm_model], record.usages), _random_state_kept(self):
             self.search.init_constraints(constraints, self.beam_size)
             return start(self, sample, prefix_tokens, bos_token, plans, record).run()
+
+
+@contextmanager
+def _random_state_kept(generator: SequenceGenerator) -> Iterator[None]:
+    """After an error of fastgen's own fairseq does the work again, from the same random numbers on."""
+    devices = {parameter.device for model in generator.model.models for parameter in model.parameters()}
+    gpus = [device for device in devices if device.type == "cuda"]
+    before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in gpus]
+    try:
+        yield
+    except Exception as error:
+        if not is_from_elsewhere(error, "fairseq"):
+            torch.set_rng_state(before[0])
+            for device, state in zip(gpus, before[1]):
+                torch.cuda.set_rng_state(state, device)
+        raise
 
 
 def start(
@@ -131,16 +151,18 @@ def unsupported_reasons(
     reasons = []
     if PATCH_SET.newer_than_tested("fairseq"):
         reasons.append("this version of fairseq is newer than those that fastgen was tested with")
-    if type(generator).finalize_hypos is not SequenceGenerator.finalize_hypos:
+    if not is_of_fairseq(generator, "finalize_hypos"):
         reasons.append(f"generator {type(generator).__name__} has a finalize_hypos of its own")
+    for name in ("reorder_incremental_state", "reorder_encoder_out"):
+        if not is_of_fairseq(generator.model, name):
+            reasons.append(f"the ensemble has a {name} of its own")
     if type(generator.model) not in (EnsembleModel, EnsembleModelWithAlignment):
         reasons.append(f"models in a {type(generator.model).__name__} (supported: EnsembleModel)")
     if torch.is_grad_enabled():
         reasons.append("gradients are recorded, but caches are written in place")
     if bos_token == generator.pad or (bos_token is None and generator.eos == generator.pad):
         reasons.append("the first token is padding")
-    if all(one.reasons for one in plans):
-        reasons += sorted({reason for one in plans for reason in one.reasons})
+    reasons += sorted({reason for one in plans for reason in one.reasons})
     reasons += _training_reasons(generator)
     net_input = sample["net_input"]
     if source_of(net_input) is None:
@@ -156,7 +178,15 @@ def _training_reasons(generator: SequenceGenerator) -> list[str]:
     for module in generator.model.modules():
         if isinstance(module, FairseqDropout) and module.p > 0 and module.apply_during_inference:
             return ["dropout stays on during inference"]
-    return ["a model is in training mode"] if any(model.training for model in generator.model.models) else []
+    training = any(module.training for module in generator.model.modules())
+    return ["a model, or a module of one, is in training mode"] if training else []
+
+
+def prefix_reasons_sync(generator: SequenceGenerator, prefix_tokens: Tensor | None) -> list[str]:
+    """fairseq brings beams back that had ended where a prefix ends its sentence; their caches hold padding."""
+    if prefix_tokens is not None and bool(prefix_tokens.eq(generator.eos).any()):
+        return ["a prefix holds the end of the sentence"]
+    return []
 
 
 def _describe(record: report.Report, plans: list[ModelPlan]) -> None:
@@ -169,4 +199,3 @@ def _describe(record: report.Report, plans: list[ModelPlan]) -> None:
         record.shared.append(f"cross-attention keys and values: once per input, {cross} layers")
     if any(one.by_input for one in plans):
         record.shared.append("encoder output: never repeated")
-    record.fallbacks += sorted({f"caches of a model: {reason}" for one in plans for reason in one.reasons})

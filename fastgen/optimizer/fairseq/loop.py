@@ -20,6 +20,7 @@ from fastgen.optimizer.fairseq import hypotheses
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
 from fastgen.optimizer.fairseq.hypotheses import Collected, Hypothesis, Scoring
 from fastgen.optimizer.fairseq.prompt import Prompt, skips_search
+from fastgen.optimizer.fairseq.replaced import is_of_fairseq
 from fastgen.optimizer.fairseq.states import DecodingState
 
 
@@ -103,7 +104,6 @@ class Loop:
         )
         suppressed = generator.token_indices_to_suppress
         self.suppressed = None if suppressed is None else suppressed.to(sentences.tokens.device)
-        self.ending_prefixes = _columns_with_sync(sentences.prefixes, generator.eos)
 
     def run(self) -> list[list[Hypothesis]]:
         for step in range(self.skip_prompt(), self.max_len + 1):  # one more than words, for the end of the sentence
@@ -137,7 +137,8 @@ class Loop:
         if generator.repeat_ngram_blocker is not None:
             log_probs = generator.repeat_ngram_blocker(sentences.tokens, log_probs, size, beams, step)
             if isinstance(generator.search, Sampling):  # a row that has ended may have no token left to draw
-                log_probs.masked_fill_(sentences.ignored.view(-1, 1), 0.0)
+                impossible = log_probs.amax(1, keepdim=True).exp().eq(0)
+                log_probs.masked_fill_(sentences.ignored.view(-1, 1) & impossible, 0.0)
         return Candidates(
             *generator.search.step(
                 step,
@@ -184,7 +185,7 @@ class Loop:
 
     def force_prefix(self, step: int, log_probs: Tensor) -> Tensor:
         sentences, generator = self.sentences, self.generator
-        if step in self.ending_prefixes or not forces_as_upstream(generator):  # all beams become the first one
+        if not forces_as_upstream(generator):
             log_probs, sentences.tokens, sentences.scores = generator._prefix_tokens(
                 step, log_probs, sentences.scores, sentences.tokens, sentences.prefixes, self.num_beams
             )
@@ -253,14 +254,7 @@ class Loop:
 
 
 def forces_as_upstream(generator: SequenceGenerator) -> bool:
-    return type(generator)._prefix_tokens is SequenceGenerator._prefix_tokens
-
-
-def _columns_with_sync(prefixes: Tensor | None, eos: int) -> set[int]:
-    """The columns of the prefixes in which a sentence ends."""
-    if prefixes is None:
-        return set()
-    return {column for row in prefixes.tolist() for column, token in enumerate(row) if token == eos}
+    return is_of_fairseq(generator, "_prefix_tokens")
 
 
 def _flags_sync(flags: Tensor) -> list[list[bool]]:

@@ -22,6 +22,7 @@ from torch.nn.modules import module as torch_module
 
 from fastgen.optimizer.decoding.kv_cache import sharing_pays
 from fastgen.optimizer.decoding.row_caches import RowCaches
+from fastgen.patching import SwitchedOff
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -89,6 +90,8 @@ def decoder_reasons(decoder: Any) -> list[str]:
     """Why nothing inside this decoder is known; empty if its layers are those of fairseq's Transformer."""
     if not isinstance(decoder, TransformerDecoderBase):
         return [f"decoder {type(decoder).__name__} (supported: fairseq's Transformer decoders)"]
+    if type(decoder.layers) is not nn.ModuleList:  # it would draw random numbers whenever it is looked through
+        return [f"layers of the decoder in a {type(decoder.layers).__name__} (supported: ModuleList)"]
     for name in ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting"):
         if _is_own(decoder, TransformerDecoderBase, name):
             return [f"decoder {type(decoder).__name__} has a {name} of its own"]
@@ -161,7 +164,7 @@ class DecodingState(dict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._keys:
-            raise RuntimeError("fastgen was switched off while it generated, so that fairseq misses its caches")
+            raise SwitchedOff("fastgen was switched off while it generated, so that fairseq misses its caches")
         super().__setitem__(key, value)
 
     def has_self(self, attention: MultiheadAttention) -> bool:

@@ -148,7 +148,7 @@ LEFT_ALONE = {
     "generator Finalizes has a finalize_hypos of its own": lambda case, generator: setattr(
         generator, "__class__", Finalizes
     ),
-    "a model is in training mode": lambda case, generator: case.models[0].train() and None,
+    "is in training mode": lambda case, generator: case.models[0].train() and None,
     "dropout stays on during inference": drop_out,
     "layers of the decoder are used more than once": lambda case, generator: setattr(
         case.models[0].decoder, "layers", torch.nn.ModuleList([case.models[0].decoder.layers[0]] * 2)

@@ -39,7 +39,7 @@ def disabled() -> Iterator[None]:
         _disabled.reset(token)
 
 
-class SwitchedOff(Exception):
+class SwitchedOff(RuntimeError):
     """Raised by a replacement that cannot go on because its patches were taken back; the original does the work."""
 
 

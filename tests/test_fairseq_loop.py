@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("fairseq")
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq_models import CASES
 from fairseq_parity import BEAMS, assert_same_hypotheses, compare, generate, run_both
+from python_process import run_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgen
@@ -171,6 +173,24 @@ def test_errors_of_arguments_are_those_of_fairseq():
             generate(case, **options)
         with pytest.raises(expected.type, match=str(expected.value)[:20]):
             generate(case, **options)
+
+
+FAILS = """
+from unittest import mock
+import fastgen
+from fairseq_models import CASES
+from fairseq_parity import generate
+from fastgen.optimizer.fairseq.loop import Loop
+with mock.patch.object(Loop, "run", side_effect=TypeError("of the loop")):
+    generate(CASES["bart"]())
+report = fastgen.explain()
+print(report.shared, report.fallbacks)
+"""
+
+
+def test_after_an_error_of_fastgens_own_nothing_was_shared():
+    """In a process of its own: fairseq does the work again, there and in all later calls."""
+    assert run_code(FAILS, path=Path(__file__).parent).endswith("[] ['loop and caches: TypeError: of the loop']\n")
 
 
 def test_explain_tells_what_was_shared():

@@ -41,14 +41,14 @@ def generate(
         inputs = source_of(sample["net_input"]).shape[0]
         record.inputs, record.rows = inputs, inputs * self.beam_size
         _describe(record, plans)
-        with linear_mode.for_models([*self.model.models, self.lm_model], record.usages), _random_state_kept(self):
+        with linear_mode.for_models([*self.model.models, self.lm_model], record.usages), _undone(self, record):
             self.search.init_constraints(constraints, self.beam_size)
             return start(self, sample, prefix_tokens, bos_token, plans, record).run()
 
 
 @contextmanager
-def _random_state_kept(generator: SequenceGenerator) -> Iterator[None]:
-    """After an error of fastgen's own fairseq does the work again, from the same random numbers on."""
+def _undone(generator: SequenceGenerator, record: report.Report) -> Iterator[None]:
+    """After an error of fastgen's own fairseq does the work again, from the same random numbers on; it is said so."""
     devices = {parameter.device for model in generator.model.models for parameter in model.parameters()}
     gpus = [device for device in devices if device.type == "cuda"]
     before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in gpus]
@@ -59,6 +59,8 @@ def _random_state_kept(generator: SequenceGenerator) -> Iterator[None]:
             torch.set_rng_state(before[0])
             for device, state in zip(gpus, before[1]):
                 torch.cuda.set_rng_state(state, device)
+            record.shared.clear()
+            record.fell_back([f"loop and caches: {type(error).__name__}: {error}"])
         raise
 
 

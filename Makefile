@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # Without its dependencies: torchaudio from the registry needs CUDA's libraries, which a CPU build of torch lacks.
 FAIRSEQ := "ve-fairseq==0.12.3; python_version >= '3.11' and python_version < '3.13'"
-FAIRSEQ_NEEDS := cffi cython "hydra-core>=1.3.2" omegaconf regex sacrebleu bitarray scikit-learn sacremoses
+FAIRSEQ_NEEDS := cffi cython "hydra-core>=1.3.2" omegaconf regex sacrebleu bitarray scikit-learn sacremoses sentencepiece
 # Errors of the CUDA interface are left out: torch asks it for what older drivers do not have.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 

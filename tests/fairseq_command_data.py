@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode, get_encoder
 from python_process import run_python
+from sacremoses import MosesDetokenizer
 
+SPLITS = ("train", "valid", "test")
 SIZES = (
     "--encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 --encoder-attention-heads 2 "
     "--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2"
@@ -27,23 +33,45 @@ class CommandData:
     """Folders and files: data of fairseq-preprocess, and checkpoints of fairseq-train."""
 
     folder: Path
+    bpe: tuple[str, ...] = ()
 
     @property
     def generation(self) -> list[str]:
-        """Arguments that translate the test set of 60 lines."""
+        """Arguments that translate the test set of 60 lines, and turn pieces of words into text."""
         model = self.folder / "model" / "checkpoint_last.pt"
-        return [str(self.folder / "bin"), "--path", str(model), *"--cpu -s de -t en --max-len-b 20".split()]
+        flags = ["--path", str(model), *"--cpu -s de -t en --max-len-b 20".split()]
+        return [str(self.folder / "bin"), *flags, *self.bpe]
 
 
 def make(folder: Path) -> CommandData:
     """Takes about ten seconds."""
     write_corpus(folder)
-    languages = "-s de -t en --joined-dictionary"
-    prefixes = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
+    train(folder)
+    return CommandData(folder)
+
+
+def make_encoded(folder: Path, bpe: str) -> CommandData:
+    """The corpus as plain text with letters of two bytes, in pieces of the `--bpe` that is named."""
+    write_corpus(folder)
+    detokenizer = MosesDetokenizer("en")
+    texts = {}
+    for path in [folder / f"{split}.{language}" for split in SPLITS for language in ("de", "en")]:
+        lines = path.read_text(encoding="utf-8").replace("@@ ", "").splitlines()
+        texts[path] = [detokenizer.detokenize(line.split()).replace("o", "ö") for line in lines]
+    encode, flags = ENCODINGS[bpe](folder, texts[folder / "train.de"] + texts[folder / "train.en"])
+    for path, lines in texts.items():
+        path.write_text("".join(f"{encode(line)}\n" for line in lines), encoding="utf-8")
+    train(folder)
+    return CommandData(folder, bpe=("--bpe", bpe, *flags))
+
+
+def train(folder: Path) -> None:
+    """Binarizes the corpus and trains on it; every entry of the dictionary is a piece that a BPE can decode."""
+    languages = "-s de -t en --joined-dictionary --padding-factor 1"
+    prefixes = [f"--{split}pref={folder / split}" for split in SPLITS]
     upstream("preprocess", *languages.split(), *prefixes, "--destdir", str(folder / "bin"))
     model = ["--arch", "transformer", "--share-all-embeddings", "--max-update", "30", *SIZES.split()]
     upstream("train", str(folder / "bin"), *model, *TRAINING.split(), "--save-dir", str(folder / "model"))
-    return CommandData(folder)
 
 
 def make_language_model(folder: Path) -> list[str]:
@@ -73,6 +101,38 @@ PIPELINE_ONLY = (
     "import argparse, sys, torch; torch.serialization.add_safe_globals([argparse.Namespace]); "
     "from fastgen.cli.fairseq.generate import main; sys.exit(main())"
 )
+
+
+Encoding = tuple[Callable[[str], str], list[str]]
+
+
+def sentencepiece_encoding(folder: Path, lines: list[str]) -> Encoding:
+    """A unigram model of these lines, and the flags that name it."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.set_random_generator_seed(0)
+    prefix, size = str(folder / "pieces"), {"vocab_size": 60, "num_threads": 1}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=prefix, minloglevel=2, **size)
+    pieces = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+    return lambda line: " ".join(pieces.encode(line, out_type=str)), ["--sentencepiece-model", f"{prefix}.model"]
+
+
+def gpt2_encoding(folder: Path, lines: list[str]) -> Encoding:
+    """All bytes, and syllables with and without a space before them; "ö" stays two bytes."""
+    syllables = ("ka", "mi", "re", "su", "ak", "im", "er", "us")
+    merges = [" ".join(syllable) for syllable in syllables] + [f"Ġ {syllable}" for syllable in syllables]
+    symbols = [*bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in merges)]
+    files = folder / "encoder.json", folder / "vocab.bpe"
+    files[0].write_text(json.dumps({symbol: number for number, symbol in enumerate(symbols)}))
+    files[1].write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
+    pieces = get_encoder(*map(str, files))
+    flags = ["--gpt2-encoder-json", str(files[0]), "--gpt2-vocab-bpe", str(files[1])]
+    return lambda line: " ".join(map(str, pieces.encode(line))), flags
+
+
+ENCODINGS: dict[str, Callable[[Path, list[str]], Encoding]] = {
+    "sentencepiece": sentencepiece_encoding,
+    "gpt2": gpt2_encoding,
+}
 
 
 def write_corpus(folder: Path) -> None:

@@ -28,6 +28,8 @@ from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretra
 from fairseq.tasks.translation_lev import TranslationLevenshteinConfig, TranslationLevenshteinTask
 from torch import Tensor, nn
 
+# The decoders here that fastgen does not know.
+LEFT_ALONE = ("FConvDecoder", "LSTMDecoder", "LightConvDecoder")
 WORDS = 40
 LENGTHS = (9, 4, 7, 2, 6)
 SIZE = {
@@ -57,6 +59,11 @@ class Case:
     @property
     def rows(self) -> int:
         return len(self.sample["id"])
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether fastgen must do its work where these models generate, or must leave it to fairseq and say why."""
+        return not any(type(model.decoder).__name__ in LEFT_ALONE for model in self.models)
 
 
 def lively(model: nn.Module, seed: int, end: float, gain: float = 1.2) -> nn.Module:

@@ -70,8 +70,11 @@ def generate(case: Case, sample: dict[str, Any] | None = None, **options: Any) -
     return case.task.inference_step(generator, case.models, case.sample if sample is None else sample, **inference)
 
 
-def run_both(call: Callable[[], Any]) -> Both:
-    """Calls twice from the same random state, without and with fastgen; the random states afterwards are equal."""
+def run_both(call: Callable[[], Any], *, accelerated: bool | None = None) -> Both:
+    """Calls twice from the same random state, without and with fastgen; the random states afterwards are equal.
+
+    accelerated: as for `assert_accelerated`, of the last batch; None: not looked at.
+    """
     torch.manual_seed(7)
     with fastgen.disabled(), corrected_blocking():
         stock = call()
@@ -80,8 +83,10 @@ def run_both(call: Callable[[], Any]) -> Both:
     before = fastgen.explain()
     fast = call()
     assert torch.equal(state, torch.get_rng_state()), "the random state afterwards differs"
-    report = fastgen.explain()
-    return Both(stock, fast, None if report is before else report)
+    report = None if fastgen.explain() is before else fastgen.explain()
+    if accelerated is not None:
+        assert_accelerated(report, accelerated)
+    return Both(stock, fast, report)
 
 
 def compare(
@@ -89,12 +94,14 @@ def compare(
     sample: dict[str, Any] | None = None,
     *,
     accelerated: bool | None = None,
+    asked: bool = True,
     tolerance: float = TOLERANCE,
     **options: Any,
 ) -> Both:
     """Generates with and without fastgen and compares all that is returned, and what became of the sample.
 
-    accelerated: whether fastgen must have done something, or must have left all to the original; None: either.
+    accelerated: as for `assert_accelerated`; None: as the case says, unless a prefix ends its sentence.
+    asked: whether a SequenceGenerator is at work; of others fastgen knows nothing and reports nothing.
     """
     sample = case.sample if sample is None else sample
     samples: list[dict[str, Any]] = []
@@ -106,14 +113,31 @@ def compare(
     both = run_both(call)
     assert_same_hypotheses(both.stock, both.fast, tolerance)
     assert_same(samples[0], samples[1], 0.0, "sample")
-    if accelerated is not None:
-        assert was_accelerated(both.report) == accelerated, both.report
+    if asked:
+        by_case = case.accelerated and not ends_in_prefix(case, **options)
+        assert_accelerated(both.report, by_case if accelerated is None else accelerated)
+    else:
+        assert both.report is None, both.report
     return both
 
 
-def was_accelerated(report: Report | None) -> bool:
-    """Whether fastgen reports a call, and that it did something itself in it."""
-    return report is not None and bool(report.shared)
+def ends_in_prefix(case: Case, inference: dict[str, Any] | None = None, **unused: Any) -> bool:
+    """Whether the prefix of a sentence holds its end: fastgen leaves such a batch to fairseq."""
+    prefixes = (case.inference | (inference or {})).get("prefix_tokens")
+    return prefixes is not None and bool(prefixes.eq(case.task.target_dictionary.eos()).any())
+
+
+def assert_accelerated(report: Report | None, accelerated: bool) -> None:
+    """fastgen says that it did the whole work; or, if not `accelerated`, that it did nothing, and why.
+
+    Without it, a comparison of the unpatched library with itself would pass.
+    """
+    assert report is not None, "fastgen was not asked"
+    assert bool(report.shared) == accelerated, report
+    assert bool(report.fallbacks) != accelerated, report
+    if accelerated:  # after an error of its own, fastgen leaves that batch and all others to fairseq
+        states = {patch.name: patch.state for patch in fastgen.status() if patch.group == "fairseq.generation"}
+        assert set(states.values()) == {"applied"}, states
 
 
 def assert_same_hypotheses(stock: Hypotheses, fast: Hypotheses, tolerance: float = TOLERANCE) -> None:

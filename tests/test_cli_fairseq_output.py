@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("fairseq")
 
-from fairseq_command_data import PIPELINE_ONLY, CommandData, make, upstream
+from fairseq_command_data import PIPELINE_ONLY, CommandData, make, make_encoded, upstream
 from python_process import run_python
 
 import fastgen
@@ -26,10 +26,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
     return make(tmp_path_factory.mktemp("fairseq"))
 
 
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
+    return make_encoded(tmp_path_factory.mktemp("sentencepiece"), "sentencepiece")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
+    return make_encoded(tmp_path_factory.mktemp("gpt2"), "gpt2")
+
+
 def written(capfd: pytest.CaptureFixture, *args: str) -> str:
-    """Standard output of the command, run in this process."""
+    """Standard output of the command, run in this process.
+
+    Unless `args` say otherwise, no other process reads the data: the tests would wait five seconds for each to end.
+    """
     capfd.readouterr()
-    assert main(list(args)) == 0
+    assert main(["--num-workers", "0", *args]) == 0
     return capfd.readouterr().out
 
 
@@ -55,7 +68,7 @@ FLAGS = [
     "--batch-size 16 --score-reference",
     "--batch-size 16 --prefix-size 2 --beam 2",
     "--batch-size 16 --sampling --sampling-topk 5 --beam 3 --nbest 3 --seed 7",
-    "--max-tokens 60 --gen-subset valid --num-workers 0",
+    "--max-tokens 60 --gen-subset valid --num-workers 1",
     "--batch-size 16 --beam 2 --distributed-world-size 3 --distributed-rank 1",
     "--batch-size 16 --beam 2 --num-shards 2 --shard-id 1",
     "--batch-size 16 --beam 2 --remove-bpe --postprocess-workers 1",
@@ -67,6 +80,62 @@ FLAGS = [
 def test_every_line_is_fairseq_generates(capfd: pytest.CaptureFixture, data: CommandData, flags: str) -> None:
     lines = check_pipeline(capfd, [*data.generation, *flags.split()], r"^Generate \w+ with beam=")
     assert lines.count("\n") == 1 if "--quiet" in flags else lines.count("\n") > 60
+
+
+SENTENCEPIECE = {
+    "--batch-size 16 --beam 3 --nbest 3": r"^H-0\t\S+\t▁",
+    "--batch-size 16 --beam 2 --remove-bpe sentencepiece": r"^H-0\t\S+\t[^▁ ]+",
+    "--batch-size 7 --beam 2 --tokenizer moses --sacrebleu --print-alignment hard": r"^A-0\t",
+    "--batch-size 16 --scoring sacrebleu --sacrebleu-lowercase": r": BLEU = ",
+    "--batch-size 16 --sampling --sampling-topk 20 --beam 3 --nbest 3 --seed 7 --scoring chrf": r": chrF2",
+}
+
+
+@pytest.mark.parametrize("flags", SENTENCEPIECE)
+def test_lines_of_sentencepiece(capfd: pytest.CaptureFixture, sentencepiece: CommandData, flags: str) -> None:
+    text = r"^D-\d+\t\S+\t[^▁]*ö[^▁]*$"
+    check_pipeline(capfd, [*sentencepiece.generation, *flags.split()], SENTENCEPIECE[flags], text)
+
+
+GPT2 = {
+    "--batch-size 16 --beam 3 --nbest 3": r"^H-0\t\S+\t[\d ]+$",
+    "--batch-size 7 --beam 2 --tokenizer moses --sacrebleu --print-alignment hard": r"^A-0\t",
+    "--batch-size 16 --scoring sacrebleu --remove-bpe": r": BLEU = ",
+    # The model draws bytes that are not UTF-8.
+    "--batch-size 16 --sampling --sampling-topk 20 --beam 3 --nbest 3 --seed 7": r"^D-.*\ufffd",
+}
+
+
+@pytest.mark.parametrize("flags", GPT2)
+def test_lines_of_gpt2_bpe(capfd: pytest.CaptureFixture, gpt2: CommandData, flags: str) -> None:
+    check_pipeline(capfd, [*gpt2.generation, *flags.split()], GPT2[flags], r"^D-\d+\t\S+\t.*ö")
+
+
+@pytest.mark.parametrize(
+    "flags, warning",
+    [
+        ("", "the BLEU score is computed on BPE tokens"),
+        ("--remove-bpe sentencepiece", "BLEU score is being computed by splitting detokenized string on spaces"),
+        ("--sacrebleu", ""),
+        ("--sacrebleu --remove-bpe sentencepiece", ""),
+    ],
+)
+def test_sacrebleu_silences_a_warning_and_leaves_the_score(
+    capfd: pytest.CaptureFixture,
+    caplog: pytest.LogCaptureFixture,
+    sentencepiece: CommandData,
+    flags: str,
+    warning: str,
+) -> None:
+    """That is all that fairseq-generate does with --sacrebleu; `--scoring sacrebleu` chooses the score."""
+    args = [*sentencepiece.generation, "--batch-size", "16", *flags.split()]
+    logged = []
+    for more in (["--no-fastgen"], []):
+        caplog.clear()
+        assert re.search(r"^Generate test with beam=5: BLEU4 = ", written(capfd, *args, *more), re.MULTILINE)
+        logged.append([record.getMessage() for record in caplog.records if record.levelname == "WARNING"])
+    assert logged[0] == logged[1]
+    assert len(logged[0]) == bool(warning) and all(warning in message for message in logged[0])
 
 
 def test_the_faster_model_changes_no_word(capfd: pytest.CaptureFixture, data: CommandData) -> None:
@@ -164,7 +233,7 @@ def test_no_pipeline_is_said_with_its_reason(capfd: pytest.CaptureFixture, data:
     args = [*data.generation, "--batch-size", "16", "--remove-bpe"]
     expected = written(capfd, *args, "--no-fastgen")
     with fastgen.disabled(), allowed():
-        assert main([*args, "--postprocess-workers", "0"]) == 0
+        assert main([*args, "--num-workers", "0", "--postprocess-workers", "0"]) == 0
     captured = capfd.readouterr()
     assert captured.out == expected
     assert "without the pipeline: --postprocess-workers 0\n" in captured.err

@@ -17,6 +17,8 @@ from fairseq.sequence_generator import EnsembleModel
 from fairseq_models import CASES, Case, iterative, pair_sample, prompts, source_sample, translation
 from fairseq_parity import (
     BEAMS,
+    Hypotheses,
+    assert_accelerated,
     assert_same_hypotheses,
     compare,
     generate,
@@ -26,6 +28,7 @@ from fairseq_parity import (
 )
 
 import fastgen
+from fastgen.optimizer.report import Report
 
 MODES = {
     "beams": {},
@@ -110,15 +113,17 @@ def test_calls_in_a_row_with_other_batches(name):
     case = fresh(name)
     batches = [case.sample] + [sample_of(case, *some) for some in ((3,), (8, 8, 8), (1, 12, 4, 2, 5, 5, 9), (1,))]
 
-    def call() -> list:
-        generator = case.task.build_generator(case.models, Namespace(**BEAMS))
-        return [
-            case.task.inference_step(generator, case.models, sample, **first_tokens(case, sample)) for sample in batches
-        ]
+    def call() -> list[tuple[Hypotheses, Report | None]]:
+        generator, found = case.task.build_generator(case.models, Namespace(**BEAMS)), []
+        for sample in batches:
+            hypotheses = case.task.inference_step(generator, case.models, sample, **first_tokens(case, sample))
+            found.append((hypotheses, fastgen.explain()))
+        return found
 
     both = run_both(call)
-    for stock, fast in zip(both.stock, both.fast, strict=True):
+    for (stock, _), (fast, report) in zip(both.stock, both.fast, strict=True):
         assert_same_hypotheses(stock, fast)
+        assert_accelerated(report, case.accelerated)
 
 
 def sample_of(case: Case, *some: int) -> dict[str, Any]:
@@ -171,7 +176,7 @@ def test_dropout_stays_where_the_user_turns_it_on_after_building(cases):
         return case.task.inference_step(generator, case.models, case.sample)
 
     try:
-        both = run_both(call)
+        both = run_both(call, accelerated=False)
     finally:
         case.models[0].eval()
     assert_same_hypotheses(both.stock, both.fast)
@@ -201,9 +206,10 @@ def test_two_threads_on_two_models(cases):
         expected = {name: generate(cases[name]) for name in names}
     with ThreadPoolExecutor(len(names)) as pool:
         for _ in range(3):
-            found = dict(zip(names, pool.map(lambda name: generate(cases[name]), names)))
-            for name in names:
-                assert_same_hypotheses(expected[name], found[name])
+            found = dict(zip(names, pool.map(lambda name: (generate(cases[name]), fastgen.explain()), names)))
+            for name, (hypotheses, report) in found.items():
+                assert_same_hypotheses(expected[name], hypotheses)
+                assert_accelerated(report, cases[name].accelerated)
 
 
 def test_two_threads_on_one_model(cases):
@@ -212,8 +218,10 @@ def test_two_threads_on_one_model(cases):
     with fastgen.disabled():
         expected = [generate(case, sample) for sample in batches]
     with ThreadPoolExecutor(len(batches)) as pool:
-        for stock, fast in zip(expected, pool.map(lambda sample: generate(case, sample), batches), strict=True):
+        found = pool.map(lambda sample: (generate(case, sample), fastgen.explain()), batches)
+        for stock, (fast, report) in zip(expected, found, strict=True):
             assert_same_hypotheses(stock, fast)
+            assert_accelerated(report, case.accelerated)
 
 
 @pytest.mark.parametrize("absent", ("id", "src_lengths", "prev_output_tokens"))
@@ -242,7 +250,7 @@ def test_double_precision(name):
 
 @pytest.mark.parametrize("option", ({}, {"retain_iter_history": True}, {"iter_decode_with_beam": 3}))
 def test_iterative_refinement_is_left_alone(option):
-    both = compare(iterative(4, 1.0), iter_decode_max_iter=4, accelerated=False, **option)
+    both = compare(iterative(4, 1.0), iter_decode_max_iter=4, asked=False, **option)
     assert ("history" in both.fast[0][0]) == ("retain_iter_history" in option)
     assert len({hypotheses[0]["steps"] for hypotheses in both.fast}) > 1
 

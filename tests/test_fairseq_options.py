@@ -17,6 +17,7 @@ from fairseq.token_generation_constraints import pack_constraints
 from fairseq_models import CASES, language_model, pair_sample, source_sample
 from fairseq_parity import (
     BEAMS,
+    assert_accelerated,
     assert_same_hypotheses,
     compare,
     corrected_blocking,
@@ -156,7 +157,7 @@ def test_language_model_fusion(name, weight):
         generator = case.task.build_generator(case.models, Namespace(**BEAMS), extra_gen_cls_kwargs=dict(extra))
         return case.task.inference_step(generator, case.models, case.sample, **case.inference)
 
-    both = run_both(call)
+    both = run_both(call, accelerated=True)
     assert_same_hypotheses(both.stock, both.fast)
     with fastgen.disabled():
         assert token_lists(generate(CASES[name]())) != token_lists(both.fast)
@@ -175,7 +176,7 @@ def test_allowed_tokens(name):
         calls.append((-1, []))
         return generate(CASES[name](), prefix_allowed_tokens_fn=allowed, inference={"prefix_tokens": None})
 
-    both = run_both(call)
+    both = run_both(call, accelerated=True)
     assert_same_hypotheses(both.stock, both.fast)
     second = calls.index((-1, []), 1)
     assert calls[1:second] == calls[second + 1 :]
@@ -203,6 +204,7 @@ def test_sampling_goes_on_where_a_row_that_has_ended_has_nothing_left_to_draw():
         generate(case, **options)
     torch.manual_seed(7)
     hypotheses = generate(case, **options)
+    assert_accelerated(fastgen.explain(), True)
     assert all(torch.isfinite(one["score"]) for sentence in hypotheses for one in sentence)
 
 
@@ -227,7 +229,7 @@ def test_end_and_first_token_of_the_user(name):
         generator = SequenceGenerator(case.models, words, 3, max_len_b=12, eos=9)
         return generator.generate(case.models, case.sample, bos_token=14)
 
-    both = run_both(call)
+    both = run_both(call, accelerated=True)
     assert_same_hypotheses(both.stock, both.fast)
     assert all(hypothesis["tokens"][-1] == 9 for row in both.fast for hypothesis in row)
 
@@ -244,7 +246,7 @@ def test_tokens_that_are_suppressed():
         generator = SequenceGenerator(case.models, words, 3, max_len_b=12, tokens_to_suppress=names)
         return generator.generate(case.models, case.sample)
 
-    both = run_both(call)
+    both = run_both(call, accelerated=True)
     assert_same_hypotheses(both.stock, both.fast)
     assert not {word for row in token_lists(both.fast) for words in row for word in words} & set(banned)
 
@@ -256,7 +258,7 @@ def test_max_len_of_the_generator_limits_all_others():
         generator = SequenceGenerator(case.models, case.task.target_dictionary, 3, max_len_b=30, max_len=6)
         return generator.generate(case.models, case.sample)
 
-    both = run_both(call)
+    both = run_both(call, accelerated=True)
     assert_same_hypotheses(both.stock, both.fast)
     assert max(length for row in lengths(both.fast) for length in row) == 6
 
@@ -270,7 +272,7 @@ def test_length_constrained_search():
         generator = SequenceGenerator(case.models, words, 3, max_len_b=12, search_strategy=strategy)
         return generator.generate(case.models, case.sample)
 
-    both = run_both(call)
+    both = run_both(call, accelerated=True)
     assert_same_hypotheses(both.stock, both.fast)
 
 
@@ -284,7 +286,7 @@ def test_score_reference_is_left_alone(name, alignment):
         score_reference=True,
         print_alignment=alignment,
         inference={},
-        accelerated=False,
+        asked=False,
     )
     assert all(len(hypotheses) == 1 for hypotheses in both.fast)
 

@@ -64,8 +64,12 @@ if nvcc():
 
 EXTRAS = {
     "transformers": ["transformers>=5.0", "tqdm"],
-    # 0.12.2 has no working build for Python 3.11 and newer; ve-fairseq is the same code for those.
-    "fairseq": ['fairseq==0.12.2; python_version < "3.11"', 've-fairseq==0.12.3; python_version >= "3.11"'],
+    "fairseq": [
+        # 0.12.2 has no working build for Python 3.11 and newer; ve-fairseq is the same code for those.
+        'fairseq==0.12.2; python_version < "3.11"',
+        've-fairseq==0.12.3; python_version >= "3.11"',
+        "numpy<2",  # fairseq reads language models' sentences with np.compat, which numpy 2 lacks
+    ],
     "ray": ["ray[data]"],
     "metrics": ["rouge-score", "sacrebleu"],
     "bench": ["matplotlib", "psutil"],

@@ -2,7 +2,7 @@
 
 FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
-FASTGEN_LOG=debug  log to stderr from this level on: debug, info, warning or error.
+FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug, info, warning or error.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def start_logging(level: str | None) -> None:
     handler.set_name(_HANDLER_NAME)
     handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
     logger.addHandler(handler)
+    logger.propagate = False  # the root logger, which importing fairseq gives a handler for stderr, would repeat it
 
 
 CONFIG = read(os.environ)

@@ -162,35 +162,3 @@ def test_a_full_disk_ends_the_run(data: CommandData, tmp_path: Path) -> None:
     assert run.process.wait(100) == 1
     assert "File too large" in run.err.read_text()
     assert (tmp_path / "results" / "generate-test.txt").stat().st_size == 30_000
-
-
-BAD = [
-    (["--results-path", "{folder}/file"], "--results-path"),
-    (["--path", "{folder}/none.pt"], "none.pt"),
-    (["--path", "{folder}/evil.pt"], "evil.pt: holds"),
-    (["--postprocess-workers", "-1"], "--postprocess-workers"),
-    (["--postprocess-workers", "many"], "'many' is not a whole number (accepted: 0 to 256)"),
-    (["--sampling", "--beam", "4"], "--sampling needs --nbest 4"),
-    (["--gen-subset", "none"], "none"),
-    (["--no-such-flag"], "--no-such-flag"),
-]
-
-
-@pytest.mark.parametrize(("flags", "named"), BAD)
-def test_what_cannot_be_used_is_one_line_and_status_2(
-    data: CommandData, tmp_path: Path, capfd: pytest.CaptureFixture, flags: list[str], named: str
-) -> None:
-    import torch
-
-    from fastgen.cli.fairseq.generate import main
-
-    (tmp_path / "file").write_text("in the way")
-    torch.save({"model": Path("a class that fairseq never writes")}, tmp_path / "evil.pt")
-    args = [*data.generation, "--batch-size", "16", *(flag.format(folder=tmp_path) for flag in flags)]
-    try:
-        status = main(args)
-    except SystemExit as left:  # argparse's own way
-        status = left.code
-    captured = capfd.readouterr()
-    assert (status, captured.out) == (2, "")
-    assert named in captured.err.splitlines()[-1]

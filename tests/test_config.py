@@ -48,6 +48,7 @@ def test_the_log_goes_to_stderr_once_and_only_when_asked_for():
     code = """
 import importlib, logging, fastgen
 importlib.reload(fastgen)
+logging.basicConfig(level="DEBUG")  # as fairseq does when it is imported
 logging.getLogger("fastgen").debug("heard")
 """
     assert run_python("-c", code, FASTGEN_LOG="debug").stderr.count("heard") == 1

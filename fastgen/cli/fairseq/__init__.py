@@ -5,6 +5,7 @@ imports.py       importing fairseq without what only training needs
 generate.py      fastgen-generate-for-fairseq
 eval_lm.py       fastgen-eval-lm-for-fairseq
 checks.py        what can be known before anything is loaded
+mistakes.py      what is wrong with DATA or --path, where fairseq fails on them
 pipeline.py      fairseq-generate's steps, with the text made beside the model
 hypotheses.py    a batch's hypotheses as arrays for the workers
 postprocess.py   arrays to the lines of fairseq-generate, in a worker process

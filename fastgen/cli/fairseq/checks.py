@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
+from importlib.util import find_spec
 from multiprocessing import get_all_start_methods
 from typing import Any
 
@@ -33,12 +35,24 @@ def unsupported_run_reasons(cfg: Any, workers: int) -> list[str]:
     return reasons + unsupported_reasons(scorer)
 
 
-def check(cfg: Any) -> None:
-    """Raises InputError where fairseq-generate would stop with an assertion."""
-    generation = cfg.generation
-    if cfg.common_eval.path is None:
-        raise InputError("--path is missing (accepted: a checkpoint, or several with : between them)")
-    if generation.sampling and generation.nbest != generation.beam:
-        raise InputError(f"--sampling needs --nbest {generation.beam}, the value of --beam (given: {generation.nbest})")
-    if generation.replace_unk is not None and cfg.dataset.dataset_impl != "raw":
-        raise InputError(f"--replace-unk needs --dataset-impl raw (given: {cfg.dataset.dataset_impl})")
+def check_path(args: Namespace) -> None:
+    """Raises InputError where there is no --path."""
+    if args.path is None:
+        raise InputError("--path is missing (accepted: the file of a checkpoint)")
+
+
+def check(args: Namespace) -> None:
+    """Raises InputError where fairseq-generate would stop with an assertion or a traceback."""
+    check_path(args)
+    for flag, value in (("--beam", args.beam), ("--nbest", args.nbest)):
+        if value < 1:
+            raise InputError(f"{flag} {value} (accepted: 1 or more)")
+    if args.sampling and args.nbest != args.beam:
+        raise InputError(f"--sampling needs --nbest {args.beam}, the value of --beam (given: {args.nbest})")
+    if args.replace_unk is not None and args.dataset_impl != "raw":
+        raise InputError(f"--replace-unk needs --dataset-impl raw (given: {args.dataset_impl})")
+    # Other tasks than translations have no languages, and moses takes English.
+    if args.tokenizer == "moses" and None in (vars(args).get(f"{side}_lang", "en") for side in ("source", "target")):
+        raise InputError("--tokenizer moses needs --source-lang and --target-lang (accepted: as in DATA, such as en)")
+    if args.scoring == "wer" and find_spec("editdistance") is None:
+        raise InputError("--scoring wer needs the package editdistance: pip install editdistance")

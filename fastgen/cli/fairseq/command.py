@@ -32,15 +32,15 @@ def run_command(prog: str, run: Callable[[], None], argv: list[str] | None) -> i
             run()
             sys.stdout.flush()
     except (InputError, FileNotFoundError, pickle.UnpicklingError) as error:
-        return _stop(prog, f"error: {_one_line(error)}", UNUSABLE)
+        return _stop(f"error: {_one_line(error)}", UNUSABLE)
     except BrokenPipeError:
         # What is left in the buffer cannot be written: the interpreter must not try again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
     except OSError as error:
-        return _stop(prog, f"error: {_one_line(error)}", FAILED)
+        return _stop(f"error: {_one_line(error)}", FAILED)
     except KeyboardInterrupt:
-        return _stop(prog, "interrupted", INTERRUPTED)
+        return _stop("interrupted", INTERRUPTED)
     finally:
         sys.argv = before
         if argv is None:
@@ -48,11 +48,18 @@ def run_command(prog: str, run: Callable[[], None], argv: list[str] | None) -> i
     return 0
 
 
+def say(message: str) -> None:
+    """A line on stderr that begins with the name of the command that `run_command` runs."""
+    print(f"{sys.argv[0]}: {message}", file=sys.stderr)
+
+
 def add_no_fastgen(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """The group of fastgen's flags, with the one that both commands have."""
     group = parser.add_argument_group("fastgen")
     group.add_argument(
-        "--no-fastgen", action="store_true", help="run the unchanged library and command, without fastgen's speed-ups"
+        "--no-fastgen",
+        action="store_true",
+        help="run fairseq's own command, unpatched but for the loading of checkpoints",
     )
     return group
 
@@ -70,6 +77,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _stop(prog: str, message: str, status: int) -> int:
-    print(f"{prog}: {message}", file=sys.stderr)
+def _stop(message: str, status: int) -> int:
+    say(message)
     return status

@@ -26,10 +26,13 @@ def run() -> None:
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.distributed import utils as distributed_utils
 
+    from fastgen.cli.fairseq.checks import check_path
+
     parser = options.get_eval_lm_parser()
     add_no_fastgen(parser)
     args = options.parse_args_and_arch(parser)
     no_fastgen = vars(args).pop("no_fastgen")
+    check_path(args)
     distributed_utils.call_main(convert_namespace_to_omegaconf(args), evaluate, no_fastgen=no_fastgen)
 
 
@@ -37,7 +40,9 @@ def evaluate(cfg: Any, no_fastgen: bool, **unused: Any) -> None:
     """What each process does. It is found here by the processes that fairseq starts, which import fastgen for it."""
     from fairseq_cli import eval_lm
 
-    with without_fastgen() if no_fastgen else nullcontext():
+    from fastgen.cli.fairseq import mistakes
+
+    with mistakes.named(cfg), without_fastgen() if no_fastgen else nullcontext():
         eval_lm.main(cfg)
 
 

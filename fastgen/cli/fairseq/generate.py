@@ -9,7 +9,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from fastgen.cli.fairseq.command import add_no_fastgen, run_command, without_fastgen
+from fastgen.cli.fairseq.command import add_no_fastgen, run_command, say, without_fastgen
 from fastgen.cli.fairseq.imports import import_fairseq, without_collections
 from fastgen.cli.pipeline.ordered_pool import WorkerError
 
@@ -26,24 +26,32 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run() -> None:
-    """Parse sys.argv and generate, with the pipeline where it can do what is asked for."""
+    """Parse sys.argv, look for mistakes in it, and generate."""
     with without_collections():
         import_fairseq()
         args = parse_arguments()
-        own = {name: vars(args).pop(name) for name in ("postprocess_workers", "no_fastgen")}
+        own = {name: vars(args).pop(name) for name in ("no_fastgen", "postprocess_workers")}
         from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-        from fastgen.cli.fairseq import checks, pipeline
+        from fastgen.cli.fairseq import checks, mistakes
 
+        checks.check(args)
         cfg = convert_namespace_to_omegaconf(args)
-    checks.check(cfg)
-    if own["no_fastgen"]:
+    with mistakes.named(cfg):
+        generate(cfg, **own)
+
+
+def generate(cfg: DictConfig, no_fastgen: bool, postprocess_workers: int | None) -> None:
+    """With the pipeline where it can do what is asked for."""
+    from fastgen.cli.fairseq import checks, pipeline
+
+    if no_fastgen:
         with without_fastgen():
             upstream_main(cfg)
         return
-    workers = checks.default_workers() if own["postprocess_workers"] is None else own["postprocess_workers"]
+    workers = checks.default_workers() if postprocess_workers is None else postprocess_workers
     if reasons := checks.unsupported_run_reasons(cfg, workers):
-        print(f"{PROG}: without the pipeline: {'; '.join(reasons)}", file=sys.stderr)
+        say(f"without the pipeline: {'; '.join(reasons)}")
         upstream_main(cfg)
         return
     try:

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 from fairseq import checkpoint_utils, scoring, tasks, utils
+from fairseq.data.iterators import EpochBatchIterator
 from fairseq.logging import progress_bar
 from fairseq.logging.meters import StopwatchMeter, TimeMeter
 from fairseq.tasks.fairseq_task import FairseqTask
@@ -27,6 +28,7 @@ from fairseq_cli.generate import get_symbols_to_strip_from_output
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.fairseq import hypotheses
+from fastgen.cli.fairseq.command import say
 from fastgen.cli.fairseq.hypotheses import Sentences, Wanted
 from fastgen.cli.fairseq.output import OrderedOutput
 from fastgen.cli.fairseq.postprocess import Finished, Postprocessor
@@ -136,17 +138,14 @@ class _Run:
         cfg = self.cfg
         overrides = ast.literal_eval(cfg.common_eval.model_overrides)
         logger.info(f"loading model(s) from {cfg.common_eval.path}")
-        try:
-            models, saved_cfg = checkpoint_utils.load_model_ensemble(
-                utils.split_paths(cfg.common_eval.path),
-                arg_overrides=overrides,
-                task=self.task,
-                suffix=cfg.checkpoint.checkpoint_suffix,
-                strict=cfg.checkpoint.checkpoint_shard_count == 1,
-                num_shards=cfg.checkpoint.checkpoint_shard_count,
-            )
-        except OSError as error:
-            raise InputError(f"--path {cfg.common_eval.path}: {error}") from error
+        models, saved_cfg = checkpoint_utils.load_model_ensemble(
+            utils.split_paths(cfg.common_eval.path),
+            arg_overrides=overrides,
+            task=self.task,
+            suffix=cfg.checkpoint.checkpoint_suffix,
+            strict=cfg.checkpoint.checkpoint_shard_count == 1,
+            num_shards=cfg.checkpoint.checkpoint_shard_count,
+        )
         self.task.load_dataset(cfg.dataset.gen_subset, task_cfg=saved_cfg.task)
         language_model = None
         if cfg.generation.lm_path is not None:
@@ -155,6 +154,8 @@ class _Run:
                 (language_model,), _ = checkpoint_utils.load_model_ensemble(
                     [cfg.generation.lm_path], arg_overrides=overrides, task=None
                 )
+            except InputError:
+                raise
             except Exception as error:
                 raise InputError(
                     f"--lm-path {cfg.generation.lm_path}: cannot be loaded ({error}); its dictionary must be the "
@@ -171,7 +172,7 @@ class _Run:
     def _batches(self) -> Any:
         """The progress bar over the batches of this shard."""
         cfg, dataset = self.cfg, self.cfg.dataset
-        iterator = self.task.get_batch_iterator(
+        epoch = self.task.get_batch_iterator(
             dataset=self.task.dataset(dataset.gen_subset),
             max_tokens=dataset.max_tokens,
             max_sentences=dataset.batch_size,
@@ -185,13 +186,31 @@ class _Run:
             shard_id=cfg.distributed_training.distributed_rank,
             num_workers=dataset.num_workers,
             data_buffer_size=dataset.data_buffer_size,
-        ).next_epoch_itr(shuffle=False)
+        )
+        if type(epoch) is EpochBatchIterator:
+            self._look_for_left_out(epoch)
         return progress_bar.progress_bar(
-            iterator,
+            epoch.next_epoch_itr(shuffle=False),
             log_format=cfg.common.log_format,
             log_interval=cfg.common.log_interval,
             default_log_format="simple" if cfg.common.no_progress_bar else "tqdm",
         )
+
+    def _look_for_left_out(self, epoch: EpochBatchIterator) -> None:
+        """Says what fairseq drops without a word: a last batch that does not fill --required-batch-size-multiple."""
+        dataset, size = self.cfg.dataset, len(epoch.dataset)
+        left_out = size - sum(map(len, epoch.frozen_batches))
+        multiple = dataset.required_batch_size_multiple
+        # What was dropped is no multiple; with --skip-invalid-size-inputs-valid-test, long sentences are missing, too.
+        if dataset.skip_invalid_size_inputs_valid_test or left_out % multiple == 0:
+            return
+        message = (
+            f"fairseq leaves out {left_out} of {size} sentences, a last batch that is no multiple of {multiple} "
+            "(--required-batch-size-multiple 1 keeps them)"
+        )
+        if left_out == size:
+            raise InputError(f"DATA {self.cfg.task.data}: {message}")
+        say(message)
 
     def all_batches(self, pool: OrderedPool) -> None:
         """Every batch through the model, and its numbers to the workers."""

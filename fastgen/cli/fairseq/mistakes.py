@@ -1,0 +1,64 @@
+"""What is wrong with DATA or --path, in one line: only fairseq's tasks and loaders know what they make of them.
+
+So these are not looked at beforehand; an error that they have caused gets the name of the argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fairseq import checkpoint_utils, utils
+from fairseq.file_io import PathManager
+
+from fastgen.cli.errors import InputError
+from fastgen.optimizer.fairseq.checkpoints import refusal
+
+_NO_MODEL = "Model file not found: "
+
+
+@contextmanager
+def named(cfg: Any) -> Iterator[None]:
+    """Raises InputError for those errors of fairseq inside the block that an argument explains; others pass."""
+    load = checkpoint_utils.load_checkpoint_to_cpu
+    checkpoint_utils.load_checkpoint_to_cpu = functools.partial(_load, load, cfg)
+    try:
+        yield
+    except Exception as error:
+        if explanation := _explanation(cfg, error):
+            raise InputError(explanation) from error
+        raise
+    finally:
+        checkpoint_utils.load_checkpoint_to_cpu = load
+
+
+def _load(load: Any, cfg: Any, path: str, *args: Any, **kwargs: Any) -> dict:
+    """`load_checkpoint_to_cpu`, whose errors are of any kind where a file is not what it should be."""
+    try:
+        return load(path, *args, **kwargs)
+    except pickle.UnpicklingError as error:
+        raise InputError(f"{_flag(cfg, path)}{refusal(path, error.__cause__ or error)}") from error
+    except Exception as error:
+        first_sentence = f"{type(error).__name__}: {error}".partition(". ")[0].rstrip(": ")
+        raise InputError(f"{_flag(cfg, path)}{path}: is no checkpoint, or a damaged one ({first_sentence})") from error
+
+
+def _explanation(cfg: Any, error: Exception) -> str | None:
+    message, data = str(error), getattr(cfg.task, "data", None)
+    if isinstance(error, FileNotFoundError) and data and not PathManager.exists(utils.split_paths(data)[0]):
+        return f"DATA {data}: does not exist (accepted: a folder that fairseq-preprocess wrote)"
+    if message.startswith("Could not infer language pair"):
+        return f"DATA {data}: no file there is named for a pair of languages (needs --source-lang and --target-lang)"
+    if message.startswith(_NO_MODEL):
+        path = message.removeprefix(_NO_MODEL)
+        return f"{_flag(cfg, path)}{path}: does not exist (accepted: a checkpoint)"
+    return None
+
+
+def _flag(cfg: Any, path: str) -> str:
+    """The flag that gave a checkpoint's path; nothing for files that a model reads besides."""
+    given = {"--path ": cfg.common_eval.path, "--lm-path ": cfg.generation.lm_path}
+    return next((flag for flag, value in given.items() if value and path in value), "")

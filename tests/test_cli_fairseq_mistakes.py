@@ -1,0 +1,140 @@
+"""What cannot work, and what fairseq would leave out without a word, is said in one line that names the argument."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fairseq")
+
+import torch
+from fairseq_command_data import CommandData, make
+
+from fastgen.cli.fairseq import eval_lm, generate
+
+DAMAGED = "is no checkpoint, or a damaged one ("
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
+    """The data of translations, with files for --path that no run can use."""
+    data = make(tmp_path_factory.mktemp("fairseq"))
+    folder, checkpoint = data.folder, (data.folder / "model" / "checkpoint_last.pt").read_bytes()
+    (folder / "text.pt").write_text("hello, this is a text\n")
+    (folder / "empty.pt").touch()
+    (folder / "cut.pt").write_bytes(checkpoint[: len(checkpoint) // 2])
+    torch.save({"model": Path("a class that fairseq never writes")}, folder / "evil.pt")
+    (folder / "lm").mkdir()
+    (folder / "lm" / "dict.txt").write_text("word 1\n")
+    return data
+
+
+def stopped(capfd: pytest.CaptureFixture, main: Callable[[list[str]], int], args: list[str]) -> str:
+    """The last line on stderr of a command that cannot do what `args` say."""
+    try:
+        status = main(args)
+    except SystemExit as left:  # argparse's own way
+        status = left.code
+    captured = capfd.readouterr()
+    assert (status, captured.out) == (2, "")
+    assert "Traceback" not in captured.err
+    return captured.err.splitlines()[-1]
+
+
+FLAGS = [
+    ("--results-path {folder}/text.pt", "--results-path {folder}/text.pt: "),
+    ("--postprocess-workers -1", "--postprocess-workers"),
+    ("--postprocess-workers many", "'many' is not a whole number (accepted: 0 to 256)"),
+    ("--sampling --beam 4", "--sampling needs --nbest 4"),
+    ("--beam 0", "error: --beam 0 (accepted: 1 or more)"),
+    ("--nbest 0", "error: --nbest 0 (accepted: 1 or more)"),
+    ("--gen-subset none", "none"),
+    ("--no-such-flag", "--no-such-flag"),
+    ("--path {folder}/evil.pt", "--path {folder}/evil.pt: holds "),
+    ("--path {folder}/evil.pt --no-fastgen", "--path {folder}/evil.pt: holds "),
+    ("--lm-path {folder}/text.pt", "error: --lm-path {folder}/text.pt: " + DAMAGED),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), FLAGS)
+def test_a_flag_that_cannot_be_used_is_named(
+    data: CommandData, capfd: pytest.CaptureFixture, flags: str, named: str
+) -> None:
+    error = stopped(capfd, generate.main, [*data.generation, *flags.format(folder=data.folder).split()])
+    assert named.format(folder=data.folder) in error
+
+
+@pytest.mark.parametrize("more", [[], ["--no-fastgen"]])
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("text.pt", DAMAGED), ("empty.pt", DAMAGED), ("cut.pt", DAMAGED), ("none.pt", "does not exist (accepted: ")],
+)
+def test_a_file_that_is_no_checkpoint_is_named(
+    data: CommandData, capfd: pytest.CaptureFixture, file: str, said: str, more: list[str]
+) -> None:
+    path = str(data.folder / file)
+    for main, args in ((generate.main, data.generation), (eval_lm.main, [str(data.folder / "lm"), "--cpu"])):
+        assert f"error: --path {path}: {said}" in stopped(capfd, main, [*args, "--path", path, *more])
+
+
+@pytest.mark.parametrize("main", [generate.main, eval_lm.main])
+def test_data_that_is_not_there_is_named(capfd: pytest.CaptureFixture, tmp_path: Path, main: Callable) -> None:
+    error = stopped(capfd, main, [str(tmp_path / "none"), "--path", "checkpoint.pt", "--cpu"])
+    assert f"error: DATA {tmp_path / 'none'}: does not exist" in error
+
+
+@pytest.mark.parametrize("main", [generate.main, eval_lm.main])
+def test_path_is_asked_for(capfd: pytest.CaptureFixture, tmp_path: Path, main: Callable) -> None:
+    assert "error: --path is missing" in stopped(capfd, main, [str(tmp_path), "--cpu"])
+
+
+@pytest.mark.parametrize("more", [[], ["--no-fastgen"]])
+def test_languages_are_asked_for(capfd: pytest.CaptureFixture, tmp_path: Path, more: list[str]) -> None:
+    args = [str(tmp_path), "--path", "checkpoint.pt", "--cpu", *more]
+    error = stopped(capfd, generate.main, args)
+    assert f"DATA {tmp_path}: " in error and "--source-lang and --target-lang" in error
+    for languages in ([], ["-s", "de"]):
+        error = stopped(capfd, generate.main, [*args, *languages, "--tokenizer", "moses"])
+        assert "error: --tokenizer moses needs --source-lang and --target-lang" in error
+
+
+def test_wer_asks_for_its_package(
+    data: CommandData, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "editdistance", None)
+    error = stopped(capfd, generate.main, [*data.generation, "--scoring", "wer"])
+    assert "--scoring wer needs the package editdistance" in error
+
+
+LEFT_OUT = "fastgen-generate-for-fairseq: fairseq leaves out "
+
+
+def test_sentences_that_fairseq_leaves_out_are_counted(data: CommandData, capfd: pytest.CaptureFixture) -> None:
+    assert generate.main(data.generation) == 0
+    captured = capfd.readouterr()
+    assert captured.out.count("\nH-") == 56
+    (said,) = (line for line in captured.err.splitlines() if LEFT_OUT in line)
+    assert said.startswith(f"{LEFT_OUT}4 of 60 sentences") and "--required-batch-size-multiple 1 keeps them" in said
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--required-batch-size-multiple 1",
+        "--batch-size 4 --required-batch-size-multiple 4 --distributed-world-size 2",
+        "--skip-invalid-size-inputs-valid-test --max-source-positions 9",
+    ],
+)
+def test_sentences_that_are_not_there_for_another_reason_are_not(
+    data: CommandData, capfd: pytest.CaptureFixture, flags: str
+) -> None:
+    assert generate.main([*data.generation, *flags.split()]) == 0
+    captured = capfd.readouterr()
+    assert "\nH-" in captured.out
+    assert LEFT_OUT not in captured.err
+
+
+def test_a_run_that_fairseq_leaves_empty_is_refused(data: CommandData, capfd: pytest.CaptureFixture) -> None:
+    error = stopped(capfd, generate.main, [*data.generation, "--required-batch-size-multiple", "100"])
+    assert "fairseq leaves out 60 of 60 sentences" in error

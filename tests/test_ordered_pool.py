@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -166,3 +168,24 @@ def test_a_large_task_and_a_large_result_go_through() -> None:
         for _ in range(4):
             p.submit(b"x" * 5_000_000)
     assert [len(each) for each in written] == [5_000_000] * 4
+
+
+LONG_TASK = """
+import os, time
+from fastgen.cli.pipeline.ordered_pool import OrderedPool
+pool = OrderedPool(lambda: time.sleep, print, workers=1, limit=5)
+pool.submit(60)
+print(*pool.pids, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_ends_with_a_parent_that_is_killed_even_in_the_middle_of_a_task() -> None:
+    with subprocess.Popen([sys.executable, "-c", LONG_TASK], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        assert alive([pid]) == [pid]
+        parent.kill()
+    end = time.monotonic() + 10
+    while alive([pid]):
+        assert time.monotonic() < end
+        time.sleep(0.05)

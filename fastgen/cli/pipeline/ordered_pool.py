@@ -15,6 +15,7 @@ holds that lock would leave all others waiting for ever.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import pickle
 import signal
 import threading
@@ -26,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-from fastgen.cli.pipeline.worker import END, Failed, serve
+from fastgen.cli.pipeline.worker import END, SIGNALS_OF_THE_PARENT, Failed, serve
 
 _WAITING = object()
 SECONDS_TO_END = 0.5
@@ -38,6 +39,13 @@ class WorkerError(Exception):
 
 class WorkerTraceback(Exception):
     """The cause of a WorkerError: where in the worker's program it was raised."""
+
+
+def worker_error(failed: Failed) -> WorkerError:
+    """What is raised for a task that failed."""
+    error = WorkerError(failed.message)
+    error.__cause__ = WorkerTraceback(failed.details) if failed.details else None
+    return error
 
 
 @dataclass(eq=False)
@@ -66,6 +74,7 @@ class OrderedPool:
     def __init__(
         self, start: Callable[[], Callable[[Any], Any]], write: Callable[[Any], None], *, workers: int, limit: int
     ) -> None:
+        self.busy_seconds = 0.0  # that all workers together spent on their tasks
         self._write = write
         self._limit = limit
         self._changed = threading.Condition()
@@ -87,7 +96,14 @@ class OrderedPool:
         process = context.Process(
             target=serve, args=(theirs, others, start), name=f"fastgen-worker-{number + 1}", daemon=True
         )
-        process.start()
+        # Until the worker ignores them they would raise in it what they raise here.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_PARENT)
+        try:
+            process.start()
+            # When the program ends, multiprocessing would send it a SIGTERM and wait.
+            multiprocessing.util.Finalize(process, process.kill, exitpriority=1)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         return _Worker(process, ours)
 
@@ -209,7 +225,8 @@ class OrderedPool:
 
     def _receive_from(self, worker: _Worker) -> None:
         try:
-            result = worker.connection.recv()
+            result, seconds = worker.connection.recv()
+            self.busy_seconds += seconds
         except (EOFError, ConnectionResetError, pickle.UnpicklingError):
             result = Failed(_how_it_ended(worker), "")
             self._workers.remove(worker)
@@ -224,7 +241,7 @@ class OrderedPool:
         while self._items and self._items[0].result is not _WAITING and not self._stopped:
             result = self._items[0].result
             if isinstance(result, Failed):
-                raise WorkerError(result.message) from (WorkerTraceback(result.details) if result.details else None)
+                raise worker_error(result)
             self._write(result)
             with self._changed:
                 self._items.popleft()

@@ -6,9 +6,12 @@ Nothing here may print: standard output belongs to the process that writes the r
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +19,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 SECONDS_BETWEEN_LOOKS = 1.0
+# They may reach every process of a group; the parent decides what they mean.
+SIGNALS_OF_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 END = None  # sent instead of a task when there are no more
 
 
@@ -33,45 +38,50 @@ def serve(connection: Connection, others: list[Connection], start: Callable[[], 
     others: ends of connections that this process inherited and does not need. As long as it held them, a worker on
     the far end would not see them close.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides what it means
+    signal.set_wakeup_fd(-1)  # it is the parent's
+    for number in SIGNALS_OF_THE_PARENT:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_OF_THE_PARENT)
     for other in others:
         other.close()
     _log_to_stderr()
-    parent = os.getppid()
+    # Not os.getppid(): the parent may be gone by now.
+    parent = multiprocessing.parent_process().pid
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         work = start()
     except Exception as error:
-        work = _always(_failed(error))
+        work = _always(failed(error))
         # Said at once, and not by ending: a connection that closes on tasks that nobody has read loses what was said.
-        _answer(connection, work(None))
-    while _wait_for_task(connection, parent):
+        _answer(connection, work(None), 0.0)
+    while True:
         try:
             task = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         if task is END:
             sys.stderr.flush()
             os._exit(0)  # the interpreter would tidy up all that it has inherited, while the program waits for it
+        begun = time.perf_counter()
         try:
             result = work(task)
         except Exception as error:
-            result = _failed(error)
-        if not _answer(connection, result):
+            result = failed(error)
+        if not _answer(connection, result, time.perf_counter() - begun):
             return
 
 
-def _wait_for_task(connection: Connection, parent: int) -> bool:
-    """True when there is something to read; False when the parent is gone, however it ended."""
-    while not connection.poll(SECONDS_BETWEEN_LOOKS):
-        if os.getppid() != parent:
-            return False
-    return True
+def _end_with(parent: int) -> None:
+    """Ends this process, whatever it is doing, when the parent is gone, however it ended."""
+    while os.getppid() == parent:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    os._exit(1)
 
 
-def _answer(connection: Connection, result: Any) -> bool:
-    """Sends the result; False when nobody wants it any more."""
+def _answer(connection: Connection, result: Any, seconds: float) -> bool:
+    """Sends the result and how long it took; False when nobody wants it any more."""
     try:
-        connection.send(result)
+        connection.send((result, seconds))
     except (BrokenPipeError, ConnectionResetError):
         return False
     return True
@@ -81,7 +91,8 @@ def _always(failed: Failed) -> Callable[[Any], Failed]:
     return lambda task: failed
 
 
-def _failed(error: Exception) -> Failed:
+def failed(error: Exception) -> Failed:
+    """What is sent for an exception, while it is being handled."""
     message = " ".join(str(error).split())
     return Failed(type(error).__name__ + (f": {message}" if message else ""), traceback.format_exc())
 

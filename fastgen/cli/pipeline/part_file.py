@@ -1,0 +1,293 @@
+"""OUTPUT.part, which holds whole records while a run goes on, and gets its name when it is complete.
+
+A run may be killed at any moment. What then lies there is one of these, and PartFile.resume goes on from each:
+
+    OUTPUT.part, empty                a run that had no record; what else is there is of no use
+    OUTPUT.part, OUTPUT.part.json     records, the last perhaps cut off, and the signature that was there before them
+    and OUTPUT.part.state             the random numbers' state after as many records as there are, or fewer
+    OUTPUT, OUTPUT.part.json, …       a run that was complete; the next one clears away what is left over
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import os
+import sys
+import tempfile
+from contextlib import AbstractContextManager
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.pipeline.differences import differences
+from fastgen.cli.pipeline.locked_file import lock, open_locked, whole_records
+from fastgen.cli.pipeline.whole_file import beside, named, replace, resolved, write_all
+
+WRITTEN_BY = "fastgen"
+ENDS = (".part", ".part.json", ".part.state")
+
+
+class PartFile(AbstractContextManager):
+    """Whole records in OUTPUT.part, a prefix of what OUTPUT will be. A record is one line with its end.
+
+    Leaving its context keeps the records for `resume`, unless it is complete.
+    """
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        """Use `create` or `resume`."""
+        self.records = 0  # how many are in the part
+        self.state: bytes | None = None  # what `resume` found of `keep_state`
+        self._output, (self._part, self._signature_file, self._state_file) = _files(path)
+        self._file = file
+        self._end = 0  # of the last record, in bytes
+
+    @classmethod
+    def create(cls, path: Path, signature: dict[str, Any]) -> PartFile:
+        """A part without records; raises InputError where there is one already.
+
+        signature: JSON values, all that decides what the records are. Its keys are how `resume` names them.
+        """
+        check_part(path, resume=False)
+        try:
+            file = FileIO(_files(path)[1][0], "x+")
+        except FileExistsError:
+            raise _exists(path) from None
+        lock(file)
+        part = cls(path, file)
+        part._begin(signature)
+        return part
+
+    @classmethod
+    def resume(cls, path: Path, signature: dict[str, Any]) -> PartFile:
+        """The part that a run left, cut to whole records; where there is none, as `create`.
+
+        Raises InputError that names every difference between the signature of that run and this one.
+        """
+        file = open_locked(_files(path)[1][0])
+        if file is None:
+            return cls.create(path, signature)
+        part = cls(path, file)
+        if os.fstat(file.fileno()).st_size == 0:
+            part._begin(signature)
+            return part
+        try:
+            part._take_up(signature)
+        except BaseException:
+            file.close()
+            raise
+        return part
+
+    def write(self, data: bytes, records: int) -> None:
+        """Adds whole records: all of them or, with an OSError, none."""
+        if data.count(b"\n") != records or data[-1:] not in (b"", b"\n"):
+            raise ValueError(f"{records} records are {records} whole lines, not {data[-80:]!r}")
+        try:
+            with named(self._part):
+                write_all(self._file.fileno(), data)
+        except BaseException:
+            self._cut(self.records, self._end)
+            raise
+        self.records += records
+        self._end += len(data)
+
+    def keep_state(self, state: bytes) -> None:
+        """Keeps what `resume` finds as `.state`, and to which it cuts the part back.
+
+        A run that keeps states keeps the first before its first record, else a part without a state could not be told
+        from the part of a run that needs none.
+        """
+        self._replace(self._state_file, {"records": self.records, "state": base64.b64encode(state).decode("ascii")})
+
+    def complete(self) -> None:
+        """Gives the file its name. With an OSError it keeps the other one, and everything for `resume`."""
+        self._cut(self.records, self._end)
+        with named(self._part):
+            os.fsync(self._file.fileno())
+        self._close_on_windows()
+        os.replace(self._part, self._output)
+        self._remove_others()
+        self._file.close()
+
+    def leave(self) -> None:
+        """Keeps the part for `resume`, or removes it where it has no record."""
+        try:
+            if self.records:
+                self._cut(self.records, self._end)
+            else:
+                self._close_on_windows()
+                self._remove_others()
+                self._part.unlink(missing_ok=True)
+        finally:
+            self._file.close()
+
+    def __exit__(self, *error: object) -> None:
+        if not self._file.closed:
+            self.leave()
+
+    def _begin(self, signature: dict[str, Any]) -> None:
+        try:
+            self._remove_others()  # what is left of a run that was killed when it was complete
+            self._replace(self._signature_file, {"signature": signature})
+        except BaseException:
+            self.leave()
+            raise
+
+    def _take_up(self, signature: dict[str, Any]) -> None:
+        """Compares, counts the records, and gives up what is behind the last of them or behind the state's."""
+        before = _load(self._signature_file)
+        if before is None:
+            raise InputError(
+                f"--resume: {self._signature_file}, which says what {self._part} was made of, is missing "
+                f"(remove {self._part} to start again)"
+            )
+        if changes := differences(before.get("signature"), signature):
+            raise InputError(
+                f"--resume: {self._part} was made differently: {'; '.join(changes)} "
+                f"(accepted: as it was; remove {self._part} to start again)"
+            )
+        records, end = whole_records(self._file)
+        if (kept := _load(self._state_file)) is not None:
+            try:
+                of_records, self.state = int(kept["records"]), base64.b64decode(kept["state"], validate=True)
+            except (KeyError, TypeError, ValueError) as error:
+                raise _not_ours(self._state_file) from error
+            if of_records > records:
+                raise InputError(
+                    f"--resume: {self._part} has {records} records, but had {of_records} when {self._state_file} was "
+                    f"written (remove {self._part} to start again)"
+                )
+            if of_records < records:
+                records, end = whole_records(self._file, at_most=of_records)
+        self._cut(records, end)
+
+    def _cut(self, records: int, end: int) -> None:
+        with named(self._part):
+            self._file.truncate(end)
+            self._file.seek(end)
+        self.records, self._end = records, end
+
+    def _replace(self, path: Path, content: dict[str, Any]) -> None:
+        new = beside(path, ".new")
+        new.unlink(missing_ok=True)  # of a run that was killed while it wrote it
+        replace(path, json.dumps({"written_by": WRITTEN_BY} | content, ensure_ascii=False, indent=1).encode(), new)
+
+    def _remove_others(self) -> None:
+        for path in (self._state_file, self._signature_file):
+            beside(path, ".new").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+
+    def _close_on_windows(self) -> None:
+        """Where files that are open can neither be renamed nor removed. Elsewhere it is closed last, for its lock."""
+        if os.name == "nt":
+            self._file.close()
+
+
+class StandardOutput(AbstractContextManager):
+    """In the place of a PartFile. Until the end, whatever else is written to standard output goes to standard error.
+
+    That holds for libraries written in C as well, and for processes that are started meanwhile.
+    """
+
+    state = None
+
+    def __init__(self) -> None:
+        self.records = 0
+        if sys.stdout is None:
+            raise InputError("OUTPUT -: standard output is closed")
+        self._stdout = sys.stdout
+        self._stdout.flush()
+        self._descriptor = os.dup(1)
+        sys.stdout = sys.stderr
+        os.dup2(2, 1)
+
+    def write(self, data: bytes, records: int) -> None:
+        """Writes whole records; raises BrokenPipeError when nobody reads them any more."""
+        with named("standard output"):
+            write_all(self._descriptor, data)
+        self.records += records
+
+    def keep_state(self, state: bytes) -> None:
+        """Does nothing: what has been read from standard output cannot be gone on from."""
+
+    def complete(self) -> None:
+        """Gives standard output back."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Gives standard output back."""
+        if os.name == "posix":
+            ctypes.CDLL(None).fflush(None)  # what C has printed in the meantime is in its buffer
+        os.dup2(self._descriptor, 1)
+        os.close(self._descriptor)
+        self._descriptor = -1
+        sys.stdout = self._stdout
+
+    def __exit__(self, *error: object) -> None:
+        if self._descriptor != -1:
+            self.leave()
+
+
+def check_writable(flag: str, path: Path, sources: dict[str, Path | None]) -> None:
+    """Raise InputError where `path` cannot be written, or where writing it would destroy one of the other files."""
+    try:
+        if path.is_dir():
+            raise InputError(f"{flag} {path}: is a folder (accepted: a file)")
+        if path.exists() and (not path.is_file() or path.absolute().parts[1:2] in (("dev",), ("proc",))):
+            raise InputError(f"{flag} {path}: is a device or a pipe (accepted: a file)")
+        if not path.parent.is_dir():
+            raise InputError(f"{flag} {path}: there is no folder {path.parent}")
+        target = resolved(path)
+        for other_flag, other in sources.items():
+            if other is not None and resolved(other) == target:
+                raise InputError(f"{flag} {path}: is the same file as {other_flag}")
+            if other is not None and resolved(other) in [beside(target, end) for end in ENDS]:
+                raise InputError(f"{flag} {path}: would be written by way of {other}, which is {other_flag}")
+        # As long as the longest name that is written there.
+        with tempfile.NamedTemporaryFile(prefix=f"{target.name}.part.", dir=target.parent):
+            pass
+    except OSError as error:
+        raise InputError(f"{flag} {path}: cannot be written ({error.strerror})") from error
+
+
+def check_part(path: Path, resume: bool) -> None:
+    """Raises InputError where PartFile.resume or, without `resume`, create would do so whatever the signature is."""
+    part, *others = _files(path)[1]
+    for other in others:
+        _load(other)
+    if (resume or part.is_file()) and (file := open_locked(part)) is not None:  # not if another run is writing to it
+        file.close()
+    if not resume and os.path.lexists(part):
+        raise _exists(path)
+
+
+def _files(path: Path) -> tuple[Path, list[Path]]:
+    """OUTPUT, or what it points to where it is a link, and the part, the signature and the state beside it."""
+    output = resolved(path)
+    return output, [beside(output, end) for end in ENDS]
+
+
+def _exists(path: Path) -> InputError:
+    part = _files(path)[1][0]
+    return InputError(f"OUTPUT {path}: there is {part} (--resume goes on from it; remove it to start again)")
+
+
+def _not_ours(path: Path) -> InputError:
+    return InputError(f"{path}: is damaged, or is no file of this command (remove it and the .part to start again)")
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    """What _replace has written there; None where there is nothing."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise _not_ours(path) from error
+    if not isinstance(content, dict) or content.get("written_by") != WRITTEN_BY:
+        raise _not_ours(path)
+    return content

@@ -1,0 +1,198 @@
+"""OUTPUT.part holds whole records, and --resume goes on from it only where everything is as it was."""
+
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.pipeline.part_file import PartFile, check_part, check_writable
+from fastgen.cli.pipeline.whole_file import write_whole
+
+SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "0" * 64}
+
+
+def write_records(part: PartFile, *records: str) -> None:
+    part.write("".join(record + "\n" for record in records).encode(), len(records))
+
+
+def left_part(path: Path, *records: str, half: bytes = b"") -> Path:
+    """The part of a run that ended with these records, and after them half a one."""
+    with PartFile.create(path, SIGNATURE) as part:
+        write_records(part, *records)
+    part_path = path.with_name(path.name + ".part")
+    with part_path.open("ab") as file:
+        file.write(half)
+    return part_path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_output_appears_when_complete_and_nothing_else_stays(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with PartFile.create(output, SIGNATURE) as part:
+        write_records(part, "one", "two")
+        part.keep_state(b"state")
+        assert not output.exists()
+        assert (tmp_path / "out.part").read_bytes() == b"one\ntwo\n"  # nothing waits in a buffer
+        part.complete()
+    assert names(tmp_path) == ["out"] and output.read_bytes() == b"one\ntwo\n"
+
+
+def test_a_run_that_is_left_can_be_resumed_and_one_without_records_leaves_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(ZeroDivisionError), PartFile.create(output, SIGNATURE) as part:
+        write_records(part, "one")
+        raise ZeroDivisionError
+    assert names(tmp_path) == ["out.part", "out.part.json"]
+    with PartFile.resume(output, SIGNATURE) as part:
+        assert part.records == 1
+        write_records(part, "two")
+        part.complete()
+    assert output.read_bytes() == b"one\ntwo\n"
+    with PartFile.create(tmp_path / "other", SIGNATURE) as part:
+        part.keep_state(b"")
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("made", ["file", "folder", "broken link"])
+def test_a_part_that_is_there_is_never_overwritten(tmp_path: Path, made: str) -> None:
+    part = tmp_path / "out.part"
+    if made == "file":
+        part.write_text("mine")
+    elif made == "folder":
+        part.mkdir()
+    else:
+        part.symlink_to(tmp_path / "none")
+    for start in (lambda: PartFile.create(tmp_path / "out", {}), lambda: check_part(tmp_path / "out", resume=False)):
+        with pytest.raises(InputError, match=r"out\.part .*--resume goes on from it; remove it"):
+            start()
+    with pytest.raises(InputError, match="missing" if made == "file" else "not a file"):
+        PartFile.resume(tmp_path / "out", {})
+    assert names(tmp_path) == ["out.part"] and (made != "file" or part.read_text() == "mine")
+
+
+def test_half_a_record_is_cut_and_written_again(tmp_path: Path) -> None:
+    part_path = left_part(tmp_path / "out", "one", "two", half=b"thr")
+    with PartFile.resume(tmp_path / "out", SIGNATURE) as part:
+        assert part.records == 2 and part_path.read_bytes() == b"one\ntwo\n"
+        write_records(part, "three")
+        part.complete()
+    assert (tmp_path / "out").read_bytes() == b"one\ntwo\nthree\n"
+
+
+def test_records_are_counted_in_little_memory(tmp_path: Path) -> None:
+    left_part(tmp_path / "out", *["x" * 999] * 50_000, half=b"x" * 5_000_000)
+    tracemalloc.start()
+    with PartFile.resume(tmp_path / "out", SIGNATURE) as part:
+        peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert part.records == 50_000 and peak < 8 << 20
+
+
+def test_every_difference_is_named_and_the_part_stays_as_it_is(tmp_path: Path) -> None:
+    part_path = left_part(tmp_path / "out", "one", half=b"tw")
+    now = {"--beam": 5, "--do_sample": True, "--prefix": "to: ", "INPUT's content": "sha256:" + "1" * 64}
+    with pytest.raises(InputError) as error:
+        PartFile.resume(tmp_path / "out", now)
+    for words in ("--beam was 4, is 5", "--do_sample was not given, is given", "INPUT's content changed"):
+        assert words in str(error.value)
+    assert '--prefix was not given, is "to: "' in str(error.value) and "sha256" not in str(error.value)
+    assert part_path.read_bytes() == b"one\ntw"
+
+
+def test_values_inside_a_setting_are_compared_one_by_one(tmp_path: Path) -> None:
+    with PartFile.create(tmp_path / "out", {"--gen": {"top_k": 5, "top_p": 0.5}, "--bad": (1, 2), "--old": 1}) as part:
+        write_records(part, "one")
+    with pytest.raises(InputError, match="made differently: --gen: top_k was 5, is 6; --old was 1, is not given"):
+        PartFile.resume(tmp_path / "out", {"--gen": {"top_k": 6, "top_p": 0.5}, "--bad": (1, 2), "--added": None})
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b'{"name": "mine"}', b"\xff"])
+def test_a_part_whose_signature_is_missing_or_damaged_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    part_path = left_part(tmp_path / "out", "one")
+    signature = tmp_path / "out.part.json"
+    signature.unlink() if content is None else signature.write_bytes(content)
+    with pytest.raises(InputError, match=r"out\.part\.json.*remove"):
+        PartFile.resume(tmp_path / "out", SIGNATURE)
+    part_path.unlink()
+    if content is not None:  # a file that is not the command's is not replaced, either
+        with pytest.raises(InputError, match=r"out\.part\.json.*remove"):
+            PartFile.create(tmp_path / "out", SIGNATURE)
+        assert signature.read_bytes() == content
+
+
+def test_records_behind_the_state_are_given_up(tmp_path: Path) -> None:
+    with PartFile.create(tmp_path / "out", SIGNATURE) as part:
+        part.keep_state(b"first")
+        write_records(part, "one", "two")
+        part.keep_state(b"\x00second\xff")
+        write_records(part, "three")
+    with PartFile.resume(tmp_path / "out", SIGNATURE) as part:
+        assert (part.records, part.state) == (2, b"\x00second\xff")
+        assert (tmp_path / "out.part").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_state_of_records_that_are_not_there_is_refused(tmp_path: Path) -> None:
+    with PartFile.create(tmp_path / "out", SIGNATURE) as part:
+        write_records(part, "one", "two")
+        part.keep_state(b"state")
+    (tmp_path / "out.part").write_bytes(b"one\n")
+    with pytest.raises(InputError, match=r"has 1 records, but had 2 .*remove"):
+        PartFile.resume(tmp_path / "out", SIGNATURE)
+
+
+def test_what_is_no_whole_record_is_not_written(tmp_path: Path) -> None:
+    with PartFile.create(tmp_path / "out", SIGNATURE) as part:
+        for data, records in ((b"one", 1), (b"one\ntwo", 1), (b"one\n", 2), (b"one\ntwo\n", 1)):
+            with pytest.raises(ValueError):
+                part.write(data, records)
+        assert part.records == 0 and (tmp_path / "out.part").read_bytes() == b""
+
+
+def test_where_output_is_a_link_its_target_is_written(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "out")
+    with PartFile.create(tmp_path / "link", SIGNATURE) as part:
+        write_records(part, "one")
+        assert (tmp_path / "there" / "out.part").exists()
+        part.complete()
+    assert (tmp_path / "link").is_symlink() and names(tmp_path / "there") == ["out"]
+
+
+def test_an_output_that_cannot_be_written_is_found_beforehand(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("one\n")
+    (tmp_path / "in.part").write_text("one\n")
+    (tmp_path / "link").symlink_to("in")
+    os.mkfifo(tmp_path / "pipe")
+    cases = [
+        (tmp_path, "is a folder"),
+        (Path("/dev/null"), "is a device or a pipe"),
+        (tmp_path / "pipe", "is a device or a pipe"),
+        (tmp_path / "none" / "out", "there is no folder .*none"),
+        (tmp_path / "in", "is the same file as INPUT"),
+        (tmp_path / "link", "is the same file as INPUT"),
+        (tmp_path / ("x" * 250), "cannot be written"),  # too long with .part
+    ]
+    before = names(tmp_path)
+    for output, message in cases:
+        with pytest.raises(InputError, match=f"OUTPUT .*: {message}"):
+            check_writable("OUTPUT", output, {"INPUT": tmp_path / "in", "--reference_path": None})
+    with pytest.raises(InputError, match=r"by way of .*in\.part, which is --reference_path"):
+        check_writable("OUTPUT", tmp_path / "in", {"--reference_path": tmp_path / "in.part"})
+    check_writable("OUTPUT", tmp_path / "out", {"INPUT": tmp_path / "in", "--reference_path": None})
+    assert names(tmp_path) == before
+
+
+def test_a_whole_file_takes_no_name_that_is_in_use(tmp_path: Path) -> None:
+    taken = tmp_path / f"scores.{os.getpid()}-0.new"
+    taken.write_text("mine")
+    write_whole(tmp_path / "scores", b"{}\n")
+    assert (tmp_path / "scores").read_bytes() == b"{}\n" and taken.read_text() == "mine"
+    with pytest.raises(IsADirectoryError):
+        (tmp_path / "folder").mkdir()
+        write_whole(tmp_path / "folder", b"")
+    assert names(tmp_path) == ["folder", "scores", taken.name]

@@ -72,11 +72,13 @@ EXTRAS = {
     ],
     "ray": ["ray[data]"],
     "metrics": ["rouge-score", "sacrebleu"],
+    "audio": ["soundfile", "soxr"],
     "bench": ["matplotlib", "psutil"],
     "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft", "accelerate", "num2words"],
 }
+EXTRAS["test"].append("psutil")  # finds the processes that a command leaves behind
 EXTRAS["test"].append('triton; platform_system == "Linux"')  # runs in its interpreter where there is no GPU
-EXTRAS["test"] += EXTRAS["transformers"] + EXTRAS["metrics"]
+EXTRAS["test"] += EXTRAS["transformers"] + EXTRAS["metrics"] + EXTRAS["audio"]
 
 setup(
     name="fastgen",
@@ -94,7 +96,7 @@ setup(
     cmdclass={"build_ext": BuildKernels},
     entry_points={
         "console_scripts": [
-            "fastgen-generate-for-transformers = fastgen.cli.generate_for_transformers:main",
+            "fastgen-generate-for-transformers = fastgen.cli.transformers.generate:main",
             "fastgen-generate-for-fairseq = fastgen.cli.fairseq.generate:main",
             "fastgen-eval-lm-for-fairseq = fastgen.cli.fairseq.eval_lm:main",
         ]

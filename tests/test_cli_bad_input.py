@@ -11,9 +11,9 @@ import torch
 import transformers
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentences
 
-from fastgen.cli import generate_for_transformers, loading
-from fastgen.cli.arguments import PROG, build_parser
-from fastgen.cli.generate_for_transformers import main
+from fastgen.cli.transformers import generate, loading
+from fastgen.cli.transformers.arguments import PROG, build_parser
+from fastgen.cli.transformers.generate import main
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,59 +77,10 @@ def check_refused(capsys: pytest.CaptureFixture, folder: Path, command: list[str
     assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
 
 
-BAD_FLAGS = [
-    (["--bs", "0"], "--bs: 0"),
-    (["--bs", "many"], "--bs: 'many'"),
-    (["--bs", str(10**30)], "--bs: 1000"),
-    (["--beam", "-2"], "--beam: -2"),
-    (["--n_obs", "0"], "--n_obs: 0"),
-    (["--n-obs", "-2"], "--n_obs: -2"),
-    (["--max_new_tokens", "0"], "--max_new_tokens: 0"),
-    (["--max-gen-length", "1.5"], "--max_gen_length: '1.5'"),
-    (["--min_gen_length", "-3"], "--min_gen_length: -3"),
-    (["--max_tokenizer_length", "0"], "--max_tokenizer_length: 0"),
-    (["--do_sample", "--temperature", "0"], "--temperature: 0"),
-    (["--do_sample", "--temperature", "nan"], "--temperature: nan"),
-    (["--do_sample", "--temperature", "hot"], "--temperature: 'hot'"),
-    (["--do_sample", "--top_p", "1.2"], "--top_p: 1.2"),
-    (["--do_sample", "--top_k", "-1"], "--top_k: -1"),
-    (["--repetition_penalty", "0"], "--repetition_penalty: 0"),
-    (["--length_penalty", "inf"], "--length_penalty: inf"),
-    (["--early_stopping", "perhaps"], "--early_stopping: 'perhaps'"),
-    (["--num_return_sequences", "0"], "--num_return_sequences: 0"),
-    (["--seed", "-1"], "--seed: -1"),
-    (["--device", "toaster 3"], "--device: 'toaster 3'"),
-    (["--padding_side", "top"], "--padding_side"),
-    (["--bs"], "--bs"),
-    (["--no_such_flag"], "--no_such_flag"),
-    (["--temperature", "0.5"], "--temperature 0.5", "--do_sample"),
-    (["--top_k", "5"], "--top_k 5", "--do_sample"),
-    (["--top_p", "0.5"], "--top_p 0.5", "--do_sample"),
-    (["--beam", "2", "--num_return_sequences", "3"], "--num_return_sequences 3", "--beam 2"),
-    (["--max_gen_length", "9", "--max_new_tokens", "8"], "--max_gen_length 9", "--max_new_tokens 8"),
-    (["--min_gen_length", "9", "--max_gen_length", "8"], "--min_gen_length 9", "--max_gen_length 8"),
-    (["--min_gen_length", "9", "--max_new_tokens", "8"], "--min_gen_length 9", "--max_new_tokens 8"),
-    (["--fp16", "--device", "cpu"], "--fp16", "--device cpu"),
-    (["--fp16", "--bf16"], "--fp16", "--bf16"),
-    (["--score_path", "scores.json"], "--score_path scores.json", "--reference_path"),
-    (["--compare", "--without_fastgen_opt"], "--compare", "--without_fastgen_opt"),
-    (["--causal_lm", "--decoder_start_token_id", "1"], "--decoder_start_token_id 1", "--causal_lm"),
-]
-
-
-@pytest.mark.parametrize(("flags", "named"), [(flags, named) for flags, *named in BAD_FLAGS])
-def test_bad_flags_are_refused_before_the_model_is_looked_for(
-    capsys: pytest.CaptureFixture, files: Path, flags: list[str], named: list[str]
-) -> None:
-    command = ["/no/such/model", str(files / "input.txt"), str(files / "output.txt"), *flags]
-    check_refused(capsys, files, command, *named)
-
-
 BAD_FILES = [
     ("none.txt", "output.txt", (), "INPUT", "none.txt", "no such file"),
     ("folder", "output.txt", (), "INPUT", "folder", "directory"),
     ("empty.txt", "output.txt", (), "INPUT", "empty.txt", "empty"),
-    ("latin1.txt", "output.txt", (), "INPUT", "latin1.txt", "line 2", "UTF-8"),
     ("input.txt", "none/output.txt", (), "OUTPUT", "none/output.txt", "no folder"),
     ("input.txt", "folder", (), "OUTPUT", "folder", "is a folder"),
     ("input.txt", "folder/../input.txt", (), "OUTPUT", "same file as INPUT"),
@@ -198,14 +149,18 @@ def test_a_hub_name_that_does_not_exist_is_refused(
 
 
 UNFIT_FLAGS = [
-    ("bart", ["--num_return_sequences", "2"], "--num_return_sequences 2", "--beam 1"),
+    ("bart", ["--num_return_sequences", "2", "--join_outputs"], "--num_return_sequences 2", "--beam 1"),
     ("bart", ["--max_gen_length", "65"], "--max_gen_length 65", "up to 64"),
     ("bart", ["--max_new_tokens", "65"], "--max_new_tokens 65", "up to 64"),
     ("bart", ["--max_tokenizer_length", "65"], "--max_tokenizer_length 65", "up to 64"),
     ("bart", ["--decoder_start_token_id", "64"], "--decoder_start_token_id 64", "up to 63"),
     ("bart", ["--eos_token_id", "999"], "--eos_token_id 999", "up to 63"),
-    ("gpt2", ["--causal_lm", "--max_gen_length", "2"], "input.txt: line 1 has", "--max_gen_length 2"),
-    ("gpt2", ["--causal_lm", "--max_new_tokens", "62"], "input.txt: line 1 has", "limit is 2", "64 positions"),
+    ("gpt2", ["--causal_lm", "--max_gen_length", "1"], "no input is short enough", "--max_gen_length 1"),
+    ("gpt2", ["--causal_lm", "--max_new_tokens", "64"], "no input is short enough", "64 positions"),
+    ("bart", ["--gen", "num_beam=4"], "--gen num_beam=4", "did you mean num_beams?"),
+    ("bart", ["--src_lang", "de"], "--src_lang de", "no languages"),
+    ("bart", ["--attn_implementation", "tea"], "--attn_implementation tea"),
+    ("gpt2", ["--causal_lm", "--chat"], "--chat", "no chat template"),
     ("bart", ["--device", "cuda:99"], "--device cuda:99"),
     ("bart", ["--device", "meta"], "--device meta"),
     ("bart", ["--device", "toaster"], "--device toaster"),
@@ -221,16 +176,28 @@ def test_flags_that_the_model_or_machine_cannot_follow_are_refused(
     check_refused(capsys, files, command, *named)
 
 
-@pytest.mark.parametrize(("model", "flags", "tokens"), [("bart", [], 122), ("gpt2", ["--causal_lm"], 120)])
-def test_a_line_longer_than_the_models_positions_is_refused(
-    capsys: pytest.CaptureFixture, files: Path, models: Path, model: str, flags: list[str], tokens: int
+TOO_LONG = [
+    ("bart", [], 3, "122 tokens", f"limit is {POSITIONS}"),
+    ("gpt2", ["--causal_lm"], 3, "120 tokens", f"limit is {POSITIONS - 6}"),  # its own max_new_tokens is 6
+    ("gpt2", ["--causal_lm", "--max_gen_length", "3"], 3, "120 tokens", "limit is 2", "--max_gen_length 3"),
+    ("gpt2", ["--causal_lm", "--max_new_tokens", "60"], 3, "120 tokens", "limit is 4", "64 positions"),
+]
+
+
+@pytest.mark.parametrize(("model", "flags", "line", "named"), [(a, b, c, named) for a, b, c, *named in TOO_LONG])
+def test_a_line_longer_than_the_models_limit_fails_alone(
+    capsys: pytest.CaptureFixture, files: Path, models: Path, model: str, flags: list[str], line: int, named: list[str]
 ) -> None:
-    command = [str(models / model), str(files / "long.txt"), str(files / "output.txt"), *flags]
-    limit = POSITIONS if model == "bart" else POSITIONS - 6  # its generation_config asks for six new tokens
-    check_refused(capsys, files, command, "long.txt: line 3", f"{tokens} tokens", f"limit is {limit}")
+    output = files / "output.txt"
+    assert main([str(models / model), str(files / "long.txt"), str(output), *flags]) == 1
+    first, *others = output.read_text().splitlines()
+    assert first and others == ["", ""]
+    [message] = [each for each in capsys.readouterr().err.splitlines() if f"line {line}" in each]
+    for text in named:
+        assert text in message
 
 
-def test_a_line_longer_than_the_tokenizers_limit_is_refused_unless_truncation_is_asked_for(
+def test_a_line_longer_than_the_tokenizers_limit_fails_unless_truncation_is_asked_for(
     capsys: pytest.CaptureFixture, files: Path, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model = tmp_path_factory.mktemp("limited") / "t5"
@@ -238,8 +205,16 @@ def test_a_line_longer_than_the_tokenizers_limit_is_refused_unless_truncation_is
     tokenizer = transformers.AutoTokenizer.from_pretrained(model, model_max_length=100)
     tokenizer.save_pretrained(model)
     command = [str(model), str(files / "long.txt"), str(files / "output.txt")]
-    check_refused(capsys, files, command, "line 3", "122 tokens", "limit is 100", "--max_tokenizer_length")
+    assert main(command) == 1
+    assert "limit is 100" in capsys.readouterr().err
     assert main([*command, "--max_tokenizer_length", "150"]) == 0
+
+
+def test_a_line_that_is_not_utf8_fails_alone(capsys: pytest.CaptureFixture, files: Path, models: Path) -> None:
+    assert main([str(models / "bart"), str(files / "latin1.txt"), str(files / "output.txt")]) == 1
+    first, second = (files / "output.txt").read_text().splitlines()
+    assert (bool(first), second) == (True, "")
+    assert any("line 2" in line and "UTF-8" in line for line in capsys.readouterr().err.splitlines())
 
 
 def test_fp16_without_a_gpu_is_refused(
@@ -260,7 +235,7 @@ def test_bf16_loads_the_weights_in_bfloat16(models: Path) -> None:
 def test_a_missing_package_is_named_with_its_extra(
     capsys: pytest.CaptureFixture, files: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
 ) -> None:
-    monkeypatch.setattr(generate_for_transformers, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(generate, "find_spec", lambda name: None if name == package else object())
     command = ["model", str(files / "input.txt"), str(files / "output.txt")]
     check_refused(capsys, files, command, package, f"pip install 'fastgen[{extra}]'")
 
@@ -269,13 +244,14 @@ def test_an_error_of_generate_names_the_lines_and_leaves_nothing(
     capsys: pytest.CaptureFixture, files: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: object, **_: object) -> None:
-        assert list(files.glob("output.txt.*.part"))
+        assert list(files.glob("output.txt*.part"))
         raise ValueError("this\ncannot be")
 
     monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", refuse)
     (files / "output.txt").write_text("the output of an earlier run")
     before = sorted(files.iterdir())
-    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt"), "--bs", "3"]) == 2
+    batches = ("--bs", "3", "--window", "0")
+    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt"), *batches]) == 2
     assert "lines 1 to 3: this cannot be" in capsys.readouterr().err.splitlines()[-1]
     assert sorted(files.iterdir()) == before
     assert (files / "output.txt").read_text() == "the output of an earlier run"

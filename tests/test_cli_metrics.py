@@ -11,8 +11,8 @@ import torch
 from cli_models import save_bart, sentences
 from rouge_score.rouge_scorer import RougeScorer
 
-from fastgen.cli import metrics
-from fastgen.cli.generate_for_transformers import main
+from fastgen.cli.transformers import metrics
+from fastgen.cli.transformers.generate import main
 
 LINES = sentences(5)
 
@@ -44,7 +44,11 @@ def test_scores_are_those_of_the_libraries() -> None:
         assert 0 < scores[name] < 1
     assert scores["bleu"] == pytest.approx(sacrebleu.corpus_bleu(outputs, [references]).score)
     assert scores["bleu"] > 0
-    assert f"version:{sacrebleu.__version__}" in scores["bleu_signature"]
+    assert scores["chrf"] == pytest.approx(sacrebleu.corpus_chrf(outputs, [references]).score)
+    assert scores["chrf"] > 0
+    for name, detail in (("bleu", "tok:13a"), ("chrf", "nc:6")):
+        assert f"version:{sacrebleu.__version__}" in scores[f"{name}_signature"]
+        assert detail in scores[f"{name}_signature"]
     assert scores["exact_match"] == 0.25
     assert scores["lines"] == 4
 
@@ -63,11 +67,12 @@ def test_scores_are_printed_and_written(tmp_path: Path, bart: Path, capsys: pyte
     assert json.loads(saved.read_text()) == metrics.score(generated, references)
     assert json.loads(saved.read_text())["exact_match"] == pytest.approx(1 / 5)
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert list(printed) == ["rouge1", "rouge2", "rougeL", "bleu", "bleu_signature", "exact_match", "lines"]
+    corpus = ["bleu", "bleu_signature", "chrf", "chrf_signature"]
+    assert list(printed) == ["rouge1", "rouge2", "rougeL", *corpus, "exact_match", "lines"]
     assert (printed["exact_match"], printed["lines"]) == ("0.2000", "5")
 
     # The first of several outputs counts, its score does not; and only as many lines as were asked for.
-    several = ["--num_return_sequences", "2", "--output_sequence_scores", "--n_obs", "3"]
+    several = ["--num_return_sequences", "2", "--join_outputs", "--output_sequence_scores", "--n_obs", "3"]
     assert main([str(bart), str(source), str(output), *flags, *several]) == 0
     assert json.loads(saved.read_text()) == metrics.score(generated[:3], references[:3])
 

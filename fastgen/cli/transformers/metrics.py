@@ -1,9 +1,12 @@
-"""ROUGE, BLEU and exact match of generated lines against reference lines."""
+"""ROUGE, BLEU, chrF and exact match of generated lines against reference lines."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.errors import InputError
+
+if TYPE_CHECKING:
+    from sacrebleu.metrics.base import Metric
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
@@ -22,12 +25,12 @@ def check_installed() -> None:
 def score(outputs: list[str], references: list[str]) -> dict[str, Any]:
     """Scores of `outputs` against as many `references`.
 
-    rouge1, rouge2, rougeL: mean F1 over the lines with stemming, 0 to 1. bleu: sacrebleu's corpus BLEU, 0 to 100, and
-    bleu_signature says how it was computed. exact_match: share of lines that are equal but for white space at their
-    ends, 0 to 1. lines: how many were scored, without those that are empty on both sides.
+    rouge1, rouge2, rougeL: mean F1 over the lines with stemming, 0 to 1. bleu and chrf: sacrebleu's of the corpus, 0 to
+    100, and their signatures say how they were computed. exact_match: share of lines that are equal but for white space
+    at their ends, 0 to 1. lines: how many were scored, without those that are empty on both sides.
     """
     from rouge_score.rouge_scorer import RougeScorer
-    from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics import BLEU, CHRF
 
     rouge = RougeScorer(ROUGE_TYPES, use_stemmer=True)
     # A line that is empty on both sides has no words that ROUGE could count.
@@ -36,15 +39,20 @@ def score(outputs: list[str], references: list[str]) -> dict[str, Any]:
         return {"lines": 0}
     outputs, references = ([pair[side] for pair in pairs] for side in (0, 1))
     line_scores = [rouge.score(target=reference, prediction=output) for output, reference in pairs]
-    bleu = BLEU()
-    # corpus_score comes first: the signature is complete only afterwards.
-    corpus_bleu = bleu.corpus_score(outputs, [references]).score
     return {
         **{name: sum(scores[name].fmeasure for scores in line_scores) / len(pairs) for name in ROUGE_TYPES},
-        "bleu": corpus_bleu,
-        "bleu_signature": str(bleu.get_signature()),
+        **_corpus_score("bleu", BLEU(), outputs, references),
+        **_corpus_score("chrf", CHRF(), outputs, references),
         "exact_match": sum(output.strip() == reference.strip() for output, reference in pairs) / len(pairs),
         "lines": len(pairs),
+    }
+
+
+def _corpus_score(name: str, metric: "Metric", outputs: list[str], references: list[str]) -> dict[str, Any]:
+    # The signature comes last: it is complete only after something was scored.
+    return {
+        name: metric.corpus_score(outputs, [references]).score,
+        f"{name}_signature": str(metric.get_signature()),
     }
 
 

@@ -1,0 +1,126 @@
+"""Values of flags: from text on the command line to what the flag means, or an error that says what is accepted."""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Counts, lengths, token ids and seeds all fit; what is beyond would overflow inside torch.
+LARGEST_NUMBER = 2**31 - 1
+
+STREAM = Path("-")  # INPUT: standard input, OUTPUT: standard output
+
+
+def whole_number(minimum: int, unset: int | None = None) -> Callable[[str], int | None]:
+    """A parser of whole numbers from `minimum` on; `unset` is FastSeq's number for "not given" and becomes None."""
+    accepted = f"{minimum} to {LARGEST_NUMBER}" + ("" if unset is None else f", or {unset} for not set")
+
+    def parse(text: str) -> int | None:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (accepted: {accepted})") from None
+        if value == unset:
+            return None
+        if not minimum <= value <= LARGEST_NUMBER:
+            raise argparse.ArgumentTypeError(f"{text} is out of range (accepted: {accepted})")
+        return value
+
+    return parse
+
+
+def real_number(above: float = -math.inf, up_to: float = math.inf) -> Callable[[str], float]:
+    """A parser of finite numbers greater than `above` and not greater than `up_to`."""
+    bounds = [f"greater than {above:g}"] * (above > -math.inf) + [f"at most {up_to:g}"] * (up_to < math.inf)
+    accepted = " and ".join(["a finite number", *bounds])
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number (accepted: {accepted})") from None
+        if not (math.isfinite(value) and above < value <= up_to):
+            raise argparse.ArgumentTypeError(f"{text} is out of range (accepted: {accepted})")
+        return value
+
+    return parse
+
+
+def one_of(values: dict[str, Any]) -> Callable[[str], Any]:
+    """A parser of the names in `values`, in capitals or not."""
+
+    def parse(text: str) -> Any:
+        if text.lower() not in values:
+            raise argparse.ArgumentTypeError(f"{text!r} is not known (accepted: {', '.join(values)})")
+        return values[text.lower()]
+
+    return parse
+
+
+def device_name(text: str) -> str:
+    """Only the form is checked here; whether the device is there needs torch."""
+    if not re.fullmatch(r"[a-z]+(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device (accepted: cpu, cuda, cuda:1, …)")
+    return text
+
+
+def file_or_stream(text: str) -> Path:
+    """STREAM for -, and for everything else a path that is not STREAM: ./- is a file of that name."""
+    path = Path(text)
+    return path.absolute() if path == STREAM and text != str(STREAM) else path
+
+
+def json_file(text: str) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        values = json.loads(Path(text).read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise argparse.ArgumentTypeError(f"{text}: there is no such file") from None
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: is not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise argparse.ArgumentTypeError(f'{text}: holds no JSON object (accepted: {{"num_beams": 4, …}})')
+    return values
+
+
+_BOOLEAN = one_of({"true": True, "false": False})
+
+# One parser per setting, whichever flag it is given with.
+SETTINGS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "max_length", "max_new_tokens"), whole_number(1)),
+    **dict.fromkeys(("min_length", "min_new_tokens"), whole_number(0)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "top_k"), whole_number(0)),
+    **dict.fromkeys(("decoder_start_token_id", "eos_token_id", "pad_token_id", "bos_token_id"), whole_number(0)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), whole_number(0)),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "temperature"), real_number(above=0)),
+    **dict.fromkeys(("top_p", "typical_p"), real_number(above=0, up_to=1)),
+    **dict.fromkeys(("length_penalty", "guidance_scale"), real_number()),
+    "max_time": real_number(above=0),
+    **dict.fromkeys(("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"), _BOOLEAN),
+    # transformers takes True, False or "never".
+    "early_stopping": one_of({"true": True, "false": False, "never": "never"}),
+}
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """key=value: a JSON literal, else the text itself; a single value of a setting that is known is checked."""
+    key, equals, value = text.partition("=")
+    key = key.strip().replace("-", "_")
+    if not (equals and key.isidentifier()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a setting (accepted: key=value, such as num_beams=4)")
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        parsed = value
+    takes_list = isinstance(parsed, list) and (key.endswith("_token_id") or key == "temperature")
+    if key in SETTINGS and parsed is not None and not takes_list:
+        try:
+            parsed = SETTINGS[key](value)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{key}={error}") from None
+    return key, parsed

@@ -1,0 +1,113 @@
+"""Lines of INPUT that are paths of audio files to what a speech model takes: sound through the feature extractor.
+
+What is wrong with a file is its line's error and stops no other. Nothing is cut to what a model hears: a transcript
+of the first half of a recording looks like any other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from fastgen.cli.transformers.items import Line, Prepared
+from fastgen.cli.transformers.preprocess import InputFormat, read_input
+from fastgen.cli.transformers.records import RecordError, reason
+
+FeatureExtractor = transformers.SequenceFeatureExtractor
+
+
+def prepare_audio(
+    feature_extractor: FeatureExtractor, input_format: InputFormat
+) -> Callable[[list[Line]], list[Prepared]]:
+    """A function that makes of lines what the feature extractor makes of their sounds, without the batch dimension.
+
+    A line, or its record's text field, is a path, relative to the current folder. What `input_format` says of prefixes,
+    chats and tokens is for text and has no meaning here.
+    """
+    if multiprocessing.parent_process() is not None:
+        torch.set_num_threads(1)  # the threads that the program had are not there in a process that it forked
+    return partial(_prepare, feature_extractor, replace(input_format, prefix="", chat=False))
+
+
+def collate_audio(feature_extractor: FeatureExtractor, arrays: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    """Several inputs as one batch: padded to the longest, with an attention_mask for extractors that give one.
+
+    Whisper's inputs [M, 3000] have one length already; Speech2Text's [N, M] become [B, longest N, M] with int32
+    attention_mask [B, longest N].
+    """
+    return dict(feature_extractor.pad(arrays, padding=True, return_tensors="pt"))
+
+
+def _prepare(feature_extractor: FeatureExtractor, input_format: InputFormat, lines: list[Line]) -> list[Prepared]:
+    return [_prepare_line(feature_extractor, input_format, line) for line in lines]
+
+
+def _prepare_line(feature_extractor: FeatureExtractor, input_format: InputFormat, line: Line) -> Prepared:
+    try:
+        path = read_input(line, input_format)
+    except RecordError as error:
+        return Prepared(error=str(error))
+    if path is None:
+        return Prepared()
+    try:
+        return Prepared(_features(feature_extractor, Path(path)))
+    except RecordError as error:
+        why = str(error)
+    except Exception as error:  # files of strangers, read by libraries that raise what they like
+        why = f"cannot be read ({reason(error)})"
+    return Prepared(error=f"{' '.join(path.splitlines())}: {why}")
+
+
+def _features(feature_extractor: FeatureExtractor, path: Path) -> dict[str, np.ndarray]:
+    rate = feature_extractor.sampling_rate
+    return extract(feature_extractor, _read(path, rate, getattr(feature_extractor, "n_samples", None)))
+
+
+def extract(feature_extractor: FeatureExtractor, samples: np.ndarray) -> dict[str, np.ndarray]:
+    """What the model hears of float32 samples [S] at its own rate; raises RecordError where that is nothing."""
+    rate = feature_extractor.sampling_rate
+    with np.errstate(all="ignore"):  # what comes of it is looked at below
+        features = feature_extractor(samples, sampling_rate=rate, return_tensors="np")
+    arrays = {name: value[0] for name, value in features.items()}
+    if any(array.size == 0 for array in arrays.values()):
+        raise RecordError(f"is too short ({len(samples) / rate:g} s)")
+    if not all(np.isfinite(array).all() for array in arrays.values()):
+        raise RecordError("gives features that are not finite numbers (is it silent, or are its samples not finite?)")
+    return arrays
+
+
+def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
+    """The sound of a file at a sampling rate, float32 [S], its channels averaged; raises RecordError.
+
+    most_samples: how many of them the model hears. A file that has more is not read further.
+    """
+    import soundfile  # of the audio extra, which other tasks do without
+    import soxr
+
+    if not path.is_file():
+        raise RecordError("is not a file" if path.exists() else "there is no such file")
+    try:
+        # Opened here: of a file that it cannot open, soundfile says no more than "System error".
+        with path.open("rb") as opened, soundfile.SoundFile(opened) as file:
+            most = None if most_samples is None else int(most_samples / rate * file.samplerate)
+            sound = file.read(-1 if most is None else most + 1, dtype="float32", always_2d=True)  # [S, channels]
+            own_rate, frames = file.samplerate, file.frames
+    except OSError as error:
+        raise RecordError(f"cannot be read ({error.strerror})") from error
+    except soundfile.LibsndfileError as error:
+        raise RecordError(f"cannot be read ({error.error_string.strip(' .')})") from error
+    if len(sound) == 0:
+        raise RecordError("has no sound in it")
+    if most is not None and len(sound) > most:
+        raise RecordError(f"lasts {frames / own_rate:g} s, the model hears {most_samples / rate:g} s")
+    if len(sound) < frames:
+        raise RecordError(f"ends after {len(sound) / own_rate:g} s of {frames / own_rate:g} s: it is not complete")
+    samples = sound.mean(axis=1)
+    return samples if own_rate == rate else soxr.resample(samples, own_rate, rate)

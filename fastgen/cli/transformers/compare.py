@@ -1,0 +1,82 @@
+"""--compare: the unchanged library and fastgen on the same batches, side by side in one run."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+
+import fastgen
+from fastgen.cli.transformers.items import Batch, Generated
+from fastgen.cli.transformers.model import Model
+
+
+class SideBySide:
+    """Generates every batch both ways from the same random state, and returns what fastgen generates.
+
+    Which of the two goes first alternates from batch to batch, so that neither always finds warm caches. The first
+    batch is generated once more beforehand, both ways and uncounted.
+    """
+
+    def __init__(self, stock: Model, with_fastgen: Model) -> None:
+        self.stock = stock
+        self.with_fastgen = with_fastgen
+        self.transfer = stock.transfer
+        self.batches = 0
+        self.inputs = 0
+        self.equal = 0
+
+    @property
+    def seconds(self) -> float:
+        """Spent in generate, both ways."""
+        return self.stock.seconds + self.with_fastgen.seconds
+
+    def __call__(self, batch: Batch) -> Generated:
+        """What fastgen generates for the batch."""
+        if self.batches == 0:
+            with self._same_random_state():
+                self._generate_both(batch)
+            self.stock.seconds = self.with_fastgen.seconds = 0.0
+        stock, generated = self._generate_both(batch)
+        self.batches += 1
+        self.inputs += len(batch)
+        self.equal += int(_equal_inputs(stock.sequences, generated.sequences, len(batch)).sum())
+        return generated
+
+    def _generate_both(self, batch: Batch) -> tuple[Generated, Generated]:
+        if self.batches % 2:
+            with self._same_random_state():
+                generated = self.with_fastgen(batch)
+            return self._generate_stock(batch), generated
+        with self._same_random_state():
+            stock = self._generate_stock(batch)
+        return stock, self.with_fastgen(batch)
+
+    def _generate_stock(self, batch: Batch) -> Generated:
+        with fastgen.disabled():
+            return self.stock(batch)
+
+    def report(self) -> str:
+        """Both speeds, their ratio and the number of inputs whose outputs are equal, as lines to print."""
+        counts = f"{self.equal} of {self.inputs} outputs equal"
+        if not self.inputs:
+            return counts
+        rows = [("stock", self.stock.seconds), ("fastgen", self.with_fastgen.seconds)]
+        lines = [f"{name:<8}{self.inputs / s:10.2f} inputs/s {s:10.2f} s of generation" for name, s in rows]
+        ratio = self.stock.seconds / self.with_fastgen.seconds
+        return "\n".join([*lines, f"ratio   {ratio:10.2f}", counts])
+
+    def _same_random_state(self) -> AbstractContextManager[None]:
+        """What follows the block draws the same random numbers as the block did; sampling is not comparable without."""
+        device = self.transfer.device
+        if device.type == "cpu":
+            return torch.random.fork_rng(devices=[])
+        return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def _equal_inputs(stock: np.ndarray, generated: np.ndarray, inputs: int) -> np.ndarray:
+    """For each input, whether all of its outputs [B * R, T] have the same tokens."""
+    if stock.shape != generated.shape:
+        return np.zeros(inputs, bool)
+    return (stock == generated).reshape(inputs, -1).all(axis=1)

@@ -1,0 +1,75 @@
+"""The files of a run, checked before anything slow happens."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.pipeline.part_file import check_part, check_writable
+from fastgen.cli.transformers.argument_types import STREAM
+from fastgen.cli.transformers.lines import Survey, is_stream, read_references, survey
+from fastgen.cli.transformers.records import RecordError, field, parse
+
+
+@dataclass(frozen=True)
+class Files:
+    """survey: of INPUT, None where it can be read only once. references: of the lines that are generated for."""
+
+    survey: Survey | None
+    references: list[str] | None
+
+    def total(self, n_obs: int | None) -> int | None:
+        """How many lines are to be generated for, None where nobody knows."""
+        if self.survey is None:
+            return n_obs
+        return self.survey.lines if n_obs is None else min(n_obs, self.survey.lines)
+
+
+def check_files(args: argparse.Namespace) -> Files:
+    """Raises InputError where a file cannot be used."""
+    surveyed = None if is_stream(args.input) else survey(args.input)
+    if surveyed is None and args.resume:
+        raise InputError(f"--resume needs INPUT to be a file, and {args.input} can be read only once")
+    if surveyed is not None and args.input_format == "jsonl":
+        _check_first_record(args)
+    references = None
+    if args.reference_path is not None:
+        references = read_references(args.reference_path)
+        if surveyed is not None:
+            check_same_length(args, len(references), surveyed.lines)
+        from fastgen.cli.transformers import metrics
+
+        metrics.check_installed()
+    sources = {"INPUT": args.input, "--reference_path": args.reference_path}
+    if args.output != STREAM:
+        check_writable("OUTPUT", args.output, sources)
+        check_part(args.output, args.resume)
+    if args.score_path is not None:
+        own = {"OUTPUT": args.output, "OUTPUT.part": args.output.with_name(f"{args.output.name}.part")}
+        check_writable("--score_path", args.score_path, sources | own)
+    return Files(surveyed, None if references is None else references[: args.n_obs])
+
+
+def _check_first_record(args: argparse.Namespace) -> None:
+    """One bad record is that line's failure; a file that begins with one is not in this format, or has other fields."""
+    with args.input.open("rb") as file:
+        raw = file.readline()
+    try:
+        text = raw.decode("utf-8-sig")
+        if text.strip():
+            record = parse(text)
+            for name in (args.text_field, *([] if args.id_field is None else [args.id_field])):
+                field(record, name)
+    except (RecordError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"INPUT {args.input}: line 1 {error} (--input_format jsonl, --text_field, --id_field)"
+        ) from error
+
+
+def check_same_length(args: argparse.Namespace, references: int, lines: int) -> None:
+    """Raises InputError where INPUT has more lines than there are references, or fewer."""
+    if references != lines:
+        raise InputError(
+            f"--reference_path {args.reference_path}: has {references} lines, but INPUT {args.input} has {lines}"
+        )

@@ -1,0 +1,177 @@
+"""Flags that contradict each other, found before any file or model is touched."""
+
+import argparse
+from typing import Any
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.argument_types import STREAM
+
+SPEECH = "automatic-speech-recognition"  # the --task that reads audio
+
+# The flags that transformers calls by another name; the rest of GENERATE_FLAGS have the same name in both.
+RENAMED_FLAGS = {"beam": "num_beams", "max_gen_length": "max_length", "min_gen_length": "min_length"}
+GENERATE_FLAGS = (
+    *RENAMED_FLAGS,
+    "max_new_tokens",
+    "no_repeat_ngram_size",
+    "repetition_penalty",
+    "length_penalty",
+    "early_stopping",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "num_return_sequences",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+
+_OUTPUTS = "the command asks for what it writes (accepted: --output_sequence_scores, --output_format jsonl)"
+_OBJECT = "it is an object of a program, which no command line can give"
+_DECIDED = "the command gives it"
+# Settings that --gen and --generation_config cannot change, and why.
+REFUSED_SETTINGS = {
+    **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits", "output_attentions"), _OUTPUTS),
+    **dict.fromkeys(("output_hidden_states", "return_segments", "return_token_timestamps"), _OUTPUTS),
+    **dict.fromkeys(("streamer", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"), _OBJECT),
+    **dict.fromkeys(("assistant_model", "compile_config", "continuous_batching_config", "synced_gpus"), _OBJECT),
+    **dict.fromkeys(("negative_prompt_ids", "negative_prompt_attention_mask", "monitor_progress"), _OBJECT),
+    **dict.fromkeys(("inputs", "input_ids", "attention_mask", "tokenizer", "generation_config"), _DECIDED),
+    **dict.fromkeys(("custom_generate", "trust_remote_code"), "code from the hub is not run"),
+    "is_assistant": "MODEL is no assistant of another model",
+}
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise InputError for flags that contradict each other."""
+    _check_settings(args)
+    _check_lengths(args)
+    _check_precision(args)
+    _check_files(args)
+    _check_kind_of_model(args)
+    if args.compare and args.without_fastgen_opt:
+        _contradict("--compare", "--without_fastgen_opt")
+
+
+def check_number_of_outputs(num_return_sequences: int, num_beams: int, do_sample: bool) -> None:
+    """Beam search cannot return more outputs than it has beams, and greedy search finds one; samples are free."""
+    if num_return_sequences > num_beams and not (do_sample and num_beams == 1):
+        raise InputError(
+            f"--num_return_sequences {num_return_sequences} is more than --beam {num_beams} "
+            f"(accepted: up to {num_beams}, or more with --do_sample and one beam)"
+        )
+
+
+def check_several_outputs(args: argparse.Namespace, num_return_sequences: int) -> None:
+    """A line of text holds several outputs only where that was asked for."""
+    if num_return_sequences > 1 and not args.join_outputs and not _writes_jsonl(args):
+        raise InputError(
+            f"--num_return_sequences {num_return_sequences} does not go with one line of text per input "
+            "(accepted: --output_format jsonl, or --join_outputs to join them with ####)"
+        )
+
+
+def _writes_jsonl(args: argparse.Namespace) -> bool:
+    return (args.output_format or args.input_format) == "jsonl"
+
+
+def _check_settings(args: argparse.Namespace) -> None:
+    """Settings of generate: each given once, none that the command decides, and none without effect."""
+    given = _given(args)
+    from_file = args.generation_config or {}
+    for key, value in [*((key, value) for key, value, _ in given), *from_file.items()]:
+        if key in REFUSED_SETTINGS and value:
+            raise InputError(f"{_source(args, key)} {key} cannot be set: {REFUSED_SETTINGS[key]}")
+    flags: dict[str, str] = {}
+    for key, _, flag in given:
+        if key in flags:
+            _contradict(flags[key], flag)
+        flags[key] = flag
+    values = {key: value for key, value, _ in given}
+    for flag in ("temperature", "top_k", "top_p"):
+        if getattr(args, flag) is not None and not (from_file | values).get("do_sample"):
+            raise InputError(f"--{flag} {getattr(args, flag)} has no effect without --do_sample")
+    if {"num_return_sequences", "num_beams"} <= values.keys():
+        samples = bool((from_file | values).get("do_sample"))
+        check_number_of_outputs(values["num_return_sequences"] or 1, values["num_beams"] or 1, samples)
+    check_several_outputs(args, values.get("num_return_sequences") or 1)
+
+
+def _given(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """Name and value of every setting of generate that a flag gives, and that flag as it was written."""
+    given = []
+    for flag in GENERATE_FLAGS:
+        value = getattr(args, flag)
+        if value is not None:
+            given.append((RENAMED_FLAGS.get(flag, flag), value, f"--{flag} {value}"))
+    if args.do_sample:
+        given.append(("do_sample", True, "--do_sample"))
+    if args.forced_bos_token is not None:
+        given.append(("forced_bos_token_id", args.forced_bos_token, f"--forced_bos_token {args.forced_bos_token}"))
+    if args.tgt_lang is not None:
+        given.append(("forced_bos_token_id", args.tgt_lang, f"--tgt_lang {args.tgt_lang}"))
+    if args.src_lang is not None and args.task == SPEECH:
+        given.append(("language", args.src_lang, f"--src_lang {args.src_lang}"))
+    return [*given, *((key, value, f"--gen {key}={value}") for key, value in args.gen)]
+
+
+def _source(args: argparse.Namespace, key: str) -> str:
+    return "--gen" if key in dict(args.gen) else "--generation_config:"
+
+
+def _check_lengths(args: argparse.Namespace) -> None:
+    given = {key: (value, flag) for key, value, flag in _given(args) if value is not None}
+    limits = {key: given[key] for key in ("max_length", "max_new_tokens") if key in given}
+    if len(limits) == 2:
+        _contradict(*(flag for _, flag in limits.values()))
+    shortest, short_flag = given.get("min_length", (0, ""))
+    for key, (longest, long_flag) in limits.items():
+        # A causal LM's shortest length counts the prompt, so nothing can be said before the prompts are known.
+        if shortest > longest and (key == "max_length" or not args.causal_lm):
+            raise InputError(f"{short_flag} is more than {long_flag}")
+
+
+def _check_precision(args: argparse.Namespace) -> None:
+    types = {"--fp16": "float16" * args.fp16, "--bf16": "bfloat16" * args.bf16, f"--dtype {args.dtype}": args.dtype}
+    asked = {flag: name for flag, name in types.items() if name}
+    if len(set(asked.values())) > 1:
+        _contradict(*list(asked)[:2])
+    if args.device == "cpu" and "float16" in asked.values():
+        raise InputError(f"{next(iter(asked))} does not go with --device cpu (accepted on the CPU: --bf16, or neither)")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    if args.score_path is not None and args.reference_path is None:
+        raise InputError(f"--score_path {args.score_path} needs --reference_path")
+    for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
+        if args.resume and path == STREAM:
+            raise InputError(f"--resume does not go with {name} -, which cannot be gone on with (accepted: a file)")
+    if args.reference_path is not None and args.output == STREAM:
+        raise InputError(f"--reference_path {args.reference_path} does not go with OUTPUT - (accepted: a file)")
+    for flag in ("text_field", "id_field"):
+        if getattr(args, flag) is not None and args.input_format != "jsonl":
+            raise InputError(f"--{flag} {getattr(args, flag)} needs --input_format jsonl")
+    if args.join_outputs and _writes_jsonl(args):
+        raise InputError("--join_outputs does not go with JSONL, which keeps outputs apart (accepted: one of them)")
+
+
+def _check_kind_of_model(args: argparse.Namespace) -> None:
+    if args.chat and not args.causal_lm:
+        raise InputError("--chat needs --causal_lm")
+    if args.system is not None and not args.chat:
+        raise InputError(f"--system {args.system} needs --chat")
+    if args.causal_lm:
+        for flag in ("decoder_start_token_id", "src_lang", "tgt_lang", "forced_bos_token"):
+            if getattr(args, flag) is not None:
+                raise InputError(
+                    f"--{flag} {getattr(args, flag)} does not go with --causal_lm, "
+                    "which has no encoder (accepted: one of them)"
+                )
+    if args.task == SPEECH:
+        for flag in ("causal_lm", "prefix", "max_tokenizer_length", "padding_side"):
+            if getattr(args, flag):
+                value = "" if flag == "causal_lm" else f" {getattr(args, flag)}"
+                raise InputError(f"--{flag}{value} does not go with --task {SPEECH}, whose inputs are audio files")
+
+
+def _contradict(one: str, other: str) -> None:
+    raise InputError(f"{one} and {other} contradict each other (accepted: one of them)")

@@ -1,0 +1,68 @@
+"""fastgen-generate-for-transformers: generate text for every line of a file with a Hugging Face model.
+
+The counterpart of fastseq-generate-for-transformers, with its flags. Whatever can be wrong with the flags and the
+files is found before torch and transformers are imported, so the modules that need them are imported by run.py.
+"""
+
+import argparse
+import os
+import sys
+from contextlib import nullcontext, suppress
+from importlib.util import find_spec
+
+import fastgen
+from fastgen.cli.errors import InputError
+from fastgen.cli.pipeline.interrupt import INTERRUPTED, interruptible
+from fastgen.cli.pipeline.ordered_pool import WorkerError
+from fastgen.cli.transformers.arguments import PROG, parse_arguments
+from fastgen.cli.transformers.files import Files, check_files
+
+FAILED = 1
+UNUSABLE = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status; what a user can do something about is one line on stderr.
+
+    0 all done, 1 some inputs failed or the run could not go on, 2 flags, files or a model that cannot be used, 130
+    interrupted.
+    """
+    try:
+        with interruptible():
+            args = parse_arguments(sys.argv[1:] if argv is None else argv)
+            _check_packages()
+            files = check_files(args)
+            return _run(args, files)
+    except InputError as error:
+        return _stop(f"error: {error}", UNUSABLE)
+    except BrokenPipeError:
+        return _stop("error: nobody reads the standard output any more; what was written is complete records", FAILED)
+    except (OSError, WorkerError) as error:
+        return _stop(f"error: {error}", FAILED)
+    except KeyboardInterrupt:
+        return _stop("interrupted", INTERRUPTED)
+
+
+def _check_packages() -> None:
+    if missing := [name for name in ("transformers", "tqdm") if find_spec(name) is None]:
+        raise InputError(f"needs the package {' and '.join(missing)}: pip install 'fastgen[transformers]'")
+
+
+def _run(args: argparse.Namespace, files: Files) -> int:
+    # Workers are what runs beside the model; threads that a tokenizer starts by itself would take cores from it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from fastgen.cli.transformers.library_messages import said_once
+    from fastgen.cli.transformers.run import run
+
+    with said_once(args.quiet), fastgen.disabled() if args.without_fastgen_opt else nullcontext():
+        return run(args, files)
+
+
+def _stop(message: str, status: int) -> int:
+    with suppress(OSError):  # nobody may read it
+        print(f"{PROG}: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

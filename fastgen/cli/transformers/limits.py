@@ -1,0 +1,94 @@
+"""Lengths and token ids that a model cannot take, found before it meets them.
+
+A model with learned positions fails in the middle of a run when it meets one position too many, on a GPU with an
+error that says nothing of the kind; a model without them gives poor text. Both are worth a message beforehand.
+"""
+
+import argparse
+from typing import Any
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.arguments import rows_per_batch
+from fastgen.cli.transformers.flag_checks import check_several_outputs
+from fastgen.cli.transformers.loading import LoadedModel, positions
+from fastgen.cli.transformers.settings import effective
+
+# Tokenizers without a limit of their own say 10**30.
+NO_LIMIT = 10**9
+# What drafts tokens and verifies them, which the library does for a single row.
+ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+
+
+def check_settings(args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]) -> None:
+    """Raise InputError for flags that this model cannot follow, whatever the input is."""
+    check_several_outputs(args, effective("num_return_sequences", settings, loaded) or 1)
+    _check_rows(args, settings, loaded)
+    config = loaded.model.config
+    if loaded.feature_extractor is None:
+        input_positions = positions(config, "decoder" if loaded.causal_lm else "encoder")
+        _check_at_most("--max_tokenizer_length", args.max_tokenizer_length, input_positions)
+    output_positions = positions(config, "decoder")
+    for name, flag in (("max_length", "--max_gen_length"), ("max_new_tokens", "--max_new_tokens")):
+        given = settings.get(name) if name in dict(args.gen) else getattr(args, flag.removeprefix("--"))
+        _check_at_most(_given_as(args, name, flag), given, output_positions)
+    last_token = config.get_text_config(decoder=True).vocab_size - 1
+    for name, value in settings.items():
+        if name.endswith("_token_id"):
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                _check_at_most(_given_as(args, name, f"--{name}"), each, last_token)
+    limit = input_limit(args, loaded, settings)
+    if limit is not None and limit[0] < 1:
+        raise InputError(f"no input is short enough: the limit is {limit[0]} tokens ({limit[1]})")
+
+
+def _given_as(args: argparse.Namespace, name: str, flag: str) -> str:
+    return f"--gen {name}" if name in dict(args.gen) else flag
+
+
+def _check_at_most(flag: str, value: Any, limit: int | None) -> None:
+    if isinstance(value, int) and limit is not None and value > limit:
+        raise InputError(f"{flag} {value} is more than MODEL allows (accepted: up to {limit})")
+
+
+def _check_rows(args: argparse.Namespace, settings: dict[str, Any], loaded: LoadedModel) -> None:
+    for name in ASSISTED:
+        if effective(name, settings, loaded) and rows_per_batch(args) != 1:
+            raise InputError(f"{name} {effective(name, settings, loaded)} takes one input at a time (accepted: --bs 1)")
+
+
+def input_limit(args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]) -> tuple[int, str] | None:
+    """The most tokens that an input may have, and what sets this number; None where nothing does, and for speech."""
+    if loaded.feature_extractor is not None:
+        return None
+    limits = _limits_of_inputs(args, loaded)
+    if loaded.causal_lm:
+        limits += _limits_of_prompts(args, loaded, settings)
+    return min(limits, default=None)
+
+
+def _limits_of_inputs(args: argparse.Namespace, loaded: LoadedModel) -> list[tuple[int, str]]:
+    limits = []
+    number = positions(loaded.model.config, "decoder" if loaded.causal_lm else "encoder")
+    if number is not None:
+        limits.append((number, "MODEL's positions; --max_tokenizer_length truncates"))
+    # --max_tokenizer_length stands in for the tokenizer's own limit.
+    if args.max_tokenizer_length is None and loaded.tokenizer.model_max_length < NO_LIMIT:
+        limits.append((loaded.tokenizer.model_max_length, "MODEL's tokenizer; --max_tokenizer_length sets another"))
+    return limits
+
+
+def _limits_of_prompts(
+    args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]
+) -> list[tuple[int, str]]:
+    """How long a prompt may be for the tokens that are to follow it, and why."""
+    limits = []
+    new_tokens = effective("max_new_tokens", settings, loaded)
+    total = effective("max_length", settings, loaded)
+    if new_tokens is None and total is not None:
+        name = "max_length" if args.max_gen_length is None else "--max_gen_length"
+        limits.append((total - 1, f"{name} {total}, which counts the prompt"))
+    number = positions(loaded.model.config, "decoder")
+    if number is not None:
+        following = new_tokens or 1
+        limits.append((number - following, f"MODEL's {number} positions less {following} for generated tokens"))
+    return limits

@@ -1,0 +1,161 @@
+"""Batches through generate, in smaller parts where the memory is too small for a whole one."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers import beam_scores
+from fastgen.cli.transformers.items import Batch, Generated, NotGenerated
+from fastgen.cli.transformers.loading import LoadedModel
+from fastgen.cli.transformers.transfer import Transfer
+
+NO_SEQUENCES = np.empty((0, 0), np.int64)
+# What allocators say that raise a plain RuntimeError.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class Model:
+    """Calls generate with the settings of a run, and counts the seconds spent in it."""
+
+    def __init__(self, loaded: LoadedModel, settings: dict[str, Any], transfer: Transfer) -> None:
+        self.seconds = 0.0
+        self._loaded = loaded
+        self._takes_scores = bool(settings.get("output_scores")) and beam_scores.can_be_taken(loaded.model)
+        left_out = beam_scores.ARGUMENTS if self._takes_scores else ()
+        self._settings = {name: value for name, value in settings.items() if name not in left_out}
+        self.transfer = transfer
+
+    def __call__(self, batch: Batch) -> Generated:
+        """What is generated for a batch of at least one line."""
+        begun = time.perf_counter()
+        try:
+            inputs = self.transfer.receive(batch.inputs, batch.sent)
+            generated, scores = self._generate(inputs)
+            sequences = generated if isinstance(generated, torch.Tensor) else generated.sequences
+            if self._loaded.causal_lm:
+                sequences = sequences[:, inputs["input_ids"].shape[1] :]  # [B * R, N + T] -> [B * R, T]
+            if len(sequences) % len(batch):
+                raise RuntimeError(f"generate returned {len(sequences)} sequences for {len(batch)} inputs")
+            return Generated(
+                batch.lines,
+                batch.lengths,
+                self.transfer.fetch_sync(sequences),
+                None if scores is None else scores.tolist(),
+                batch.not_generated,
+            )
+        except ValueError as error:
+            numbers = [line.number for line in batch.lines]
+            raise InputError(f"MODEL cannot generate for lines {min(numbers)} to {max(numbers)}: {error}") from error
+        finally:
+            self.seconds += time.perf_counter() - begun
+
+    def _generate(self, inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor | None]:
+        """What generate returns, and the scores [B * R] of beam search where they are wanted."""
+        model = self._loaded.model
+        if not self._takes_scores:
+            generated = model.generate(**inputs, **self._settings)
+            return generated, getattr(generated, "sequences_scores", None)
+        with beam_scores.taken(model) as scores:
+            sequences = model.generate(**inputs, **self._settings)
+        outputs = len(sequences) // scores[0].shape[0]
+        return sequences, scores[0][:, :outputs].flatten()
+
+
+class WithinMemory:
+    """Gives batches to `model`; one that does not fit into memory is halved, and no later one is as large as that.
+
+    What is remembered is `cells`, rows times their width, to which the memory of a batch is about proportional.
+    left: whether text is padded on the left.
+    say: gets one line for every time the limit becomes smaller.
+    """
+
+    def __init__(
+        self, model: Callable[[Batch], Generated], left: bool, say: Callable[[str], None], cells: int | None = None
+    ) -> None:
+        self._model = model
+        self._left = left
+        self._say = say
+        self.cells = cells
+
+    def __call__(self, batch: Batch) -> Iterator[Generated]:
+        """What is generated for the batch, in one part or in several; a line that alone does not fit says so."""
+        if not batch.lines:
+            yield Generated([], [], NO_SEQUENCES, None, batch.not_generated)
+            return
+        parts = deque([batch])
+        while parts:
+            # What is remembered may have become less since this part was made.
+            part, *others = self._split(parts.popleft())
+            parts.extendleft(reversed(others))
+            generated = self._generate(part)
+            if generated is not None:
+                yield generated
+                continue
+            _free_memory()
+            self._remember(part)
+            if len(part) > 1:
+                parts.appendleft(part)
+            else:
+                error = f"the memory is too small for this input of length {part.lengths[0]} alone"
+                failed = [*part.not_generated, NotGenerated(part.lines[0], error)]
+                yield Generated([], [], NO_SEQUENCES, None, failed)
+
+    def _generate(self, part: Batch) -> Generated | None:
+        """None where the memory was too small: the exception, and all that its traceback holds, is gone by then."""
+        try:
+            return self._model(part)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+    def _remember(self, part: Batch) -> None:
+        cells = len(part) * max(part.lengths)
+        self.cells = cells // 2 if len(part) > 1 else cells - 1
+        if len(part) > 1:
+            self._say(
+                f"out of memory with {len(part)} inputs of length {max(part.lengths)}: "
+                f"going on with at most {self.cells} tokens in a batch"
+            )
+
+    def _split(self, batch: Batch) -> Iterator[Batch]:
+        rows = len(batch)
+        if self.cells is not None:
+            rows = min(rows, max(1, self.cells // max(batch.lengths)))
+        for start in range(0, len(batch), rows):
+            yield _part(batch, start, start + rows, self._left)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left, however its allocator says so."""
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        return True
+    return any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def _part(batch: Batch, start: int, stop: int, left: bool) -> Batch:
+    """Some rows of a batch, text without the columns that are padding in all of them."""
+    if (start, stop) == (0, len(batch)):
+        return batch
+    lengths = batch.lengths[start:stop]
+    inputs = {name: tensor[start:stop] for name, tensor in batch.inputs.items()}
+    if "input_ids" in inputs:
+        width = max(lengths)
+        columns = slice(-width, None) if left else slice(width)
+        inputs = {name: tensor[:, columns] for name, tensor in inputs.items()}
+    not_generated = batch.not_generated if start == 0 else []
+    return Batch(batch.lines[start:stop], lengths, inputs, not_generated, batch.sent)
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,132 @@
+"""The stages of a run put together: read → tokenise → batch → generate → detokenise → write (§4.3 of the paper).
+
+The main thread runs the model and does nothing else: what comes before and behind it happens in threads and workers,
+a bounded number of batches away.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastgen.cli.pipeline.choice import workers_for
+from fastgen.cli.pipeline.interrupt import Stop
+from fastgen.cli.transformers.ahead import Ahead, MakePrepare
+from fastgen.cli.transformers.batches import Planner
+from fastgen.cli.transformers.behind import Behind, MakeFinish, Output
+from fastgen.cli.transformers.items import Generated, Line
+from fastgen.cli.transformers.model import WithinMemory
+from fastgen.cli.transformers.progress import Progress
+from fastgen.cli.transformers.run_state import RunState
+from fastgen.cli.transformers.transfer import Transfer
+
+PROBED_LINES = 32
+PROBED_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a run does with its lines.
+
+    make_prepare, make_finish: make what workers do ahead of the model and behind it. vocabulary: number of tokens.
+    model_seconds: how long the model has been at work. workers: ahead of the model, and behind it.
+    in_order: batches hold the lines as they stand in INPUT. random: gives the state of the random numbers, where
+        samples are drawn.
+    """
+
+    make_prepare: MakePrepare
+    planner: Planner
+    transfer: Transfer
+    generate: WithinMemory
+    make_finish: MakeFinish
+    vocabulary: int
+    model_seconds: Callable[[], float]
+    workers: tuple[int, int]
+    in_order: bool
+    random: Callable[[], str] | None
+
+    def state(self) -> RunState:
+        """To go on with after the present batch."""
+        return RunState(cells=self.generate.cells, random=None if self.random is None else self.random())
+
+
+def run_stages(
+    chunks: Iterator[list[Line]], stages: Stages, output: Output, failures: int, progress: Progress, stop: Stop
+) -> bool:
+    """Writes a record for every line to `output`; returns whether that is done, and not ended early by `stop`.
+
+    failures: of the records that are there.
+    """
+    first_chunk = next(chunks, None)
+    if first_chunk is None:
+        return True
+    prepare, finish = stages.make_prepare(), stages.make_finish()
+    prepares = workers_for(lambda: prepare(first_chunk[:PROBED_LINES]))
+    finishes = workers_for(lambda: finish(_sample(first_chunk[0], stages.vocabulary)))
+    workers, first = stages.workers, first_chunk[0].number
+    behind = Behind(stages.make_finish, finishes, workers[1], output, progress, first, failures, stages.in_order)
+    chunks = itertools.chain([first_chunk], chunks)
+    ahead = Ahead(chunks, stages.make_prepare, prepares, workers[0], stages.planner, stages.transfer)
+
+    def stalls(seconds: float) -> dict[str, float]:
+        busy = {
+            "read": ahead.reading_seconds,
+            "tokenise": ahead.preparing_seconds / workers[0],
+            "model": stages.model_seconds(),
+            "detokenise": behind.finishing_seconds / workers[1],
+            "write": behind.writing_seconds,
+        }
+        return {stage: max(0.0, 1 - share / seconds) for stage, share in busy.items()}
+
+    progress.watch(stalls)
+    ahead.start()
+    try:
+        complete = _generate_all(ahead, stages, behind, stop)
+    except KeyboardInterrupt:
+        if stop.requests > 1:
+            behind.kill()
+            raise
+        complete = False
+    except Exception:
+        # What was generated before is complete, and it is wanted; this error is the one to be raised.
+        with suppress(Exception):
+            behind.close()
+        raise
+    finally:
+        ahead.stop()
+    _finish(behind, stop)
+    return complete
+
+
+def _generate_all(ahead: Ahead, stages: Stages, behind: Behind, stop: Stop) -> bool:
+    """Whether there is no batch left; a batch in flight is finished before a request to stop is followed."""
+    for batch in ahead:
+        stop.finishing = True
+        *parts, last = stages.generate(batch)
+        for part in parts:
+            behind.submit(part, None)
+        behind.submit(last, stages.state())
+        stop.finishing = False
+        if stop.requests:
+            return False
+    return True
+
+
+def _finish(behind: Behind, stop: Stop) -> None:
+    stop.finishing = True
+    try:
+        behind.close()
+    except KeyboardInterrupt:
+        behind.kill()
+        raise
+
+
+def _sample(line: Line, vocabulary: int) -> Generated:
+    """Sequences of all kinds of tokens, to see how they are turned into text."""
+    tokens = np.arange(PROBED_LINES * PROBED_TOKENS) % vocabulary
+    lines = [line] * PROBED_LINES
+    return Generated(lines, [1] * PROBED_LINES, tokens.reshape(PROBED_LINES, -1), None, [])

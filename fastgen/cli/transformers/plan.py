@@ -1,0 +1,105 @@
+"""What the flags of a run mean for its stages: formats, batch sizes, and what workers do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fastgen.cli.transformers.arguments import rows_per_batch
+from fastgen.cli.transformers.audio import collate_audio, prepare_audio
+from fastgen.cli.transformers.batches import Limits, Planner, pad_text
+from fastgen.cli.transformers.compare import SideBySide
+from fastgen.cli.transformers.limits import input_limit
+from fastgen.cli.transformers.loading import LoadedModel
+from fastgen.cli.transformers.model import Model, WithinMemory
+from fastgen.cli.transformers.pipeline import Stages
+from fastgen.cli.transformers.postprocess import OutputFormat, finish
+from fastgen.cli.transformers.preprocess import InputFormat, prepare_text
+from fastgen.cli.transformers.run_state import random_state
+from fastgen.cli.transformers.settings import effective, reasons_to_keep_file_order, token_ids
+
+BATCHES_PER_WINDOW = 16
+LINES_PER_WINDOW = 512  # where batches are cut by tokens
+
+
+def make_stages(
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    settings: dict[str, Any],
+    task: dict[str, Any],
+    model: Model | SideBySide,
+    generate: WithinMemory,
+    say: Callable[[str], None],
+) -> Stages:
+    """The stages of a run; `say` gets notes for the user."""
+    prefix = args.prefix if args.prefix is not None else task.get("prefix") or ""
+    tokenizer = loaded.tokenizer
+    input_format = InputFormat(
+        jsonl=args.input_format == "jsonl",
+        text_field=args.text_field,
+        id_field=args.id_field,
+        prefix=prefix,
+        chat=args.chat,
+        system=args.system,
+        max_tokenizer_length=args.max_tokenizer_length,
+        limit=input_limit(args, loaded, settings),
+        jsonl_output=args.output_format == "jsonl",
+    )
+    if loaded.feature_extractor is None:
+        make_prepare = partial(prepare_text, tokenizer, input_format)
+        collate = pad_text(tokenizer.pad_token_id, tokenizer.padding_side == "left")
+    else:
+        make_prepare = partial(prepare_audio, loaded.feature_extractor, input_format)
+        collate = partial(collate_audio, loaded.feature_extractor)
+    reasons = reasons_to_keep_file_order(args, settings, loaded)
+    if reasons and not args.quiet:
+        say(f"batches keep the order of INPUT, so that outputs stay the same: {', '.join(reasons)}")
+    in_order = bool(reasons) or args.window == 0
+    samples = effective("do_sample", settings, loaded) or isinstance(effective("temperature", settings, loaded), list)
+    return Stages(
+        make_prepare=make_prepare,
+        planner=Planner(_limits(args, loaded, settings), 0 if in_order else _window(args), collate),
+        transfer=model.transfer,
+        generate=generate,
+        make_finish=partial(
+            finish,
+            tokenizer,
+            output_format(args, loaded),
+            token_ids(effective("eos_token_id", settings, loaded)),
+            effective("pad_token_id", settings, loaded),
+        ),
+        vocabulary=len(tokenizer),
+        model_seconds=lambda: model.seconds,
+        workers=(args.preprocess_workers, args.postprocess_workers),
+        in_order=in_order,
+        random=partial(random_state, model.transfer.device) if samples else None,
+    )
+
+
+def output_format(args: argparse.Namespace, loaded: LoadedModel) -> OutputFormat:
+    """What a record of OUTPUT looks like."""
+    return OutputFormat(
+        jsonl=args.output_format == "jsonl",
+        input_jsonl=args.input_format == "jsonl",
+        id_field=args.id_field,
+        with_scores=args.output_sequence_scores,
+        join_outputs=args.join_outputs,
+        skip_special_tokens=not args.include_special_tokens,
+        clean_up_tokenization_spaces=True if args.clean_up_tokenization_spaces else None,
+        start_tokens=0 if loaded.causal_lm or loaded.model.config.model_type == "whisper" else 1,
+    )
+
+
+def _limits(args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]) -> Limits:
+    """--batch_tokens counts every row of the batch that generate makes of an input."""
+    rows = max(effective(name, settings, loaded) or 1 for name in ("num_beams", "num_return_sequences"))
+    cells = None if args.batch_tokens is None else max(1, args.batch_tokens // rows)
+    return Limits(rows_per_batch(args), cells)
+
+
+def _window(args: argparse.Namespace) -> int:
+    if args.window is not None:
+        return args.window
+    return LINES_PER_WINDOW if args.batch_tokens is not None else BATCHES_PER_WINDOW * rows_per_batch(args)

@@ -1,0 +1,193 @@
+"""What was generated for a batch to records for OUTPUT: text or JSON, one record a line, one line per line of INPUT."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import transformers
+
+from fastgen.cli.transformers import records
+from fastgen.cli.transformers.items import Finished, Generated, Line
+
+Tokenizer = transformers.PreTrainedTokenizerBase
+SEPARATOR = "####"
+Decode = Callable[[np.ndarray], list[str]]
+Count = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """How a record of OUTPUT looks, and what in a row of Generated.sequences was generated.
+
+    jsonl: records are JSON objects. input_jsonl: INPUT's are too, and their fields are kept.
+    id_field: by which a failed record of INPUT is named, besides its number.
+    with_scores: text is SCORE<tab>TEXT. join_outputs: text has all outputs of a line, joined with ####.
+    start_tokens: how many tokens at the start of a row were given to the decoder and not generated: 1 for an
+        encoder-decoder, 0 for a causal LM, and 0 for Whisper, whose generate leaves them out.
+    """
+
+    jsonl: bool
+    input_jsonl: bool
+    id_field: str | None
+    with_scores: bool
+    join_outputs: bool
+    skip_special_tokens: bool
+    clean_up_tokenization_spaces: bool | None
+    start_tokens: int
+
+
+@dataclass(frozen=True)
+class _Output:
+    text: str
+    score: float | None  # None without beam scores
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What came of one line."""
+
+    line: Line
+    input_tokens: int | None  # None where nobody counted them
+    outputs: list[_Output]
+    error: str | None = None
+
+
+def finish(
+    tokenizer: Tokenizer, output_format: OutputFormat, eos_token_ids: Collection[int], pad_token_id: int | None
+) -> Callable[[Generated], Finished]:
+    """A function that turns what was generated into records; threads may share it."""
+    decoding: dict[str, Any] = {"skip_special_tokens": output_format.skip_special_tokens}
+    if output_format.clean_up_tokenization_spaces is not None:
+        decoding["clean_up_tokenization_spaces"] = output_format.clean_up_tokenization_spaces
+    decode = partial(tokenizer.batch_decode, **decoding)
+    count = partial(
+        count_tokens,
+        start_tokens=output_format.start_tokens,
+        eos_token_ids=list(eos_token_ids),
+        pad_token_id=pad_token_id,
+    )
+    return partial(_finish, decode, count, output_format)
+
+
+def first_text(record: bytes, output_format: OutputFormat) -> str:
+    """The first output's text of a record, empty where there is none."""
+    text = record.decode("utf-8").removesuffix("\n")
+    if output_format.jsonl:
+        outputs = records.parse(text)["outputs"]
+        return outputs[0]["text"] if outputs else ""
+    if output_format.with_scores:
+        text = text.partition("\t")[2]
+    return text.partition(SEPARATOR)[0] if output_format.join_outputs else text
+
+
+def count_tokens(
+    sequences: np.ndarray, start_tokens: int, eos_token_ids: list[int], pad_token_id: int | None
+) -> np.ndarray:
+    """How many tokens of each row [B * R, T] were generated, [B * R]: up to the first EOS, and that one included.
+
+    A row without an EOS ends where its padding begins: a stop string ended it, or there was no room for more.
+    """
+    generated = sequences[:, start_tokens:]
+    rows, width = generated.shape
+    if width == 0:
+        return np.zeros(rows, np.int64)
+    is_eos = np.isin(generated, eos_token_ids)
+    is_text = np.ones_like(is_eos) if pad_token_id is None else generated != pad_token_id
+    unpadded = np.where(is_text.any(axis=1), width - is_text[:, ::-1].argmax(axis=1), 0)
+    return np.where(is_eos.any(axis=1), is_eos.argmax(axis=1) + 1, unpadded)
+
+
+def _finish(decode: Decode, count: Count, output_format: OutputFormat, generated: Generated) -> Finished:
+    tokens = count(generated.sequences).tolist()
+    finished = Finished(records=[], tokens=sum(tokens), failures=[])
+    for result in _results(decode, tokens, generated):
+        number = result.line.number
+        record = _json_record(result, output_format) if output_format.jsonl else _text_record(result, output_format)
+        finished.records.append((number, record))
+        if result.error is not None:
+            finished.failures.append((number, _name(result.line, output_format) + result.error))
+    return finished
+
+
+def _results(decode: Decode, tokens: list[int], generated: Generated) -> Iterator[_Result]:
+    each = len(tokens) // max(1, len(generated.lines))  # R outputs of every line
+    scores = generated.scores or [None] * len(tokens)
+    texts_of_lines = _decode_lines(decode, generated.sequences, each)
+    for index, (line, length) in enumerate(zip(generated.lines, generated.lengths, strict=True)):
+        texts = texts_of_lines[index]
+        if isinstance(texts, str):
+            yield _Result(line, length, [], error=texts)
+        else:
+            rows = slice(index * each, (index + 1) * each)
+            yield _Result(line, length, list(map(_Output, texts, scores[rows], tokens[rows])))
+    for other in generated.not_generated:
+        yield _Result(other.line, None if other.error else 0, [], other.error)
+
+
+def _decode_lines(decode: Decode, sequences: np.ndarray, each: int) -> list[list[str] | str]:
+    """The texts of every line in one call; if that raises, in a call for each, with an error for those that raise."""
+    if not len(sequences):
+        return []
+    starts = range(0, len(sequences), each)
+    try:
+        texts = decode(sequences)
+        return [texts[start : start + each] for start in starts]
+    except Exception:
+        return [_decode_line(decode, sequences[start : start + each]) for start in starts]
+
+
+def _decode_line(decode: Decode, sequences: np.ndarray) -> list[str] | str:
+    try:
+        return decode(sequences)
+    except Exception as error:  # a tokenizer may raise anything
+        return f"what was generated cannot be decoded ({records.reason(error)})"
+
+
+def _text_record(result: _Result, output_format: OutputFormat) -> bytes:
+    """A line as FastSeq writes it; nothing, or no score and nothing, where there are no outputs."""
+    outputs = result.outputs
+    if len(outputs) > 1 and not output_format.join_outputs:
+        raise ValueError(f"a line of text has no room for {len(outputs)} outputs (accepted: JSON, or joined outputs)")
+    text = SEPARATOR.join(_on_one_line(output.text) for output in outputs)
+    if output_format.with_scores:
+        scores = ["NA" if output.score is None else f"{output.score:f}" for output in outputs]
+        text = SEPARATOR.join(scores or ["NA"]) + "\t" + text
+    return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+def _json_record(result: _Result, output_format: OutputFormat) -> bytes:
+    line = result.line
+    # What was generated for came through the same reading of its record.
+    keeps_fields = output_format.input_jsonl and (result.outputs or records.can_be_extended(line))
+    added: dict[str, Any] = {} if result.input_tokens is None else {"input_tokens": result.input_tokens}
+    added["outputs"] = [_json_output(output) for output in result.outputs]
+    if result.error is not None:
+        added["error"] = result.error
+    return records.extended(records.decode(line) if keeps_fields else None, line.number, added)
+
+
+def _json_output(output: _Output) -> dict[str, Any]:
+    score = {}
+    if output.score is not None:
+        score["score"] = output.score if math.isfinite(output.score) else None  # JSON has no infinity
+    return {"text": output.text, **score, "tokens": output.tokens}
+
+
+def _name(line: Line, output_format: OutputFormat) -> str:
+    """What a failed record is called by those who wrote it, where it says so."""
+    if output_format.input_jsonl and output_format.id_field is not None:
+        with suppress(records.RecordError):
+            record = records.parse(records.decode(line))
+            return f"{output_format.id_field} {records.quoted(records.field(record, output_format.id_field))}: "
+    return ""
+
+
+def _on_one_line(text: str) -> str:
+    return text.replace("\r\n", " ").replace("\n", " ").replace("\r", " ")

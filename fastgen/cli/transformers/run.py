@@ -1,0 +1,130 @@
+"""One run of the command, from the model to the scores."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TextIO
+
+import torch
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.pipeline.interrupt import INTERRUPTED, stoppable
+from fastgen.cli.pipeline.part_file import PartFile, StandardOutput
+from fastgen.cli.pipeline.whole_file import write_whole
+from fastgen.cli.transformers import metrics
+from fastgen.cli.transformers.argument_types import STREAM
+from fastgen.cli.transformers.compare import SideBySide
+from fastgen.cli.transformers.files import Files, check_same_length
+from fastgen.cli.transformers.limits import check_settings
+from fastgen.cli.transformers.lines import read_chunks
+from fastgen.cli.transformers.loading import LoadedModel, choose_device, load_model
+from fastgen.cli.transformers.model import Model, WithinMemory
+from fastgen.cli.transformers.pipeline import run_stages
+from fastgen.cli.transformers.plan import make_stages, output_format
+from fastgen.cli.transformers.postprocess import first_text
+from fastgen.cli.transformers.progress import Progress
+from fastgen.cli.transformers.run_state import RunState, restore_random_state
+from fastgen.cli.transformers.settings import generate_arguments, task_settings
+from fastgen.cli.transformers.signature import signature
+from fastgen.cli.transformers.transfer import Transfer
+
+FAILED = 1
+NOTICE = "finishing the batch in flight; Ctrl-C once more stops at once"
+
+
+def run(args: argparse.Namespace, files: Files) -> int:
+    """Loads, generates, writes and scores; returns the exit status."""
+    device = choose_device(args)
+    loaded = load_model(args, device)
+    task = task_settings(args, loaded.model.config)
+    settings = generate_arguments(args, loaded, task)
+    check_settings(args, loaded, settings)
+    transfer = Transfer(device)
+    model = _model(args, loaded, settings, transfer)
+    output = _open_output(args, files, loaded)
+    written_before = output.records
+    progress = Progress(files.total(args.n_obs), written_before, args.quiet)
+    try:
+        state = RunState.from_bytes(output.state)
+        left = loaded.tokenizer.padding_side == "left"
+        generate = WithinMemory(model, left, progress.say, state.cells)
+        stages = make_stages(args, loaded, settings, task, model, generate, progress.say)
+        if state.random is not None:
+            restore_random_state(state.random, device)
+        elif args.seed is not None:
+            torch.manual_seed(args.seed)
+        if not output.records:
+            output.keep_state(stages.state().to_bytes())
+        chunks = read_chunks(args.input, first=output.records, n_obs=args.n_obs)
+        with stoppable(NOTICE) as stop:
+            complete = run_stages(chunks, stages, output, state.failures, progress, stop)
+        if complete:
+            _check_all_read(files.total(args.n_obs), files, output.records)
+    except BaseException:
+        _leave(args, output, written_before, progress)
+        raise
+    if not complete:
+        _leave(args, output, written_before, progress)
+        progress.say("interrupted")
+        return INTERRUPTED
+    output.complete()
+    progress.close()
+    _report(args, files, model, loaded, output.records)
+    if not args.quiet:
+        print(progress.summary(), file=sys.stderr)
+    failures = state.failures + progress.failures
+    if failures:
+        progress.say(f"{failures} of {output.records} inputs failed")
+    return FAILED if failures else 0
+
+
+def _check_all_read(total: int | None, files: Files, records: int) -> None:
+    if files.survey is not None and records != total:
+        raise InputError(f"INPUT changed while it was read: it had {total} lines, and {records} could be read")
+
+
+def _open_output(args: argparse.Namespace, files: Files, loaded: LoadedModel) -> PartFile | StandardOutput:
+    if args.output == STREAM:
+        return StandardOutput()
+    signed = signature(args, loaded, files.survey)
+    return PartFile.resume(args.output, signed) if args.resume else PartFile.create(args.output, signed)
+
+
+def _model(args: argparse.Namespace, loaded: LoadedModel, settings: dict, transfer: Transfer) -> Model | SideBySide:
+    """What turns a batch into tokens: one generate call, or with --compare two."""
+    model = Model(loaded, settings, transfer)
+    return SideBySide(Model(loaded, settings, transfer), model) if args.compare else model
+
+
+def _leave(
+    args: argparse.Namespace, output: PartFile | StandardOutput, written_before: int, progress: Progress
+) -> None:
+    """Keeps what is written, and says what can be done with it."""
+    progress.close()
+    output.leave()
+    if args.output == STREAM:
+        return
+    if output.records:
+        done = f"{output.records} lines are complete in {args.output}.part"
+        progress.say(f"{done}; the same command with --resume goes on after them")
+    again = progress.inputs - (output.records - written_before)
+    if again > 0:
+        progress.say(f"{again} more were generated ahead of others and are not kept (--window 0 keeps the order)")
+
+
+def _report(args: argparse.Namespace, files: Files, model: Model | SideBySide, loaded: LoadedModel, lines: int) -> None:
+    """Prints what --compare found, and the scores of each line's first output, also to --score_path."""
+    stdout: TextIO = sys.stderr if args.output == STREAM else sys.stdout
+    if isinstance(model, SideBySide):
+        print(model.report(), file=stdout)
+    if files.references is None:
+        return
+    check_same_length(args, len(files.references), lines)
+    written = output_format(args, loaded)
+    with args.output.open("rb") as file:
+        scores = metrics.score([first_text(record, written) for record in file], files.references)
+    print(metrics.report(scores), file=stdout)
+    if args.score_path is not None:
+        write_whole(args.score_path, (json.dumps(scores, indent=2) + "\n").encode("utf-8"))

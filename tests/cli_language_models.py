@@ -1,0 +1,111 @@
+"""Tiny multilingual models and a tiny Whisper with random weights, as folders that from_pretrained can load."""
+
+import json
+from pathlib import Path
+
+import sentencepiece
+import torch
+import transformers
+from cli_models import WORDS
+
+PIECES = ["▁", *sorted(set("".join(WORDS)))]
+SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
+
+
+def save_nllb(folder: Path) -> Path:
+    vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + PIECES)}
+    languages = ["eng_Latn", "fra_Latn", "deu_Latn"]
+    tokenizer = transformers.NllbTokenizer(vocab=vocabulary, merges=[], extra_special_tokens=languages)
+    return _save_translator(folder, transformers.M2M100Config, tokenizer)
+
+
+def save_mbart(folder: Path) -> Path:
+    return _save_translator(folder, transformers.MBartConfig, transformers.MBartTokenizer(vocab=_unigrams()))
+
+
+def save_mbart50(folder: Path) -> Path:
+    return _save_translator(folder, transformers.MBartConfig, transformers.MBart50Tokenizer(vocab=_unigrams()))
+
+
+def save_m2m100(folder: Path) -> Path:
+    folder.mkdir()
+    text = folder / "text.txt"
+    text.write_text("\n".join(WORDS))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "trained"), vocab_size=24, hard_vocab_limit=False, minloglevel=2
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "trained.model"))
+    known = [pieces.id_to_piece(index) for index in range(pieces.vocab_size())]
+    words = SPECIAL_TOKENS + [piece for piece in known if piece not in SPECIAL_TOKENS]
+    (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
+    tokenizer = transformers.M2M100Tokenizer(str(folder / "vocab.json"), str(folder / "trained.model"))
+    return _save_translator(folder, transformers.M2M100Config, tokenizer)
+
+
+def save_whisper(folder: Path, **config: object) -> Path:
+    """With languages, and a feature extractor that hears two seconds."""
+    torch.manual_seed(0)
+    words = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>"]
+    words += ["<|notimestamps|>", *(f"Ġ{word}" for word in WORDS)]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = transformers.WhisperTokenizer(
+        vocab=vocabulary, merges=[], pad_token="<|endoftext|>", extra_special_tokens=words[1:7]
+    )
+    extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=2)
+    settings = {
+        "vocab_size": len(tokenizer),
+        **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 16),
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+        "num_mel_bins": 8,
+        "max_source_positions": 100,
+        "max_target_positions": 32,
+        "init_std": 0.5,
+        "decoder_start_token_id": 1,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    }
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**settings | config)).eval()
+    model.generation_config.update(
+        max_length=12, suppress_tokens=[], begin_suppress_tokens=None, forced_bos_token_id=None
+    )
+    for name, value in {
+        "is_multilingual": True,
+        "lang_to_id": {"<|en|>": 2, "<|de|>": 3},
+        "task_to_id": {"transcribe": 4, "translate": 5},
+        "no_timestamps_token_id": 6,
+        "return_timestamps": False,
+        "_from_model_config": False,  # else they would be left out when it is loaded
+    }.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(folder)
+    transformers.WhisperProcessor(extractor, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def _unigrams() -> list[tuple[str, float]]:
+    return [*((token, 0.0) for token in SPECIAL_TOKENS), *((piece, -3.0) for piece in PIECES)]
+
+
+def _save_translator(
+    folder: Path,
+    config: type[transformers.PretrainedConfig],
+    tokenizer: transformers.PreTrainedTokenizerBase,
+) -> Path:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": len(tokenizer) + 20,  # M2M100 has made-up words behind its languages
+        **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 16),
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+        "max_position_embeddings": 64,
+        "init_std": 0.5,
+        "decoder_start_token_id": 2,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+        "forced_eos_token_id": None,
+    }
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config(**settings))
+    model.generation_config.update(max_length=9)
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,41 @@
+"""The loop that a user would write around the unpatched library, and the command on the same lines."""
+
+from pathlib import Path
+
+import transformers
+
+import fastgen
+from fastgen.cli.transformers.generate import main
+
+
+def plain_loop(folder: Path, lines: list[str], bs: int, causal_lm: bool = False, **settings: object) -> list[str]:
+    """What a user would write without fastgen."""
+    kind = transformers.AutoModelForCausalLM if causal_lm else transformers.AutoModelForSeq2SeqLM
+    model, tokenizer = kind.from_pretrained(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    if causal_lm:
+        tokenizer.padding_side = "left"
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    texts = []
+    with fastgen.disabled():
+        for start in range(0, len(lines), bs):
+            batch = tokenizer(lines[start : start + bs], padding=True, return_tensors="pt")
+            sequences = model.generate(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                **settings,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+            skipped = batch.input_ids.shape[1] if causal_lm else 0
+            texts += tokenizer.batch_decode(sequences[:, skipped:], skip_special_tokens=True)
+    return texts
+
+
+def generate(tmp_path: Path, model: object, lines: list[str], *flags: object) -> list[str]:
+    """Lines of OUTPUT."""
+    source, output = tmp_path / "input.txt", tmp_path / "output.txt"
+    source.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    assert main([str(model), str(source), str(output), *map(str, flags)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".part") == []
+    text = output.read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return text[:-1].split("\n")

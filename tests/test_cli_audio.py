@@ -1,0 +1,278 @@
+"""Paths of audio files become the features that a plain loop gives; a bad file is its line's error only."""
+
+import json
+import multiprocessing
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import soxr
+import torch
+import transformers
+from transformers import Speech2TextFeatureExtractor, Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
+
+import fastgen
+from fastgen.cli.transformers.audio import collate_audio, prepare_audio
+from fastgen.cli.transformers.items import Line, Prepared
+from fastgen.cli.transformers.loading import LoadedModel
+from fastgen.cli.transformers.padding import outputs_depend_on_padding_sync
+from fastgen.cli.transformers.preprocess import InputFormat
+
+RATE = 16000
+FORMAT = InputFormat(False, "path", None, "", False, None, None, None)
+RECORDS = InputFormat(True, "path", None, "", False, None, None, None)
+EXTRACTORS = {
+    "whisper": WhisperFeatureExtractor(),
+    "speech2text": Speech2TextFeatureExtractor(),
+    "wav2vec2": Wav2Vec2FeatureExtractor(return_attention_mask=True),
+}
+Prepare = Callable[..., list[Prepared]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Any:
+    """More threads only get in each other's way with sounds this short."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Paths are relative to the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def sound(seconds: float, rate: int = RATE, channels: int = 1, seed: int = 0) -> np.ndarray:
+    """Two tones and noise, other ones in every channel."""
+    draw = np.random.default_rng(seed)
+    time = np.arange(int(seconds * rate))[:, None] / rate
+    tones = sum(np.sin(2 * np.pi * draw.uniform(100, 4000, channels) * time) for _ in range(2))
+    return (0.2 * tones + 0.05 * draw.standard_normal(tones.shape)).astype(np.float32)
+
+
+def save(name: str, samples: np.ndarray, rate: int = RATE, **details: str) -> str:
+    soundfile.write(name, samples, rate, **details)
+    return name
+
+
+def prepare(paths: list[str], extractor: str = "whisper", input_format: InputFormat = FORMAT) -> list[Prepared]:
+    lines = [Line(number, path.encode()) for number, path in enumerate(paths, start=1)]
+    return prepare_audio(EXTRACTORS[extractor], input_format)(lines)
+
+
+def batch(prepared: list[Prepared], extractor: str) -> dict[str, torch.Tensor]:
+    assert [each.error for each in prepared] == [None] * len(prepared)
+    return collate_audio(EXTRACTORS[extractor], [each.arrays for each in prepared])
+
+
+def plain(sounds: list[np.ndarray], extractor: str) -> dict[str, torch.Tensor]:
+    """One call of the feature extractor for the whole batch, as its documentation has it."""
+    padding = {} if extractor == "whisper" else {"padding": True}
+    return dict(EXTRACTORS[extractor](sounds, sampling_rate=RATE, return_tensors="pt", **padding))
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("extractor", EXTRACTORS)
+def test_features_and_batches_are_those_of_a_plain_loop(extractor: str) -> None:
+    files = [save(f"{number}.wav", sound(0.4 + 0.5 * number, seed=number), subtype="FLOAT") for number in range(3)]
+    sounds = [soundfile.read(file, dtype="float32")[0] for file in files]
+    expected = plain(sounds, extractor)
+    assert_equal(batch(prepare(files, extractor), extractor), expected)
+    records = [json.dumps({"id": number, "path": file}) for number, file in enumerate(files)]
+    assert_equal(batch(prepare(records, extractor, RECORDS), extractor), expected)
+    # Arrays have no batch dimension, and each the length of its own sound.
+    shapes = [each.arrays[EXTRACTORS[extractor].model_input_names[0]].shape for each in prepare(files, extractor)]
+    assert len(set(shapes)) == (1 if extractor == "whisper" else 3)
+
+
+@pytest.mark.parametrize("ending", ["wav", "flac", "ogg", "mp3"])
+def test_channels_are_averaged_and_rates_converted(ending: str) -> None:
+    file = save(f"stereo.{ending}", sound(1.5, rate=44100, channels=2), 44100)
+    samples, rate = soundfile.read(file, dtype="float32")
+    assert samples.shape == (66150, 2)
+    expected = soxr.resample(samples.mean(axis=1), rate, RATE)
+    assert_equal(batch(prepare([file]), "whisper"), plain([expected], "whisper"))
+
+
+def make_whisper() -> transformers.WhisperForConditionalGeneration:
+    torch.manual_seed(2)
+    config = transformers.WhisperConfig(
+        vocab_size=80,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_target_positions=30,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=3,
+        init_std=0.5,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    return transformers.WhisperForConditionalGeneration(config).eval()
+
+
+def make_speech2text() -> transformers.Speech2TextForConditionalGeneration:
+    torch.manual_seed(0)
+    config = transformers.Speech2TextConfig(
+        vocab_size=80,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        init_std=0.5,
+    )
+    return transformers.Speech2TextForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize(("extractor", "make"), [("whisper", make_whisper), ("speech2text", make_speech2text)])
+def test_models_generate_from_it_what_they_generate_in_a_plain_loop(extractor: str, make: Callable) -> None:
+    model = make()
+    files = [save(f"{number}.wav", sound(0.6 + 0.7 * number, seed=number)) for number in range(3)]
+    sounds = [soundfile.read(file, dtype="float32")[0] for file in files]
+    settings = {"num_beams": 2, "max_new_tokens": 8}
+    with fastgen.disabled():
+        expected = model.generate(**plain(sounds, extractor), **settings)
+        found = model.generate(**batch(prepare(files, extractor), extractor), **settings)
+    assert torch.equal(found, expected)
+    assert len({tuple(row) for row in expected.tolist()}) > 1  # what is generated depends on the sound
+
+
+@pytest.mark.parametrize("rate", [RATE, 44100])
+def test_sound_that_is_longer_than_the_model_hears_is_never_cut(rate: int) -> None:
+    extractor = EXTRACTORS["whisper"]
+    most = extractor.chunk_length * rate
+    just = save("just.wav", np.zeros(most, np.float32) + sound(1)[0], rate)
+    longer = save("longer.wav", np.zeros(most + 1, np.float32), rate)
+    long = save("long.wav", np.zeros(most + 10 * rate, np.float32), rate)
+    found = prepare([just, longer, long])
+    assert found[0].arrays["input_features"].shape == (80, 3000)
+    assert found[1].error == f"longer.wav: lasts {30 + 1 / rate:g} s, the model hears 30 s"
+    assert found[2].error == "long.wav: lasts 40 s, the model hears 30 s"
+    assert found[2].arrays is None
+    assert prepare([save("long.wav", sound(40, rate), rate)], "speech2text")[0].error is None
+
+
+def test_unusable_files_are_their_lines_errors(folder: Path) -> None:
+    good = save("good.wav", sound(1))
+    (folder / "text.wav").write_text("hello")
+    (folder / "nothing.wav").write_bytes(b"")
+    (folder / "folder").mkdir()
+    save("no_samples.wav", np.zeros(0, np.float32))
+    save("not_finite.wav", np.full(RATE, np.nan, np.float32), subtype="FLOAT")
+    whole = Path(save("whole.mp3", sound(3))).read_bytes()
+    (folder / "cut.mp3").write_bytes(whole[: len(whole) // 2])
+    whole = Path(save("whole.flac", sound(3))).read_bytes()
+    (folder / "cut.flac").write_bytes(whole[: len(whole) // 2])
+    errors = {
+        "missing.wav": "there is no such file",
+        "two\\nlines": "there is no such file",
+        "folder": "is not a file",
+        "text.wav": "cannot be read (Format not recognised)",
+        "nothing.wav": "cannot be read (Format not recognised)",
+        "cut.flac": "cannot be read (Error : flac decoder lost sync)",
+        "cut.mp3": "s of 3 s: it is not complete",
+        "no_samples.wav": "has no sound in it",
+        "not_finite.wav": "gives features that are not finite numbers",
+        "\\u0000": "there is no such file",
+    }
+    lines = [f'{{"path": "{path}"}}' for path in [good, *errors, good]]
+    first, *bad, last = prepare(lines, input_format=RECORDS)
+    for path, found in zip(errors, bad, strict=True):
+        name = " ".join(json.loads(f'"{path}"').splitlines())
+        assert found.error.startswith(f"{name}: ") and errors[path] in found.error, found.error
+        assert "\n" not in found.error
+    assert np.array_equal(first.arrays["input_features"], last.arrays["input_features"])
+    assert prepare(["", " "]) == [Prepared()] * 2
+    of_text = replace(FORMAT, prefix="summarize: ", chat=True, limit=(1, "positions"))
+    assert prepare([good], input_format=of_text)[0].error is None
+    assert prepare(['{"file": "good.wav"}'], input_format=RECORDS)[0].error.startswith('has no field "path"')
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the feature extractor, about means of nothing
+def test_sound_without_features_is_its_lines_error() -> None:
+    silent = save("silent.wav", np.zeros(RATE, np.float32))
+    short = save("short.wav", sound(0.02))
+    shorter = save("shorter.wav", sound(0.001))
+    found = prepare([silent, short, shorter, save("good.wav", sound(1))], "speech2text")
+    assert found[0].error.startswith("silent.wav: gives features that are not finite numbers")
+    assert found[1].error == "short.wav: is too short (0.02 s)"
+    assert found[2].error == "shorter.wav: cannot be read (ValueError: negative dimensions are not allowed)"
+    assert found[3].error is None
+    assert prepare([silent])[0].error is None  # Whisper hears silence
+
+
+def test_a_stream_of_unknown_length_is_read_to_its_end(folder: Path) -> None:
+    whole = bytearray(Path(save("whole.wav", sound(2))).read_bytes())
+    size = whole.find(b"data") + 4
+    whole[size : size + 4] = struct.pack("<I", 0xFFFFFFFF)  # as programs write it that cannot go back
+    (folder / "stream.wav").write_bytes(whole)
+    stream, plainly = prepare(["stream.wav", "whole.wav"])
+    assert np.array_equal(stream.arrays["input_features"], plainly.arrays["input_features"])
+
+
+def _in_worker(file: str, connection: Any) -> None:
+    prepared = prepare([file])
+    connection.send((torch.get_num_threads(), prepared[0].arrays["input_features"]))
+
+
+def test_forked_workers_have_one_thread_and_the_same_features() -> None:
+    file = save("good.wav", sound(1))
+    expected = prepare([file])[0].arrays["input_features"]
+    torch.set_num_threads(2)
+    try:
+        torch.ones(200_000).exp().sum()  # starts the threads that a forked process does not have
+        ours, theirs = multiprocessing.Pipe()
+        worker = multiprocessing.get_context("fork").Process(target=_in_worker, args=(file, theirs))
+        worker.start()
+        assert ours.poll(60)
+        threads, features = ours.recv()
+        worker.join()
+        prepare([file])
+        assert torch.get_num_threads() == 2  # the program's own are left alone
+    finally:
+        torch.set_num_threads(1)
+    assert threads == 1
+    assert np.array_equal(features, expected)
+
+
+@pytest.mark.parametrize(("extractor", "make"), [("whisper", make_whisper), ("speech2text", make_speech2text)])
+def test_whether_a_model_hears_padding_is_measured(extractor: str, make: Callable) -> None:
+    """Whisper's sounds have one length. The convolutions of Speech2Text take the padding behind a sound for sound."""
+    model, feature_extractor = make(), EXTRACTORS[extractor]
+    tokenizer = SimpleNamespace(pad_token_id=1)
+    loaded = LoadedModel(model, tokenizer, causal_lm=False, feature_extractor=feature_extractor)
+    short, long = (
+        {name: value[0] for name, value in plain([sound(seconds)[:, 0]], extractor).items()} for seconds in (0.5, 1.6)
+    )
+    outputs = []
+    with fastgen.disabled():
+        for rows in ([short], [short, long]):
+            inputs = collate_audio(feature_extractor, [{name: row[name].numpy() for name in row} for row in rows])
+            generated = model.generate(**inputs, max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
+            outputs.append(generated.logits[0][0])
+    depends = not torch.allclose(*outputs, atol=1e-3)
+    assert outputs_depend_on_padding_sync(loaded) == depends == (extractor == "speech2text")

@@ -1,0 +1,117 @@
+"""Flags that are wrong or contradict each other are one line, status 2, before any file or model is looked for."""
+
+from pathlib import Path
+
+import pytest
+
+from fastgen.cli.transformers.arguments import PROG
+from fastgen.cli.transformers.generate import main
+
+BAD_FLAGS = [
+    (["--bs", "0"], "--bs: 0"),
+    (["--bs", "many"], "--bs: 'many'"),
+    (["--bs", str(10**30)], "--bs: 1000"),
+    (["--beam", "-2"], "--beam: -2"),
+    (["--n_obs", "0"], "--n_obs: 0"),
+    (["--n-obs", "-2"], "--n_obs: -2"),
+    (["--max_new_tokens", "0"], "--max_new_tokens: 0"),
+    (["--max-gen-length", "1.5"], "--max_gen_length: '1.5'"),
+    (["--min_gen_length", "-3"], "--min_gen_length: -3"),
+    (["--max_tokenizer_length", "0"], "--max_tokenizer_length: 0"),
+    (["--do_sample", "--temperature", "0"], "--temperature: 0"),
+    (["--do_sample", "--temperature", "nan"], "--temperature: nan"),
+    (["--do_sample", "--temperature", "hot"], "--temperature: 'hot'"),
+    (["--do_sample", "--top_p", "1.2"], "--top_p: 1.2"),
+    (["--do_sample", "--top_k", "-1"], "--top_k: -1"),
+    (["--repetition_penalty", "0"], "--repetition_penalty: 0"),
+    (["--length_penalty", "inf"], "--length_penalty: inf"),
+    (["--early_stopping", "perhaps"], "--early_stopping: 'perhaps'"),
+    (["--num_return_sequences", "0"], "--num_return_sequences: 0"),
+    (["--seed", "-1"], "--seed: -1"),
+    (["--device", "toaster 3"], "--device: 'toaster 3'"),
+    (["--padding_side", "top"], "--padding_side"),
+    (["--bs"], "--bs"),
+    (["--no_such_flag"], "--no_such_flag"),
+    (["--temperature", "0.5"], "--temperature 0.5", "--do_sample"),
+    (["--top_k", "5"], "--top_k 5", "--do_sample"),
+    (["--top_p", "0.5"], "--top_p 0.5", "--do_sample"),
+    (["--beam", "2", "--num_return_sequences", "3"], "--num_return_sequences 3", "--beam 2"),
+    (["--max_gen_length", "9", "--max_new_tokens", "8"], "--max_gen_length 9", "--max_new_tokens 8"),
+    (["--min_gen_length", "9", "--max_gen_length", "8"], "--min_gen_length 9", "--max_gen_length 8"),
+    (["--min_gen_length", "9", "--max_new_tokens", "8"], "--min_gen_length 9", "--max_new_tokens 8"),
+    (["--fp16", "--device", "cpu"], "--fp16", "--device cpu"),
+    (["--fp16", "--bf16"], "--fp16", "--bf16"),
+    (["--score_path", "scores.json"], "--score_path scores.json", "--reference_path"),
+    (["--compare", "--without_fastgen_opt"], "--compare", "--without_fastgen_opt"),
+    (["--causal_lm", "--decoder_start_token_id", "1"], "--decoder_start_token_id 1", "--causal_lm"),
+    (["--causal_lm", "--tgt_lang", "de"], "--tgt_lang de", "--causal_lm"),
+    (["--causal_lm", "--forced_bos_token", "x"], "--forced_bos_token x", "--causal_lm"),
+    (["--batch_tokens", "0"], "--batch_tokens: 0"),
+    (["--window", "-1"], "--window: -1"),
+    (["--preprocess_workers", "0"], "--preprocess_workers: 0"),
+    (["--postprocess_workers", "0"], "--postprocess_workers: 0"),
+    (["--input_format", "xml"], "--input_format", "'xml'", "jsonl"),
+    (["--output_format", "xml"], "--output_format", "'xml'", "jsonl"),
+    (["--text_field", "article"], "--text_field article", "--input_format jsonl"),
+    (["--id_field", "id"], "--id_field id", "--input_format jsonl"),
+    (["--join_outputs", "--output_format", "jsonl"], "--join_outputs", "JSONL"),
+    (["--join_outputs", "--input_format", "jsonl"], "--join_outputs", "JSONL"),
+    (["--beam", "2", "--num_return_sequences", "2"], "--num_return_sequences 2", "--output_format jsonl"),
+    (["--chat"], "--chat", "--causal_lm"),
+    (["--system", "be kind", "--causal_lm"], "--system be kind", "--chat"),
+    (["--dtype", "float64"], "--dtype", "'float64'", "bfloat16"),
+    (["--dtype", "float16", "--device", "cpu"], "--dtype float16", "--device cpu"),
+    (["--dtype", "float32", "--bf16"], "--dtype float32", "--bf16"),
+    (["--generation_config", "none.json"], "--generation_config: none.json", "no such file"),
+    (["--gen", "num_beams"], "--gen: 'num_beams'", "key=value"),
+    (["--gen", "num_beams=0"], "--gen: num_beams=0", "1 to"),
+    (["--gen", "num_beams=two"], "--gen: num_beams='two'", "whole number"),
+    (["--gen", "num_beams=[2]"], "--gen: num_beams='[2]'", "whole number"),
+    (["--gen", "do_sample=perhaps"], "--gen: do_sample='perhaps'", "true, false"),
+    (["--gen", "num_beams=5", "--beam", "4"], "--gen num_beams=5", "--beam 4", "one of them"),
+    (["--gen", "top_p=0.5", "--gen", "top_p=0.6"], "--gen top_p=0.5", "--gen top_p=0.6"),
+    (["--gen", "max_length=9", "--max_new_tokens", "8"], "--gen max_length=9", "--max_new_tokens 8"),
+    (["--gen", "max_length=9", "--min_gen_length", "10"], "--min_gen_length 10", "--gen max_length=9"),
+    (
+        ["--gen", "forced_bos_token_id=5", "--forced_bos_token", "x"],
+        "--gen forced_bos_token_id=5",
+        "--forced_bos_token x",
+    ),
+    (["--tgt_lang", "de", "--forced_bos_token", "x"], "--tgt_lang de", "--forced_bos_token x"),
+    (["--gen", "return_dict_in_generate=true"], "--gen return_dict_in_generate", "cannot be set"),
+    (["--gen", "output_attentions=true"], "--gen output_attentions", "--output_format jsonl"),
+    (["--gen", "streamer=x"], "--gen streamer", "object"),
+    (["--task", "automatic-speech-recognition", "--causal_lm"], "--causal_lm", "audio"),
+    (["--task", "automatic-speech-recognition", "--prefix", "x"], "--prefix x", "audio"),
+    (["--task", "automatic-speech-recognition", "--max_tokenizer_length", "9"], "--max_tokenizer_length 9", "audio"),
+]
+
+BAD_STREAMS = [
+    ("-", "output.txt", ["--resume"], "--resume", "INPUT -"),
+    ("input.txt", "-", ["--resume"], "--resume", "OUTPUT -"),
+    ("input.txt", "-", ["--reference_path", "input.txt"], "--reference_path input.txt", "OUTPUT -"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), [(flags, named) for flags, *named in BAD_FLAGS])
+def test_bad_flags_are_refused(
+    capsys: pytest.CaptureFixture, tmp_path: Path, flags: list[str], named: list[str]
+) -> None:
+    check_refused(capsys, ["/no/such/model", "no-such-input", str(tmp_path / "output"), *flags], named)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("source", "output", "flags", "named"), [(a, b, c, named) for a, b, c, *named in BAD_STREAMS])
+def test_what_needs_a_file_is_refused_for_a_stream(
+    capsys: pytest.CaptureFixture, source: str, output: str, flags: list[str], named: list[str]
+) -> None:
+    check_refused(capsys, ["/no/such/model", source, output, *flags], named)
+
+
+def check_refused(capsys: pytest.CaptureFixture, command: list[str], named: list[str]) -> None:
+    assert main(command) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"{PROG}: error: ") and captured.err.count("\n") == 1, captured.err
+    for text in named:
+        assert text in captured.err

@@ -1,0 +1,247 @@
+"""Whatever ends a run of fastgen-generate-for-transformers, nothing is lost: whole lines, no orphans, and --resume."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cli_models import save_bart, sentences
+
+from fastgen.cli.transformers.arguments import PROG
+from fastgen.cli.transformers.generate import main
+
+LINES = sentences(120)
+FLAGS = ("--bs", "4", "--window", "16", "--beam", "2")
+
+# Every batch takes at least SECONDS, so that there is time to end the run in the middle of one; workers are processes.
+SLOW = """
+import sys, time
+from fastgen.cli.pipeline import choice
+choice.waits_beside = lambda call: 1.0
+from transformers import BartForConditionalGeneration
+generate, seconds = BartForConditionalGeneration.generate, float(sys.argv.pop(1))
+def slow(self, **inputs):
+    time.sleep(0 if "output_logits" in inputs else seconds)  # that asks what padding changes
+    return generate(self, **inputs)
+BartForConditionalGeneration.generate = slow
+from fastgen.cli.transformers.generate import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bart(tmp_path_factory.mktemp("bart"))
+
+
+@pytest.fixture(scope="module")
+def expected(bart: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What a run that nothing ends writes."""
+    folder = tmp_path_factory.mktemp("expected")
+    source = write_input(folder)
+    assert main([str(bart), str(source), str(folder / "out"), *FLAGS]) == 0
+    return (folder / "out").read_bytes()
+
+
+def write_input(folder: Path) -> Path:
+    path = folder / "input.txt"
+    path.write_text("\n".join(LINES) + "\n")
+    return path
+
+
+class Run:
+    """The command in a process of its own, with INPUT and OUTPUT in `folder`."""
+
+    def __init__(self, bart: Path, folder: Path, *flags: str, seconds: float = 0.1, **options: object) -> None:
+        self.part = folder / "out.part"
+        self.output = folder / "out"
+        source = write_input(folder)
+        call = [sys.executable, "-c", SLOW, str(seconds), bart, source, self.output, *FLAGS, *flags]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
+        )
+        self.children: list[psutil.Process] = []
+
+    def wait_for_records(self, number: int = 20) -> None:
+        end = time.monotonic() + 60
+        while self.records() < number:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def records(self) -> int:
+        return self.part.read_bytes().count(b"\n") if self.part.exists() else 0
+
+    def end(self, seconds: float = 60) -> tuple[int, str]:
+        """Status and stderr; no process of the run is left."""
+        _, stderr = self.process.communicate(timeout=seconds)
+        _, alive = psutil.wait_procs(self.children, timeout=5)
+        assert alive == []
+        return self.process.returncode, stderr
+
+    def check_part(self, expected: bytes, complete: int = 1) -> None:
+        """The part holds whole records of a prefix, at least `complete` of them."""
+        assert not self.output.exists()
+        written = self.part.read_bytes()
+        assert written.endswith(b"\n") and expected.startswith(written) and written.count(b"\n") >= complete
+
+    def check_resumes(self, bart: Path, folder: Path, expected: bytes) -> None:
+        before = self.records()
+        source = folder / "input.txt"
+        assert main([str(bart), str(source), str(self.output), *FLAGS, "--resume"]) == 0
+        assert self.output.read_bytes() == expected
+        assert 0 < before < len(LINES)
+        assert sorted(path.name for path in folder.iterdir()) == ["input.txt", "out"]
+
+
+@pytest.fixture
+def start(bart: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(*flags: str, **options: object) -> Run:
+        runs.append(Run(bart, tmp_path, *flags, **options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.process.kill()
+        run.process.communicate()
+
+
+def test_kill_9_of_the_command(start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes) -> None:
+    run = start()
+    run.wait_for_records()
+    run.process.kill()
+    assert run.end()[0] == -signal.SIGKILL
+    run.check_part(expected, 20)
+    run.check_resumes(bart, tmp_path, expected)
+
+
+def test_kill_9_of_a_worker(start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes) -> None:
+    run = start()
+    run.wait_for_records()
+    workers = [child for child in run.children if child.status() != psutil.STATUS_ZOMBIE]
+    assert workers
+    workers[0].kill()
+    status, stderr = run.end()
+    assert status == 1
+    assert f"worker process {workers[0].pid} was ended by SIGKILL" in stderr and "Traceback" not in stderr
+    assert "the same command with --resume goes on after them" in stderr
+    run.check_part(expected, 20)
+    run.check_resumes(bart, tmp_path, expected)
+
+
+def test_ctrl_c_finishes_the_batch_in_flight(
+    start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes
+) -> None:
+    run = start(seconds=0.5)
+    run.wait_for_records()
+    run.process.send_signal(signal.SIGINT)
+    status, stderr = run.end()
+    assert status == 130
+    assert "finishing the batch in flight; Ctrl-C once more stops at once" in stderr
+    assert f"{run.records()} lines are complete in {run.part}; the same command with --resume goes on" in stderr
+    assert "Traceback" not in stderr
+    run.check_part(expected, 20)
+    run.check_resumes(bart, tmp_path, expected)
+
+
+def test_sigterm_is_a_ctrl_c(start: Callable[..., Run], expected: bytes) -> None:
+    run = start()
+    run.wait_for_records()
+    run.process.terminate()
+    assert run.end()[0] == 130
+    run.check_part(expected, 20)
+
+
+def test_sigterm_to_all_processes_finishes_the_batch_in_flight(
+    start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes
+) -> None:
+    run = start(seconds=0.5, start_new_session=True)
+    run.wait_for_records()
+    os.killpg(run.process.pid, signal.SIGTERM)
+    status, stderr = run.end()
+    assert status == 130
+    assert "finishing the batch in flight" in stderr and "Traceback" not in stderr
+    run.check_part(expected, 20)
+    run.check_resumes(bart, tmp_path, expected)
+
+
+def test_a_second_ctrl_c_stops_at_once(start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes) -> None:
+    run = start(seconds=30)  # nothing is finished
+    end = time.monotonic() + 60
+    while not run.part.exists():
+        assert time.monotonic() < end and run.process.poll() is None
+        time.sleep(0.05)
+    time.sleep(2)  # the first batch is in flight
+    run.children = psutil.Process(run.process.pid).children(recursive=True)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    begun = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    status, stderr = run.end(10)
+    assert (status, time.monotonic() - begun < 2.5) == (130, True)
+    assert "Traceback" not in stderr
+    assert not run.output.exists()
+
+
+def test_a_full_disk_keeps_what_was_written(
+    start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes
+) -> None:
+    limit = len(expected) // 2
+    run = start(seconds=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    status, stderr = run.end()
+    assert status == 1
+    assert "File too large" in stderr and str(run.part) in stderr and "--resume" in stderr
+    run.check_part(expected)
+    run.check_resumes(bart, tmp_path, expected)
+
+
+def test_a_reader_that_leaves_ends_the_run(bart: Path, tmp_path: Path) -> None:
+    call = [sys.executable, "-c", SLOW, "0.1", bart, write_input(tmp_path), "-", *FLAGS]
+    with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        stderr = process.stderr.read()
+    assert process.returncode == 1
+    assert f"{PROG}: error: nobody reads the standard output any more" in stderr
+    assert "Traceback" not in stderr and "Exception ignored" not in stderr
+
+
+def test_ctrl_c_while_waiting_for_standard_input(bart: Path) -> None:
+    call = [sys.executable, "-m", "fastgen.cli.transformers.generate", bart, "-", "-", *FLAGS]
+    with subprocess.Popen(
+        call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdin.write("\n".join(LINES[:40]) + "\n")
+        process.stdin.flush()
+        time.sleep(12)
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        stdout, stderr = process.stdout.read(), process.stderr.read()
+        process.wait(10)
+        assert time.monotonic() - begun < 3
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert stdout == "" or stdout.endswith("\n")
+
+
+def test_no_run_takes_over_the_part_of_another(
+    start: Callable[..., Run], bart: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = start(seconds=0.3)
+    run.wait_for_records(4)
+    source = tmp_path / "input.txt"
+    for flags in ((), ("--resume",)):
+        assert main([str(bart), str(source), str(run.output), *FLAGS, *flags]) == 2
+        assert str(run.part) in capsys.readouterr().err
+    assert run.process.poll() is None

@@ -1,0 +1,187 @@
+"""Batches keep the order of the file where sorting lines by length would change an output, and only there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from cli_models import WORDS, save_bart, save_gpt2, save_t5, sentences
+
+import fastgen
+from fastgen.cli.transformers import settings
+from fastgen.cli.transformers.arguments import parse_arguments
+from fastgen.cli.transformers.loading import LoadedModel, load_model
+from fastgen.cli.transformers.settings import effective, generate_arguments, reasons_to_keep_file_order
+
+CPU = torch.device("cpu")
+# Some have one word, and a batch in file order has short and long ones.
+LINES = [line for pair in zip(sentences(12, longest=4), sentences(12, longest=55, seed=1)) for line in pair]
+LINES[::6] = ["word1", "word2", "word3", "word4"]
+LINES[3] = " ".join(WORDS[:50])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """More threads only get in each other's way in models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_gpt2(folder / "gpt2")
+    save_bart(folder / "bart")
+    save_t5(folder / "t5")
+    save_decoder(folder / "decoder", tokenizer=folder / "gpt2")
+    return folder
+
+
+def save_decoder(folder: Path, tokenizer: Path) -> None:
+    """BART's decoder alone, which numbers its positions from the first column on."""
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 64,
+        **dict.fromkeys(("d_model", "decoder_ffn_dim", "encoder_ffn_dim"), 16),
+        **dict.fromkeys(("decoder_layers", "encoder_layers"), 1),
+        **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 2),
+        "max_position_embeddings": 64,
+        "init_std": 0.5,
+        "is_encoder_decoder": False,
+        "forced_eos_token_id": None,
+    }
+    transformers.BartForCausalLM(transformers.BartConfig(**settings)).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+
+
+def load(models: Path, model: str, flags: list[str]) -> tuple[LoadedModel, dict, list[str]]:
+    """The model, what generate gets, and the reasons."""
+    args = parse_arguments([str(models / model), "input", "output", *flags])
+    loaded = load_model(args, CPU)
+    options = generate_arguments(args, loaded, {})
+    return loaded, options, reasons_to_keep_file_order(args, options, loaded)
+
+
+def outputs(loaded: LoadedModel, options: dict, order: list[int]) -> list[list[int]]:
+    """Token ids for each of LINES, by the unpatched library in batches of four lines in this order."""
+    found: list[list[int]] = [[] for _ in LINES]
+    end = effective("eos_token_id", options, loaded)
+    torch.manual_seed(0)
+    with fastgen.disabled():
+        for start in range(0, len(order), 4):
+            rows = order[start : start + 4]
+            batch = loaded.tokenizer([LINES[row] for row in rows], padding=True, return_tensors="pt")
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            sequences = loaded.model.generate(**inputs, **options).tolist()
+            skipped = batch["input_ids"].shape[1] if loaded.causal_lm else 1
+            for row, ids in zip(rows, sequences, strict=True):
+                ids = [*ids[skipped:], end]
+                found[row] = ids[: ids.index(end)]
+    return found
+
+
+def differ(loaded: LoadedModel, options: dict) -> int:
+    """How many outputs are others when lines are sorted by length."""
+    in_file_order = outputs(loaded, options, list(range(len(LINES))))
+    by_length = sorted(range(len(LINES)), key=lambda row: len(LINES[row].split()))
+    return sum(a != b for a, b in zip(in_file_order, outputs(loaded, options, by_length), strict=True))
+
+
+# Token 2 ends outputs and pads the inputs of GPT-2; token 1 pads those of BART.
+LIKELY_END = ["--gen", "sequence_bias=[[[2], 6.0]]"]
+LIKELY_PAD = ["--gen", "sequence_bias=[[[1], 6.0]]"]
+LIKELY_PAD_AND_WORDS = ["--gen", "sequence_bias=[[[2], 12.0], [[5], 10.0], [[6], 10.0], [[7], 10.0], [[8], 10.0]]"]
+
+INDEPENDENT = [
+    ("gpt2", ["--causal_lm"]),
+    ("gpt2", ["--causal_lm", "--beam", "3", "--no_repeat_ngram_size", "2", "--length_penalty", "2"]),
+    ("gpt2", ["--causal_lm", "--max_new_tokens", "8", "--gen", "min_new_tokens=8"]),
+    ("gpt2", ["--causal_lm", "--gen", "exponential_decay_length_penalty=[2, 1.5]"]),
+    ("gpt2", ["--causal_lm", "--gen", "bad_words_ids=[[7], [9]]"]),
+    ("gpt2", ["--causal_lm", "--gen", "guidance_scale=1.5"]),
+    ("bart", ["--max_gen_length", "9", "--min_gen_length", "4", "--repetition_penalty", "1.7"]),
+    ("bart", ["--beam", "3", "--no_repeat_ngram_size", "1", "--early_stopping", "true"]),
+    ("bart", ["--gen", "bad_words_ids=[[1, 5], [5, 6]]", "--gen", "forced_bos_token_id=9"]),
+    ("t5", ["--beam", "2"]),
+]
+
+
+@pytest.mark.parametrize(("model", "flags"), INDEPENDENT)
+def test_there_is_no_reason_where_no_output_depends_on_its_batch(models: Path, model: str, flags: list[str]) -> None:
+    loaded, options, reasons = load(models, model, flags)
+    assert (reasons, differ(loaded, options)) == ([], 0)
+
+
+DEPENDENT = [
+    ("gpt2", ["--causal_lm", "--do_sample"], "sampling draws all its random numbers in a row"),
+    ("bart", ["--do_sample"], "sampling draws all its random numbers in a row"),
+    ("gpt2", ["--causal_lm", "--max_gen_length", "60"], "max_length counts padding"),
+    (
+        "gpt2",
+        ["--causal_lm", "--gen", "max_new_tokens=null"],
+        "without a length, outputs end at MODEL's last position, padding counted",
+    ),
+    ("gpt2", ["--causal_lm", "--min_gen_length", "40", *LIKELY_END], "min_length counts padding"),
+    ("gpt2", ["--causal_lm", "--padding_side", "right"], "outputs of MODEL depend on padding"),
+    ("gpt2", ["--causal_lm", "--no_repeat_ngram_size", "1", *LIKELY_END], "no_repeat_ngram_size counts padding"),
+    (
+        "gpt2",
+        ["--causal_lm", "--no_repeat_ngram_size", "2", "--eos_token_id", "9", *LIKELY_PAD_AND_WORDS],
+        "no_repeat_ngram_size counts padding",
+    ),
+    (
+        "gpt2",
+        ["--causal_lm", "--gen", "sequence_bias=[[[2, 5, 30], 50.0]]"],
+        "sequences of several tokens are looked for in padding",
+    ),
+    (
+        "gpt2",
+        ["--causal_lm", "--gen", "forced_bos_token_id=9"],
+        "forced_bos_token_id looks at the longest prompt of a batch",
+    ),
+    ("gpt2", ["--causal_lm", "--gen", 'watermarking_config={"context_width": 4}'], "the watermark reads padding"),
+    (
+        "gpt2",
+        ["--causal_lm", "--gen", "encoder_no_repeat_ngram_size=1", *LIKELY_END],
+        "encoder_no_repeat_ngram_size counts padding",
+    ),
+    ("bart", ["--gen", "encoder_no_repeat_ngram_size=1", *LIKELY_PAD], "encoder_no_repeat_ngram_size counts padding"),
+    ("gpt2", ["--causal_lm", "--gen", "encoder_repetition_penalty=3"], "encoder_repetition_penalty counts padding"),
+    ("bart", ["--gen", "encoder_repetition_penalty=3", *LIKELY_PAD], "encoder_repetition_penalty counts padding"),
+    ("bart", ["--padding_side", "left"], "outputs of MODEL depend on padding"),
+    ("decoder", ["--causal_lm", "--max_new_tokens", "6"], "outputs of MODEL depend on padding"),
+]
+
+
+@pytest.mark.parametrize(("model", "flags", "reason"), DEPENDENT)
+def test_each_reason_is_one(models: Path, model: str, flags: list[str], reason: str) -> None:
+    loaded, options, reasons = load(models, model, flags)
+    assert reasons == [reason]
+    assert differ(loaded, options) > 0
+
+
+def test_settings_that_end_or_redo_whole_batches_are_reasons(models: Path) -> None:
+    assert load(models, "bart", ["--gen", "max_time=5"])[2] == ["max_time ends whole batches"]
+    assert load(models, "gpt2", ["--causal_lm", "--gen", "token_healing=true"])[2] == [
+        "token_healing pads the prompts again"
+    ]
+
+
+def test_the_models_own_settings_and_those_of_a_file_count(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text('{"do_sample": true}')
+    flags = ["--generation_config", str(tmp_path / "settings.json")]
+    assert load(models, "bart", flags)[2] == ["sampling draws all its random numbers in a row"]
+    assert load(models, "bart", [*flags, "--gen", "do_sample=false"])[2] == []
+
+
+def test_repetition_penalty_is_a_reason_exactly_where_it_changes_outputs(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--causal_lm", "--repetition_penalty", "3", *LIKELY_END]
+    loaded, options, reasons = load(models, "gpt2", flags)
+    assert bool(reasons) == bool(differ(loaded, options))
+    monkeypatch.setattr(settings, "REPETITION_PENALTY_COUNTS_PADDING", True)
+    assert load(models, "gpt2", flags)[2] == ["repetition_penalty counts padding"]

@@ -1,0 +1,355 @@
+"""What flags mean for the library: what is loaded, and what generate gets."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from cli_language_models import save_m2m100, save_mbart, save_mbart50, save_nllb, save_whisper
+from cli_models import POSITIONS, save_bart, save_gpt2, sentences
+
+import fastgen
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers import loading
+from fastgen.cli.transformers.argument_types import STREAM
+from fastgen.cli.transformers.arguments import parse_arguments, rows_per_batch
+from fastgen.cli.transformers.limits import check_settings, input_limit
+from fastgen.cli.transformers.loading import LoadedModel, load_model
+from fastgen.cli.transformers.settings import effective, generate_arguments
+
+CPU = torch.device("cpu")
+SPEECH = ("--task", "automatic-speech-recognition")
+SAVE = {
+    "bart": save_bart,
+    "gpt2": save_gpt2,
+    "nllb": save_nllb,
+    "mbart": save_mbart,
+    "mbart50": save_mbart50,
+    "m2m100": save_m2m100,
+    "whisper": save_whisper,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """More threads only get in each other's way in models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def has_languages(models: Path, model: str) -> bool:
+    """Before transformers 5.6 AutoTokenizer gives these models a tokenizer whose language cannot be changed."""
+    return hasattr(type(transformers.AutoTokenizer.from_pretrained(models / model)), "src_lang")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, save in SAVE.items():
+        save(folder / name)
+    return folder
+
+
+def parse(*flags: object, model: object = "model", source: str = "input", output: str = "output") -> argparse.Namespace:
+    return parse_arguments([str(model), source, output, *map(str, flags)])
+
+
+def load(models: Path, model: str, *flags: object) -> tuple[argparse.Namespace, LoadedModel, dict]:
+    """The flags, what is loaded with them, and what generate gets."""
+    args = parse(*flags, model=models / model)
+    loaded = load_model(args, CPU)
+    return args, loaded, generate_arguments(args, loaded, {})
+
+
+def refused(models: Path, model: str, *flags: object) -> str:
+    with pytest.raises(InputError) as error:
+        args, loaded, settings = load(models, model, *flags)
+        check_settings(args, loaded, settings)
+    return str(error.value)
+
+
+def test_defaults() -> None:
+    args = parse()
+    assert (args.input_format, args.output_format, args.text_field, args.id_field) == ("text", "text", "text", None)
+    assert (args.preprocess_workers, args.postprocess_workers, args.window, args.batch_tokens) == (1, 1, None, None)
+    assert not any((args.resume, args.quiet, args.chat, args.join_outputs, args.gen, args.generation_config))
+
+
+def test_the_output_has_the_format_of_the_input_unless_it_is_given() -> None:
+    assert parse("--input_format", "jsonl").output_format == "jsonl"
+    assert parse("--input_format", "jsonl", "--output_format", "text").output_format == "text"
+    assert parse("--output-format", "jsonl").output_format == "jsonl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [((), 8), (("--bs", 3), 3), (("--batch_tokens", 99), None), (("--batch_tokens", 99, "--bs", 3), 3)],
+)
+def test_rows_are_not_limited_where_tokens_are_unless_asked_for(flags: tuple, rows: int | None) -> None:
+    assert rows_per_batch(parse(*flags)) == rows
+
+
+def test_a_dash_is_a_stream_and_a_file_of_that_name_is_a_file() -> None:
+    args = parse(source="-", output="./-")
+    assert args.input == STREAM
+    assert args.output == Path.cwd() / "-"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("num_beams=4", 4),
+        ("repetition_penalty=2", 2.0),  # the library takes floats only
+        ("do_sample=True", True),
+        ("early_stopping=never", "never"),
+        ("eos_token_id=[2, 3]", [2, 3]),
+        ("language=de", "de"),
+        ('language="de"', "de"),
+        ("max_length=null", None),
+        ("stop_strings=a=b", "a=b"),
+    ],
+)
+def test_values_of_gen_are_json_or_text(text: str, value: object) -> None:
+    [(key, parsed)] = parse("--gen", text).gen
+    assert (key, parsed, type(parsed)) == (text.partition("=")[0], value, type(value))
+
+
+def test_gen_reaches_generate_and_wins_over_the_model_and_the_file(models: Path, tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"num_beams": 3, "length_penalty": 0.5}))
+    flags = ("--generation_config", file, "--gen", "num_beams=2", "--gen", "renormalize_logits=true")
+    _, loaded, settings = load(models, "bart", *flags, "--max_gen_length", 7)
+    assert settings == {"num_beams": 2, "renormalize_logits": True, "max_length": 7}
+    assert [effective(name, settings, loaded) for name in ("num_beams", "length_penalty")] == [2, 0.5]
+
+
+def test_a_file_means_what_it_means_to_generate(models: Path, tmp_path: Path) -> None:
+    values = {"num_beams": 3, "max_length": 6, "no_repeat_ngram_size": 2, "eos_token_id": [2, 30], "use_cache": None}
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps(values))
+    _, plain, _ = load(models, "gpt2", "--causal_lm")
+    _, loaded, settings = load(models, "gpt2", "--causal_lm", "--generation_config", file)
+    batch = plain.tokenizer(sentences(5), padding=True, return_tensors="pt")
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with fastgen.disabled():
+        config = transformers.GenerationConfig(**values, pad_token_id=plain.tokenizer.pad_token_id)
+        expected = plain.model.generate(**inputs, generation_config=config)
+        own = plain.model.generate(**inputs, pad_token_id=plain.tokenizer.pad_token_id)
+        found = loaded.model.generate(**inputs, **settings)
+    assert torch.equal(found, expected)
+    assert found.shape != own.shape or not torch.equal(found, own)
+
+
+def test_an_unknown_key_of_a_file_is_a_note(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "settings.json").write_text('{"num_beam": 3, "transformers_version": "5.0"}')
+    load(models, "bart", "--generation_config", tmp_path / "settings.json")
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
+    assert notes == ["note: --generation_config: num_beam changes nothing (did you mean num_beams?)"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "scores"),
+    [
+        ((), False),
+        (("--beam", 2), False),
+        (("--output_format", "jsonl"), False),
+        (("--output_format", "jsonl", "--beam", 2), True),
+        (("--output_format", "jsonl", "--gen", "num_beams=2"), True),
+        (("--output_sequence_scores", "--beam", 2), True),
+    ],
+)
+def test_scores_are_asked_for_where_beams_have_them_and_somebody_reads_them(
+    models: Path, flags: tuple, scores: bool
+) -> None:
+    _, _, settings = load(models, "bart", *flags)
+    assert (settings.get("output_scores"), settings.get("return_dict_in_generate")) == (
+        (True, True) if scores else (None, None)
+    )
+
+
+def test_stop_strings_bring_the_tokenizer(models: Path) -> None:
+    _, loaded, settings = load(models, "bart", "--gen", "stop_strings=word5")
+    assert settings["tokenizer"] is loaded.tokenizer
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "target", "languages", "begins"),
+    [
+        ("nllb", "deu_Latn", "fra_Latn", slice(0, 1), "forced_bos_token_id"),
+        ("mbart50", "de_DE", "fr_XX", slice(0, 1), "forced_bos_token_id"),
+        ("m2m100", "de", "fr", slice(0, 1), "forced_bos_token_id"),
+        ("mbart", "de_DE", "fr_XX", slice(-1, None), "decoder_start_token_id"),
+    ],
+)
+def test_languages_mark_inputs_and_begin_outputs(
+    models: Path, model: str, source: str, target: str, languages: slice, begins: str
+) -> None:
+    if not has_languages(models, model):
+        assert "no languages" in refused(models, model, "--src_lang", source)
+        return
+
+    def spelled(code: str) -> str:
+        return f"__{code}__" if model == "m2m100" else code
+
+    _, loaded, settings = load(models, model, "--src_lang", source, "--tgt_lang", target)
+    tokenizer = loaded.tokenizer
+    ids = tokenizer("word1 word2")["input_ids"]
+    assert ids[languages] == [tokenizer.convert_tokens_to_ids(spelled(source))] != [tokenizer.unk_token_id]
+    assert settings == {begins: tokenizer.convert_tokens_to_ids(spelled(target))}
+    # As the library's documentation has it for this tokenizer.
+    plain = transformers.AutoTokenizer.from_pretrained(models / model)
+    plain.src_lang = source
+    assert plain("word1 word2")["input_ids"] == ids
+    _, _, by_name = load(models, model, "--forced_bos_token", spelled(target))
+    assert by_name == {"forced_bos_token_id": settings[begins]}
+
+
+def test_whisper_is_told_the_language_by_name(models: Path) -> None:
+    for language in ("german", "de"):
+        _, loaded, settings = load(models, "whisper", *SPEECH, "--src_lang", language)
+        assert settings == {"language": language}
+    sound = [torch.randn(8000).numpy()]
+    features = loaded.feature_extractor(sound, sampling_rate=16000, return_tensors="pt").input_features
+    with fastgen.disabled():
+        assert loaded.model.generate(features, **settings).shape[0] == 1
+
+
+def test_speech_models_come_with_a_feature_extractor(models: Path) -> None:
+    args, loaded, settings = load(models, "whisper", *SPEECH, "--gen", "task=translate", "--gen", "language=en")
+    assert isinstance(loaded.feature_extractor, transformers.SequenceFeatureExtractor)
+    assert settings == {"task": "translate", "language": "en"}
+    assert (loaded.causal_lm, input_limit(args, loaded, settings)) == (False, None)
+    assert load(models, "bart")[1].feature_extractor is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [((), torch.bfloat16), (("--dtype", "auto"), torch.bfloat16), (("--dtype", "float32"), torch.float32)],
+)
+def test_dtype_of_the_weights(tmp_path: Path, flags: tuple, dtype: torch.dtype) -> None:
+    folder = save_bart(tmp_path / "bart")
+    transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    assert load_model(parse(*flags, model=folder), CPU).model.dtype == dtype
+
+
+def test_attn_implementation_is_the_librarys(models: Path) -> None:
+    for name in ("eager", "sdpa"):
+        _, loaded, _ = load(models, "bart", "--attn_implementation", name)
+        assert loaded.model.config._attn_implementation == name
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "limit"),
+    [
+        ("bart", (), (POSITIONS, "positions")),
+        ("bart", ("--max_new_tokens", 60), (POSITIONS, "positions")),
+        ("gpt2", ("--causal_lm",), (POSITIONS - 6, "6 for generated tokens")),
+        ("gpt2", ("--causal_lm", "--max_new_tokens", 20), (POSITIONS - 20, "20 for generated tokens")),
+        ("gpt2", ("--causal_lm", "--max_gen_length", 20), (19, "--max_gen_length 20")),
+        ("gpt2", ("--causal_lm", "--gen", "max_length=20"), (19, "max_length 20")),
+    ],
+)
+def test_input_limit_says_what_sets_it(models: Path, model: str, flags: tuple, limit: tuple[int, str]) -> None:
+    number, why = input_limit(*load(models, model, *flags))
+    assert number == limit[0]
+    assert limit[1] in why
+
+
+CHAT = ("--causal_lm", "--chat")
+UNFIT = [
+    ("bart", ("--gen", "num_beam=4"), "--gen num_beam=4", "did you mean num_beams?"),
+    ("bart", ("--gen", "language=de"), "--gen language=de", "no such setting"),
+    ("bart", ("--gen", "cache_implementation=none"), "--gen cache_implementation=none"),
+    ("bart", ("--gen", 'watermarking_config={"hue": 4}'), "--gen watermarking_config", "hue"),
+    ("bart", ("--gen", "cache_implementation=paged"), "cache_implementation=paged"),
+    ("bart", ("--gen", "penalty_alpha=0.5", "--top_k", 4, "--gen", "do_sample=false"), "--top_k 4"),
+    ("bart", ("--gen", "penalty_alpha=0.5", "--gen", "top_k=4"), "contrastive search", "hub"),
+    ("bart", ("--gen", "num_beam_groups=2", "--gen", "num_beams=4"), "group beam search", "hub"),
+    ("bart", ("--gen", "prompt_lookup_num_tokens=2"), "prompt_lookup_num_tokens 2", "--bs 1"),
+    ("bart", ("--gen", "forced_bos_token_id=64"), "--gen forced_bos_token_id 64", "up to 63"),
+    ("bart", ("--gen", "max_length=65"), "--gen max_length 65", "up to 64"),
+    ("bart", ("--gen", "num_return_sequences=2", "--join_outputs"), "--num_return_sequences 2", "--beam 1"),
+    ("bart", ("--forced_bos_token", "word1 word2"), "--forced_bos_token word1 word2", "one token"),
+    ("bart", ("--src_lang", "en"), "--src_lang en", "no languages"),
+    ("bart", ("--tgt_lang", "en"), "--tgt_lang en", "no languages"),
+    ("nllb", ("--tgt_lang", "fr"), "--tgt_lang fr", "fra_Latn"),
+    ("m2m100", ("--src_lang", "eng"), "--src_lang eng", "en, "),
+    ("mbart", ("--tgt_lang", "ro_RO", "--decoder_start_token_id", 5), "--decoder_start_token_id 5", "--tgt_lang ro_RO"),
+    ("whisper", (*SPEECH, "--src_lang", "englisch"), "--src_lang englisch", "english"),
+    ("whisper", (*SPEECH, "--tgt_lang", "de"), "--tgt_lang de", "--gen task=translate"),
+    ("whisper", (), "whisper", "--task automatic-speech-recognition"),
+    ("bart", SPEECH, "bart", "no speech-to-text model"),
+    ("bart", ("--attn_implementation", "tea_ceremony"), "--attn_implementation tea_ceremony"),
+    ("gpt2", CHAT, "--chat", "no chat template"),
+    ("gpt2", ("--causal_lm", "--max_gen_length", 1), "--max_gen_length 1", "no input is short enough"),
+]
+
+
+@pytest.mark.parametrize(("model", "flags", "named"), [(model, flags, named) for model, flags, *named in UNFIT])
+def test_what_the_model_cannot_follow_is_refused(models: Path, model: str, flags: tuple, named: list[str]) -> None:
+    message = refused(models, model, *flags)
+    if model == "nllb" and not has_languages(models, model):
+        named = ["--tgt_lang fr", "no languages"]
+    for text in named:
+        assert text in message
+
+
+def test_several_outputs_are_refused_wherever_they_come_from(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text('{"num_return_sequences": 2, "num_beams": 2}')
+    flags = ("--generation_config", tmp_path / "settings.json")
+    for named in ("--num_return_sequences 2", "--output_format jsonl", "--join_outputs"):
+        assert named in refused(models, "bart", *flags)
+    for way in (("--join_outputs",), ("--output_format", "jsonl")):
+        check_settings(*load(models, "bart", *flags, *way))
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"max_new_tokens": -1}', "max_new_tokens"),
+        ('{"early_stopping": "perhaps"}', "early_stopping"),
+        ('{"streamer": 1}', "streamer"),
+        ('{"output_scores": true}', "output_scores"),
+        ("[1]", "no JSON object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_bad_files_of_settings_are_refused(models: Path, tmp_path: Path, content: str, named: str) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(content)
+    message = refused(models, "bart", "--generation_config", file)
+    assert "--generation_config" in message and named in message
+
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+
+
+def test_a_chat_template_is_tried_before_anything_is_read(models: Path, tmp_path: Path) -> None:
+    folder = save_gpt2(tmp_path / "gpt2")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    load(tmp_path, "gpt2", *CHAT, "--system", "word1")
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    load(tmp_path, "gpt2", *CHAT)
+    message = refused(tmp_path, "gpt2", *CHAT, "--system", "word1")
+    assert "--system word1" in message and "no system" in message
+
+
+def test_models_that_label_sound_do_not_generate(tmp_path: Path) -> None:
+    transformers.Wav2Vec2Config().save_pretrained(tmp_path / "wav2vec2")
+    assert "does not generate" in refused(tmp_path, "wav2vec2", *SPEECH)
+
+
+def test_missing_packages_for_audio_are_named_before_the_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "find_spec", lambda name: None if name == "soxr" else object())
+    message = refused(Path("/no"), "such/model", *SPEECH)
+    assert "soxr" in message and "soundfile" not in message and "pip install 'fastgen[audio]'" in message

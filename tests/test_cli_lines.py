@@ -1,0 +1,212 @@
+"""INPUT is read as it stands, in little memory, and so is a stream that can be read only once."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from python_process import REPOSITORY, run_python
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.lines import Survey, is_stream, read_chunks, read_references, survey
+
+CONTENTS = [
+    b"one\n",
+    b"one",
+    b"\n",
+    b"\n\n",
+    b"one\r\n\r\ntwo\x0b\x0c\x1c\xe2\x80\xa8\n\xff\xfe\n",
+    b"\xef\xbb\xbfone\ntwo",
+    b"x" * 5_000_000 + b"\n" + b"y" * 3_000_000,
+    b"".join(b"%d\n" % number for number in range(30_000)),
+]
+
+
+def lines_of(data: bytes) -> list[bytes]:
+    """What wc and an editor show as lines."""
+    return data.removesuffix(b"\n").split(b"\n")
+
+
+def read_all(path: Path, **limits: int) -> list[tuple[int, bytes]]:
+    return [(line.number, line.raw) for chunk in read_chunks(path, **limits) for line in chunk]
+
+
+@contextmanager
+def fifo(path: Path, *pieces: bytes) -> Iterator[Path]:
+    """A pipe into which a thread writes; what nobody reads is given up."""
+    os.mkfifo(path)
+
+    def write() -> None:
+        with open(path, "wb", buffering=0) as file:
+            try:
+                for piece in pieces:
+                    file.write(piece)
+            except BrokenPipeError:
+                pass
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    yield path
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("data", CONTENTS, ids=range(len(CONTENTS)))
+def test_every_byte_between_line_feeds_is_a_line(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(data)
+    expected = list(enumerate(lines_of(data), start=1))
+    assert read_all(path) == expected
+    assert survey(path) == Survey(len(expected), hashlib.sha256(data).hexdigest())
+    assert not is_stream(path)
+    with fifo(tmp_path / "pipe", data) as pipe:
+        assert is_stream(pipe)
+        assert read_all(pipe) == expected
+
+
+def test_the_lines_behind_the_first_ones_and_up_to_n_obs_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(CONTENTS[-1])
+    everything = list(enumerate(lines_of(CONTENTS[-1]), start=1))
+    for first, n_obs in ((0, 1), (0, 64), (0, 65), (7, 7), (9, 7), (7, 8), (20_000, 25_000), (29_999, None)):
+        assert read_all(path, first=first, n_obs=n_obs) == everything[first:n_obs]
+    assert read_all(path, first=30_000) == []
+    assert read_all(path, first=29_000, n_obs=40_000) == everything[29_000:]
+
+
+def test_chunks_are_limited_by_lines_and_by_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"".join(b"x" * size + b"\n" for size in [10] * 20 + [60, 60, 500, 10, 10]))
+    sizes = [[len(line.raw) for line in chunk] for chunk in read_chunks(path, lines=8, size=100)]
+    assert sizes == [[10] * 8, [10] * 8, [10] * 4 + [60], [60], [500], [10, 10]]
+
+
+def test_lines_of_a_slow_stream_are_handed_on_when_they_come_and_no_more_are_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)
+    try:
+        chunks = read_chunks(tmp_path / "pipe", n_obs=3)
+        for data, expected in ((b"one\ntw", [b"one"]), (b"o\nthree\nfour", [b"two", b"three"])):
+            os.write(writer, data)
+            assert [line.raw for line in next(chunks)] == expected
+        assert next(chunks, None) is None  # although the pipe is open
+    finally:
+        os.close(writer)
+
+
+def test_memory_stays_flat_on_a_stream_of_any_size(tmp_path: Path) -> None:
+    block = b"".join(b"x" * (number % 500) + b"\n" for number in range(1000))
+    with fifo(tmp_path / "pipe", *[block] * 100) as pipe:
+        lines = 0
+        tracemalloc.start()
+        for chunk in read_chunks(pipe):
+            lines += len(chunk)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert lines == 100_000 and peak < 2 << 20
+    (tmp_path / "in").write_bytes(block * 100)
+    tracemalloc.start()
+    found = survey(tmp_path / "in")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.lines == 100_000 and peak < 4 << 20
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    for name, message in (("none", "there is no such file"), ("", "Is a directory"), ("empty", "the file is empty")):
+        path = tmp_path / name
+        assert not is_stream(path)
+        with pytest.raises(InputError, match=f"INPUT {path}: {message}"):
+            survey(path)
+        with pytest.raises(InputError, match=f"--reference_path {path}: {message}"):
+            read_references(path)
+    with (
+        fifo(tmp_path / "pipe") as pipe,
+        pytest.raises(InputError, match=f"INPUT {pipe}: is empty"),
+    ):
+        list(read_chunks(pipe))
+    assert is_stream(Path("/dev/null")) and is_stream(Path("-"))
+
+
+def test_references_are_text_and_a_bad_one_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "references"
+    path.write_bytes("\ufeffeins\r\nzwei \n\u2028\n\nfünf".encode())
+    assert read_references(path) == ["eins", "zwei ", "\u2028", "", "fünf"]
+    path.write_bytes(b"x" * 100_000 + b"\ntwo\nthr\xffee\n")
+    with pytest.raises(InputError, match=f"--reference_path {path}: line 3 is not UTF-8"):
+        read_references(path)
+
+
+READ_STDIN = r"""
+import threading, time
+from pathlib import Path
+from fastgen.cli.transformers.lines import read_chunks
+
+came = threading.Event()
+
+def read():
+    for chunk in read_chunks(Path("-")):
+        print(*(line.raw for line in chunk), sep="\n", flush=True)
+        came.set()
+"""
+
+
+def test_standard_input_is_read_and_process_substitution_too(tmp_path: Path) -> None:
+    (tmp_path / "read.py").write_text(READ_STDIN + "read()\n")
+    code = "from fastgen.cli.transformers.lines import *\nimport sys\npath = Path(sys.argv[1])\n"
+    code += "assert is_stream(path)\nprint(*(line.raw for chunk in read_chunks(path) for line in chunk), sep=chr(10))\n"
+    (tmp_path / "path.py").write_text(code)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    for command in (f"printf 'a\\nb' | {sys.executable} read.py", f"{sys.executable} path.py <(printf 'a\\nb')"):
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.stdout == "b'a'\nb'b'\n", done.stderr
+    done = subprocess.run(["sh", "-c", f"{sys.executable} read.py <&-"], cwd=tmp_path, env=environment, stderr=-1)
+    assert b"INPUT -: standard input is closed" in done.stderr
+
+
+def test_a_program_ends_while_a_thread_still_waits_for_standard_input() -> None:
+    code = READ_STDIN + "threading.Thread(target=read, daemon=True).start()\ncame.wait()\ntime.sleep(0.5)\n"
+    run = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    run.stdin.write(b"one\ntw")
+    run.stdin.flush()
+    assert run.wait(60) == 0
+    assert run.stdout.read() == b"b'one'\n" and run.stderr.read() == b""
+    for stream in (run.stdin, run.stdout, run.stderr):
+        stream.close()
+
+
+def test_a_pipe_that_is_set_to_non_blocking_is_waited_for() -> None:
+    """Reading nothing from it is not its end."""
+    code = READ_STDIN + "import os\nos.set_blocking(0, False)\nread()\n"
+    with subprocess.Popen(["sh", "-c", "sleep 4; echo one"], stdout=subprocess.PIPE) as writer:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            stdin=writer.stdout,
+            capture_output=True,
+        )
+    assert done.stdout == b"b'one'\n", done.stderr
+
+
+def test_files_are_checked_without_loading_torch(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("one\n")
+    code = (
+        "import sys\nfrom fastgen.cli.transformers.lines import *\n"
+        "path = Path(sys.argv[1])\nsurvey(path), is_stream(path), read_references(path)\n"
+        "import fastgen.cli.pipeline.part_file\nassert 'torch' not in sys.modules\n"
+    )
+    done = run_python("-c", code, str(tmp_path / "in"))
+    assert done.returncode == 0, done.stderr

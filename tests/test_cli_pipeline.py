@@ -1,0 +1,338 @@
+"""The pipeline writes what a plain loop writes, however lines are batched; what fails in one line stays there."""
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from cli_loop import generate, plain_loop
+from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, sentences
+
+import fastgen
+from fastgen.cli.pipeline.ordered_pool import OrderedPool
+from fastgen.cli.pipeline.ordered_threads import OrderedThreads
+from fastgen.cli.transformers import files, pipeline
+from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.lines import Survey
+
+LINES = sentences(70)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """More threads only get in each other's way in models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bart(tmp_path_factory.mktemp("bart"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_gpt2(tmp_path_factory.mktemp("gpt2"))
+
+
+def measures_padding(inputs: dict[str, Any]) -> bool:
+    """Whether a generate call is no batch, but asks what padding changes."""
+    return "output_logits" in inputs
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of the input_ids of each batch."""
+    seen: list[tuple[int, int]] = []
+    for kind in (transformers.BartForConditionalGeneration, transformers.GPT2LMHeadModel):
+        original = kind.generate
+
+        def watched(self: Any, *, original: Any = original, **inputs: Any) -> Any:
+            if not measures_padding(inputs):
+                seen.append(tuple(inputs["input_ids"].shape))
+            return original(self, **inputs)
+
+        monkeypatch.setattr(kind, "generate", watched)
+    return seen
+
+
+SIZES = [
+    ("--bs", 4, "--window", 20),
+    ("--bs", 1),
+    ("--bs", 7, "--window", 0),
+    ("--batch_tokens", 120),
+    ("--bs", 5, "--batch_tokens", 90, "--window", 33, "--preprocess_workers", 3, "--postprocess_workers", 2),
+]
+
+
+@pytest.mark.parametrize("kind", [OrderedPool, OrderedThreads])
+@pytest.mark.parametrize("size", SIZES)
+def test_output_does_not_depend_on_batches_and_workers(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, size: tuple, kind: type
+) -> None:
+    monkeypatch.setattr(pipeline, "workers_for", lambda call: kind)
+    expected = plain_loop(bart, LINES, 4, num_beams=3)
+    assert generate(tmp_path, bart, LINES, "--beam", 3, *size) == expected
+
+
+def test_lines_of_one_length_are_generated_together(tmp_path: Path, bart: Path, shapes: list) -> None:
+    generate(tmp_path, bart, LINES, "--bs", 5, "--window", 35)
+    widths = [width for _, width in shapes]
+    assert widths[:7] == sorted(widths[:7], reverse=True) and widths[7:] == sorted(widths[7:], reverse=True)
+    sorted_cells = sum(rows * width for rows, width in shapes)
+    shapes.clear()
+    generate(tmp_path, bart, LINES, "--bs", 5, "--window", 0)
+    assert sorted_cells < 0.85 * sum(rows * width for rows, width in shapes)
+
+
+def test_batch_tokens_counts_beams(tmp_path: Path, bart: Path, shapes: list) -> None:
+    generate(tmp_path, bart, LINES, "--batch_tokens", 240, "--beam", 3)
+    assert all(3 * rows * width <= 240 for rows, width in shapes)
+    assert max(rows for rows, _ in shapes) > 8
+
+
+def test_samples_are_those_of_a_plain_loop(
+    tmp_path: Path, gpt2: Path, shapes: list, capsys: pytest.CaptureFixture
+) -> None:
+    settings = {"do_sample": True, "top_k": 9, "num_return_sequences": 2, "max_new_tokens": 5}
+    torch.manual_seed(3)
+    texts = plain_loop(gpt2, LINES, 4, causal_lm=True, **settings)
+    shapes.clear()
+    flags = ("--causal_lm", "--do_sample", "--top_k", 9, "--num_return_sequences", 2, "--max_new_tokens", 5)
+    lines = generate(tmp_path, gpt2, LINES, *flags, "--seed", 3, "--bs", 4, "--output_format", "jsonl")
+    assert [output["text"] for line in lines for output in json.loads(line)["outputs"]] == texts
+    assert "batches keep the order of INPUT, so that outputs stay the same: sampling" in capsys.readouterr().err
+
+
+def test_jsonl_holds_the_fields_the_outputs_their_scores_and_lengths(tmp_path: Path, bart: Path) -> None:
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(bart)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bart)
+    records = [{"id": f"a{n}", "article": line, "date": {"year": n}} for n, line in enumerate(LINES[:10])]
+    flags = ("--input_format", "jsonl", "--text_field", "article", "--id_field", "id", "--bs", 4, "--beam", 3)
+    lines = generate(tmp_path, bart, list(map(json.dumps, records)), *flags, "--num_return_sequences", 2)
+    found = [json.loads(line) for line in lines]
+    assert [{name: each[name] for name in ("id", "article", "date")} for each in found] == records
+    with fastgen.disabled():
+        for line, each in zip(LINES, found):
+            batch = tokenizer([line], return_tensors="pt")
+            plain = model.generate(
+                input_ids=batch.input_ids,
+                num_beams=3,
+                num_return_sequences=2,
+                output_scores=True,
+                return_dict_in_generate=True,
+            )
+            assert [o["text"] for o in each["outputs"]] == tokenizer.batch_decode(
+                plain.sequences, skip_special_tokens=True
+            )
+            scores = [output["score"] for output in each["outputs"]]
+            assert scores == pytest.approx(plain.sequences_scores.tolist(), abs=1e-4)
+            assert each["input_tokens"] == batch.input_ids.shape[1]
+            generated = plain.sequences[:, 1:]
+            lengths = [(row != 1).sum().item() for row in generated]
+            assert [output["tokens"] for output in each["outputs"]] == lengths
+
+
+def test_scores_do_not_cost_those_of_every_step(tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = transformers.BartForConditionalGeneration
+    original, settings = kind.generate, []
+
+    def watched(self: Any, **inputs: Any) -> Any:
+        if not measures_padding(inputs):
+            settings.append(set(inputs))
+        return original(self, **inputs)
+
+    monkeypatch.setattr(kind, "generate", watched)
+    lines = generate(tmp_path, bart, LINES, "--beam", 2, "--output_format", "jsonl")
+    assert all("score" in json.loads(line)["outputs"][0] for line in lines)
+    assert settings and not any({"output_scores", "return_dict_in_generate"} & each for each in settings)
+
+
+def test_from_standard_input_to_standard_output(bart: Path) -> None:
+    call = [sys.executable, "-m", "fastgen.cli.transformers.generate", bart, "-", "-", "--bs", "4"]
+    done = subprocess.run(
+        call, input="\n".join(LINES), capture_output=True, text=True, cwd=Path(fastgen.__file__).parents[1], check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == plain_loop(bart, LINES, 4)
+    assert "70 lines in " in done.stderr
+
+
+def test_a_line_that_fails_is_listed_and_stops_no_other(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    source, output = tmp_path / "in", tmp_path / "out"
+    lines = [line.encode() for line in LINES[:12]]
+    lines[2] = " ".join(WORDS * 2).encode()
+    lines[5] = "wörd".encode("latin-1")
+    lines[7] = b"word1 POISON word2"
+    source.write_bytes(b"\n".join(lines))
+    tokenize = transformers.PreTrainedTokenizerFast._encode_plus
+
+    def raises(self: Any, text: Any, *args: Any, **more: Any) -> Any:
+        if "POISON" in str(text):
+            raise TypeError("cannot\nbe read")
+        return tokenize(self, text, *args, **more)
+
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "_encode_plus", raises)
+    assert main([str(bart), str(source), str(output), "--bs", "4"]) == 1
+    stderr = capsys.readouterr().err
+    assert f"line 3: has {2 * len(WORDS) + 2} tokens, the limit is {POSITIONS}" in stderr
+    assert "line 6: is not UTF-8" in stderr
+    assert "line 8: cannot be tokenized (TypeError: cannot be read)" in stderr
+    assert "3 of 12 inputs failed" in stderr.splitlines()[-1]
+    good = [n for n in range(12) if n not in (2, 5, 7)]
+    written = output.read_text().split("\n")[:-1]
+    assert [written[n] for n in (2, 5, 7)] == ["", "", ""]
+    assert [written[n] for n in good] == plain_loop(bart, [LINES[n] for n in good], 4)
+    capsys.readouterr()
+    assert main([str(bart), str(source), str(output), "--bs", "4", "--output_format", "jsonl", "--quiet"]) == 1
+    assert capsys.readouterr().err.count("\n") == 4  # the failures, and how many
+    failed = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [bool(each.get("error")) for each in failed] == [n not in good for n in range(12)]
+    assert failed[7] == {"line": 8, "outputs": [], "error": "cannot be tokenized (TypeError: cannot be read)"}
+
+
+def test_out_of_memory_makes_batches_smaller_and_changes_no_output(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    expected = plain_loop(bart, LINES, 4, num_beams=2)
+    forward = transformers.models.bart.modeling_bart.BartEncoder.forward
+    longest = max(len(line.split()) for line in LINES) + 2
+
+    @functools.wraps(forward)  # the library looks at its arguments
+    def small_memory(self: Any, input_ids: torch.Tensor, **more: Any) -> Any:
+        if input_ids.numel() > 3 * longest:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, input_ids=input_ids, **more)
+
+    monkeypatch.setattr(transformers.models.bart.modeling_bart.BartEncoder, "forward", small_memory)
+    assert generate(tmp_path, bart, LINES, "--bs", 16, "--beam", 2) == expected
+    stderr = capsys.readouterr().err
+    assert f"out of memory with 16 inputs of length {longest}" in stderr
+    assert stderr.count("out of memory") == 3  # 16, 8 and 4 rows; then what fits is known
+    source, output = tmp_path / "input.txt", tmp_path / "output.txt"
+    longest = longest // 3 - 1
+    assert main([str(bart), str(source), str(output), "--bs", "16", "--beam", "2"]) == 1
+    stderr = capsys.readouterr().err
+    failed = [n for n, line in enumerate(LINES) if len(line.split()) + 2 > 3 * longest]
+    assert failed
+    for n in failed:
+        assert f"line {n + 1}: the memory is too small for this input" in stderr
+    written = output.read_text().splitlines()
+    assert written == ["" if n in failed else text for n, text in enumerate(expected)]
+
+
+def small_memory_for(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
+    original = transformers.GPT2LMHeadModel.generate
+
+    def generate_little(self: Any, **inputs: Any) -> Any:
+        if inputs["input_ids"].numel() > cells:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return original(self, **inputs)
+
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "generate", generate_little)
+
+
+class Crash(Exception):
+    """Of the model, in the middle of a run."""
+
+
+def crash_after(monkeypatch: pytest.MonkeyPatch, kind: type, calls: int) -> None:
+    original, left = kind.generate, [calls]
+
+    def crashing(self: Any, **inputs: Any) -> Any:
+        left[0] -= not measures_padding(inputs)
+        if left[0] < 0:
+            raise Crash
+        return original(self, **inputs)
+
+    monkeypatch.setattr(kind, "generate", crashing)
+
+
+def test_failures_before_a_resumed_run_count(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(b"\xff\n" + "\n".join(LINES).encode())
+    command = [str(bart), str(source), str(output), "--bs", "4", "--window", "8"]
+    with monkeypatch.context() as patch:
+        crash_after(patch, transformers.BartForConditionalGeneration, 5)
+        with pytest.raises(Crash):
+            main(command)
+    capsys.readouterr()
+    assert main([*command, "--resume"]) == 1
+    assert "1 of 71 inputs failed" in capsys.readouterr().err
+    assert output.read_text().split("\n")[1:-1] == plain_loop(bart, LINES, 4)
+
+
+def test_input_that_ends_early_completes_nothing(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_text("\n".join(LINES))
+    monkeypatch.setattr(files, "survey", lambda path: Survey(len(LINES) + 1, "the sum of a longer file"))
+    assert main([str(bart), str(source), str(output)]) == 2
+    assert "INPUT changed while it was read: it had 71 lines, and 70 could be read" in capsys.readouterr().err
+    assert not output.exists()
+
+
+SAMPLING = ("--causal_lm", "--do_sample", "--max_new_tokens", "5", "--seed", "3", "--bs", "4")
+
+
+@pytest.mark.parametrize(("beams", "cells"), [((), None), (("--beam", "2"), None), ((), 30)])
+def test_a_resumed_run_draws_the_samples_of_one_that_was_not_ended(
+    tmp_path: Path, gpt2: Path, monkeypatch: pytest.MonkeyPatch, beams: tuple, cells: int | None
+) -> None:
+    """Where memory is too small for a batch, what fits is known to the resumed run, too."""
+    if cells is not None:
+        small_memory_for(monkeypatch, cells)
+    expected = generate(tmp_path, gpt2, ["", *LINES, ""], *SAMPLING, *beams)
+    source, output = tmp_path / "input.txt", tmp_path / "output.txt"
+    output.unlink()
+    command = [str(gpt2), str(source), str(output), *SAMPLING, *beams]
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            crash_after(patch, transformers.GPT2LMHeadModel, 5)
+            with pytest.raises(Crash):
+                main([*command, "--resume"])
+        torch.manual_seed(99)
+    assert main([*command, "--resume"]) == 0
+    assert output.read_text().split("\n")[:-1] == expected
+
+
+def test_resume_refuses_another_run_and_says_what_is_different(
+    tmp_path: Path, bart: Path, gpt2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    source, output, other = tmp_path / "input.txt", tmp_path / "output.txt", tmp_path / "other.txt"
+    source.write_text("\n".join(LINES))
+    other.write_text("\n".join(reversed(LINES)))
+    flags = ["--bs", "4", "--window", "8"]
+    with monkeypatch.context() as patch:
+        crash_after(patch, transformers.BartForConditionalGeneration, 5)
+        with pytest.raises(Crash):
+            main([str(bart), str(source), str(output), *flags])
+    part = output.with_name("output.txt.part")
+    assert part.read_text().splitlines() == plain_loop(bart, LINES, 4)[: len(part.read_text().splitlines())] != []
+    capsys.readouterr()
+    changed = [
+        ([str(bart), str(source), str(output), *flags], "--resume goes on from it"),
+        ([str(bart), str(source), str(output), *flags, "--beam", "2", "--resume"], "--beam"),
+        ([str(bart), str(other), str(output), *flags, "--resume"], "INPUT"),
+        ([str(save_bart(tmp_path / "more", init_std=0.4)), str(source), str(output), *flags, "--resume"], "MODEL"),
+    ]
+    before = part.read_bytes()
+    for command, named in changed:
+        assert main(command) == 2
+        assert named in capsys.readouterr().err.splitlines()[-1]
+        assert part.read_bytes() == before
+    assert main([str(bart), str(source), str(output), *flags, "--resume", "--postprocess_workers", "2"]) == 0
+    assert output.read_text().splitlines() == plain_loop(bart, LINES, 4)

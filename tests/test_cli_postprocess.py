@@ -1,0 +1,346 @@
+"""What was generated becomes the texts, scores and token counts of a plain loop, one record a line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from cli_models import save_bart, save_gpt2, save_t5, sentences
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+import fastgen
+from fastgen.cli.transformers.items import Finished, Generated, Line, NotGenerated
+from fastgen.cli.transformers.postprocess import OutputFormat, finish, first_text
+from fastgen.cli.transformers.preprocess import InputFormat, prepare_text
+from fastgen.cli.transformers.records import ADDED_FIELDS
+
+EOS, PAD = 2, 1
+SAVED = {"bart": save_bart, "t5": save_t5, "gpt2": save_gpt2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Any:
+    """More threads only get in each other's way in models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save(tmp_path_factory.mktemp(name)) for name, save in SAVED.items()}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folders: dict[str, Path]) -> transformers.PreTrainedTokenizerBase:
+    """word1 is token 5, word2 is token 6, …"""
+    return AutoTokenizer.from_pretrained(folders["bart"])
+
+
+def output_format(**settings: Any) -> OutputFormat:
+    plain = {
+        "jsonl": False,
+        "input_jsonl": False,
+        "id_field": None,
+        "with_scores": False,
+        "join_outputs": False,
+        "skip_special_tokens": True,
+        "clean_up_tokenization_spaces": None,
+        "start_tokens": 1,
+    }
+    return OutputFormat(**plain | settings)
+
+
+JSONL = output_format(jsonl=True)
+BOTH_JSONL = output_format(jsonl=True, input_jsonl=True)
+
+
+def generated(
+    raw: list[str | bytes],
+    sequences: list[list[int]],
+    scores: list[float] | None = None,
+    not_generated: tuple[NotGenerated, ...] = (),
+) -> Generated:
+    lines = [Line(number, each.encode() if isinstance(each, str) else each) for number, each in enumerate(raw, start=1)]
+    return Generated(lines, [4] * len(lines), np.array(sequences, np.int64), scores, list(not_generated))
+
+
+def parsed(finished: Finished) -> list[dict[str, Any]]:
+    """The records of the lines in their order, each of them one line."""
+    for _, record in finished.records:
+        assert record.endswith(b"\n")
+        assert len(record.decode().splitlines()) == 1
+    return [json.loads(record) for _, record in sorted(finished.records)]
+
+
+def count_in_a_loop(row: list[int], pad_token_id: int) -> int:
+    """Generated tokens, token by token: up to the first EOS, or to the padding at the end."""
+    if EOS in row:
+        return row.index(EOS) + 1
+    while row and row[-1] == pad_token_id:
+        row = row[:-1]
+    return len(row)
+
+
+@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3, "num_return_sequences": 2, "output_scores": True},
+        {"do_sample": True, "temperature": 5.0, "num_return_sequences": 3, "max_new_tokens": 30},
+        {"num_beams": 1, "min_new_tokens": 2},
+    ],
+    ids=["beams", "samples", "greedy"],
+)
+def test_texts_scores_and_tokens_are_those_of_a_plain_loop(
+    folders: dict[str, Path], name: str, settings: dict[str, Any]
+) -> None:
+    """gpt2 pads with its EOS, and t5 starts its outputs with its pad token."""
+    causal = name == "gpt2"
+    model = (AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM).from_pretrained(folders[name])
+    tokenizer = AutoTokenizer.from_pretrained(folders[name])
+    if causal:
+        tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+    texts = sentences(8)
+    inputs = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
+    torch.manual_seed(0)
+    with fastgen.disabled():
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            pad_token_id=tokenizer.pad_token_id,
+            return_dict_in_generate=True,
+            **settings,
+        )
+    start = inputs["input_ids"].shape[1] if causal else 1
+    each = settings.get("num_return_sequences", 1)
+    plain_texts = tokenizer.batch_decode(output.sequences[:, start:] if causal else output.sequences, True)
+    plain_tokens = [count_in_a_loop(row, tokenizer.pad_token_id) for row in output.sequences[:, start:].tolist()]
+    scores = getattr(output, "sequences_scores", None)
+
+    form = output_format(jsonl=True, start_tokens=0 if causal else 1)
+    sequences = output.sequences[:, start:] if causal else output.sequences
+    lines = [Line(number, text.encode()) for number, text in enumerate(texts, start=1)]
+    lengths = inputs["attention_mask"].sum(dim=1).tolist()
+    batch = Generated(lines, lengths, sequences.numpy(), None if scores is None else scores.tolist(), [])
+    finished = finish(tokenizer, form, {EOS}, tokenizer.pad_token_id)(batch)
+
+    outputs = [one for record in parsed(finished) for one in record["outputs"]]
+    assert [one["text"] for one in outputs] == plain_texts
+    assert [one["tokens"] for one in outputs] == plain_tokens
+    assert finished.tokens == sum(plain_tokens)
+    assert [one.get("score") for one in outputs] == ([None] * len(outputs) if scores is None else scores.tolist())
+    assert [len(record["outputs"]) for record in parsed(finished)] == [each] * len(texts)
+    assert [record["input_tokens"] for record in parsed(finished)] == lengths
+    if "do_sample" in settings:
+        assert len(set(plain_tokens)) > 2  # outputs of different lengths, so that there is padding
+
+
+@pytest.mark.parametrize(
+    ("row", "eos", "pad", "start", "tokens"),
+    [
+        ([0, 5, 6, 2, 1, 1], {2}, 1, 1, 3),
+        ([2, 5, 6, 2, 1, 1], {2}, 1, 1, 3),  # BART starts with its EOS
+        ([1, 5, 6, 2, 1, 1], {2}, 1, 1, 3),  # T5 starts with its padding
+        ([5, 6, 2, 2, 2, 2], {2}, 2, 0, 3),  # GPT-2 pads with its EOS
+        ([5, 6, 7, 7, 7, 7], {2}, 2, 0, 6),  # as long as allowed
+        ([5, 6, 1, 7, 1, 1], {2}, 1, 0, 4),  # a stop string ended it, and a pad token was generated
+        ([5, 6, 8, 7, 2, 1], {2, 8}, 1, 0, 3),
+        ([5, 6, 7, 1, 1, 1], set(), 1, 0, 3),
+        ([5, 6, 7, 1, 1, 1], set(), None, 0, 6),
+        ([1, 1, 1, 1, 1, 1], {2}, 1, 1, 0),
+        ([2, 2, 2, 2, 2, 2], {2}, 2, 0, 1),
+        ([3], {2}, 1, 1, 0),
+    ],
+)
+def test_tokens_are_counted_up_to_the_first_end(
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    row: list[int],
+    eos: set[int],
+    pad: int | None,
+    start: int,
+    tokens: int,
+) -> None:
+    form = output_format(jsonl=True, start_tokens=start)
+    finished = finish(tokenizer, form, eos, pad)(generated(["a"], [row]))
+    assert parsed(finished)[0]["outputs"][0]["tokens"] == finished.tokens == tokens
+
+
+def test_text_is_one_line_per_input(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    batch = generated(["a", "b"], [[0, 5, 6, 2], [0, 7, 2, 1]], not_generated=(NotGenerated(Line(3, b"")),))
+    finished = finish(tokenizer, output_format(), {EOS}, PAD)(batch)
+    assert sorted(finished.records) == [(1, b"word1 word2\n"), (2, b"word3\n"), (3, b"\n")]
+    assert (finished.tokens, finished.failures) == (5, [])
+    finished = finish(tokenizer, output_format(skip_special_tokens=False), {EOS}, PAD)(batch)
+    assert sorted(finished.records)[1] == (2, b"<s> word3 </s> <pad>\n")
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([-0.5, -1.25], b"-0.500000####-1.250000\tword1####word2\n"),
+        (None, b"NA####NA\tword1####word2\n"),
+    ],
+)
+def test_scores_and_several_outputs_stand_in_one_line_of_text(
+    tokenizer: transformers.PreTrainedTokenizerBase, scores: list[float] | None, expected: bytes
+) -> None:
+    form = output_format(with_scores=True, join_outputs=True)
+    batch = generated(["a"], [[0, 5, 2], [0, 6, 2]], scores, (NotGenerated(Line(2, b"")),))
+    records = sorted(finish(tokenizer, form, {EOS}, PAD)(batch).records)
+    assert records == [(1, expected), (2, b"NA\t\n")]
+    assert [first_text(record, form) for _, record in records] == ["word1", ""]
+    with pytest.raises(ValueError, match="no room for 2 outputs"):
+        finish(tokenizer, output_format(), {EOS}, PAD)(batch)
+
+
+class Decoder:
+    """A tokenizer that gives the texts it holds, and raises those that are exceptions."""
+
+    def __init__(self, texts: list[str | Exception]) -> None:
+        self.texts = texts
+        self.calls: list[int] = []
+        self.settings: dict[str, Any] = {}
+
+    def batch_decode(self, sequences: np.ndarray, **settings: Any) -> list[str]:
+        self.calls.append(len(sequences))
+        self.settings = settings
+        found = [self.texts[row[0]] for row in sequences]
+        for text in found:
+            if isinstance(text, Exception):
+                raise text
+        return found
+
+
+AWKWARD = "a\r\nb\nc\rd\te \u2028\x85\x0c####\ud800"
+
+
+def test_every_record_is_one_line_whatever_the_text_is() -> None:
+    batch = generated(["a"], [[0]])
+    (record,) = parsed(finish(Decoder([AWKWARD]), JSONL, {EOS}, PAD)(batch))
+    assert record["outputs"][0]["text"] == AWKWARD
+    finished = finish(Decoder([AWKWARD]), output_format(), {EOS}, PAD)(batch)
+    assert finished.records == [(1, "a b c d\te \u2028\x85\x0c####\\ud800\n".encode())]
+
+
+def test_all_rows_are_decoded_in_one_call_as_asked_for() -> None:
+    decoder = Decoder(["a", "b"])
+    finish(decoder, JSONL, {EOS}, PAD)(generated(["x", "y"], [[0], [1]]))
+    assert decoder.calls == [2]
+    assert decoder.settings == {"skip_special_tokens": True}
+    form = output_format(jsonl=True, clean_up_tokenization_spaces=True, skip_special_tokens=False)
+    finish(decoder, form, {EOS}, PAD)(generated(["x", "y"], [[0], [1]]))
+    assert decoder.settings == {"skip_special_tokens": False, "clean_up_tokenization_spaces": True}
+
+
+def test_only_the_line_fails_whose_output_cannot_be_decoded() -> None:
+    decoder = Decoder(["a", ValueError("no\nword"), "c", "d"])
+    batch = generated(["x", "y"], [[0], [1], [2], [3]])
+    finished = finish(decoder, JSONL, {EOS}, PAD)(batch)
+    error = "what was generated cannot be decoded (ValueError: no word)"
+    assert parsed(finished)[0] == {"line": 1, "input_tokens": 4, "outputs": [], "error": error}
+    assert [one["text"] for one in parsed(finished)[1]["outputs"]] == ["c", "d"]
+    assert finished.failures == [(1, error)]
+
+
+def test_records_of_text_are_numbered(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    batch = generated(
+        ["a"],
+        [[0, 5, 2], [0, 6, 1]],
+        [-0.5, float("-inf")],
+        (NotGenerated(Line(2, b" ")), NotGenerated(Line(3, b"\xff"), "is not UTF-8 text")),
+    )
+    finished = finish(tokenizer, JSONL, {EOS}, PAD)(batch)
+    outputs = [{"text": "word1", "score": -0.5, "tokens": 2}, {"text": "word2", "score": None, "tokens": 1}]
+    assert parsed(finished) == [
+        {"line": 1, "input_tokens": 4, "outputs": outputs},
+        {"line": 2, "input_tokens": 0, "outputs": []},
+        {"line": 3, "outputs": [], "error": "is not UTF-8 text"},
+    ]
+    assert finished.failures == [(3, "is not UTF-8 text")]
+
+
+FIELDS = [
+    '{"text": "a", "id": 7, "b": [1.0, 1e400, 0.10000000000000000001], "c": "\\u00e9é\\ud800"}',
+    ' {"text":"a","number":' + "9" * 5000 + ',"nan":NaN,"nested":{"a":[]}} ',
+    '{"line": 5, "text": "a\u2028\x85",\r"z": 1, "a": null}',
+]
+
+
+@pytest.mark.parametrize("own", FIELDS)
+def test_the_fields_of_a_record_are_kept_as_they_stand(
+    tokenizer: transformers.PreTrainedTokenizerBase, own: str
+) -> None:
+    ((_, record),) = finish(tokenizer, BOTH_JSONL, {EOS}, PAD)(generated([own + "\r"], [[0, 5, 2]])).records
+    assert len(record.decode().splitlines()) == 1
+    kept = own.strip()[:-1].replace("\r", " ").replace("\u2028", "\\u2028").replace("\x85", "\\u0085")
+    added = ', "input_tokens": 4, "outputs": [{"text": "word1", "tokens": 2}]}\n'
+    assert record.decode().strip(" ") == kept + added
+    assert first_text(record, BOTH_JSONL) == "word1"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters()), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    own=st.dictionaries(st.text(st.characters()).filter(lambda name: name not in ADDED_FIELDS), VALUES, max_size=4),
+    text=st.text(st.characters()),
+    escaped=st.booleans(),
+    separators=st.sampled_from([(",", ":"), (", ", ": "), (" ,\r", "\t: ")]),
+)
+def test_any_record_is_kept(own: dict[str, Any], text: str, escaped: bool, separators: tuple[str, str]) -> None:
+    written = json.dumps(own | {"text": "a"}, ensure_ascii=escaped, separators=separators)
+    lines = generated([written.encode("utf-8", "backslashreplace")], [[0]])
+    (record,) = parsed(finish(Decoder([text]), BOTH_JSONL, {EOS}, PAD)(lines))
+    assert record.pop("outputs") == [{"text": text, "tokens": 0}]
+    assert record.pop("input_tokens") == 4
+    assert record == own | {"text": "a"}
+    assert list(record) == list(own | {"text": "a"})
+
+
+def test_failed_records_keep_their_fields_where_they_have_any(
+    tokenizer: transformers.PreTrainedTokenizerBase,
+) -> None:
+    raw = ['{"id": "a1", "body": 1}', "{}", "[1]", "", '{"id": 2, "outputs": 3}', '{"id": 3, "text": "too long"}']
+    lines = [Line(number, text.encode()) for number, text in enumerate(raw, start=1)]
+    form = InputFormat(True, "text", None, "", False, None, None, (3, "positions"), jsonl_output=True)
+    prepared = prepare_text(tokenizer, form)(lines)
+    not_generated = tuple(NotGenerated(line, each.error) for line, each in zip(lines, prepared, strict=True))
+    form = output_format(jsonl=True, input_jsonl=True, id_field="id")
+    finished = finish(tokenizer, form, {EOS}, PAD)(generated([], np.empty((0, 0)), not_generated=not_generated))
+    errors = [each.error for each in prepared]
+    assert parsed(finished) == [
+        {"id": "a1", "body": 1, "outputs": [], "error": errors[0]},
+        {"outputs": [], "error": errors[1]},
+        {"line": 3, "outputs": [], "error": errors[2]},
+        {"line": 4, "input_tokens": 0, "outputs": []},
+        {"line": 5, "outputs": [], "error": errors[4]},
+        {"id": 3, "text": "too long", "outputs": [], "error": errors[5]},
+    ]
+    assert finished.failures == [
+        (1, f'id "a1": {errors[0]}'),
+        (2, errors[1]),
+        (3, errors[2]),
+        (5, f"id 2: {errors[4]}"),
+        (6, f"id 3: {errors[5]}"),
+    ]
+    text = finish(tokenizer, output_format(input_jsonl=True), {EOS}, PAD)
+    assert text(generated(raw[:1], [[0, 5, 2]])).records == [(1, b"word1\n")]
+
+
+@pytest.mark.parametrize("form", [JSONL, BOTH_JSONL, output_format(), output_format(with_scores=True)])
+def test_the_first_text_of_a_record_is_what_was_generated_first(form: OutputFormat) -> None:
+    text = "a #### b\tc é"
+    batch = generated(['{"text": "x", "outputs_of_others": 1}'], [[0]], [-0.5], (NotGenerated(Line(2, b"")),))
+    records = finish(Decoder([text]), form, {EOS}, PAD)(batch).records
+    assert [first_text(record, form) for _, record in sorted(records)] == [text, ""]

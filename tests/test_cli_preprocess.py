@@ -1,0 +1,266 @@
+"""Lines of INPUT become the token ids that a plain call of the tokenizer gives; a bad line is its own error only."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from cli_models import save_bart, save_gpt2, sentences
+
+from fastgen.cli.transformers.items import Line, Prepared
+from fastgen.cli.transformers.preprocess import InputFormat, prepare_text
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ message.role }} {{ message.content }} {{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}word7{% endif %}"
+)
+TEXTS = sentences(20)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> transformers.PreTrainedTokenizerBase:
+    """Puts <s> and </s> around every text."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(save_bart(tmp_path_factory.mktemp("bart")))
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def prepare(tokenizer: transformers.PreTrainedTokenizerBase) -> Callable[..., list[Prepared]]:
+    """Prepares lines given as text or bytes, with plain text as the format where nothing else is said."""
+
+    def prepare_lines(lines: list[str | bytes], with_tokenizer: Any = None, **given: Any) -> list[Prepared]:
+        raw = [line if isinstance(line, bytes) else line.encode() for line in lines]
+        numbered = [Line(number, each) for number, each in enumerate(raw, start=1)]
+        return prepare_text(with_tokenizer or tokenizer, input_format(**given))(numbered)
+
+    return prepare_lines
+
+
+def input_format(**given: Any) -> InputFormat:
+    plain = {
+        "jsonl": False,
+        "text_field": "text",
+        "id_field": None,
+        "prefix": "",
+        "chat": False,
+        "system": None,
+        "max_tokenizer_length": None,
+        "limit": None,
+    }
+    return InputFormat(**plain | given)
+
+
+def ids(prepared: list[Prepared]) -> list[list[int]]:
+    assert [each.error for each in prepared] == [None] * len(prepared)
+    return [each.arrays["input_ids"].tolist() for each in prepared]
+
+
+def records(texts: list[Any], **fields: Any) -> list[str]:
+    return [json.dumps({"text": text} | fields) for text in texts]
+
+
+@pytest.mark.parametrize("length", [None, 5])
+def test_text_is_tokenized_as_by_a_plain_call(
+    prepare: Callable[..., list[Prepared]], tokenizer: transformers.PreTrainedTokenizerBase, length: int | None
+) -> None:
+    truncation = {} if length is None else {"truncation": True, "max_length": length}
+    expected = tokenizer(["word1 " + text for text in TEXTS], **truncation)["input_ids"]
+    found = prepare(TEXTS, prefix="word1 ", max_tokenizer_length=length)
+    assert ids(found) == expected
+    assert {each.arrays["input_ids"].dtype for each in found} == {np.dtype(np.int64)}
+    assert ids(prepare(records(TEXTS), jsonl=True, prefix="word1 ", max_tokenizer_length=length)) == expected
+
+
+def test_all_lines_are_tokenized_in_one_call(
+    prepare: Callable[..., list[Prepared]], tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    calls = []
+
+    def counting(texts: list[str], **settings: Any) -> Any:
+        calls.append(len(texts))
+        return tokenizer(texts, **settings)
+
+    assert ids(prepare(TEXTS, counting)) == tokenizer(TEXTS)["input_ids"]
+    assert calls == [len(TEXTS)]
+
+
+def test_byte_order_mark_and_line_ends_are_no_text(
+    prepare: Callable[..., list[Prepared]], tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    lines = [b"\xef\xbb\xbfword1 word2\r", b"word3\r", b"word4"]
+    assert ids(prepare(lines)) == tokenizer(["word1 word2", "word3", "word4"])["input_ids"]
+    lines = [b"\xef\xbb\xbf" + records(TEXTS)[0].encode() + b"\r", *records(TEXTS[1:])]
+    assert ids(prepare(lines, jsonl=True)) == tokenizer(TEXTS)["input_ids"]
+
+
+def test_nothing_is_generated_for_lines_without_text(prepare: Callable[..., list[Prepared]]) -> None:
+    assert prepare([b"\xef\xbb\xbf", "", " \t", "\r"], prefix="word1 ") == [Prepared()] * 4
+    lines = [*records(["", " \n\t"]), "", " "]
+    assert prepare(lines, jsonl=True, prefix="word1 ") == [Prepared()] * 4
+    assert prepare(lines, jsonl=True, chat=True, system="word1") == [Prepared()] * 4
+
+
+def test_nothing_is_generated_for_text_without_tokens(prepare: Callable[..., list[Prepared]], tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(save_gpt2(tmp_path))
+
+    def dropping(texts: list[str], **settings: Any) -> Any:
+        return tokenizer([text.replace("\x00", "") for text in texts], **settings)
+
+    assert prepare(["\x00", "word1"], dropping)[0] == Prepared()
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b'{"text": "\xff"}', "is not UTF-8 text (invalid start byte at byte 11)"),
+        ('{"text": "a"', "is not JSON (Expecting ',' delimiter at character 13)"),
+        ('{"text": "a\tb"}', "is not JSON (Invalid control character at at character 12)"),
+        ("[1, 2]", "is a list (accepted: a JSON object)"),
+        ('"text"', "is a string (accepted: a JSON object)"),
+        ("17", "is a number (accepted: a JSON object)"),
+        ("[" * 100_000, "is JSON that is nested too deeply"),
+        ('{"id": 1, "article": "a"}', 'has no field "text" (its fields: "id", "article")'),
+        ("{}", 'has no field "text" (its fields: none)'),
+        (json.dumps(dict.fromkeys("abcdefghijkl")), '"i", "j" and 2 more)'),
+        ('{"text": 17}', 'has a number in its field "text" (accepted: a string)'),
+        ('{"text": null}', 'has null in its field "text" (accepted: a string)'),
+        ('{"text": false}', 'has true or false in its field "text" (accepted: a string)'),
+        ('{"text": {}}', 'has an object in its field "text" (accepted: a string)'),
+        ('{"text": ["a"]}', 'has a list in its field "text" (accepted: a string)'),
+        ('{"text": "a", "b": 1, "text": "c"}', 'has the field "text" twice in one object'),
+        ('{"text": "a", "outputs": 1}', 'has "outputs", which is what OUTPUT calls its own fields (rename the field)'),
+    ],
+)
+def test_bad_records_say_what_was_found(prepare: Callable[..., list[Prepared]], line: str, error: str) -> None:
+    good = records(["word1"])[0]
+    before, found, after = prepare([good, line, good], jsonl=True, jsonl_output=True)
+    assert error in found.error
+    assert found.arrays is None
+    assert ids([before, after]) == [[0, 5, 2]] * 2
+
+
+def test_names_of_added_fields_are_free_where_output_is_text(prepare: Callable[..., list[Prepared]]) -> None:
+    assert ids(prepare(records(["word1"], outputs=1, error=""), jsonl=True)) == [[0, 5, 2]]
+
+
+def test_records_need_the_field_of_the_id(prepare: Callable[..., list[Prepared]]) -> None:
+    lines = [*records(["word1"], id="a"), *records(["word1"], key="a")]
+    good, bad = prepare(lines, jsonl=True, id_field="id")
+    assert ids([good]) == [[0, 5, 2]]
+    assert bad.error == 'has no field "id" (its fields: "text", "key")'
+
+
+def test_fields_that_python_does_not_hold_are_no_errors(prepare: Callable[..., list[Prepared]]) -> None:
+    lines = [f'{{"text": "word1", "number": {number}}}' for number in ("1e400", "NaN", "9" * 5000, "-0.0")]
+    assert ids(prepare(lines, jsonl=True)) == [[0, 5, 2]] * 4
+
+
+def test_text_that_is_not_utf8_is_its_lines_error(prepare: Callable[..., list[Prepared]]) -> None:
+    good, bad = prepare(["word1", b"caf\xe9 word1"])
+    assert bad.error == "is not UTF-8 text (invalid continuation byte at byte 4)"
+    assert ids([good]) == [[0, 5, 2]]
+
+
+def test_only_the_line_fails_on_which_the_tokenizer_raises(
+    prepare: Callable[..., list[Prepared]], tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    # Half a surrogate pair, which JSON can write and no tokenizer can read.
+    good, bad, other = prepare(['{"text": "word1"}', '{"text": "\\ud800"}', '{"text": "word2"}'], jsonl=True)
+    assert bad.error.startswith("cannot be tokenized (TypeError: ")
+    assert ids([good, other]) == tokenizer(["word1", "word2"])["input_ids"]
+
+    def raising(texts: list[str], **settings: Any) -> Any:
+        if any("word9" in text for text in texts):
+            raise RuntimeError("what\nis\tthis")
+        return tokenizer(texts, **settings)
+
+    found = prepare(["word1", "word9 word1", "", "word2"], raising)
+    assert [each.error for each in found] == [None, "cannot be tokenized (RuntimeError: what is this)", None, None]
+    assert ids([found[0], found[3]]) == tokenizer(["word1", "word2"])["input_ids"]
+
+
+def test_longer_input_than_the_limit_is_its_lines_error(prepare: Callable[..., list[Prepared]]) -> None:
+    limit = (5, "MODEL's positions; --max_tokenizer_length truncates")
+    lines = ["word1 word2 word3", "word1 word2 word3 word4"]
+    good, bad = prepare(lines, limit=limit)
+    assert bad.error == f"has 6 tokens, the limit is 5 ({limit[1]})"
+    assert ids([good]) == [[0, 5, 6, 7, 2]]
+    assert [len(row) for row in ids(prepare(lines, limit=limit, max_tokenizer_length=5))] == [5, 5]
+
+
+def test_a_tokenizer_is_settled_before_threads_share_it(tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(save_bart(tmp_path))
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    prepare_text(tokenizer, input_format())
+    assert tokenizer.backend_tokenizer.truncation is None
+    prepare_text(tokenizer, input_format(max_tokenizer_length=4))
+    assert tokenizer.backend_tokenizer.truncation["max_length"] == 4
+
+
+def chat(tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    """The token ids of a plain call: text from the template, tokenized without more special tokens."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("system", [None, "word5 word6"])
+def test_text_becomes_a_users_message(
+    prepare: Callable[..., list[Prepared]], tokenizer: transformers.PreTrainedTokenizerBase, system: str | None
+) -> None:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    expected = [chat(tokenizer, [*first, {"role": "user", "content": "word1 " + text}]) for text in TEXTS]
+    assert ids(prepare(TEXTS, chat=True, system=system, prefix="word1 ")) == expected
+    assert ids(prepare(records(TEXTS), jsonl=True, chat=True, system=system, prefix="word1 ")) == expected
+    # The template's special tokens and no others, and the start of the answer.
+    assert expected[0].count(tokenizer.bos_token_id) == 1
+    assert expected[0][-1] == tokenizer.convert_tokens_to_ids("word7")
+
+
+def test_records_may_hold_conversations(
+    prepare: Callable[..., list[Prepared]], tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    turns = [{"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2"}]
+    turns.append({"role": "user", "content": "word3 word4"})
+    own = {"role": "system", "content": "word8"}
+    given = {"role": "system", "content": "word9"}
+    lines = records([turns, [own, *turns]])
+    assert ids(prepare(lines, jsonl=True, chat=True)) == [chat(tokenizer, turns), chat(tokenizer, [own, *turns])]
+    found = ids(prepare(lines, jsonl=True, chat=True, system="word9"))
+    assert found == [chat(tokenizer, [given, *turns]), chat(tokenizer, [own, *turns])]
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ([], 'has an empty list in its field "text" (accepted: a string or a list of messages)'),
+        (17, 'has a number in its field "text" (accepted: a string or a list of messages)'),
+        (["word1"], 'has a string as message 1 in its field "text" (accepted: an object)'),
+        ([{"role": "user"}], 'has no text as "content" of message 1 in its field "text"'),
+        ([{"content": "word1"}], 'has no text as "role" of message 1 in its field "text"'),
+        ([{"role": "tool", "content": "word1"}], "cannot be tokenized (TemplateError: no tools here)"),
+    ],
+)
+def test_only_the_bad_conversation_fails(
+    prepare: Callable[..., list[Prepared]],
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    messages: Any,
+    error: str,
+) -> None:
+    before, bad, after = prepare(records(["word1", messages, "word2"]), jsonl=True, chat=True)
+    assert bad.error == error
+    expected = [chat(tokenizer, [{"role": "user", "content": text}]) for text in ("word1", "word2")]
+    assert ids([before, after]) == expected
+
+
+def test_a_conversation_is_never_cut_before_the_answer(prepare: Callable[..., list[Prepared]]) -> None:
+    short, long = prepare(["word1", "word1 word2 word3"], chat=True, max_tokenizer_length=6, limit=(7, "positions"))
+    assert ids([short]) == [[0, 3, 5, 2, 11]]
+    assert long.error.startswith(
+        "has 7 tokens, the limit is 6 (--max_tokenizer_length; a conversation is not truncated"
+    )

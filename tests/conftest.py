@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,3 +20,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
     base = tmp_path_factory.getbasetemp()
     return train_once((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "fairseq-trained")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """More threads only get in each other's way in models and sounds that are small."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

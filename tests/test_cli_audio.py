@@ -35,13 +35,7 @@ EXTRACTORS = {
 Prepare = Callable[..., list[Prepared]]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    """More threads only get in each other's way with sounds this short."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

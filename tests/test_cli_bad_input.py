@@ -3,7 +3,6 @@
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,7 @@ from fastgen.cli.transformers import generate, loading
 from fastgen.cli.transformers.arguments import PROG, build_parser
 from fastgen.cli.transformers.generate import main
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """More threads only get in each other's way in models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Batches keep the order of the file where sorting lines by length would change an output, and only there."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,7 @@ LINES[::6] = ["word1", "word2", "word3", "word4"]
 LINES[3] = " ".join(WORDS[:50])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """More threads only get in each other's way in models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,10 @@
 
 import builtins
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import sacrebleu
-import torch
 from cli_models import save_bart, sentences
 from rouge_score.rouge_scorer import RougeScorer
 
@@ -17,13 +15,7 @@ from fastgen.cli.transformers.generate import main
 LINES = sentences(5)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """More threads only get in each other's way in models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

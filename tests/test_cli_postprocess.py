@@ -23,13 +23,7 @@ EOS, PAD = 2, 1
 SAVED = {"bart": save_bart, "t5": save_t5, "gpt2": save_gpt2}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    """More threads only get in each other's way in models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 """Speech to text through the command: what a plain loop writes; a file that cannot be read is its line's failure."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
-import torch
 import transformers
 from cli_language_models import save_whisper
 
@@ -17,12 +15,7 @@ from fastgen.cli.transformers.generate import main
 SPEECH = ("--task", "automatic-speech-recognition")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""The one exception of the commands that means: what the user gave cannot be used."""
+"""Exit statuses of the commands, and the one exception that means: what the user gave cannot be used."""
+
+FAILED = 1
+UNUSABLE = 2
 
 
 class InputError(Exception):

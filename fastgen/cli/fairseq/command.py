@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import fastgen
-from fastgen.cli.errors import InputError
+from fastgen.cli.errors import FAILED, UNUSABLE, InputError
 from fastgen.cli.pipeline.interrupt import INTERRUPTED, interruptible
 
-FAILED = 1
-UNUSABLE = 2
 READER_GONE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 
 

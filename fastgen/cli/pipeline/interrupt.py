@@ -17,6 +17,8 @@ from types import FrameType
 
 INTERRUPTED = 130
 SECONDS_TO_END = 1.5
+# What asks a run to end. They may reach every process of a group.
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
@@ -46,8 +48,7 @@ def stoppable(notice: str) -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, stop._handle) for number in signals}
+    before = {number: signal.signal(number, stop._handle) for number in SIGNALS}
     try:
         with interruptible(after=2):
             yield stop
@@ -85,7 +86,7 @@ def interruptible(after: int = 1) -> Iterator[None]:
 def _watch(read: int, ended: threading.Event, after: int) -> None:
     """Reads the signals that arrive, one byte each, written by the signal handler itself."""
     while number := os.read(read, 1):
-        after -= number[0] in (signal.SIGINT, signal.SIGTERM)
+        after -= number[0] in SIGNALS
         if after <= 0:
             if not ended.wait(SECONDS_TO_END):
                 end_now()

@@ -27,7 +27,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-from fastgen.cli.pipeline.worker import END, SIGNALS_OF_THE_PARENT, Failed, serve
+from fastgen.cli.pipeline.interrupt import SIGNALS
+from fastgen.cli.pipeline.worker import END, Failed, serve
 
 _WAITING = object()
 SECONDS_TO_END = 0.5
@@ -97,7 +98,7 @@ class OrderedPool:
             target=serve, args=(theirs, others, start), name=f"fastgen-worker-{number + 1}", daemon=True
         )
         # Until the worker ignores them they would raise in it what they raise here.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_PARENT)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             process.start()
             # When the program ends, multiprocessing would send it a SIGTERM and wait.

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from fastgen.cli.pipeline.interrupt import SIGNALS
+
 SECONDS_BETWEEN_LOOKS = 1.0
-# They may reach every process of a group; the parent decides what they mean.
-SIGNALS_OF_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 END = None  # sent instead of a task when there are no more
 
 
@@ -39,9 +39,9 @@ def serve(connection: Connection, others: list[Connection], start: Callable[[], 
     the far end would not see them close.
     """
     signal.set_wakeup_fd(-1)  # it is the parent's
-    for number in SIGNALS_OF_THE_PARENT:
+    for number in SIGNALS:  # the parent decides what they mean
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_OF_THE_PARENT)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     for other in others:
         other.close()
     _log_to_stderr()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.pipeline.part_file import check_part, check_writable
+from fastgen.cli.pipeline.whole_file import beside
 from fastgen.cli.transformers.argument_types import STREAM
 from fastgen.cli.transformers.lines import Survey, is_stream, read_references, survey
 from fastgen.cli.transformers.records import RecordError, field, parse
@@ -46,7 +47,7 @@ def check_files(args: argparse.Namespace) -> Files:
         check_writable("OUTPUT", args.output, sources)
         check_part(args.output, args.resume)
     if args.score_path is not None:
-        own = {"OUTPUT": args.output, "OUTPUT.part": args.output.with_name(f"{args.output.name}.part")}
+        own = {"OUTPUT": args.output, "OUTPUT.part": beside(args.output, ".part")}
         check_writable("--score_path", args.score_path, sources | own)
     return Files(surveyed, None if references is None else references[: args.n_obs])
 

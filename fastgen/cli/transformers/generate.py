@@ -11,14 +11,11 @@ from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 
 import fastgen
-from fastgen.cli.errors import InputError
+from fastgen.cli.errors import FAILED, UNUSABLE, InputError
 from fastgen.cli.pipeline.interrupt import INTERRUPTED, interruptible
 from fastgen.cli.pipeline.ordered_pool import WorkerError
 from fastgen.cli.transformers.arguments import PROG, parse_arguments
 from fastgen.cli.transformers.files import Files, check_files
-
-FAILED = 1
-UNUSABLE = 2
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -50,8 +50,9 @@ class Progress:
         self.failures += len(finished.failures)
         self.inputs += len(finished.records)
         self.tokens += finished.tokens
-        self._bar.set_postfix_str(self._rates(), refresh=False)
-        self._bar.update(len(finished.records))
+        if not self._bar.disable:
+            self._bar.set_postfix_str(self._rates(), refresh=False)
+            self._bar.update(len(finished.records))
         now = time.perf_counter()
         if self._bar.disable and not self._quiet and now - self._said >= SECONDS_BETWEEN_LINES:
             self._said = now

@@ -9,7 +9,7 @@ from typing import TextIO
 
 import torch
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.errors import FAILED, InputError
 from fastgen.cli.pipeline.interrupt import INTERRUPTED, stoppable
 from fastgen.cli.pipeline.part_file import PartFile, StandardOutput
 from fastgen.cli.pipeline.whole_file import write_whole
@@ -30,7 +30,6 @@ from fastgen.cli.transformers.settings import generate_arguments, task_settings
 from fastgen.cli.transformers.signature import signature
 from fastgen.cli.transformers.transfer import Transfer
 
-FAILED = 1
 NOTICE = "finishing the batch in flight; Ctrl-C once more stops at once"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import Architecture
+from architectures import SPECIAL, Architecture, tiny_config
 from parity import (
     BEAMS,
     CROSS,
@@ -23,7 +23,13 @@ from parity import (
     whisper,
 )
 from torch import nn
-from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SiglipVisionConfig,
+)
 
 from fastgen.optimizer.decoding import kv_cache
 
@@ -116,6 +122,26 @@ def test_whisper_with_a_decoder_prompt_of_language_task_and_earlier_text():
         both = run_both(lambda m=more: model.generate(**features, **m))
         assert torch.equal(both.stock, both.fast)
         assert is_shared(both.report, PROMPT, CROSS)
+
+
+@pytest.mark.parametrize("name", ("bert", "roberta", "xlm-roberta", "electra", "camembert", "ernie"))
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_forward_that_fills_the_cache_and_does_not_return_it(name, arguments):
+    model = lively(AutoModelForCausalLM.from_config(tiny_config(name))).eval()
+    assert not model.config.is_decoder  # as checkpoints of these models have it
+    model.generation_config.update(**SPECIAL)
+    assert is_shared(assert_same(model, padded(9, 5), **arguments), PROMPT)
+
+
+@pytest.mark.parametrize("name", ("bart", "t5", "pegasus", "marian", "m2m_100"))
+@pytest.mark.parametrize("attention", ("eager", "sdpa"))
+def test_row_whose_mask_hides_everything(name, attention):
+    model = tiny(name, "seq2seq", max_position_embeddings=512, n_positions=512)
+    model.set_attn_implementation(attention)
+    inputs = padded(300, 7, 1, side="right")  # 300 keys: a product of its own for few queries
+    inputs["attention_mask"][1] = 0
+    for arguments in (BEAMS, SAMPLES, {"num_beams": 8, "max_new_tokens": 7}):
+        assert is_shared(assert_same(model, inputs, **arguments), CROSS)
 
 
 @pytest.mark.parametrize("name", ("vit-gpt2", "vit-trocr"))

@@ -82,14 +82,14 @@ class SharedLayer(DynamicLayer):
 def unsupported_reasons(cache: object) -> list[str]:
     """Why the rows of this cache could not be expanded after a prefill that fills it; empty if they can."""
     reasons = unsupported_types(cache)
-    if not reasons and _parts(cache)[0].layers and _is_filled(cache):
+    if not reasons and parts(cache)[0].layers and _is_filled(cache):
         reasons.append("past_key_values was given with a content")
     return reasons
 
 
 def unsupported_types(cache: object) -> list[str]:
     """Why a cache of these classes cannot be given more rows; empty if it can."""
-    for part in _parts(cache):
+    for part in parts(cache):
         if type(part) is not DynamicCache:
             return [f"past_key_values is a {type(part).__name__} (supported: DynamicCache, EncoderDecoderCache of two)"]
         if getattr(part, "offloading", False):
@@ -132,7 +132,7 @@ def share(cache: Cache, inputs: int, fan_out: int, limit: int) -> Sharing:
     have filled them. limit: the number of positions that can be added to each row.
     """
     sharing = Sharing()
-    for part, is_cross in zip(_parts(cache), (False, True)):
+    for part, is_cross in zip(parts(cache), (False, True)):
         for index, layer in enumerate(part.layers):
             if type(layer) is not DynamicLayer:
                 rows = torch.arange(inputs, device=getattr(layer, "device", None))
@@ -152,13 +152,14 @@ def share(cache: Cache, inputs: int, fan_out: int, limit: int) -> Sharing:
 
 def restore(cache: Cache) -> None:
     """Puts plain layers in the place of those that `share` has put in."""
-    for part in _parts(cache):
+    for part in parts(cache):
         for index, layer in enumerate(part.layers):
             if isinstance(layer, SharedLayer):
                 part.layers[index] = layer.plain()
 
 
-def _parts(cache: object) -> list[Cache]:
+def parts(cache: object) -> list[Cache]:
+    """The self-attention cache, and the cross-attention cache where there is one."""
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]

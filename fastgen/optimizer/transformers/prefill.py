@@ -85,7 +85,7 @@ def _expand_or_reasons(
     """Expands the outputs in place; if that fails, switches the patches off and returns why."""
     limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
     try:
-        expand(outputs, record.inputs, fan_out, limit, record)
+        expand(outputs, _cache(arguments), record.inputs, fan_out, limit, record)
     except torch.cuda.OutOfMemoryError:
         raise  # the original would need more
     except Exception as error:
@@ -97,22 +97,28 @@ def _expand_or_reasons(
     return []
 
 
-def expand(outputs: ModelOutput, inputs: int, fan_out: int, limit: int, record: report.Report) -> None:
+def expand(
+    outputs: ModelOutput, given: Cache | None, inputs: int, fan_out: int, limit: int, record: report.Report
+) -> None:
     """Makes the outputs of a forward of `inputs` rows those of `inputs * fan_out` rows, and fills the record.
 
-    limit: the number of tokens that can be generated, at least 1.
+    given: the cache that the forward was given. Some forwards fill it and do not return it (BERT with
+    `is_decoder=False`). limit: the number of tokens that can be generated, at least 1.
     """
     record.shared.append("prefill: one row per input")
+    caches = [value for value in outputs.values() if isinstance(value, Cache)]
+    if given is not None and not any(given in (cache, *cache_layers.parts(cache)) for cache in caches):
+        caches.append(given)
+    for cache in caches:
+        record.caches.add(cache)
+        sharing = cache_layers.share(cache, inputs, fan_out, limit)
+        record.usages += sharing.usages
+        record.shared += sharing.shared_descriptions()
+        record.fallbacks += sharing.repeated_descriptions()
     for name, value in tuple(outputs.items()):
-        if isinstance(value, Cache):
-            record.caches.add(value)
-            sharing = cache_layers.share(value, inputs, fan_out, limit)
-            record.usages += sharing.usages
-            record.shared += sharing.shared_descriptions()
-            record.fallbacks += sharing.repeated_descriptions()
-        elif name == "logits":
+        if name == "logits":
             outputs[name] = value[:, -1:].repeat_interleave(fan_out, dim=0)
-        else:
+        elif not isinstance(value, Cache):
             outputs[name] = rows.repeat(name, value, inputs, fan_out)
 
 

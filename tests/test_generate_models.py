@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from architectures import SPECIAL, Architecture, tiny_config
@@ -11,6 +12,7 @@ from parity import (
     PREFILL,
     PROMPT,
     SAMPLES,
+    assert_equal_outputs,
     assert_same,
     compared,
     is_shared,
@@ -131,6 +133,20 @@ def test_forward_that_fills_the_cache_and_does_not_return_it(name, arguments):
     assert not model.config.is_decoder  # as checkpoints of these models have it
     model.generation_config.update(**SPECIAL)
     assert is_shared(assert_same(model, padded(9, 5), **arguments), PROMPT)
+
+
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_random_numbers_of_sparse_attention(arguments):
+    sizes = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 2, "max_position_embeddings": 256}
+    models = iter([tiny("big_bird", **sizes), tiny("big_bird", **sizes)])  # each gives up sparse attention for good
+
+    def call():
+        numpy.random.seed(7)
+        return next(models).generate(**padded(200, 170), **arguments), numpy.random.random()
+
+    both = run_both(call)
+    assert_equal_outputs(both.stock, both.fast)
+    assert left_alone_because(both.report, "random numbers")
 
 
 @pytest.mark.parametrize("name", ("bart", "t5", "pegasus", "marian", "m2m_100"))

@@ -23,7 +23,10 @@ from fastgen.optimizer.transformers import cache_layers, compiled, model_state, 
 CACHE_NAMES = ("past_key_values", "cache_params")
 
 # Models in which the rows of a batch have an influence on each other.
-COUPLED_MODELS = {"nllb-moe": "the capacity of its experts depends on the number of rows"}
+COUPLED_MODELS = {
+    "nllb-moe": "the capacity of its experts depends on the number of rows",
+    "big_bird": "its sparse attention draws random numbers for each row",
+}
 
 
 def prefill(

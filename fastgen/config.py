@@ -2,6 +2,7 @@
 
 FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
+FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as without it); or always, or never.
 FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug, info, warning or error.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 _ON = ("1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")
+_SHARING = ("auto", "always", "never")
 _LEVELS = ("debug", "info", "warning", "error")
 _HANDLER_NAME = "fastgen"
 
@@ -25,6 +27,7 @@ class Config:
 
     disable: bool = False
     strict: bool = False
+    share: str = "auto"
     log: str | None = None
 
     @classmethod
@@ -33,7 +36,8 @@ class Config:
         return cls(
             disable=_flag(environ, "FASTGEN_DISABLE"),
             strict=_flag(environ, "FASTGEN_STRICT"),
-            log=_level(environ, "FASTGEN_LOG"),
+            share=_one_of(_SHARING, environ, "FASTGEN_SHARE") or "auto",
+            log=_one_of(_LEVELS, environ, "FASTGEN_LOG"),
         )
 
 
@@ -44,10 +48,10 @@ def _flag(environ: Mapping[str, str], variable: str) -> bool:
     return value in _ON
 
 
-def _level(environ: Mapping[str, str], variable: str) -> str | None:
+def _one_of(accepted: tuple[str, ...], environ: Mapping[str, str], variable: str) -> str | None:
     value = environ.get(variable, "").strip().lower()
-    if value and value not in _LEVELS:
-        raise ValueError(f"{variable}={environ[variable]!r} (accepted: {', '.join(_LEVELS)})")
+    if value and value not in accepted:
+        raise ValueError(f"{variable}={environ[variable]!r} (accepted: {', '.join(accepted)})")
     return value or None
 
 
@@ -57,7 +61,7 @@ def read(environ: Mapping[str, str]) -> Config:
     A typing error in a shell profile must not stop a program that only imports fastgen.
     """
     readable = {}
-    for variable in ("FASTGEN_DISABLE", "FASTGEN_STRICT", "FASTGEN_LOG"):
+    for variable in ("FASTGEN_DISABLE", "FASTGEN_STRICT", "FASTGEN_SHARE", "FASTGEN_LOG"):
         if variable in environ:
             one = {variable: environ[variable]}
             try:

@@ -15,13 +15,11 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastgen.ops import cpu_linear as op
-from fastgen.optimizer.decoding import kv_cache
 from fastgen.optimizer.decoding.linear_mode import FastLinear
 
 
 @pytest.fixture(autouse=True)
-def everywhere(monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+def everywhere(monkeypatch, share_always):
     monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(op, "machine_reasons", list)
 

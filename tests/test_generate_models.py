@@ -33,15 +33,11 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from fastgen.optimizer.decoding import kv_cache
-
 NAMES = ("llama", "gpt2", "bart", "t5")
 SEQ2SEQ = ("bart", "t5")
 
 
-@pytest.fixture(autouse=True)
-def share_tiny_prompts(monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+pytestmark = pytest.mark.usefixtures("share_always")
 
 
 def build(name: str) -> nn.Module:

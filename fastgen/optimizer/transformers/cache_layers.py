@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from fastgen.optimizer.decoding.kv_cache import SharedKeyValues, sharing_pays
+from fastgen.optimizer.decoding.kv_cache import SharedKeyValues, sharing_pays, writing_in_place_pays
 
 
 class SharedLayer(DynamicLayer):
@@ -140,8 +140,13 @@ def share(cache: Cache, inputs: int, fan_out: int, limit: int) -> Sharing:
                 sharing.others[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
                 keep = sharing_pays(layer.keys, fan_out, is_cross)
+                limit_of_rows = 0 if is_cross else limit
+                if not keep and not writing_in_place_pays(layer.keys, fan_out, limit_of_rows):
+                    layer.batch_repeat_interleave(fan_out)
+                    sharing.short += 1
+                    continue
                 usage: Counter[str] = Counter()
-                states = SharedKeyValues(layer.keys, layer.values, fan_out, 0 if is_cross else limit, keep, usage)
+                states = SharedKeyValues(layer.keys, layer.values, fan_out, limit_of_rows, keep, usage)
                 part.layers[index] = SharedLayer(layer, states)
                 sharing.usages.append(usage)
                 sharing.cross += keep and is_cross

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET, report
+from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.transformers import cache_layers, compiled, model_state, modules, rows, verification
 
 CACHE_NAMES = ("past_key_values", "cache_params")
@@ -42,9 +43,9 @@ def prefill(
     if record is None:  # a model's own loop, after which nobody would put plain caches back
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     arguments = {"input_ids": input_ids, **model_kwargs}
-    fan_out = rows_per_input(self, arguments, generation_config)
+    fan_out, compared = rows_per_input(self, arguments, generation_config)
     record.rows, record.inputs = input_ids.shape[0], input_ids.shape[0] // fan_out
-    reasons = unsupported_reasons(self, arguments, fan_out, record)
+    reasons = unsupported_reasons(self, arguments, fan_out, compared, record)
     if not reasons:
         given = rows.one_per_input(arguments, record.rows, fan_out)
         used = {name: value for name, value in given.items() if name != "input_ids"}
@@ -68,13 +69,28 @@ def prefill(
     return outputs
 
 
-def rows_per_input(model: Any, arguments: dict[str, Any], generation_config: Any) -> int:
-    """How many consecutive rows (beams, samples, or repetitions by the caller) each input has."""
+def rows_per_input(model: Any, arguments: dict[str, Any], generation_config: Any) -> tuple[int, bool]:
+    """How many consecutive rows (beams, samples, or repetitions by the caller) each input has.
+
+    Also whether they were compared. Repetitions are looked for where they would gain something: Whisper's own generate
+    repeats its inputs, and so do callers.
+    """
     fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     row_count = arguments["input_ids"].shape[0]
-    if fan_out == 1 and row_count > 1 and verification.is_tested(model):
-        return rows.repetitions_sync(arguments, row_count)  # Whisper's own generate repeats, and so do callers
-    return fan_out
+    if fan_out > 1 or row_count == 1 or too_small_reasons(model, arguments, row_count):
+        return fan_out, False
+    return (rows.repetitions_sync(arguments, row_count), True) if verification.is_tested(model) else (1, False)
+
+
+def too_small_reasons(model: Any, arguments: dict[str, Any], fan_out: int) -> list[str]:
+    """Why one row per input instead of `fan_out` would not save what it costs; empty if it does."""
+    row_count, length = arguments["input_ids"].shape
+    embeds, encoded = arguments.get("inputs_embeds"), arguments.get("encoder_outputs")
+    if embeds is not None:
+        length = max(length, embeds.shape[1])
+    if encoded is not None and isinstance(encoded[0], Tensor):
+        length += encoded[0].shape[1] // 16  # the share of a layer's weights that makes keys and values of them
+    return gain.prefill_reasons(gain.size_of(model), (row_count - row_count // fan_out) * length)
 
 
 def _expand_or_reasons(
@@ -125,12 +141,22 @@ def expand(
             outputs[name] = rows.repeat(name, value, inputs, fan_out)
 
 
-def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int, record: report.Report) -> list[str]:
-    """Why this prefill has to run with all rows; empty if one row per input gives the same. May read the device."""
+def unsupported_reasons(
+    model: Any, arguments: dict[str, Any], fan_out: int, compared: bool, record: report.Report
+) -> list[str]:
+    """Why this prefill has to run with all rows; empty if one row per input gives the same. May read the device.
+
+    compared: whether the rows of an input are known to be equal.
+    """
     row_count = arguments["input_ids"].shape[0]
-    if fan_out == 1:
+    if row_count == 1:
         return ["one row per input, nothing to share"]
-    reasons = []
+    # Before all modules of the model are looked at, which takes longer.
+    reasons = too_small_reasons(model, arguments, row_count if fan_out == 1 else fan_out)
+    if fan_out == 1:
+        return ["one row per input, nothing to share", *(f"if rows are equal: {reason}" for reason in reasons)]
+    if reasons:
+        return reasons
     if row_count % fan_out:
         reasons.append(f"{row_count} rows are no multiple of {fan_out} beams or samples")
     if torch.is_grad_enabled():
@@ -147,7 +173,7 @@ def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int, rec
     elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
         reasons.append("the model makes its own cache")
     reasons += rows.unsupported_reasons(arguments, row_count)
-    if not reasons and not rows.groups_are_equal_sync(arguments, row_count, fan_out):
+    if not reasons and not compared and not rows.groups_are_equal_sync(arguments, row_count, fan_out):
         reasons.append("the rows of an input differ from each other")
     return reasons
 

@@ -9,7 +9,7 @@ from typing import Any
 from fastgen.optimizer import report
 from fastgen.optimizer.decoding import linear_mode
 from fastgen.optimizer.decoding.gain import size_of
-from fastgen.optimizer.transformers import cache_layers, compiled, verification
+from fastgen.optimizer.transformers import activations, cache_layers, compiled, verification
 from fastgen.patching import disabled
 
 
@@ -33,8 +33,8 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _faster_forwards(model: Any, args: tuple, kwargs: dict[str, Any], record: report.Report) -> Iterator[None]:
     """Products and activations inside this call, of models so large that it pays to look at all their modules."""
     size = size_of(model)
-    if not size.is_large or compiled.reasons(model):
+    if not size.is_large or compiled.reasons(model) or compiled.call_reasons(model, args, kwargs):
         yield
     else:
-        with linear_mode.for_models([size], record.usages):
+        with linear_mode.for_models([size], record.usages), activations.fused(model, record.usages):
             yield

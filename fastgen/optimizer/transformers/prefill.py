@@ -42,6 +42,7 @@ def prefill(
     fan_out = rows_per_input(self, arguments, generation_config)
     record.rows, record.inputs = input_ids.shape[0], input_ids.shape[0] // fan_out
     reasons = unsupported_reasons(self, arguments, fan_out, record)
+    reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], record)
     if not reasons:
         given = rows.one_per_input(arguments, record.rows, fan_out)
         used = {name: value for name, value in given.items() if name != "input_ids"}
@@ -106,7 +107,7 @@ def expand(outputs: ModelOutput, inputs: int, fan_out: int, limit: int, record: 
     for name, value in tuple(outputs.items()):
         if isinstance(value, Cache):
             record.caches.add(value)
-            sharing = cache_layers.share(value, inputs, fan_out, limit)
+            sharing = cache_layers.share(value, inputs, fan_out, limit, record.own_code, record.keep)
             record.usages += sharing.usages
             record.shared += sharing.shared_descriptions()
             record.fallbacks += sharing.repeated_descriptions()

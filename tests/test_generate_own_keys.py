@@ -128,8 +128,7 @@ WRITE = {
 
 @pytest.mark.parametrize("way", WRITE)
 @pytest.mark.parametrize("when", ("before", "after", "a step later"))
-@BOTH_DTYPES
-def test_keys_can_be_written_in_any_way(way, when, dtype, monkeypatch):
+def test_keys_can_be_written_in_any_way(way, when, monkeypatch):
     kept: list = []
 
     def writing(record, query, keys, values, mask):
@@ -148,7 +147,7 @@ def test_keys_can_be_written_in_any_way(way, when, dtype, monkeypatch):
         record.append((keys + 0, values + 0))
         return attended
 
-    assert_same_records(writing, dtype, monkeypatch)
+    assert_same_records(writing, torch.float32, monkeypatch)
 
 
 def test_keys_can_be_written_through_numpy(monkeypatch):

@@ -84,6 +84,34 @@ def test_plain_products_work_on_two_parts(arguments):
     assert is_shared(assert_same(odd_model(plain), padded(9, 5), **arguments), PROMPT)
 
 
+def with_names(query, keys, values, mask):
+    keys, values = (torch.repeat_interleave(input=states, repeats=2, dim=1) for states in (keys, values))
+    scores = torch.matmul(input=query, other=torch.transpose(input=keys, dim0=2, dim1=3))
+    return torch.matmul(input=weigh(scores, mask), other=values)
+
+
+def with_out(query, keys, values, mask):
+    keys, values = (
+        states[:, :, None].expand(size=(-1, -1, 2, -1, -1)).reshape(shape=(len(query), HEADS, -1, WIDTH))
+        for states in (keys, values)
+    )
+    scores = torch.matmul(query, keys.transpose(2, 3), out=query.new_empty(*query.shape[:3], keys.shape[2]))
+    return torch.matmul(weigh(scores, mask), values, out=torch.empty_like(query))
+
+
+@pytest.mark.parametrize("attend", (with_names, with_out))
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_a_long_prompt_after_one_too_short_to_share(attend, arguments, monkeypatch):
+    """The class is trusted after the first call, and its attention meets shared keys first in the second."""
+    model = odd_model(attend)
+    monkeypatch.undo()
+    first = assert_same(model, padded(3, 2), **arguments)
+    assert is_shared(first) and PROMPT not in str(first)
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+    second = assert_same(model, padded(9, 5), **arguments)
+    assert is_shared(second) and PROMPT in str(second)
+
+
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 def test_keys_stored_by_a_model_do_not_change_afterwards(arguments, trusted):
     """The attention adds what it saw in the calls before, as a model with a memory of its own would."""

@@ -26,7 +26,7 @@ from parity import (
     tiny,
     token_ids,
 )
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.optimizer.decoding import kv_cache
@@ -176,13 +176,43 @@ def test_encoder_outputs_of_the_caller(models, name, arguments):
     assert is_shared(both.report, PROMPT, CROSS)
 
 
-def test_decoding_method_of_the_caller_returns_a_plain_cache(models):
-    def first_step(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        return model._prefill(input_ids, generation_config, model_kwargs).past_key_values
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_decoding_method_of_the_caller_sees_plain_layers_only(models, name, arguments):
+    seen = []
 
-    both = run_both(lambda: models["llama"].generate(**padded(9, 5), **SAMPLES, custom_generate=first_step))
-    assert is_shared(both.report) and PROMPT in str(both.report)
-    assert_equal_caches(both.stock, both.fast)
+    def two_steps(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        output = model._prefill(input_ids, generation_config, model_kwargs)
+        cache = output.past_key_values
+        seen.append({type(layer) for layer in self_attention(cache).layers})
+        for layer in self_attention(cache).layers:
+            layer.keys.view(-1)[::3] = 0.5
+            layer.values = layer.values * 1.5
+        return input_ids, output.logits[:, -1], copy.deepcopy(cache), cache
+
+    inputs = padded(9, 5, side="right" if name in SEQ2SEQ else "left")
+    both = run_both(lambda: models[name].generate(**inputs, **arguments, custom_generate=two_steps))
+    assert seen == [{DynamicLayer}, {DynamicLayer}]
+    assert is_shared(both.report) and any("custom_generate" in reason for reason in both.report.fallbacks)
+    assert_equal_outputs(both.stock, both.fast)
+
+
+def test_cache_that_is_copied_between_steps_is_copied_as_the_library_would(models):
+    copies = []
+    model = tiny("llama")
+    forward = model.forward
+
+    def copying(*args, **kwargs):
+        outputs = forward(*args, **kwargs)
+        if kwargs["input_ids"].shape[1] == 1:
+            copies.append(copy.deepcopy(outputs.past_key_values))
+        return outputs
+
+    model.forward = copying
+    run_both(lambda: model.generate(**padded(9, 5), **BEAMS))
+    half = len(copies) // 2
+    for stock, fast in zip(copies[:half], copies[half:], strict=True):
+        assert_equal_caches(stock, fast)
 
 
 def test_cache_that_a_hook_has_kept_becomes_plain(models):

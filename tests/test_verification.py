@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from architectures import SPECIAL
@@ -48,7 +50,7 @@ def wrong_attention(monkeypatch):
 
 def make(model_class: type = LlamaForCausalLM) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return model_class(CONFIG).eval()
+    return model_class(copy.deepcopy(CONFIG)).eval()
 
 
 def count_forwards(model: LlamaForCausalLM) -> list[int]:
@@ -143,6 +145,86 @@ def test_a_call_that_cannot_be_repeated_is_left_to_the_original_until_another_wa
     assert any("a call with streamer cannot be repeated" in item for item in fastgen.explain().fallbacks)
     model.generate(INPUT_IDS, **sampling)
     model.generate(INPUT_IDS, **sampling, streamer=Streamer())
+    assert "prefill: one row per input" in fastgen.explain().shared
+
+
+@pytest.fixture
+def share_long_prompts_only(monkeypatch):
+    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 1 << 19)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_prompt_too_short_to_share_shows_what_will_be_wrong_with_long_ones(
+    share_long_prompts_only, wrong_attention, dtype
+):
+    model = make(own_class()).to(dtype)
+    with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
+        model.generate(INPUT_IDS[:, :2], num_beams=3, max_new_tokens=6)
+    assert not verification._verified
+
+
+def test_half_precision_is_compared_in_all_steps_and_trusted():
+    model = make(own_class()).to(torch.bfloat16)
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    assert "prefill: one row per input" in fastgen.explain().shared and verification._verified
+
+
+def test_another_dtype_or_attention_is_compared_again():
+    model = make(own_class())
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.config._attn_implementation = "eager"
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.double().generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    assert len(verification._verified) == 3
+
+
+def test_too_few_new_tokens_verify_nothing():
+    model = make(own_class())
+    rows = count_forwards(model)
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=1)
+    assert rows == [6] and not verification._verified
+    assert any("fewer than 4 new tokens" in item for item in fastgen.explain().fallbacks)
+
+
+def test_a_call_that_shares_nothing_verifies_nothing_and_costs_nothing():
+    model = make(own_class()).train()
+    rows = count_forwards(model)
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    assert rows == [6] * 6 and not verification._verified
+    assert any("training mode" in item for item in fastgen.explain().fallbacks)
+
+
+def test_a_model_whose_own_modules_keep_rows_is_left_alone_and_its_class_not_verified():
+    class Keeping(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            self.last = output.logits[:, -1]
+            return output
+
+    model = make(Keeping)
+    with fastgen.disabled():
+        expected = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    for _ in range(2):
+        assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
+        assert not verification._verified and not fastgen.explain().shared
+
+
+def test_an_end_in_the_first_steps_does_not_hide_what_is_wrong(wrong_attention):
+    model = make(own_class())
+    with fastgen.disabled():
+        first = model.generate(INPUT_IDS[:1], max_new_tokens=1)[0, -1].item()
+    sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": 3, "max_new_tokens": 8}
+    with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
+        output = model.generate(INPUT_IDS[:1], **sampling, eos_token_id=first)
+    assert output.shape == (3, INPUT_IDS.shape[1] + 1)
+
+
+def test_an_error_of_the_program_is_raised_and_blames_no_class():
+    model = make(own_class())
+    with pytest.raises(IndexError):
+        model.generate(torch.full((2, 9), 1000), num_beams=3, max_new_tokens=6)
+    assert not verification._refused
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     assert "prefill: one row per input" in fastgen.explain().shared
 
 

@@ -25,6 +25,7 @@ from parity import (
     whisper,
 )
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -259,6 +260,16 @@ def test_hooks_see_all_rows(inputs):
     steering = torch.randn(rows, 1, 32, generator=torch.Generator().manual_seed(5))
     model.model.layers[0].register_forward_hook(lambda module, args, hidden_states: hidden_states + steering)
     assert left_alone_because(assert_same(model, padded(*inputs), **SAMPLES), "hook")
+
+
+def test_hooks_of_all_modules_see_all_rows():
+    seen = []
+    hook = register_module_forward_hook(lambda module, args, output: seen.append(len(args[0]) if args else 0))
+    try:
+        report = assert_same(tiny("llama"), padded(9, 5), **SAMPLES)
+    finally:
+        hook.remove()
+    assert left_alone_because(report, "hook") and seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
 def test_offloaded_weights(tmp_path):

@@ -4,68 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import SPECIAL, VOCABULARY
-from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, lively, padded
-from torch import Tensor, nn
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from own_models import HEADS, KV_HEADS, WIDTH, odd_model, repeated, weigh
+from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, padded
+from sharing import sharing
+from torch import Tensor
 
+from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.transformers import verification
 
-HEADS, KV_HEADS, WIDTH, HIDDEN = 4, 2, 8, 32
-
-
 pytestmark = pytest.mark.usefixtures("share_always")
-
-
-class OddConfig(PretrainedConfig):
-    model_type = "odd"
-
-    def __init__(self, **kwargs):
-        super().__init__(**SPECIAL | kwargs)
-        self.vocab_size, self.hidden_size, self.num_hidden_layers = VOCABULARY, HIDDEN, 2
-        self.num_attention_heads = HEADS
-
-
-class OddModel(PreTrainedModel, GenerationMixin):
-    """Two layers of attention without positions; `attend(query, keys, values, mask)` is what a test makes of it."""
-
-    config_class = OddConfig
-    _supports_sdpa = True
-
-    def __init__(self, config: OddConfig, attend=None) -> None:
-        super().__init__(config)
-        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.query = nn.ModuleList(nn.Linear(HIDDEN, HEADS * WIDTH) for _ in range(2))
-        self.key_value = nn.ModuleList(nn.Linear(HIDDEN, 2 * KV_HEADS * WIDTH) for _ in range(2))
-        self.head = nn.Linear(HIDDEN, VOCABULARY)
-        self.attend = attend
-        self.post_init()
-
-    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None, **kwargs):
-        hidden_states = self.embed(input_ids)  # [rows, length, hidden]
-        rows, length = input_ids.shape
-        for index in range(2):
-            query = self.query[index](hidden_states).view(rows, length, HEADS, WIDTH).transpose(1, 2)
-            both = self.key_value[index](hidden_states).view(rows, length, 2 * KV_HEADS, WIDTH).transpose(1, 2)
-            keys, values = both.chunk(2, dim=1)
-            if past_key_values is not None:
-                keys, values = past_key_values.update(keys, values, index)
-            total = keys.shape[2]
-            mask = torch.ones(length, total, dtype=torch.bool).tril(total - length)
-            mask = mask & attention_mask[:, None, None, :total].bool()  # [rows, 1, length, total]
-            mask = torch.where(mask, 0.0, -1e9)
-            attended = self.attend(query, keys, values, mask)
-            hidden_states = hidden_states + attended.transpose(1, 2).reshape(rows, length, HIDDEN)
-        return CausalLMOutputWithPast(logits=self.head(hidden_states), past_key_values=past_key_values)
-
-
-def weigh(scores: Tensor, mask: Tensor) -> Tensor:
-    return (scores * WIDTH**-0.5 + mask).softmax(dim=-1)
-
-
-def repeated(states: Tensor) -> Tensor:
-    return states.repeat_interleave(HEADS // KV_HEADS, dim=1)
 
 
 def by_einsum(query, keys, values, mask):
@@ -113,11 +60,6 @@ def through_views(query, keys, values, mask):
 ODD = (by_einsum, of_sliced_keys, of_shifted_keys, by_batched_products, by_key_order, by_rows_of_numpy, through_views)
 
 
-def odd_model(attend) -> OddModel:
-    own_class = type("OddModel", (OddModel,), {})  # whether a class can be trusted is found out once for each
-    return lively(own_class(OddConfig(), attend)).eval()
-
-
 @pytest.fixture
 def trusted(monkeypatch):
     """Takes the model for one of the library's, which are not compared with the original before their first use."""
@@ -138,6 +80,35 @@ def test_plain_products_work_on_two_parts(arguments):
         return weigh(query @ repeated(keys).transpose(2, 3), mask) @ repeated(values)
 
     assert is_shared(assert_same(odd_model(plain), padded(9, 5), **arguments), PROMPT)
+
+
+def with_names(query, keys, values, mask):
+    keys, values = (torch.repeat_interleave(input=states, repeats=2, dim=1) for states in (keys, values))
+    scores = torch.matmul(input=query, other=torch.transpose(input=keys, dim0=2, dim1=3))
+    return torch.matmul(input=weigh(scores, mask), other=values)
+
+
+def with_out(query, keys, values, mask):
+    keys, values = (
+        states[:, :, None].expand(size=(-1, -1, 2, -1, -1)).reshape(shape=(len(query), HEADS, -1, WIDTH))
+        for states in (keys, values)
+    )
+    scores = torch.matmul(query, keys.transpose(2, 3), out=query.new_empty(*query.shape[:3], keys.shape[2]))
+    return torch.matmul(weigh(scores, mask), values, out=torch.empty_like(query))
+
+
+@pytest.mark.parametrize("attend", (with_names, with_out))
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_a_long_prompt_after_one_too_short_to_share(attend, arguments, monkeypatch):
+    """The class is trusted after the first call, and its attention meets shared keys first in the second."""
+    model = odd_model(attend)
+    monkeypatch.setattr(gain, "COST", 0)
+    monkeypatch.setattr(gain, "COST_PER_MODULE", 0)
+    with sharing("auto"):
+        first = assert_same(model, padded(3, 2), **arguments)
+    assert is_shared(first) and PROMPT not in str(first)
+    second = assert_same(model, padded(9, 5), **arguments)
+    assert is_shared(second) and PROMPT in str(second)
 
 
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))

@@ -82,6 +82,23 @@ def test_states_that_were_read_whole_are_repeated_at_the_next_step():
     assert cache.shared is None and type(cache.states()[0]) is torch.Tensor
 
 
+def test_states_stand_for_the_content_until_it_changes_and_for_themselves_afterwards():
+    cache = SharedKeyValues(torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 4), 3, 10, True, Counter())
+    cache.append(torch.randn(6, 3, 1, 4), torch.randn(6, 3, 1, 4))
+    old, _ = cache.states()
+    assert cache.states()[0] is old
+    expected = cache.whole()[0].clone()
+    for _ in range(2):
+        cache.append(torch.randn(6, 3, 1, 4), torch.randn(6, 3, 1, 4))
+        cache.reorder(torch.tensor([1, 1, 0, 5, 3, 3]))
+    assert torch.equal(old + 0, expected)
+    old.zero_()
+    keys, _ = cache.states()
+    assert keys is not old and keys.shape[2] == 8 and bool((keys != 0).all())
+    keys.mul_(2)
+    assert torch.equal(cache.states()[0], keys + 0) and cache.shared is None
+
+
 def test_sharing_is_for_prompts_that_are_long_enough():
     assert not sharing_pays(torch.empty(1, 12, 64, 64), fan_out=4)
     assert sharing_pays(torch.empty(1, 12, 512, 64), fan_out=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -27,8 +28,10 @@ from parity import (
     tiny,
     token_ids,
 )
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
+
+from fastgen.optimizer.transformers import verification
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 SEQ2SEQ = ("bart", "t5")
@@ -181,26 +184,67 @@ def test_encoder_outputs_of_the_caller(models, name, arguments):
     assert is_shared(both.report, PROMPT, CROSS)
 
 
-def test_decoding_method_of_the_caller_returns_a_plain_cache(models):
-    def first_step(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        return model._prefill(input_ids, generation_config, model_kwargs).past_key_values
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_decoding_method_of_the_caller_sees_plain_layers_only(models, name, arguments):
+    seen = []
 
-    both = run_both(lambda: models["llama"].generate(**padded(9, 5), **SAMPLES, custom_generate=first_step))
-    assert is_shared(both.report) and PROMPT in str(both.report)
-    assert_equal_caches(both.stock, both.fast)
+    def two_steps(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        output = model._prefill(input_ids, generation_config, model_kwargs)
+        cache = output.past_key_values
+        seen.append({type(layer) for layer in self_attention(cache).layers})
+        for layer in self_attention(cache).layers:
+            layer.keys.view(-1)[::3] = 0.5
+            layer.values = layer.values * 1.5
+        return input_ids, output.logits[:, -1], copy.deepcopy(cache), cache
+
+    inputs = padded(9, 5, side="right" if name in SEQ2SEQ else "left")
+    both = run_both(lambda: models[name].generate(**inputs, **arguments, custom_generate=two_steps))
+    assert seen == [{DynamicLayer}, {DynamicLayer}]
+    assert is_shared(both.report) and any("custom_generate" in reason for reason in both.report.fallbacks)
+    assert_equal_outputs(both.stock, both.fast)
 
 
-def test_cache_that_a_hook_has_kept_becomes_plain(models):
+@pytest.fixture
+def trusted(monkeypatch):
+    """Takes every model for one of the library's, which are not compared with the original before their first use."""
+    monkeypatch.setattr(verification, "is_tested", lambda model: True)
+
+
+def give_own_forward(model, forward):
+    """Makes the model one of a class of the program's own, whose forward is `forward(original, *args, **kwargs)`."""
+    library = type(model)
+    own = {"forward": lambda self, *args, **kwargs: forward(functools.partial(library.forward, self), *args, **kwargs)}
+    model.__class__ = type("Own", (library,), own | {"__module__": __name__})
+
+
+def test_cache_that_is_copied_between_steps_is_copied_as_the_library_would(trusted):
+    copies = []
+    model = tiny("llama")
+
+    def copying(original, *args, **kwargs):
+        outputs = original(*args, **kwargs)
+        if kwargs["input_ids"].shape[1] == 1:
+            copies.append(copy.deepcopy(outputs.past_key_values))
+        return outputs
+
+    give_own_forward(model, copying)
+    assert is_shared(run_both(lambda: model.generate(**padded(9, 5), **BEAMS)).report, PROMPT)
+    half = len(copies) // 2
+    for stock, fast in zip(copies[:half], copies[half:], strict=True):
+        assert_equal_caches(stock, fast)
+
+
+def test_cache_that_a_program_has_kept_becomes_plain(trusted):
     kept = []
     model = tiny("llama")
-    forward = model.forward
 
-    def keeping(*args, **kwargs):
-        outputs = forward(*args, **kwargs)
+    def keeping(original, *args, **kwargs):
+        outputs = original(*args, **kwargs)
         kept.append(outputs.past_key_values)
         return outputs
 
-    model.forward = keeping
+    give_own_forward(model, keeping)
     both = run_both(lambda: model.generate(**padded(9, 5), **SAMPLES))
     assert is_shared(both.report, PROMPT)
     assert_equal_caches(kept[0], kept[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
 
 import pytest
@@ -41,6 +42,11 @@ IN_PARTS = {
     ),
     "repeat_kv": lambda tensor: QUERY.repeat(1, 2, 1, 1) @ repeat_kv(tensor, 2).transpose(2, 3),
     "repeat_interleave": lambda tensor: QUERY.repeat(1, 2, 1, 1) @ tensor.repeat_interleave(2, dim=1).transpose(2, 3),
+    "names of arguments": lambda tensor: torch.matmul(
+        input=QUERY.repeat(1, 2, 1, 1),
+        other=torch.transpose(input=torch.repeat_interleave(input=tensor, repeats=2, dim=1), dim0=2, dim1=3),
+    ),
+    "names in methods": lambda tensor: QUERY.matmul(other=tensor.transpose(dim0=-1, dim1=-2)),
 }
 WHOLE = {
     "slice": lambda tensor: tensor[:, :, :3],
@@ -64,6 +70,13 @@ WHOLE = {
     "deepcopy": copy.deepcopy,
     "clone": lambda tensor: tensor.clone(),
     "repeat_interleave rows": lambda tensor: tensor.repeat_interleave(2, dim=0),
+    "matmul out": lambda tensor: torch.matmul(QUERY, tensor.transpose(2, 3), out=torch.empty(6, 3, 1, 7)),
+    "reshape shape": lambda tensor: tensor.reshape(shape=(6, 3, 7, 4)),
+    "expand size": lambda tensor: tensor[:, :, None].expand(size=(6, 3, 2, 7, 4)),
+    "repeats of each head": lambda tensor: tensor.repeat_interleave(torch.tensor([1, 2, 3]), dim=1),
+    "output size": lambda tensor: tensor.repeat_interleave(2, dim=1, output_size=6),
+    "to of a transposed": lambda tensor: tensor.transpose(2, 3).to(torch.float64),
+    "contiguous of a transposed": lambda tensor: tensor.transpose(2, 3).contiguous(),
 }
 
 
@@ -92,7 +105,49 @@ def test_shapes_and_types_are_those_of_the_whole_tensor_and_cost_nothing():
         assert tensor.dim() == tensor.ndim == expected.dim() and tensor.numel() == expected.numel()
         assert tensor.dtype == expected.dtype and tensor.device == expected.device
         assert tensor.is_floating_point() and not tensor.requires_grad
+        assert tensor.stride() == expected.stride() and tensor.is_contiguous() == expected.is_contiguous()
+        assert tensor.layout == expected.layout and tensor.element_size() == expected.element_size() == tensor.itemsize
+        assert tensor.nbytes == expected.nbytes and len(tensor) == len(expected) and tensor.storage_offset() == 0
+        assert hash(tensor) == id(tensor) and tensor.is_leaf and tensor.grad is None
         assert not tensor.usage
+
+
+ATTRIBUTES = [
+    name for name in dir(torch.Tensor) if inspect.isdatadescriptor(inspect.getattr_static(torch.Tensor, name))
+]
+NOT_OF_THE_CONTENT = ("__weakref__", "__class__", "__dict__", "_cdata", "_python_dispatch")
+
+
+@pytest.mark.parametrize("name", [name for name in ATTRIBUTES if name not in NOT_OF_THE_CONTENT])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_every_attribute_is_that_of_the_whole_tensor(name):
+    def value(tensor):
+        try:
+            return getattr(tensor, name)
+        except Exception as error:
+            return type(error)
+
+    found, expected = value(states()), value(states().whole())
+    assert torch.equal(found + 0, expected) if isinstance(expected, torch.Tensor) else found == expected
+
+
+def test_a_tensor_that_was_read_whole_is_real_memory_for_all_its_views_and_no_copy():
+    tensor, before = states(), states().whole()
+    views = (tensor.transpose(2, 3), tensor[:, :, None], tensor.reshape(tensor.shape), tensor.detach())
+    copies = (repeat_kv(tensor, 2), tensor.repeat_interleave(1, dim=1), tensor.to(torch.float64))
+    address = tensor.data_ptr()
+    tensor.mul_(2)
+    views[0][0, 0] = 5.0
+    copies[1][:] = 7.0
+    expected = before * 2
+    expected[0, 0] = 5.0
+    assert torch.equal(tensor + 0, expected) and tensor.data_ptr() == address
+    assert all(view.data_ptr() == address for view in views)
+    assert torch.equal(views[0] + 0, expected.transpose(2, 3)) and torch.equal(views[1][:, :, 0], expected)
+    assert torch.equal(copies[0] + 0, before.repeat_interleave(2, dim=1))
+    assert torch.equal(copies[2] + 0, before.double())
+    assert torch.equal(copies[1] + 0, torch.full_like(before, 7.0))
+    torch.testing.assert_close(QUERY @ tensor.mT, QUERY @ expected.mT)
 
 
 def test_a_single_key_head_is_broadcast_over_the_query_heads():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from architectures import SPECIAL
+from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -47,18 +50,19 @@ def wrong_attention(monkeypatch):
 
 def make(model_class: type = LlamaForCausalLM) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return model_class(CONFIG).eval()
+    return model_class(copy.deepcopy(CONFIG)).eval()
 
 
-def count_forwards(model: LlamaForCausalLM) -> list[int]:
-    """The rows of each forward of the model from here on."""
-    rows, forward = [], model.forward
+@pytest.fixture
+def rows(monkeypatch) -> list[int]:
+    """The rows of each forward, in the order of the forwards."""
+    rows, embedding = [], functional.embedding
 
-    def counting(*args, **kwargs):
-        rows.append(len(kwargs["input_ids"]))
-        return forward(*args, **kwargs)
+    def counting(input_ids, *args, **kwargs):
+        rows.append(len(input_ids))
+        return embedding(input_ids, *args, **kwargs)
 
-    model.forward = counting
+    monkeypatch.setattr(functional, "embedding", counting)
     return rows
 
 
@@ -66,24 +70,23 @@ def own_class() -> type:
     return type("OwnLlama", (LlamaForCausalLM,), {"__module__": "own_package"})
 
 
-def test_tested_versions_and_classes_are_trusted_at_once():
+def test_tested_versions_and_classes_are_trusted_at_once(rows):
     model = make()
-    rows = count_forwards(model)
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     assert rows == [2, 6, 6, 6, 6, 6]
 
 
 @pytest.mark.parametrize("mode", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}])
-def test_a_newer_version_is_compared_once_per_class_and_mode(mode, newer_transformers):
+def test_a_newer_version_is_compared_once_per_class_and_mode(mode, newer_transformers, rows):
     model = make()
     with fastgen.disabled():
         torch.manual_seed(1)
         expected = model.generate(INPUT_IDS, **mode, max_new_tokens=6)
-    rows = count_forwards(model)
+    rows.clear()
     torch.manual_seed(1)
     first = model.generate(INPUT_IDS, **mode, max_new_tokens=6)
     steps = verification.STEPS
-    assert rows == [6] * steps + [2] + [6] * (steps - 1) + [2, 6, 6, 6, 6, 6]
+    assert rows == [6] * steps + 2 * ([2] + [6] * (steps - 1)) + [2, 6, 6, 6, 6, 6]
     assert "prefill: one row per input" in fastgen.explain().shared
     rows.clear()
     torch.manual_seed(1)
@@ -102,26 +105,27 @@ def test_a_difference_on_a_newer_version_switches_the_patches_off_and_says_what_
     found = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     assert torch.equal(found, expected)
     [(group, reason)] = newer_transformers
-    assert group == "transformers.shared_caches" and "scores of step 1 differ by" in reason
-    assert any("scores of step 1 differ by" in item for item in fastgen.explain().fallbacks)
+    assert group == "transformers.shared_caches" and "logits of step 1 differ by" in reason
+    assert any("logits of step 1 differ by" in item for item in fastgen.explain().fallbacks)
 
 
-def test_a_class_outside_transformers_that_differs_is_left_alone_and_others_are_not(wrong_attention):
+def test_a_class_outside_transformers_that_differs_is_left_alone_and_others_are_not(wrong_attention, rows):
     model = make(own_class())
     with fastgen.disabled():
         expected = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
         assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
-    rows = count_forwards(model)
+    rows.clear()
     assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
     assert set(rows) == {6}  # without another comparison
-    assert all(state.state == "applied" for state in fastgen.status())
+    states = [state for state in fastgen.status() if state.group == verification.GROUP]
+    assert states and all(state.state == "applied" for state in states)
 
 
-def test_a_class_outside_transformers_is_shared_once_it_was_compared():
+def test_a_class_outside_transformers_is_shared_once_it_was_compared(rows):
     model = make(own_class())
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
-    rows = count_forwards(model)
+    rows.clear()
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     assert rows == [2, 6, 6, 6, 6, 6]
 
@@ -144,9 +148,79 @@ def test_a_call_that_cannot_be_repeated_is_left_to_the_original_until_another_wa
     assert "prefill: one row per input" in fastgen.explain().shared
 
 
-def test_greedy_decoding_of_one_row_per_input_needs_no_comparison(newer_transformers):
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_prompt_too_short_to_share_shows_what_will_be_wrong_with_long_ones(repeated, wrong_attention, dtype):
+    model = make(own_class()).to(dtype)
+    with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
+        model.generate(INPUT_IDS[:, :2], num_beams=3, max_new_tokens=6)
+    assert not verification._verified
+
+
+def test_half_precision_is_compared_in_all_steps_and_trusted():
+    model = make(own_class()).to(torch.bfloat16)
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    assert "prefill: one row per input" in fastgen.explain().shared and verification._verified
+
+
+def test_another_dtype_or_attention_is_compared_again():
+    model = make(own_class())
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.config._attn_implementation = "eager"
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.double().generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    assert len(verification._verified) == 3
+
+
+def test_too_few_new_tokens_verify_nothing(rows):
+    model = make(own_class())
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=1)
+    assert rows == [6] and not verification._verified
+    assert any("fewer than 4 new tokens" in item for item in fastgen.explain().fallbacks)
+
+
+def test_a_call_that_shares_nothing_verifies_nothing_and_costs_nothing(rows):
+    model = make(own_class()).train()
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    assert rows == [6] * 6 and not verification._verified
+    assert any("training mode" in item for item in fastgen.explain().fallbacks)
+
+
+def test_a_model_whose_own_modules_keep_rows_is_left_alone_and_its_class_not_verified():
+    class Keeping(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            self.last = output.logits[:, -1]
+            return output
+
+    model = make(Keeping)
+    with fastgen.disabled():
+        expected = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    for _ in range(2):
+        assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
+        assert not verification._verified and not fastgen.explain().shared
+
+
+def test_an_end_in_the_first_steps_does_not_hide_what_is_wrong(wrong_attention):
+    model = make(own_class())
+    with fastgen.disabled():
+        first = model.generate(INPUT_IDS[:1], max_new_tokens=1)[0, -1].item()
+    sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": 3, "max_new_tokens": 8}
+    with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
+        output = model.generate(INPUT_IDS[:1], **sampling, eos_token_id=first)
+    assert output.shape == (3, INPUT_IDS.shape[1] + 1)
+
+
+def test_an_error_of_the_program_is_raised_and_blames_no_class():
+    model = make(own_class())
+    with pytest.raises(IndexError):
+        model.generate(torch.full((2, 9), 1000), num_beams=3, max_new_tokens=6)
+    assert not verification._refused
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    assert "prefill: one row per input" in fastgen.explain().shared
+
+
+def test_greedy_decoding_of_one_row_per_input_needs_no_comparison(newer_transformers, rows):
     model = make()
-    rows = count_forwards(model)
     model.generate(INPUT_IDS, max_new_tokens=4)
     assert rows == [2, 2, 2, 2]
 

@@ -18,6 +18,9 @@ class Report:
     shared: what was kept or computed once per input, in words. fallbacks: what was left to the original, with the
     reason. usages: for each layer, calls of each operation on shared states, see `TwoPartStates`.
     caches: those with shared states, as long as they live.
+    own_code: code that is not the host's works with the cache. keep: what is equal is kept once wherever it can be
+    (True), nowhere (False), or where it pays (None). call: what the call was given, where it has to be compared with
+    the original before anything is shared.
     """
 
     model: str
@@ -27,6 +30,9 @@ class Report:
     fallbacks: list[str] = field(default_factory=list)
     usages: list[Counter[str]] = field(default_factory=list)
     user_gave_cache: bool = False
+    own_code: bool = False
+    keep: bool | None = None
+    call: Any = field(default=None, repr=False, compare=False)
     caches: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
 
     @property

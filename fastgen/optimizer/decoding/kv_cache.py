@@ -6,7 +6,6 @@ static caches of Seamless §"Optimizing SeamlessM4T". Knows no host library.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 
 import torch
@@ -95,6 +94,7 @@ class SharedKeyValues:
         self.limit = limit
         self.usage = usage
         self.own = (RowBuffer(limit), RowBuffer(limit))
+        self._given: tuple[TwoPartStates, TwoPartStates] | None = None  # what stands for the present content
         if not keep_shared:
             self.expand()
 
@@ -102,33 +102,26 @@ class SharedKeyValues:
     def length(self) -> int:
         return self.own[0].length + (0 if self.shared is None else self.shared[0].shape[2])
 
+    @property
+    def was_read_whole(self) -> bool:
+        """Whether somebody has asked for the present keys or values in one piece, and may have written into them."""
+        return self._given is not None and not all(states.in_parts for states in self._given)
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Adds what each row has computed for itself: `[inputs * fan_out, kv_heads, new_length, head_dim]`."""
+        self._take_back()
         self.own[0].append(keys)
         self.own[1].append(values)
 
     def states(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `[inputs * fan_out, kv_heads, length, head_dim]`."""
-        if self.shared is not None and self._was_read_whole():
+        """Keys and values `[inputs * fan_out, kv_heads, length, head_dim]`; the same tensors until the next change."""
+        if self.was_read_whole:
             self.expand()
         if self.shared is None:
             return self.own[0].view(), self.own[1].view()
-        return tuple(
-            TwoPartStates(
-                self.shared[index],
-                own.view() if own.length else None,
-                self.fan_out,
-                self.usage,
-                by_row=functools.partial(self._by_row, index),
-            )
-            for index, own in enumerate(self.own)
-        )
-
-    def _by_row(self, index: int) -> Tensor:
-        """The keys (0) or values (1) `[inputs * fan_out, kv_heads, length, head_dim]`, where the cache keeps them."""
-        if self.shared is not None:
-            self.expand()
-        return self.own[index].view()
+        if self._given is None:
+            self._given = self._in_two_parts()
+        return self._given
 
     def keeps_groups(self, beam_idx: Tensor) -> bool:
         """Whether `beam_idx` takes for each row a row of the same input; indices on a device are trusted, not read."""
@@ -138,26 +131,35 @@ class SharedKeyValues:
 
     def reorder(self, beam_idx: Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` of the same input was."""
+        self._take_back()
         for own in self.own:
             own.reorder(beam_idx)
 
     def expand(self) -> None:
-        """Repeats the shared part for each row, for code that cannot work on two parts or where sharing is no gain."""
-        shared, own = self.shared, self.own
-        self.shared = None
-        limit = self.limit + shared[0].shape[2]
-        self.own = tuple(RowBuffer(limit, states.repeat_interleave(self.fan_out, dim=0)) for states in shared)
-        if own[0].length:
-            self.append(own[0].view(), own[1].view())
+        """Keeps the shared part for each row, for code that cannot work on two parts or where sharing is no gain."""
+        repeated = self.shared[0].shape[2]
+        own = tuple(RowBuffer(self.limit + repeated, states) for states in self.whole())
+        for buffer in own:
+            buffer.fixed = repeated
+        self.shared, self.own, self._given = None, own, None
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """Keys and values `[inputs * fan_out, kv_heads, length, head_dim]`, in memory of their own."""
         if self.shared is None:
             return self.own[0].view().clone(), self.own[1].view().clone()
-        return tuple(states.whole() for states in self.states())
+        return tuple(states.whole() for states in self._given or self._in_two_parts())
 
-    def _was_read_whole(self) -> bool:
-        return any(name.startswith("whole") for name in self.usage)
+    def _in_two_parts(self) -> tuple[TwoPartStates, TwoPartStates]:
+        return tuple(
+            TwoPartStates(shared, own.view() if own.length else None, self.fan_out, self.usage)
+            for shared, own in zip(self.shared, self.own)
+        )
+
+    def _take_back(self) -> None:
+        """What was given out stands for itself from here on, and no longer for the content."""
+        if self.was_read_whole:
+            self.expand()
+        self._given = None
 
 
 def _is_held_elsewhere(buffer: Tensor) -> bool:

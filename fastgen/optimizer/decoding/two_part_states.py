@@ -3,8 +3,9 @@
 `TwoPartStates` has the shape of the tensor that a model expects from its cache, `[rows, kv_heads, length, head_dim]`,
 but no storage of that size. The operations of which attention is made (`scaled_dot_product_attention`, `matmul`, the
 transposition before it, the repetition of grouped heads) work on the parts; every other operation gets the whole
-tensor, so that code which does something else with its keys stays right. Because the recognition happens at torch's
-operations, no model and no attention function of a host library has to be known or patched.
+tensor in memory of its own, which stands for the parts from then on, so that addresses, views and writes are real.
+Because the recognition happens at torch's operations, no model and no attention function of a host library has to be
+known or patched.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ EXPANDED = "expanded"  # [rows, kv_heads, groups, length, head_dim]: repeat_kv, 
 
 
 class TwoPartStates(Tensor):
-    """Keys or values `[inputs * fan_out, kv_heads, shared_length + own_length, head_dim]` kept in two parts.
+    """Keys or values `[inputs * fan_out, kv_heads * groups, shared_length + own_length, head_dim]` kept in two parts.
 
     shared: `[inputs, kv_heads, shared_length, head_dim]`, the same for the `fan_out` rows of an input.
     own: `[inputs * fan_out, kv_heads, own_length, head_dim]`, or None where nothing is a row's own.
-    by_row: makes the cache keep these states row by row and returns them, `[rows, kv_heads, length, head_dim]`.
     usage: counts which operation worked on the parts, and which asked for the whole tensor (`whole: NAME`).
+    groups: how often each head is repeated.
+    base: the states of which these are a view in another form; None where they stand for memory of their own.
+    memory: that memory, `[rows, kv_heads * groups, length, head_dim]`, once somebody has asked for it. The parts are
+        not up to date from then on.
     """
 
     shared: Tensor
@@ -42,7 +46,8 @@ class TwoPartStates(Tensor):
     usage: Counter[str]
     form: str
     groups: int
-    by_row: Callable[[], Tensor] | None
+    base: TwoPartStates | None
+    memory: Tensor | None
 
     @staticmethod
     def __new__(
@@ -53,41 +58,47 @@ class TwoPartStates(Tensor):
         usage: Counter[str],
         form: str = PLAIN,
         groups: int = 1,
-        by_row: Callable[[], Tensor] | None = None,
+        base: TwoPartStates | None = None,
     ) -> TwoPartStates:
         inputs, heads, length, width = shared.shape
         rows, length = inputs * fan_out, length + (0 if own is None else own.shape[2])
-        size = {
-            PLAIN: (rows, heads * groups, length, width),
-            TRANSPOSED: (rows, heads * groups, width, length),
-            UNSQUEEZED: (rows, heads, 1, length, width),
-            EXPANDED: (rows, heads, groups, length, width),
+        block = length * width
+        size, strides = {
+            PLAIN: ((rows, heads * groups, length, width), (heads * groups * block, block, width, 1)),
+            TRANSPOSED: ((rows, heads * groups, width, length), (heads * groups * block, block, 1, width)),
+            UNSQUEEZED: ((rows, heads, 1, length, width), (heads * block, block, block, width, 1)),
+            EXPANDED: ((rows, heads, groups, length, width), (heads * block, block, 0, width, 1)),
         }[form]
-        self = Tensor._make_wrapper_subclass(cls, size, dtype=shared.dtype, device=shared.device)
+        self = Tensor._make_wrapper_subclass(cls, size, strides, dtype=shared.dtype, device=shared.device)
         self.shared, self.own, self.fan_out, self.usage = shared, own, fan_out, usage
-        self.form, self.groups, self.by_row = form, groups, by_row
+        self.form, self.groups, self.base, self.memory = form, groups, base, None
         return self
 
-    def with_form(self, form: str, groups: int | None = None) -> TwoPartStates:
-        groups = self.groups if groups is None else groups
-        return TwoPartStates(self.shared, self.own, self.fan_out, self.usage, form, groups, self.by_row)
+    @property
+    def in_parts(self) -> bool:
+        """Whether the parts hold what this tensor holds: nobody has asked for the whole, and so nobody has written."""
+        return (self if self.base is None else self.base).memory is None
+
+    def view_as_form(self, form: str, groups: int = 1) -> TwoPartStates:
+        """The same states in another form, which shares their memory as a view would."""
+        base = self if self.base is None else self.base
+        return TwoPartStates(self.shared, self.own, self.fan_out, self.usage, form, groups, base)
 
     def whole(self) -> Tensor:
         """The tensor in one piece, `[rows, …]` in its form; costs what the parts were meant to save."""
-        states = self.shared if self.fan_out == 1 else self.shared.repeat_interleave(self.fan_out, dim=0)
-        if self.own is not None:
-            states = torch.cat([states, self.own], dim=2)
-        if self.form == UNSQUEEZED:
-            return states.unsqueeze(2)
-        if self.form == EXPANDED:
-            return states.unsqueeze(2).expand(-1, -1, self.groups, -1, -1)
-        states = states.repeat_interleave(self.groups, dim=1) if self.groups > 1 else states
-        return states.transpose(2, 3) if self.form == TRANSPOSED else states
-
-    def become_rows(self) -> None:
-        """Stands on the cache's own storage from here on, one part per row, so that views of it and writes are real."""
-        if self.fan_out > 1 and self.by_row is not None:
-            self.shared, self.own, self.fan_out = self.by_row(), None, 1
+        if self.base is not None:
+            states = self.base.whole()
+            if self.form == TRANSPOSED:
+                return states.transpose(2, 3)
+            if self.form in (UNSQUEEZED, EXPANDED):
+                return states.unsqueeze(2).expand(self.shape)
+            return states
+        if self.memory is None:
+            states = self.shared.repeat_interleave(self.fan_out, dim=0)
+            if self.own is not None:
+                states = torch.cat([states, self.own], dim=2)
+            self.memory = states.repeat_interleave(self.groups, dim=1) if self.groups > 1 else states
+        return self.memory
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -95,8 +106,10 @@ class TwoPartStates(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        handler = _HANDLERS.get(func)
-        result = NotImplemented if handler is None else handler(*args, **kwargs)
+        try:
+            result = _HANDLERS[func](*args, **kwargs) if func in _HANDLERS else NotImplemented
+        except TypeError:  # arguments that the handler does not know (`out`, names of dimensions, …)
+            result = NotImplemented
         return _on_whole(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
@@ -108,7 +121,6 @@ class TwoPartStates(Tensor):
 def _on_whole(func: Callable, args: tuple, kwargs: dict) -> Any:
     def whole(states: TwoPartStates) -> Tensor:
         states.usage[f"whole: {getattr(func, '__name__', func)}"] += 1
-        states.become_rows()
         return states.whole()
 
     args, kwargs = tree_map_only(TwoPartStates, whole, (args, kwargs))
@@ -125,7 +137,7 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    parts = isinstance(key, TwoPartStates) and isinstance(value, TwoPartStates) and type(query) is not TwoPartStates
+    parts = _is_in_parts(key) and _is_in_parts(value) and type(query) is not TwoPartStates
     if not parts or dropout_p or is_causal or key.form != PLAIN or value.form != PLAIN:
         return NotImplemented
     if key.fan_out != value.fan_out or key.shared.shape[2] != value.shared.shape[2]:
@@ -137,15 +149,19 @@ def _sdpa(
     return shared_attention(query, (key.shared, key.own), (value.shared, value.own), key.fan_out, attn_mask, scale)
 
 
-def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    if isinstance(left, TwoPartStates) or not _rows_fit(left, right) or left.shape[3] != right.shape[2]:
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
+    if isinstance(input, TwoPartStates) or not isinstance(input, Tensor) or not _is_in_parts(other):
         return NotImplemented
-    if right.shape[1] not in (1, left.shape[1]):
+    if not _rows_fit(input, other) or input.shape[3] != other.shape[2] or other.shape[1] not in (1, input.shape[1]):
         return NotImplemented
-    right.usage["matmul"] += 1
-    if right.form == TRANSPOSED:
-        return query_key_scores(left, right.shared, right.own, right.fan_out)
-    return weighted_values(left, right.shared, right.own, right.fan_out)
+    other.usage["matmul"] += 1
+    if other.form == TRANSPOSED:
+        return query_key_scores(input, other.shared, other.own, other.fan_out)
+    return weighted_values(input, other.shared, other.own, other.fan_out)
+
+
+def _is_in_parts(states: Any) -> bool:
+    return isinstance(states, TwoPartStates) and states.in_parts
 
 
 def _rows_fit(rows: Tensor, states: TwoPartStates) -> bool:
@@ -154,53 +170,62 @@ def _rows_fit(rows: Tensor, states: TwoPartStates) -> bool:
     return fits and rows.shape[1] % states.shared.shape[1] == 0 and rows.dtype == states.dtype
 
 
-def _transpose(states: TwoPartStates, dim0: int, dim1: int) -> Tensor:
-    if states.dim() != 4 or {dim0 % 4, dim1 % 4} != {2, 3}:
+def _transpose(input: TwoPartStates, dim0: int, dim1: int) -> Tensor:
+    if not input.in_parts or input.dim() != 4 or {dim0 % 4, dim1 % 4} != {2, 3}:
         return NotImplemented
-    return states.with_form(TRANSPOSED if states.form == PLAIN else PLAIN)
+    return input.view_as_form(TRANSPOSED if input.form == PLAIN else PLAIN, input.groups)
 
 
 def _getitem(states: TwoPartStates, index: Any) -> Tensor:
     everything = slice(None)
-    if states.form == PLAIN and states.groups == 1 and isinstance(index, tuple):
+    if states.in_parts and states.form == PLAIN and states.groups == 1 and isinstance(index, tuple):
         kinds = [item is None or (isinstance(item, slice) and item == everything) for item in index]
         if all(kinds) and len(index) in (3, 5) and index[2] is None and index.count(None) == 1:
-            return states.with_form(UNSQUEEZED)
+            return states.view_as_form(UNSQUEEZED)
     return NotImplemented
 
 
-def _expand(states: TwoPartStates, *sizes: Any) -> Tensor:
-    sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    if states.form != UNSQUEEZED or len(sizes) != 5:
+def _expand(states: TwoPartStates, *size: Any) -> Tensor:
+    size = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    if not states.in_parts or states.form != UNSQUEEZED or len(size) != 5:
         return NotImplemented
-    kept = [wanted in (-1, size) for position, (wanted, size) in enumerate(zip(sizes, states.shape)) if position != 2]
-    return states.with_form(EXPANDED, groups=sizes[2]) if all(kept) and sizes[2] > 0 else NotImplemented
+    kept = [wanted in (-1, now) for position, (wanted, now) in enumerate(zip(size, states.shape)) if position != 2]
+    return states.view_as_form(EXPANDED, size[2]) if all(kept) and size[2] > 0 else NotImplemented
 
 
-def _reshape(states: TwoPartStates, *sizes: Any) -> Tensor:
-    sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    plain = states.with_form(PLAIN)
-    if states.form not in (PLAIN, EXPANDED) or sizes != tuple(plain.shape):
+def _reshape(states: TwoPartStates, *shape: Any) -> Tensor:
+    shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    rows, heads, *rest = states.shape
+    if not states.in_parts or states.form not in (PLAIN, EXPANDED):
         return NotImplemented
-    return plain
+    if states.form == EXPANDED and shape == (rows, heads * states.groups, *rest[1:]):
+        return _repeated(states, states.groups) if states.groups > 1 else states.view_as_form(PLAIN)
+    return states if shape == states.shape else NotImplemented
 
 
-def _repeat_interleave(states: TwoPartStates, repeats: Any, dim: int | None = None, **kwargs: Any) -> Tensor:
-    if states.form != PLAIN or dim not in (1, -3) or kwargs or not isinstance(repeats, int):
+def _repeat_interleave(input: TwoPartStates, repeats: Any, dim: int | None = None) -> Tensor:
+    if not input.in_parts or input.form != PLAIN or dim not in (1, -3) or not isinstance(repeats, int) or repeats < 1:
         return NotImplemented
-    return states.with_form(PLAIN, groups=states.groups * repeats)
+    return _repeated(input, input.groups * repeats)
+
+
+def _repeated(states: TwoPartStates, groups: int) -> TwoPartStates:
+    """A copy, for which torch would have taken other memory, with `groups` times the heads that are stored."""
+    return TwoPartStates(states.shared, states.own, states.fan_out, states.usage, PLAIN, groups)
 
 
 def _to(states: TwoPartStates, *args: Any, **kwargs: Any) -> Tensor:
+    if not states.in_parts or states.form != PLAIN:
+        return NotImplemented
     own = None if states.own is None else states.own.to(*args, **kwargs)
     shared = states.shared.to(*args, **kwargs)
     if shared is states.shared:
         return states
-    return TwoPartStates(shared, own, states.fan_out, states.usage, states.form, states.groups)
+    return TwoPartStates(shared, own, states.fan_out, states.usage, groups=states.groups)
 
 
-def _same(states: TwoPartStates, *args: Any, **kwargs: Any) -> Tensor:
-    return NotImplemented if args or kwargs else states
+def _same(states: TwoPartStates) -> Tensor:
+    return states if states.in_parts and states.form == PLAIN else NotImplemented
 
 
 _HANDLERS: dict[Callable, Callable] = {
@@ -221,17 +246,15 @@ _HANDLERS: dict[Callable, Callable] = {
     Tensor.detach: _same,
 }
 
+# What the wrapper, which has the shape, strides and type of the whole tensor, answers as that would.
 _METADATA: frozenset[Callable] = frozenset(
-    (
-        Tensor.shape.__get__,
-        Tensor.dtype.__get__,
-        Tensor.device.__get__,
-        Tensor.ndim.__get__,
-        Tensor.requires_grad.__get__,
-        Tensor.is_cuda.__get__,
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        Tensor.is_floating_point,
+    attribute if callable(attribute) else attribute.__get__
+    for attribute in (
+        Tensor.shape, Tensor.dtype, Tensor.device, Tensor.layout, Tensor.ndim, Tensor.itemsize, Tensor.nbytes,
+        Tensor.requires_grad, Tensor.grad, Tensor.grad_fn, Tensor.is_leaf, Tensor.is_cuda, Tensor.is_cpu,
+        Tensor.is_meta, Tensor.is_sparse, Tensor.is_quantized, Tensor.is_nested,
+        Tensor.size, Tensor.stride, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size,
+        Tensor.storage_offset, Tensor.get_device, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
+        Tensor.__len__, Tensor.__hash__, torch.numel, torch.is_floating_point, torch.is_complex,
     )
-)
+)  # fmt: skip

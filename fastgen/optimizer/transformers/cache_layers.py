@@ -1,13 +1,15 @@
 """The layers that fastgen puts into a transformers `DynamicCache` after a prefill with one row per input.
 
 A layer is what the decoding loop and the models know, a `DynamicLayer`; its keys and values are a `SharedKeyValues`.
-After `generate`, `restore` puts plain `DynamicLayer`s back, so that a returned cache is what the library returns.
+It becomes a plain `DynamicLayer`, with everything that the library does to those, as soon as somebody asks for what
+two parts or the rows' buffer cannot give; and after `generate`, so that a returned cache is what the library returns.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,62 +23,73 @@ class SharedLayer(DynamicLayer):
 
     Reading `keys` or `values` gives tensors of the full shape `[rows, kv_heads, length, head_dim]`. Methods of
     `DynamicLayer` that are not overridden here read and assign them; an assignment makes the layer a plain one.
+    own_code: the attention is not the library's, and may expect of its keys all that holds for those of a plain layer.
     """
 
-    def __init__(self, layer: DynamicLayer, states: SharedKeyValues) -> None:
-        self._states: SharedKeyValues | None = None
-        super().__init__()
-        self._states = states
-        self.dtype, self.device = layer.keys.dtype, layer.keys.device
+    def __init__(self, layer: DynamicLayer, states: SharedKeyValues, own_code: bool) -> None:
+        self._states, self._own_code = states, own_code
+        self.dtype, self.device = layer.dtype, layer.device
         self.is_initialized = True
 
     @property
-    def keys(self) -> Tensor | None:
-        return self._plain_keys if self._states is None else self._states.states()[0]
+    def keys(self) -> Tensor:
+        return self._read("keys", 0)
 
     @keys.setter
     def keys(self, keys: Tensor | None) -> None:
-        self._become_plain()
-        self._plain_keys = keys
+        self.become_plain()
+        self.keys = keys
 
     @property
-    def values(self) -> Tensor | None:
-        return self._plain_values if self._states is None else self._states.states()[1]
+    def values(self) -> Tensor:
+        return self._read("values", 1)
 
     @values.setter
     def values(self, values: Tensor | None) -> None:
-        self._become_plain()
-        self._plain_values = values
+        self.become_plain()
+        self.values = values
 
-    def _become_plain(self) -> None:
-        if self._states is not None:
-            self._plain_keys, self._plain_values = self._states.whole()
-            self._states = None
+    def _read(self, name: str, index: int) -> Tensor:
+        if not self._plain_is_due():
+            states = self._states.states()[index]
+            if states.is_contiguous():  # not so those in a buffer with room for more, which the library has not
+                return states
+        self.become_plain()
+        return getattr(self, name)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if self._states is None:
-            return super().update(key_states, value_states, *args, **kwargs)
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self._plain_is_due():
+            self.become_plain()
+            return self.update(key_states, value_states, *args, **kwargs)
         self._states.append(key_states, value_states)
         return self._states.states()
 
-    def get_seq_length(self, *args, **kwargs) -> int:
-        return super().get_seq_length(*args, **kwargs) if self._states is None else self._states.length
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return self._states.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self._states is not None and not self._states.keeps_groups(beam_idx):
-            self._become_plain()  # a decoding method of the caller, which moves rows from input to input
-        if self._states is None:
-            super().reorder_cache(beam_idx)
+        # A decoding method of the caller may move rows from input to input.
+        if self._plain_is_due() or not self._states.keeps_groups(beam_idx):
+            self.become_plain()
+            self.reorder_cache(beam_idx)
         else:
             self._states.reorder(beam_idx.to(self.device))
 
-    def plain(self) -> DynamicLayer:
-        """A `DynamicLayer` with the same content."""
+    def _plain_is_due(self) -> bool:
+        return self._own_code and self._states.was_read_whole
+
+    def become_plain(self) -> None:
+        """Makes this layer a `DynamicLayer` with the same content, in the memory of what was read of it whole."""
+        keys, values = self._states.whole()
         layer = DynamicLayer()
-        self._become_plain()
-        layer.lazy_initialization(self._plain_keys, self._plain_values)
-        layer.keys, layer.values = self._plain_keys, self._plain_values
-        return layer
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        self.__class__, self.__dict__ = DynamicLayer, vars(layer)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """What is copied or pickled is a plain layer."""
+        self.become_plain()
+        return self.__reduce_ex__(protocol)
 
 
 def unsupported_reasons(cache: object) -> list[str]:
@@ -125,11 +138,15 @@ class Sharing:
         return repeated
 
 
-def share(cache: Cache, inputs: int, fan_out: int, limit: int) -> Sharing:
+def share(
+    cache: Cache, inputs: int, fan_out: int, limit: int, own_code: bool = False, keep: bool | None = None
+) -> Sharing:
     """Makes a cache of `inputs` rows one of `inputs * fan_out` rows, in which what is equal is kept once.
 
     Layers other than `DynamicLayer` (sliding window, linear attention, …) are repeated row by row, as the library would
-    have filled them. limit: the number of positions that can be added to each row.
+    have filled them. limit: the number of positions that can be added to each row. own_code: code that is not the
+    library's works with the cache; layers that keep nothing once are left plain. keep: keep what is equal once (True),
+    or never (False), instead of where it pays.
     """
     sharing = Sharing()
     for part, is_cross in zip(parts(cache), (False, True)):
@@ -139,28 +156,30 @@ def share(cache: Cache, inputs: int, fan_out: int, limit: int) -> Sharing:
                 layer.reorder_cache(rows.repeat_interleave(fan_out))
                 sharing.others[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
-                keep = sharing_pays(layer.keys, fan_out, is_cross)
+                kept = sharing_pays(layer.keys, fan_out, is_cross) if keep is None else keep
                 limit_of_rows = 0 if is_cross else limit
-                if not keep and not writing_in_place_pays(layer.keys, fan_out, limit_of_rows):
+                sharing.cross += kept and is_cross
+                sharing.prompt += kept and not is_cross
+                sharing.short += not kept and keep is None
+                if not kept and (own_code or not writing_in_place_pays(layer.keys, fan_out, limit_of_rows)):
                     layer.batch_repeat_interleave(fan_out)
-                    sharing.short += 1
                     continue
+                prompt = (layer.keys, layer.values)
+                if own_code:  # which may have kept what it saw, and write into it
+                    prompt = tuple(states.clone() for states in prompt)
                 usage: Counter[str] = Counter()
-                states = SharedKeyValues(layer.keys, layer.values, fan_out, limit_of_rows, keep, usage)
-                part.layers[index] = SharedLayer(layer, states)
+                states = SharedKeyValues(*prompt, fan_out, limit_of_rows, kept, usage)
+                part.layers[index] = SharedLayer(layer, states, own_code)
                 sharing.usages.append(usage)
-                sharing.cross += keep and is_cross
-                sharing.prompt += keep and not is_cross
-                sharing.short += not keep
     return sharing
 
 
 def restore(cache: Cache) -> None:
-    """Puts plain layers in the place of those that `share` has put in."""
+    """Makes plain the layers that `share` has put in."""
     for part in parts(cache):
-        for index, layer in enumerate(part.layers):
+        for layer in part.layers:
             if isinstance(layer, SharedLayer):
-                part.layers[index] = layer.plain()
+                layer.become_plain()
 
 
 def parts(cache: object) -> list[Cache]:

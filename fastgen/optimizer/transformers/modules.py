@@ -6,6 +6,7 @@ import functools
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # Packages whose modules and forwards treat every row alike, whatever the number of rows.
@@ -29,7 +30,9 @@ def unsupported_reasons(model: nn.Module) -> list[str]:
     if training is not None:
         where = f"module {training}" if training else "the model"
         reasons.append(f"{where} is in training mode, where dropout differs from row to row")
-    hook = next((found for module in modules.values() for found in _unknown_hooks(module)), None)
+    hooks = [found for module in modules.values() for found in _hooks(module)]
+    hooks += [*module_hooks._global_forward_pre_hooks.values(), *module_hooks._global_forward_hooks.values()]
+    hook = next((name for name in map(_qualified_name, hooks) if name.partition(".")[0] not in _KNOWN_HOOKS), None)
     if hook is not None:
         reasons.append(f"the model has a forward hook, which would see fewer rows: {hook}")
     foreign = [reason for name, module in modules.items() for reason in _replaced_forward(name, module)]
@@ -81,10 +84,13 @@ def _package(code: object) -> str | None:
     return module.partition(".")[0] if isinstance(module, str) else None
 
 
-def _unknown_hooks(module: nn.Module) -> list[str]:
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    functions = [getattr(hook, "func", hook) for hook in hooks]  # inside a functools.partial
-    placed = vars(module).get("_hf_hook")  # accelerate's ModelHook, or several in a SequentialHook
-    functions += [type(hook) for hook in getattr(placed, "hooks", [] if placed is None else [placed])]
-    names = [f"{getattr(f, '__module__', '?')}.{getattr(f, '__qualname__', type(f).__name__)}" for f in functions]
-    return [name for name in names if name.partition(".")[0] not in _KNOWN_HOOKS]
+def _hooks(module: nn.Module) -> list[object]:
+    """Its forward hooks, and the classes of what accelerate runs before and after its forward."""
+    placed = vars(module).get("_hf_hook")  # a ModelHook, or several in a SequentialHook
+    classes = [type(hook) for hook in getattr(placed, "hooks", [] if placed is None else [placed])]
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *classes]
+
+
+def _qualified_name(hook: object) -> str:
+    hook = getattr(hook, "func", hook)  # inside a functools.partial
+    return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__name__)}"

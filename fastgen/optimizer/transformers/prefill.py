@@ -46,6 +46,7 @@ def prefill(
     fan_out, compared = rows_per_input(self, arguments, generation_config)
     record.rows, record.inputs = input_ids.shape[0], input_ids.shape[0] // fan_out
     reasons = unsupported_reasons(self, arguments, fan_out, compared, record)
+    reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], record)
     if not reasons:
         given = rows.one_per_input(arguments, record.rows, fan_out)
         used = {name: value for name, value in given.items() if name != "input_ids"}
@@ -130,7 +131,7 @@ def expand(
         caches.append(given)
     for cache in caches:
         record.caches.add(cache)
-        sharing = cache_layers.share(cache, inputs, fan_out, limit)
+        sharing = cache_layers.share(cache, inputs, fan_out, limit, record.own_code, record.keep)
         record.usages += sharing.usages
         record.shared += sharing.shared_descriptions()
         record.fallbacks += sharing.repeated_descriptions()

@@ -1,8 +1,9 @@
 """Verify before trusting: compares a few steps of the original and of fastgen before the first use of a model class.
 
 Done where nobody has compared them before: on a version of transformers newer than any tested, and for model classes
-that are not part of transformers. A difference switches the patches off, altogether or for that class, with a warning
-that says what differed.
+that are not part of transformers. It is done when a prefill would share for the first time: the call ends there, both
+are compared with everything shared and with nothing shared, however short the prompt, and the call begins again. A
+difference switches the patches off, altogether or for that class, with a warning that says what differed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,78 +25,143 @@ from fastgen.patching import disabled
 STEPS = 4
 GROUP = "transformers.shared_caches"
 
-# The largest difference of scores that rounding explains.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+# The largest difference of logits that rounding explains, as a part of the largest of them.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
-# Model class, several beams, several sequences per input; and what differed, for classes that are left alone.
-_verified: set[tuple[type, bool, bool]] = set()
+# Keys of what was compared, see `_key`; and what differed, for classes that are left alone.
+_verified: set[tuple] = set()
 _refused: dict[type, str] = {}
+
+
+@dataclass
+class Call:
+    """What a call of `generate` was given, and the random state in which it began."""
+
+    model: Any
+    arguments: dict[str, Any]
+    random_state: tuple[Tensor, list[Tensor]]
+
+
+class FirstUse(BaseException):
+    """Ends a call that would be the first to share; no error, and not to be caught by the code that it runs through."""
+
+    def __init__(self, key: tuple, call: Call) -> None:
+        super().__init__(key)
+        self.key, self.call = key, call
 
 
 def is_tested(model: Any) -> bool:
     """Whether the model is one of transformers' own, and transformers no newer than the tests."""
-    return _is_part_of_transformers(model) and not PATCH_SET.newer_than_tested("transformers")
+    return is_part_of_transformers(model) and not PATCH_SET.newer_than_tested("transformers")
 
 
-def pending_reasons(model: Any, original: Callable, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """Why this call of `generate` cannot be trusted to fastgen yet; empty if it was verified, now or before."""
+def is_part_of_transformers(model: Any) -> bool:
+    return type(model).__module__.split(".")[0] == "transformers"
+
+
+def refused_reasons(model: Any) -> list[str]:
+    """What differed when the model's class was compared; empty if nothing did, or if it was not compared yet."""
+    return [_refused[type(model)]] if type(model) in _refused else []
+
+
+def call_to_verify(model: Any, args: tuple, kwargs: dict[str, Any]) -> Call | None:
+    """What `first_use_reasons` needs to know of a call of `generate`; None for models that nobody has to compare."""
     if is_tested(model):
-        return []
+        return None
     arguments = inspect.signature(GenerationMixin.generate).bind_partial(model, *args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
     del arguments["self"]
-    key = (type(model), *_mode(model, arguments))
-    if key in _verified or key[1:] == (False, False):
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return Call(model, arguments, (torch.get_rng_state(), cuda))
+
+
+def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, record: report.Report) -> list[str]:
+    """Why a call that shares cannot be trusted to fastgen yet; raises `FirstUse` if that can be found out."""
+    call = record.call
+    if is_tested(model) or (call is None and record.keep is not None):  # the latter in `compare`
         return []
-    if type(model) in _refused:
-        return [_refused[type(model)]]
-    stateful = [name for name, value in arguments.items() if not _may_be_used_twice(value)]
-    if stateful:
-        return [
-            f"{_subject(model)} is not verified yet, and a call with {name} cannot be repeated" for name in stateful
-        ]
-    difference = compare(model, original, arguments)
-    if difference:
-        reason = f"{_subject(model)}: {difference}"
-        if _is_part_of_transformers(model):
+    key = _key(model, generation_config)
+    if key in _verified:
+        return []
+    if call is None or call.model is not model:
+        unfit = ["this call has nothing to compare"]
+    else:
+        stateful = [name for name, value in call.arguments.items() if _has_state(value)]
+        unfit = [f"a call with {name} cannot be repeated" for name in stateful]
+    if (generation_config.max_length or 0) - prompt_length < STEPS:
+        unfit.append(f"a call for fewer than {STEPS} new tokens shows too little")
+    if not unfit:
+        raise FirstUse(key, call)
+    return [f"{_subject(model)} is not verified yet, and {reason}" for reason in unfit]
+
+
+def verify(original: Callable, first: FirstUse) -> None:
+    """Compares, notes what came out, and puts the random state back to where the call began."""
+    model, (cpu, cuda) = first.call.model, first.call.random_state
+    try:
+        difference = compare(model, original, first.call.arguments)
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+    if difference == "":
+        _verified.add(first.key)
+    elif difference is not None:
+        _refused[type(model)] = reason = f"{_subject(model)}: {difference}"
+        if is_part_of_transformers(model):
             PATCH_SET.fail(GROUP, reason)
         else:
             warnings.warn(f"fastgen leaves this model class alone: {reason}", RuntimeWarning, stacklevel=2)
-        _refused[type(model)] = reason
-        return [reason]
-    _verified.add(key)
-    return []
 
 
-def compare(model: Any, original: Callable, arguments: dict[str, Any]) -> str:
-    """What differs between the first steps of the original and of fastgen; empty if nothing does."""
+def compare(model: Any, original: Callable, arguments: dict[str, Any]) -> str | None:
+    """What differs between the first steps of the original and of fastgen; empty if nothing does.
+
+    Prompts of any length are shared, so that those to come go through code that was compared, and then none. None if
+    the original fails or stops, or if fastgen shares nothing, so that there is nothing to compare.
+    """
 
     def first_steps() -> Any:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            return original(
-                model,
-                **arguments | {"return_dict_in_generate": True, "output_scores": True},
-                stopping_criteria=StoppingCriteriaList([_StopAfter(STEPS)]),
-            )
+        torch.manual_seed(0)
+        stop = StoppingCriteriaList([_StopAfter(STEPS)])
+        others = {"return_dict_in_generate": True, "output_logits": True, "min_new_tokens": STEPS}
+        return original(model, **arguments | others | {"stopping_criteria": stop})
 
-    with disabled():
-        expected = first_steps()
     try:
-        with report.recording(type(model).__name__):
-            found = first_steps()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    for step, (ours, theirs) in enumerate(zip(found.scores, expected.scores)):
-        tolerance = TOLERANCES.get(model.dtype, TOLERANCES[torch.float32])
+        with disabled():
+            expected = first_steps()
+        if len(expected.logits) < STEPS:
+            return None
+    except Exception:  # which the call that follows will raise as well, if it is the program's
+        return None
+    for keep in (True, False):
+        with report.recording(type(model).__name__) as record:
+            record.own_code, record.keep = not is_part_of_transformers(model), keep
+            try:
+                found = first_steps()
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        if not record.shared:
+            return None
+        if difference := _difference(found, expected, model.dtype):
+            return difference
+    return ""
+
+
+def _difference(found: Any, expected: Any, dtype: torch.dtype) -> str:
+    """Between the outputs of two calls; in half precision, rounding may change tokens and what follows them."""
+    is_half = dtype not in (torch.float32, torch.float64)
+    for step, (ours, theirs) in enumerate(zip(found.logits, expected.logits)):
         if ours.shape != theirs.shape:
-            return f"scores of step {step} have shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
-        if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True):
-            return f"scores of step {step} differ by {_largest_difference(ours, theirs):.2g}"
-        if model.dtype not in (torch.float32, torch.float64):
-            break  # a token may flip by rounding, and all scores after it
-    else:
-        if not torch.equal(found.sequences, expected.sequences):
-            return "tokens differ"
+            return f"logits of step {step} have shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
+        largest = theirs.nan_to_num(posinf=0, neginf=0).abs().max().item()
+        tolerance = TOLERANCES.get(dtype, TOLERANCES[torch.float32]) * largest
+        equal = torch.isclose(ours, theirs, rtol=0, atol=tolerance, equal_nan=True).all(dim=-1)  # [rows]
+        if equal.float().mean() < (0.5 if is_half and step else 1):
+            difference = (ours.nan_to_num(neginf=-1e9) - theirs.nan_to_num(neginf=-1e9)).abs().max().item()
+            return f"logits of step {step} differ by {difference:.2g}"
+    if not is_half and not torch.equal(found.sequences, expected.sequences):
+        return "tokens differ"
     return ""
 
 
@@ -107,28 +174,18 @@ class _StopAfter(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.steps <= 0, dtype=torch.bool, device=input_ids.device)
 
 
-def _mode(model: Any, arguments: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether there are several beams, and whether there are several sequences per input."""
-    configs = (arguments.get("generation_config"), model.generation_config)
-
-    def value(name: str) -> int:
-        given = [arguments.get(name), *(getattr(config, name, None) for config in configs)]
-        return next((number for number in given if number is not None), 1)
-
-    return value("num_beams") > 1, value("num_return_sequences") > 1
+def _key(model: Any, generation_config: Any) -> tuple:
+    """What decides which code a model runs: its class, its attention and dtype, whether rows are moved or sampled."""
+    several = ((generation_config.num_beams or 1) > 1, (generation_config.num_return_sequences or 1) > 1)
+    return type(model), *several, getattr(model.config, "_attn_implementation", None), model.dtype
 
 
-def _is_part_of_transformers(model: Any) -> bool:
-    return type(model).__module__.split(".")[0] == "transformers"
-
-
-def _may_be_used_twice(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, Tensor, GenerationConfig))
+def _has_state(value: Any) -> bool:
+    """Whether a second call might find it changed by the first."""
+    if isinstance(value, (list, tuple)):
+        return any(_has_state(item) for item in value)
+    return value is not None and not isinstance(value, (bool, int, float, str, Tensor, GenerationConfig))
 
 
 def _subject(model: Any) -> str:
     return f"{type(model).__module__}.{type(model).__name__} on transformers {transformers_version}"
-
-
-def _largest_difference(ours: Tensor, theirs: Tensor) -> float:
-    return (ours.nan_to_num(neginf=-1e9) - theirs.nan_to_num(neginf=-1e9)).abs().max().item()

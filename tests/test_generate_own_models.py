@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from own_models import HEADS, KV_HEADS, WIDTH, odd_model, repeated, weigh
+from own_models import FORMS, ODD, odd_model, repeated, weigh
 from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, padded
 from sharing import sharing
 from torch import Tensor
@@ -13,51 +12,6 @@ from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.transformers import verification
 
 pytestmark = pytest.mark.usefixtures("share_always")
-
-
-def by_einsum(query, keys, values, mask):
-    weights = weigh(torch.einsum("bhqd,bhkd->bhqk", query, repeated(keys)), mask)
-    return torch.einsum("bhqk,bhkd->bhqd", weights, repeated(values))
-
-
-def of_sliced_keys(query, keys, values, mask):
-    keys, values = keys[:, :, -4:], values[..., -4:, :]
-    return weigh(query @ repeated(keys).mT, mask[..., -4:]) @ repeated(values)
-
-
-def of_shifted_keys(query, keys, values, mask):
-    keys = keys + 0.3 * keys.mean(dim=2, keepdim=True)
-    return weigh(query @ repeated(keys).transpose(-1, -2), mask) @ (2 * repeated(values) - 1)
-
-
-def by_batched_products(query, keys, values, mask):
-    rows, _, length, _ = query.shape
-    keys, values = (repeated(states).flatten(0, 1) for states in (keys, values))
-    weights = weigh(torch.bmm(query.flatten(0, 1), keys.transpose(1, 2)).view(rows, HEADS, length, -1), mask)
-    return torch.bmm(weights.flatten(0, 1), values).view(rows, HEADS, length, WIDTH)
-
-
-def by_key_order(query, keys, values, mask):
-    order = keys.norm(dim=-1, keepdim=True).argsort(dim=2)  # [rows, kv_heads, length, 1]
-    keys, values = torch.take_along_dim(keys, order, 2), values.gather(2, order.expand(-1, -1, -1, WIDTH))
-    mask = torch.take_along_dim(mask.expand(-1, KV_HEADS, -1, -1), order.transpose(2, 3), 3)
-    return weigh(query @ repeated(keys).mT, repeated(mask)) @ repeated(values)
-
-
-def by_rows_of_numpy(query, keys, values, mask):
-    keys, values = (torch.tensor(states.detach().numpy().tolist()) for states in (keys, values))
-    return weigh(query @ repeated(keys).mT, mask) @ repeated(values)
-
-
-def through_views(query, keys, values, mask):
-    keys, values = (torch.stack(list(states.unbind(1)), dim=1) for states in (keys, values))
-    keys = keys.permute(0, 1, 3, 2).clone()
-    return weigh(query @ torch.cat([keys[:, :1], keys[:, :1], keys[:, 1:], keys[:, 1:]], dim=1), mask) @ repeated(
-        values
-    )
-
-
-ODD = (by_einsum, of_sliced_keys, of_shifted_keys, by_batched_products, by_key_order, by_rows_of_numpy, through_views)
 
 
 @pytest.fixture
@@ -82,22 +36,7 @@ def test_plain_products_work_on_two_parts(arguments):
     assert is_shared(assert_same(odd_model(plain), padded(9, 5), **arguments), PROMPT)
 
 
-def with_names(query, keys, values, mask):
-    keys, values = (torch.repeat_interleave(input=states, repeats=2, dim=1) for states in (keys, values))
-    scores = torch.matmul(input=query, other=torch.transpose(input=keys, dim0=2, dim1=3))
-    return torch.matmul(input=weigh(scores, mask), other=values)
-
-
-def with_out(query, keys, values, mask):
-    keys, values = (
-        states[:, :, None].expand(size=(-1, -1, 2, -1, -1)).reshape(shape=(len(query), HEADS, -1, WIDTH))
-        for states in (keys, values)
-    )
-    scores = torch.matmul(query, keys.transpose(2, 3), out=query.new_empty(*query.shape[:3], keys.shape[2]))
-    return torch.matmul(weigh(scores, mask), values, out=torch.empty_like(query))
-
-
-@pytest.mark.parametrize("attend", (with_names, with_out))
+@pytest.mark.parametrize("attend", FORMS)
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 def test_a_long_prompt_after_one_too_short_to_share(attend, arguments, monkeypatch):
     """The class is trusted after the first call, and its attention meets shared keys first in the second."""

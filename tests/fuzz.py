@@ -1,0 +1,241 @@
+"""Random calls of `generate` with fastgen against the unpatched library, in one process.
+
+    python tests/fuzz.py --comparisons 20000        # as `make fuzz`
+    python tests/fuzz.py --first 4711 --comparisons 1
+
+Prints each difference with the seed that draws it again, and counts at the end. Exit status 1 where anything differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy
+import torch
+import transformers
+from accelerate import hooks as accelerate_hooks
+from fuzz_cases import Case, draw, model_of
+from parity import assert_equal_outputs
+from sharing import sharing
+from torch import nn
+
+import fastgen
+from fastgen.ops import cpu_linear
+from fastgen.optimizer.decoding import gain, kv_cache
+
+HALF_TOLERANCE = 0.25
+TIE = 1e-4
+
+
+@dataclass
+class Outcome:
+    """equal, tie (tokens whose scores agree to 1e-4), both raise, or different; and whether anything was shared."""
+
+    verdict: str
+    detail: str = ""
+    shared: bool = False
+
+
+def compare(case: Case) -> Outcome:
+    """Runs the case with and without fastgen."""
+    with ExitStack() as stack:
+        model = model_of(case.name, torch.bfloat16 if case.context == "bfloat16" else torch.float32)
+        arguments = _arguments(case)
+        stack.enter_context(_around(case, model))
+        expected = _result(lambda: _with_states(model, case, arguments, stock=True))
+        found = _result(lambda: _with_states(model, case, arguments, stock=False))
+        report = fastgen.explain()
+        shared = report is not None and bool(report.shared)
+    if isinstance(expected, Exception) or isinstance(found, Exception):
+        if type(expected) is type(found):
+            return Outcome("both raise", repr(found), shared)
+        return Outcome("different", f"stock: {_short(expected)}; fastgen: {_short(found)}", shared)
+    try:
+        assert_equal_outputs(expected, found, HALF_TOLERANCE if case.is_half else 1e-4)
+    except AssertionError as error:
+        verdict = "tie" if _is_tie(expected[0], found[0]) else "different"
+        return Outcome(verdict, " ".join(str(error).split())[:300], shared)
+    return Outcome("equal", shared=shared)
+
+
+def _arguments(case: Case) -> dict[str, Any]:
+    arguments = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **case.arguments}
+    if case.is_half:
+        tokens = torch.randint(5, 90, (4, 16), generator=torch.Generator().manual_seed(case.seed)).tolist()
+        arguments["prefix_allowed_tokens_fn"] = lambda batch, ids: [tokens[batch % 4][ids.shape[0] % 16]]
+    if case.context == "own loop":
+        arguments["custom_generate"] = own_loop
+    return arguments
+
+
+def own_loop(model: Any, input_ids: torch.Tensor, *processing: Any, generation_config: Any, **kwargs: Any) -> Any:
+    """A decoding method of a program: takes the likeliest token, and looks at its cache."""
+    outputs = model._prefill(input_ids, generation_config, kwargs)
+    seen = []
+    for _ in range(3):
+        kwargs = model._update_model_kwargs_for_generation(
+            outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder
+        )
+        input_ids = torch.cat([input_ids, outputs.logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        cache = kwargs.get("past_key_values")
+        seen.append([type(layer).__name__ for layer in getattr(cache, "layers", [])])
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
+        outputs = model(**inputs, return_dict=True)
+    return input_ids, outputs.logits, seen
+
+
+def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock: bool) -> tuple:
+    """What generate returns, and the states of all random numbers afterwards."""
+    if case.keeps_state:
+        model = copy.deepcopy(model)
+    torch.manual_seed(case.seed)
+    numpy.random.seed(case.seed % 2**32)
+    random.seed(case.seed)
+
+    def generate() -> Any:
+        if not stock:
+            return model.generate(**case.inputs, **arguments)
+        with fastgen.disabled():
+            return model.generate(**case.inputs, **arguments)
+
+    if case.context == "two threads" and not arguments["do_sample"] and not case.keeps_state:
+        with ThreadPoolExecutor(2) as pool:
+            one, other = [pool.submit(generate) for _ in range(2)]
+            result = (one.result(), other.result())
+        generate() if not stock else None  # leaves the report in this thread
+    else:
+        result = generate()
+    return result, torch.get_rng_state(), torch.from_numpy(numpy.random.get_state()[1].copy()), random.random()
+
+
+@contextmanager
+def _around(case: Case, model: nn.Module) -> Iterator[None]:
+    """What the program has done before it calls generate."""
+    with ExitStack() as stack:
+        by_gates = case.context in ("default gates", "repeated keys", "keys written in place")
+        stack.enter_context(sharing("auto" if by_gates else "always"))
+        if case.context in ("repeated keys", "keys written in place"):  # the prompt once, and its keys for each row
+            stack.enter_context(patch.multiple(gain, COST=0, COST_PER_MODULE=0))
+        if case.context == "keys written in place":
+            stack.enter_context(patch.object(kv_cache, "MIN_ELEMENTS_TO_WRITE_IN_PLACE", 0))
+        if case.context == "inference mode":
+            stack.enter_context(torch.inference_mode())
+        elif case.context == "autocast":
+            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+        elif case.context == "poisoned memory":  # what is read unwritten is NaN
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            stack.callback(torch.use_deterministic_algorithms, False)
+        elif case.context == "oneDNN":
+            for name, value in {"MIN_ELEMENTS": 0, "MIN_ELEMENTS_OF_ONE_ROW": 0, "machine_reasons": list}.items():
+                stack.enter_context(patch.object(cpu_linear, name, value))
+            stack.enter_context(patch.object(gain.ModelSize, "is_large", True))
+        elif case.context in ("replaced forward", "hook of accelerate"):
+            _steer(stack, model, by_hook=case.context != "replaced forward")
+        elif case.context == "compiled forward":
+            torch.compiler.reset()
+            model.forward = torch.compile(model.forward, backend="eager", fullgraph=True, dynamic=True)
+            stack.callback(delattr, model, "forward")
+        yield
+
+
+def _steer(stack: ExitStack, model: nn.Module, by_hook: bool) -> None:
+    """Adds another number to each row that goes into the model's last product."""
+    place = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+
+    def steered(states: torch.Tensor) -> torch.Tensor:
+        return states + torch.linspace(-0.1, 0.1, states.shape[0]).view(-1, *[1] * (states.dim() - 1))
+
+    if by_hook:
+        accelerate_hooks.add_hook_to_module(place, _Hook(steered))
+        stack.callback(accelerate_hooks.remove_hook_from_module, place)
+        return
+    original = place.forward
+    place.forward = functools.wraps(original)(lambda states: original(steered(states)))
+    stack.callback(delattr, place, "forward")
+
+
+class _Hook(accelerate_hooks.ModelHook):
+    def __init__(self, steered: Any) -> None:
+        self.steered = steered
+
+    def pre_forward(self, module: nn.Module, states: torch.Tensor) -> Any:
+        return (self.steered(states),), {}
+
+
+def _result(call: Any) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+def _short(result: Any) -> str:
+    return repr(result)[:200] if isinstance(result, Exception) else "returns"
+
+
+def _is_tie(expected: Any, found: Any) -> bool:
+    """Whether only rounding decided: of two tokens or beams with equal scores, or of a token at the edge of top-p."""
+    if not hasattr(expected, "sequences") or expected.sequences.shape != found.sequences.shape:
+        return False
+    if "sequences_scores" in expected:
+        return torch.allclose(expected.sequences_scores, found.sequences_scores, rtol=0, atol=TIE)
+    for step, (stock, fast) in enumerate(zip(expected.logits, found.logits)):
+        if not torch.allclose(stock, fast, rtol=TIE, atol=TIE):
+            return False
+        if not torch.equal(expected.scores[step].isinf(), found.scores[step].isinf()):
+            return True
+        position = step - len(expected.logits)  # counted from the end
+        best, second = expected.scores[step].topk(2).values.unbind(-1)
+        if (expected.sequences != found.sequences)[:, position].any():
+            return bool((best - second < TIE).any())
+    return False
+
+
+def run(first: int, comparisons: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
+    """Counts of verdicts ("equal, shared", …), and a line for each case that differed."""
+    counts: Counter[str] = Counter()
+    differences = []
+    end = time.monotonic() + seconds
+    for seed in range(first, first + comparisons):
+        if time.monotonic() > end:
+            break
+        case = draw(seed)
+        outcome = compare(case)
+        counts[f"{outcome.verdict}, {'shared' if outcome.shared else 'left alone'}"] += 1
+        if outcome.verdict in ("different", "tie"):
+            differences.append(f"{outcome.verdict}: {case}\n    {outcome.detail}")
+            print(differences[-1], flush=True)
+    return counts, differences
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed (default: 0)")
+    parser.add_argument("--comparisons", type=int, default=20_000, metavar="N", help="default: 20000")
+    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="stop after so many")
+    arguments = parser.parse_args(argv)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    counts, differences = run(arguments.first, arguments.comparisons, arguments.seconds)
+    print(f"{sum(counts.values())} comparisons from seed {arguments.first} on, transformers {transformers.__version__}")
+    for verdict, count in counts.most_common():
+        print(f"{count:7} {verdict}")
+    return int(any(line.startswith("different") for line in differences))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

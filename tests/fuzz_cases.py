@@ -1,0 +1,202 @@
+"""What the comparison fuzzer varies: one case is drawn from one seed, and the same seed draws the same case."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from architectures import ARCHITECTURES, SPECIAL, Architecture, tiny_config
+from own_models import FORMS, ODD, odd_model
+from parity import lively, padded, token_ids
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+# Checkpoints of these keep is_decoder=False: their forward fills the cache that it is given and does not return it.
+ENCODERS = ("bert", "roberta", "xlm-roberta", "electra", "camembert", "big_bird")
+# Built with more positions, for prompts of which few queries see many keys.
+LONG = ("pegasus", "bart", "marian", "gpt2", "llama")
+# In half precision a token that another expert computes differs by more than rounding.
+HALF = (
+    "gpt2",
+    "llama",
+    "llama-eager",
+    "mistral",
+    "qwen2",
+    "gemma2",
+    "opt",
+    "bart",
+    "bart-eager",
+    "pegasus",
+    "t5",
+    "mt5",
+)
+WAYS = {way.__name__: way for way in ODD + FORMS}
+POSITIONS = {"max_position_embeddings": 512, "n_positions": 512}
+
+BY_NAME = {architecture.id: architecture for architecture in ARCHITECTURES}
+NAMES = {
+    **dict.fromkeys(BY_NAME, 1),
+    **dict.fromkeys((f"{name}-encoder" for name in ENCODERS), 1),
+    **dict.fromkeys((f"{name}-long" for name in LONG), 3),
+    **dict.fromkeys((f"odd-{way}" for way in WAYS), 1),
+}
+
+CONTEXTS = {
+    "plain": 24,
+    "inference mode": 3,
+    "two threads": 3,
+    "poisoned memory": 4,
+    "oneDNN": 3,
+    "default gates": 1,
+    "repeated keys": 4,
+    "keys written in place": 3,
+    "bfloat16": 2,
+    "autocast": 2,
+    "replaced forward": 1,
+    "hook of accelerate": 1,
+    "own loop": 1,
+    "compiled forward": 0.2,
+}
+
+
+@dataclass
+class Case:
+    """One generate with everything that it is called with."""
+
+    seed: int
+    name: str
+    context: str
+    inputs: dict[str, torch.Tensor]
+    arguments: dict[str, Any]
+    words: list[str] = field(default_factory=list)  # what is special about it
+
+    def __str__(self) -> str:
+        shapes = {name: tuple(value.shape) for name, value in self.inputs.items()}
+        return f"seed {self.seed}: {self.name}, {self.context}, {shapes}, {self.arguments} {' '.join(self.words)}"
+
+    @property
+    def kind(self) -> str:
+        """ "causal", "seq2seq", "speech" or "vision"."""
+        return kind_of(self.name)
+
+    @property
+    def keeps_state(self) -> bool:
+        """BigBird gives up its sparse attention for good at a short input; RecurrentGemma keeps its last states."""
+        return "bird" in self.name or self.name == "recurrent_gemma"
+
+    @property
+    def is_half(self) -> bool:
+        return self.context in ("bfloat16", "autocast")
+
+
+def kind_of(name: str) -> str:
+    name = name.removesuffix("-long")
+    return BY_NAME[name].kind if name in BY_NAME else "causal"
+
+
+@functools.cache
+def model_of(name: str, dtype: torch.dtype) -> nn.Module:
+    if name.startswith("odd-"):
+        return odd_model(WAYS[name.removeprefix("odd-")]).to(dtype)
+    if name.endswith("-encoder"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(tiny_config(name.removesuffix("-encoder"))).eval()
+        model.generation_config.update(**SPECIAL)
+    elif name.endswith("-long"):
+        plain = BY_NAME[name.removesuffix("-long")]
+        model = Architecture(plain.model_type, plain.kind, POSITIONS | plain.overrides).model()
+    else:
+        model = BY_NAME[name].model()
+    return lively(model).to(dtype)
+
+
+def draw(seed: int) -> Case:
+    random = Random(seed)
+    context = random.choices(list(CONTEXTS), list(CONTEXTS.values()))[0]
+    if context in ("bfloat16", "autocast"):
+        name = random.choice(HALF)
+    elif context == "compiled forward":
+        name = random.choice(("gpt2", "llama"))
+    else:
+        name = random.choices(list(NAMES), list(NAMES.values()))[0]
+    case = Case(seed, name, context, {}, {})
+    _draw_decoding(random, case)
+    _draw_options(random, case)
+    _draw_inputs(random, case)
+    return case
+
+
+def _draw_decoding(random: Random, case: Case) -> None:
+    arguments = case.arguments
+    way = random.choice(("beams", "beams", "samples", "samples", "beam samples", "greedy", "sample"))
+    if "beam" in way:
+        arguments["num_beams"] = random.choice((2, 3, 4, 8))
+        arguments["num_return_sequences"] = random.choice((1, arguments["num_beams"]))
+    if way == "samples":
+        arguments["num_return_sequences"] = random.choice((2, 3, 5))
+    arguments["do_sample"] = "sample" in way
+    arguments["max_new_tokens"] = random.choice((1, 2, 4, 7, 12))
+    if case.is_half:  # the tokens are given, so that rounding decides about none
+        arguments.update(do_sample=True, num_beams=1, num_return_sequences=random.choice((2, 4)))
+
+
+def _draw_options(random: Random, case: Case) -> None:
+    arguments = case.arguments
+
+    def sometimes(probability: float, **options: Any) -> None:
+        if random.random() < probability:
+            arguments.update(options)
+
+    sometimes(0.1, output_hidden_states=True)
+    sometimes(0.1, use_cache=False)
+    if case.kind == "causal":
+        sometimes(0.06, prefill_chunk_size=random.choice((2, 4)))
+    if case.is_half:
+        return
+    sometimes(0.2, no_repeat_ngram_size=random.choice((1, 2, 3)))
+    if case.kind == "seq2seq":
+        sometimes(0.15, encoder_no_repeat_ngram_size=random.choice((1, 2)))
+    sometimes(0.1, repetition_penalty=1.7)
+    sometimes(0.1, min_new_tokens=random.choice((2, 5)))
+    sometimes(0.1, length_penalty=random.choice((-1.0, 2.0)))
+    sometimes(0.1, early_stopping=random.choice((True, "never")))
+    sometimes(0.1, bad_words_ids=[[7], [11, 12]], suppress_tokens=[20, 21])
+    sometimes(0.05, forced_eos_token_id=2)
+    sometimes(0.05, renormalize_logits=True)
+    sometimes(0.05, sequence_bias=[[[31], 4.0]])
+    sometimes(0.05, eos_token_id=list(range(2, 30)))  # rows end at many different steps
+    if arguments["do_sample"]:
+        sometimes(0.3, temperature=random.choice((0.5, 1.5)))
+        sometimes(0.3, top_k=random.choice((0, 5)))
+        sometimes(0.3, top_p=0.8)
+
+
+def _draw_inputs(random: Random, case: Case) -> None:
+    rows = random.choice((1, 1, 2, 3, 4))
+    if case.kind in ("speech", "vision"):
+        case.inputs = {name: value.clone() for name, value in BY_NAME[case.name].inputs().items()}
+        return
+    lengths = [random.randint(1, 12) for _ in range(rows)]
+    if case.name.endswith("-long"):
+        lengths[-1] = random.randint(250, 300)
+    if case.name.startswith("big_bird"):
+        lengths[-1] = random.randint(60, 80)
+    usual = "left" if case.kind == "causal" else "right"
+    side = usual if random.random() < 0.7 else random.choice(("left", "right"))
+    inputs = padded(*lengths, side=side, seed=case.seed)
+    if random.random() < 0.08:
+        inputs["attention_mask"][random.randrange(rows)] = 0
+        case.words.append("(a row whose mask is all zero)")
+    if random.random() < 0.15:
+        del inputs["attention_mask"]
+    fan_out = max(case.arguments.get("num_beams", 1), case.arguments.get("num_return_sequences", 1))
+    if fan_out == 1 and random.random() < 0.6:
+        repeats = random.choice((2, 3, 8))
+        inputs = {name: value.repeat_interleave(repeats, dim=0) for name, value in inputs.items()}
+        case.words.append(f"(rows repeated {repeats} times)")
+    if case.kind == "seq2seq" and random.random() < 0.1:
+        inputs["decoder_input_ids"] = token_ids(inputs["input_ids"].shape[0], 3, seed=case.seed)
+    case.inputs = inputs

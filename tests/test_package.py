@@ -4,9 +4,10 @@ Most processes here import a stand-in for transformers, and stand-ins for fastge
 """
 
 import multiprocessing
+import shutil
 
 import pytest
-from python_process import run_code, run_python
+from python_process import REPOSITORY, run_code, run_python
 
 UTILS = """
 class GenerationMixin:
@@ -270,3 +271,16 @@ print([inspect.signature(getattr(GenerationMixin, name)) for name in names] == p
 print([vars(GenerationMixin)[name] is not wrapper for name, wrapper in zip(names, wrappers)])
 """
     assert run_code(code, FASTGEN_STRICT="1").strip() == "{'applied'} True [True, True, True, True]"
+
+
+def test_the_distribution_is_not_called_by_the_name_of_another_project(tmp_path):
+    for name in ("setup.py", "README.md"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    assert run_python("setup.py", "--name", cwd=tmp_path).stdout.splitlines()[-1] == "fastgen-generate"
+
+
+def test_nothing_tells_anybody_to_install_the_project_of_that_name():
+    texts = [*REPOSITORY.glob("*.*"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("fastgen/**/*.py")]
+    texts = [path for path in [REPOSITORY / "Makefile", *texts] if path.is_file()]
+    assert len(texts) > 100
+    assert [path for path in texts if "fastgen[" in path.read_text(encoding="utf-8")] == []

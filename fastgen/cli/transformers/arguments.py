@@ -116,7 +116,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--task",
         metavar="NAME",
-        help=f"{SPEECH}: INPUT names audio files, one per line (pip install 'fastgen[audio]'). Any other name: use the "
+        help=f"{SPEECH}: INPUT names audio files, one per line (pip install soundfile soxr). Any other name: use the "
         "settings the model's config keeps for this task (task_specific_params), such as summarization or "
         "translation_en_to_de; flags given here win over them",
     )
@@ -246,7 +246,7 @@ def _add_score_flags(group: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="FILE",
         help="one reference per line of INPUT; prints ROUGE, BLEU, chrF and exact match (pip install "
-        "'fastgen[metrics]'). Of several outputs per input the first is scored",
+        "rouge-score sacrebleu). Of several outputs per input the first is scored",
     )
     add("--score_path", type=Path, metavar="FILE", help="where to write these scores as JSON; needs --reference_path")
 

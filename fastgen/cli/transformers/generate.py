@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _check_packages() -> None:
     if missing := [name for name in ("transformers", "tqdm") if find_spec(name) is None]:
-        raise InputError(f"needs the package {' and '.join(missing)}: pip install 'fastgen[transformers]'")
+        raise InputError(f"needs the package {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def _run(args: argparse.Namespace, files: Files) -> int:

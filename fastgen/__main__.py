@@ -32,7 +32,9 @@ def main(argv: list[str]) -> None:
     _parser().parse_args(own)
     if not program:
         print(report())
-    elif program[0] != "-m":
+        return
+    fastgen.enable()  # under FASTGEN_AUTO=0, too
+    if program[0] != "-m":
         run_script(*program)
     elif len(program) == 1:
         _stop(2, "-m needs the name of a module")

@@ -63,7 +63,8 @@ def test_a_program_ends_with_the_status_it_has_by_itself(folder, ending, status)
 
 def test_a_program_runs_with_the_patches_armed(folder):
     (folder / "armed.py").write_text("import sys; print([str(s.state) for s in sys.modules['fastgen'].status()][0])")
-    assert run_python("-m", "fastgen", "armed.py", cwd=folder).stdout.strip() == "pending"
+    for auto in ("0", "1"):  # whoever runs a program under fastgen asks for it
+        assert run_python("-m", "fastgen", "armed.py", cwd=folder, FASTGEN_AUTO=auto).stdout.strip() == "pending"
 
 
 def test_threads_and_workers_that_outlive_the_last_line_find_the_program(folder):

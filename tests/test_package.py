@@ -22,7 +22,7 @@ PRISTINE = dict(vars(GenerationMixin))
 
 # Each step of a program by its name, and what its `generate` gives and the states say at the end.
 STEPS = """
-import importlib, sys, types
+import contextlib, importlib, sys, types
 
 def stand_in(name):
     module = types.ModuleType(f"fastgen.optimizer.transformers.{name}")
@@ -43,8 +43,17 @@ def step(name):
         importlib.import_module("fastgen")
     elif name == "reload":
         importlib.reload(sys.modules["fastgen"])
+    elif name == "enabled":
+        with sys.modules["fastgen"].enabled():
+            pass
     else:
         getattr(sys.modules["fastgen"], name)()
+
+def generated(*contexts):
+    with contextlib.ExitStack() as stack:
+        for name in contexts:
+            stack.enter_context(getattr(sys.modules["fastgen"], name)())
+        return sys.modules["transformers.generation.utils"].GenerationMixin().generate(7)
 
 def patch_states():
     states = sys.modules["fastgen"].status()
@@ -116,7 +125,43 @@ def test_every_order_of_imports_and_switches_ends_as_the_last_switch_says(host, 
 def test_fastgen_disable_wins_over_everything(host):
     reasons = "(*outcome(), {state.reason for state in patch_states()})"
     expected = ({"skipped"}, ["original", 7], True, {"FASTGEN_DISABLE=1"})
-    assert run_steps("fastgen host enable reload enable", host, reasons, FASTGEN_DISABLE="1") == expected
+    assert run_steps("fastgen host enable reload enabled enable", host, reasons, FASTGEN_DISABLE="1") == expected
+    steps = ("fastgen host", host, "(*generated('enabled'), outcome()[2])")
+    assert run_steps(*steps, FASTGEN_DISABLE="1", FASTGEN_AUTO="1") == ("original", 7, True)
+
+
+ARMED = ({"applied"}, ["original", 7], False)
+OFF = ({"skipped"}, ["original", 7], True)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("host fastgen", OFF),
+        ("fastgen host", OFF),
+        ("fastgen host reload", OFF),
+        ("fastgen host disable", OFF),
+        ("fastgen host enable", FAST),
+        ("fastgen enable host reload", FAST),
+        ("fastgen host enable disable", ORIGINAL),
+        ("fastgen host enabled", ARMED),
+        ("fastgen enabled host reload", ARMED),
+        ("fastgen host enabled enable", FAST),
+        ("fastgen host enabled disable", ORIGINAL),
+        ("fastgen host disable enabled", ARMED),
+    ],
+)
+def test_without_auto_importing_arms_nothing_and_enabled_arms_for_its_own_calls(host, order, expected):
+    """A step "enabled" enters the block and leaves it."""
+    assert run_steps(order, host, FASTGEN_STRICT="1", FASTGEN_AUTO="0") == expected
+
+
+@pytest.mark.parametrize("order", ["fastgen host", "fastgen host disable", "host fastgen enabled"])
+@pytest.mark.parametrize("auto", ["0", "1"])
+def test_inside_enabled_calls_go_to_fastgen(host, order, auto):
+    calls = "[generated(*names.split()) for names in ('enabled', 'disabled', 'enabled disabled', 'disabled enabled')]"
+    fast, original = FAST[1], ORIGINAL[1]
+    assert run_steps(order, host, calls, FASTGEN_STRICT="1", FASTGEN_AUTO=auto) == [fast, original, original, fast]
 
 
 def test_importing_loads_no_heavy_library():

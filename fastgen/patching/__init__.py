@@ -7,6 +7,6 @@ import_hooks.py   calls back after a host was imported, without importing anythi
 """
 
 from fastgen.patching.patch import Patch, PatchState
-from fastgen.patching.patch_set import PatchSet, SwitchedOff, disabled, is_from_elsewhere
+from fastgen.patching.patch_set import PatchSet, SwitchedOff, disabled, is_from_elsewhere, switched
 
-__all__ = ["Patch", "PatchSet", "PatchState", "SwitchedOff", "disabled", "is_from_elsewhere"]
+__all__ = ["Patch", "PatchSet", "PatchState", "SwitchedOff", "disabled", "is_from_elsewhere", "switched"]

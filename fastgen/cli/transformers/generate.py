@@ -7,7 +7,7 @@ files is found before torch and transformers are imported, so the modules that n
 import argparse
 import os
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 
 import fastgen
@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace, files: Files) -> int:
     from fastgen.cli.transformers.library_messages import said_once
     from fastgen.cli.transformers.run import run
 
-    with said_once(args.quiet), fastgen.disabled() if args.without_fastgen_opt else nullcontext():
+    with said_once(args.quiet), fastgen.disabled() if args.without_fastgen_opt else fastgen.enabled():
         return run(args, files)
 
 

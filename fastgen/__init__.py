@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from fastgen.config import CONFIG, start_logging
 from fastgen.optimizer import PATCH_SET
-from fastgen.patching import PatchState, disabled, switched
+from fastgen.patching import PatchState, PatchStates, disabled, switched
 from fastgen.patching.import_hooks import explain_failure
 
 TYPE_CHECKING = False  # type checkers take it for true; importing typing takes a quarter of `import fastgen`
@@ -69,15 +69,15 @@ def disable() -> None:
     PATCH_SET.revert("disabled")
 
 
-def status() -> list[PatchState]:
-    """For each patch its name, state (pending, applied, skipped, failed or reverted) and the reason."""
+def status() -> PatchStates:
+    """For each patch its name, state (pending, applied, skipped, failed or reverted) and reason; shown as a table."""
     return PATCH_SET.states()
 
 
 def explain() -> Report | None:
     """What the last `generate` of this thread that went through fastgen shared, which kernels ran, what fell back.
 
-    Print it to read it. None if there was none; a call inside `disabled()` is not seen.
+    Print it to read it; `as_dict()` is for JSON. None if there was none; a call inside `disabled()` is not seen.
     """
     from fastgen.optimizer import report
 

@@ -3,7 +3,8 @@
 FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
 FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `with fastgen.enabled():` do.
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
-FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug, info, warning or error.
+FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a line for each `generate`), info,
+                   warning or error.
 """
 
 from __future__ import annotations

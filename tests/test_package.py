@@ -233,9 +233,15 @@ print(*fastgen.status(), sep="\\n")
 """
     first, *states = run_code(code).splitlines()
     assert first == "1 None"
-    assert states[0] == ("transformers.generate: pending (waits for the import of transformers.generation.utils)"), (
-        "status() rows can be read"
-    )
+    table = run_code("import fastgen; states = fastgen.status(); print(repr(states))").splitlines()
+    assert len(table) == len(states)
+    assert table[0].split(maxsplit=2) == [
+        "transformers.generate",
+        "pending",
+        "waits for the import of transformers.generation.utils",
+    ]
+    assert len({line.index("pending") for line in table}) == 1, "columns stand below each other"
+    assert states[0] == "transformers.generate: pending (waits for the import of transformers.generation.utils)"
 
 
 def test_a_spawned_worker_is_patched_by_its_own_import(host):

@@ -21,7 +21,7 @@ from types import ModuleType
 
 from fastgen.patching.import_hooks import call_after_import
 from fastgen.patching.lock import LOCK
-from fastgen.patching.patch import Patch, PatchState
+from fastgen.patching.patch import Patch, PatchState, PatchStates
 from fastgen.patching.target import Target, Unmet, find_target, untested_reason
 
 logger = logging.getLogger("fastgen")
@@ -163,10 +163,11 @@ class PatchSet:
                         raise
                     self._replacement_failed(record, error)
 
-    def states(self) -> list[PatchState]:
+    def states(self) -> PatchStates:
         """The state of every patch, in the order in which they were given."""
         with LOCK:
-            return [PatchState(r.patch.name, r.patch.group, r.state, self._reason(r)) for r in self._records()]
+            records = self._records()
+            return PatchStates(PatchState(r.patch.name, r.patch.group, r.state, self._reason(r)) for r in records)
 
     def _reason(self, record: _Record) -> str:
         if self._everywhere or record.state != "applied":

@@ -96,7 +96,9 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     add("--postprocess_workers", type=number, default=1, metavar="N", help="workers that detokenise (default: 1)")
     add("--n_obs", type=whole_number(1, unset=-1), metavar="N", help="only the first N lines (default: -1, all)")
     add("--resume", action="store_true", help="go on after the records that an earlier run left in OUTPUT.part")
-    add("--quiet", action="store_true", help="no progress on stderr, only what went wrong")
+    said = group.add_mutually_exclusive_group()
+    said.add_argument("--quiet", action="store_true", help="no progress on stderr, only what went wrong")
+    said.add_argument("--verbose", action="store_true", help="also say how long each stage had nothing to do")
     add(
         "--without_fastgen_opt",
         "--without_fastseq_opt",

@@ -46,6 +46,8 @@ def _check_packages() -> None:
 
 
 def _run(args: argparse.Namespace, files: Files) -> int:
+    if not args.quiet:
+        print(f"loading {args.model}", file=sys.stderr, flush=True)
     # Workers are what runs beside the model; threads that a tokenizer starts by itself would take cores from it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from fastgen.cli.transformers.library_messages import said_once

@@ -1,5 +1,6 @@
 """fastgen-generate-for-transformers writes what a plain loop with the unpatched library would write."""
 
+import os
 import re
 import subprocess
 import sys
@@ -275,6 +276,9 @@ def test_runs_as_a_module_in_another_process(tmp_path: Path, bart: Path) -> None
     source, output = tmp_path / "input.txt", tmp_path / "output.txt"
     source.write_text("\n".join(LINES))
     command = [sys.executable, "-m", "fastgen.cli.transformers.generate", bart, source, output]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(fastgen.__file__).parents[1], check=False)
+    env = os.environ | {"FASTGEN_AUTO": "0", "FASTGEN_LOG": "debug"}  # whoever calls the command asks for fastgen
+    folder = Path(fastgen.__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, env=env)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "fastgen DEBUG: generate: BartForConditionalGeneration: " in done.stderr
     assert output.read_text().splitlines() == plain_loop(bart, LINES, 8)

@@ -3,6 +3,7 @@
 FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
 FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `with fastgen.enabled():` do.
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
+FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as without it); or always, or never.
 FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a line for each `generate`), info,
                    warning or error.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 _ON = ("1", "true", "yes", "on")
 _OFF = ("0", "false", "no", "off")
+_SHARING = ("auto", "always", "never")
 _LEVELS = ("debug", "info", "warning", "error")
 _HANDLER_NAME = "fastgen"
 
@@ -28,6 +30,7 @@ class Config:
     disable: bool = False
     auto: bool = True
     strict: bool = False
+    share: str = "auto"
     log: str | None = None
 
     @classmethod
@@ -37,7 +40,8 @@ class Config:
             disable=_flag(environ, "FASTGEN_DISABLE", default=False),
             auto=_flag(environ, "FASTGEN_AUTO", default=True),
             strict=_flag(environ, "FASTGEN_STRICT", default=False),
-            log=_level(environ, "FASTGEN_LOG"),
+            share=_one_of(_SHARING, environ, "FASTGEN_SHARE") or "auto",
+            log=_one_of(_LEVELS, environ, "FASTGEN_LOG"),
         )
 
 
@@ -48,10 +52,10 @@ def _flag(environ: Mapping[str, str], variable: str, default: bool) -> bool:
     return value in _ON if value else default
 
 
-def _level(environ: Mapping[str, str], variable: str) -> str | None:
+def _one_of(accepted: tuple[str, ...], environ: Mapping[str, str], variable: str) -> str | None:
     value = environ.get(variable, "").strip().lower()
-    if value and value not in _LEVELS:
-        raise ValueError(f"{variable}={environ[variable]!r} (accepted: {', '.join(_LEVELS)})")
+    if value and value not in accepted:
+        raise ValueError(f"{variable}={environ[variable]!r} (accepted: {', '.join(accepted)})")
     return value or None
 
 
@@ -61,7 +65,7 @@ def read(environ: Mapping[str, str]) -> Config:
     A typing error in a shell profile must not stop a program that only imports fastgen.
     """
     readable = {}
-    for variable in ("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_STRICT", "FASTGEN_LOG"):
+    for variable in ("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_STRICT", "FASTGEN_SHARE", "FASTGEN_LOG"):
         if variable in environ:
             one = {variable: environ[variable]}
             try:

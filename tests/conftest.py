@@ -22,6 +22,30 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train_once((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "fairseq-trained")
 
 
+@pytest.fixture
+def share_always() -> Iterator[None]:
+    """Shares whatever can be shared, for comparisons of models so tiny that it would not pay."""
+    from sharing import sharing
+
+    with sharing("always"):
+        yield
+
+
+@pytest.fixture(params=("copied", "in place"))
+def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Prompts are computed once, and their keys repeated for each row: as plain layers, or written in place."""
+    from sharing import sharing
+
+    from fastgen.optimizer.decoding import gain, kv_cache
+
+    monkeypatch.setattr(gain, "COST", 0)
+    monkeypatch.setattr(gain, "COST_PER_MODULE", 0)
+    if request.param == "in place":
+        monkeypatch.setattr(kv_cache, "MIN_ELEMENTS_TO_WRITE_IN_PLACE", 0)
+    with sharing("auto"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """More threads only get in each other's way in models and sounds that are small."""

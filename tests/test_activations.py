@@ -1,54 +1,194 @@
-"""GPT-2's activation is fused inside generate, and nowhere else."""
+"""GPT-2's activation is fused inside generate, in its thread, and nowhere else."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
+
 import pytest
 import torch
-from architectures import ARCHITECTURES
-from torch.nn import functional
+from parity import BEAMS, assert_same, padded, tiny
+from transformers import GenerationConfig, LogitsProcessor
 from transformers.activations import NewGELUActivation
 
 import fastgen
-from fastgen.optimizer import report
+from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.transformers.activations import FusedForward, fused
+
+STATES = torch.cat([torch.linspace(-12, 12, 10001), torch.tensor([-1e4, -0.0, 0.0, 1e4])])
 
 
 @pytest.fixture
-def fused(monkeypatch):
-    calls = []
-    gelu = functional.gelu
-    monkeypatch.setattr(functional, "gelu", lambda *args, **kwargs: calls.append(kwargs) or gelu(*args, **kwargs))
-    return calls
+def gpt2(monkeypatch):
+    monkeypatch.setattr(gain.ModelSize, "is_large", True)
+    return tiny("gpt2")
 
 
-def test_the_fused_activation_is_the_same_function(fused):
-    states = torch.cat([torch.linspace(-12, 12, 10001), torch.tensor([-1e4, -0.0, 0.0, 1e4])])
-    with torch.no_grad(), report.recording("model"):
-        found = NewGELUActivation()(states)
-        assert fused == [{"approximate": "tanh"}]
-        with fastgen.disabled():
-            expected = NewGELUActivation()(states)
-    assert len(fused) == 1
+def activations(model):
+    return [module for module in model.modules() if isinstance(module, NewGELUActivation)]
+
+
+def is_untouched(model):
+    return not any("forward" in vars(module) for module in activations(model))
+
+
+class During(LogitsProcessor):
+    """Does something at every step of a generate, after the model's forward."""
+
+    def __init__(self, action):
+        self.action, self.results = action, []
+
+    def __call__(self, input_ids, scores):
+        self.results.append(self.action())
+        return scores
+
+
+def generate_and(model, action):
+    """What `action` returns when it is called inside a generate that uses fused activations."""
+    during = During(action)
+    model.generate(**padded(9, 5), max_new_tokens=2, do_sample=False, logits_processor=[during])
+    assert fastgen.explain().kernels["fused activation"] > 0
+    return during.results[-1]
+
+
+def in_a_thread(action):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(action()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_the_fused_activation_is_the_same_function():
+    module, usages = NewGELUActivation(), []
+    with torch.no_grad():
+        expected = module(STATES)
+        with fused(module, usages):
+            found = module(STATES)
+    assert usages == [{"fused activation": 1}] and "forward" not in vars(module)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_generate_uses_it(fused):
-    gpt2 = next(architecture for architecture in ARCHITECTURES if architecture.id == "gpt2")
-    gpt2.model().generate(**gpt2.inputs(), max_new_tokens=3)
-    assert len(fused) == 6  # 3 forwards of 2 layers
+def test_generate_uses_it_and_says_so(gpt2):
+    report = assert_same(gpt2, padded(9, 5), **BEAMS | {"max_new_tokens": 3})
+    assert report.kernels["fused activation"] == 6  # 3 forwards of 2 layers
+    assert is_untouched(gpt2)
+
+
+def test_small_models_are_not_looked_through(monkeypatch):
+    model = tiny("gpt2")
+    monkeypatch.setattr("fastgen.optimizer.transformers.activations.fused", pytest.fail)
+    model.generate(**padded(9, 5), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_types_are_left_to_the_original(dtype, fused):
-    with torch.no_grad(), report.recording("model"):
-        NewGELUActivation()(torch.randn(5).to(dtype))
-    assert not fused
+def test_other_types_are_left_to_the_original(dtype):
+    module, usages, states = NewGELUActivation(), [], torch.randn(50).to(dtype)
+    with torch.no_grad(), fused(module, usages):
+        found = module(states)
+    assert not usages[0] and torch.equal(found, module(states))
 
 
-def test_training_and_calls_outside_generate_are_left_to_the_original(fused):
-    states = torch.randn(5, requires_grad=True)
-    NewGELUActivation()(states).sum().backward()
-    with report.recording("model"):
-        NewGELUActivation()(states).sum().backward()
+def test_gradients_and_modes_of_the_program_see_the_original():
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    module, usages, seen, states = NewGELUActivation(), [], [], torch.randn(5, requires_grad=True)
+    with fused(module, usages):
+        module(states).sum().backward()
+        with torch.no_grad(), Watching():
+            module(states)
+    assert not usages[0] and states.grad is not None and torch.tanh in seen
+
+
+def test_another_thread_may_call_and_train_the_model_meanwhile(gpt2):
+    inputs = padded(9, 5)
+
+    def call_and_train():
+        gpt2.zero_grad()
+        with torch.no_grad():
+            logits = gpt2(**inputs).logits
+        gpt2(**inputs, labels=inputs["input_ids"]).loss.backward()
+        return logits, gpt2.lm_head.weight.grad.clone()
+
+    expected = in_a_thread(call_and_train)
+    found = generate_and(gpt2, lambda: in_a_thread(call_and_train))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_it_stays_until_the_last_thread_has_ended(gpt2):
+    inside, ended = threading.Event(), threading.Event()
+
+    def wait():
+        inside.set()
+        assert ended.wait(60)
+
+    thread = threading.Thread(target=lambda: generate_and(gpt2, wait))
+    thread.start()
+    assert inside.wait(60)
+    gpt2.generate(**padded(9, 5), max_new_tokens=2)
+    assert fastgen.explain().kernels["fused activation"] == 4
+    assert not is_untouched(gpt2)  # of the thread that still generates
+    ended.set()
+    thread.join()
+    assert is_untouched(gpt2)
+
+
+def test_it_is_taken_off_after_an_error(gpt2):
+    def fail():
+        raise LookupError("from the processor")
+
+    with pytest.raises(LookupError):
+        gpt2.generate(**padded(9, 5), **BEAMS, logits_processor=[During(fail)])
+    assert is_untouched(gpt2)
+
+
+@pytest.mark.parametrize("copied", (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))))
+def test_a_copy_made_during_generate_holds_nothing_of_fastgen(gpt2, copied):
+    twin = generate_and(gpt2, lambda: copied(gpt2))
+    for module in activations(twin):
+        forward = module.forward
+        assert not isinstance(forward, FusedForward)
+        assert forward.__self__ is module and forward.__func__ is NewGELUActivation.forward
+    assert b"fastgen" not in generate_and(gpt2, lambda: pickle.dumps(gpt2))
     with torch.no_grad():
-        NewGELUActivation()(states)
-    assert not fused and states.grad is not None
+        assert torch.equal(twin(**padded(9)).logits, gpt2(**padded(9)).logits)
+
+
+def test_a_forward_of_the_program_stays(gpt2):
+    module = activations(gpt2)[0]
+    forward = module.forward = lambda states: NewGELUActivation.forward(module, states)
+    generate_and(gpt2, lambda: None)
+    assert vars(module)["forward"] is forward
+
+
+def test_the_model_can_be_compiled_in_one_graph_outside_and_inside_of_generate(gpt2):
+    inputs = padded(9, 5)
+    with torch.no_grad():
+        expected = gpt2(**inputs).logits
+
+    def compiled_logits():
+        torch._dynamo.reset()
+        with torch.no_grad():
+            return torch.compile(gpt2.forward, backend="eager", fullgraph=True)(**inputs).logits
+
+    torch.testing.assert_close(compiled_logits(), expected)
+    torch.testing.assert_close(generate_and(gpt2, compiled_logits), expected)
+
+
+@pytest.mark.parametrize("how", ("forward", "part", "static cache"))
+def test_models_that_are_compiled_or_will_be_are_left_alone(gpt2, how):
+    if how == "forward":
+        gpt2.forward = torch.compile(gpt2.forward, backend="eager", fullgraph=True)
+    elif how == "part":
+        gpt2.transformer.h[0].mlp.compile(backend="eager", fullgraph=True)
+    arguments = {"max_new_tokens": 2, "do_sample": False}
+    if how == "static cache":
+        arguments["generation_config"] = GenerationConfig(cache_implementation="static", pad_token_id=1)
+    with fastgen.disabled():
+        expected = gpt2.generate(**padded(9, 5), **arguments)
+    assert torch.equal(gpt2.generate(**padded(9, 5), **arguments), expected)
+    assert not fastgen.explain().kernels

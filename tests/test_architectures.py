@@ -22,8 +22,7 @@ READ_WHOLE = {"bloom", "xglm", "trocr", "led", "mvp", "fsmt", "vit-trocr", "deep
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
-def test_tokens_and_scores_are_those_of_the_unpatched_library(architecture, monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+def test_tokens_and_scores_are_those_of_the_unpatched_library(architecture, share_always):
     model, inputs = architecture.model(), architecture.inputs()
     for mode in MODES:
         parity = measure(model, inputs, mode)
@@ -53,8 +52,7 @@ def test_the_table_in_the_documentation_lists_every_architecture():
     assert rows[1:] == [architecture.id for architecture in ARCHITECTURES]
 
 
-def test_prefill_sees_one_row_per_input(monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+def test_prefill_sees_one_row_per_input(monkeypatch, share_always):
     llama = next(architecture for architecture in ARCHITECTURES if architecture.id == "llama")
     model, rows = llama.model(), []
     forward = model.forward
@@ -69,8 +67,7 @@ def test_prefill_sees_one_row_per_input(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
-def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeypatch, share_always):
     architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == name)
     model, inputs = architecture.model(), architecture.inputs()
     kept, reordered = [], []

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import fastgen
 from fastgen.ops import cpu_linear as op
-from fastgen.optimizer.decoding import linear_mode
+from fastgen.optimizer.decoding import gain, linear_mode
 from fastgen.optimizer.decoding.linear_mode import FastLinear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 def everywhere(monkeypatch):
     monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(op, "machine_reasons", list)
-    monkeypatch.setattr(linear_mode, "MIN_ELEMENTS_PER_MODULE", 0)
+    monkeypatch.setattr(gain, "MIN_LARGE_PER_MODULE", 0)
 
 
 @pytest.mark.parametrize("rows", [(2, 1), (4, 1), (3, 5), (64, 1), (200,)])

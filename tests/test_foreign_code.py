@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections import Counter
 
 import pytest
 import torch
-from parity import BEAMS, SAMPLES, assert_same, is_shared, left_alone_because, run_both, tiny, token_ids
+from accelerate import hooks as accelerate_hooks
+from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, run_both, tiny, token_ids
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastgen.ops import cpu_linear as op
-from fastgen.optimizer.decoding import kv_cache
 from fastgen.optimizer.decoding.linear_mode import FastLinear
 
 
 @pytest.fixture(autouse=True)
-def everywhere(monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+def everywhere(monkeypatch, share_always):
     monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(op, "machine_reasons", list)
 
@@ -47,6 +48,80 @@ def test_code_of_the_program_that_knows_its_rows_is_left_alone(arguments, rows, 
         layer.mlp.forward = lambda states: inner(states) + steering.vectors
     report = assert_same(model, {"input_ids": token_ids(2, 9)}, **arguments)
     assert left_alone_because(report, "is not the library's")
+
+
+def wrapped(module: nn.Module) -> None:
+    original = module.forward
+
+    @functools.wraps(original)  # gives it the name and the module of what it wraps
+    def forward(*args, **kwargs):
+        return steered(original(*args, **kwargs))
+
+    module.forward = forward
+
+
+def partial(module: nn.Module) -> None:
+    def forward(original, *args, **kwargs):
+        return steered(original(*args, **kwargs))
+
+    module.forward = functools.update_wrapper(functools.partial(forward, module.forward), module.forward)
+
+
+def bound(module: nn.Module) -> None:
+    original = module.forward
+
+    def forward(self, *args, **kwargs):
+        return steered(original(*args, **kwargs))
+
+    module.forward = types.MethodType(functools.wraps(original)(forward), module)
+
+
+def hooked(module: nn.Module) -> None:
+    accelerate_hooks.add_hook_to_module(module, SteeringHook(), append=True)
+
+
+def hooked_over_a_wrapped_forward(module: nn.Module) -> None:
+    wrapped(module)
+    accelerate_hooks.add_hook_to_module(module, accelerate_hooks.ModelHook())
+
+
+class SteeringHook(accelerate_hooks.ModelHook):
+    def post_forward(self, module, output):
+        return steered(output)
+
+
+def steered(output):
+    """Another vector added to each of the 8 rows of a layer, or of the logits of a model."""
+    if isinstance(output, torch.Tensor):
+        return output + torch.linspace(-1, 1, 8 * output.shape[-1]).view(8, 1, -1)
+    output.logits = steered(output.logits)
+    return output
+
+
+@pytest.mark.parametrize("way", [wrapped, partial, bound, hooked, hooked_over_a_wrapped_forward])
+@pytest.mark.parametrize("place", ["", "model.layers.0", "model.layers.1.mlp.down_proj"])
+def test_forward_that_the_program_replaced_sees_all_rows(way, place):
+    model = tiny("llama")
+    way(model.get_submodule(place))
+    report = assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES)
+    assert not report.shared and any("not the library's" in each or "hook" in each for each in report.fallbacks)
+
+
+def test_forward_that_the_program_replaced_on_the_class_sees_all_rows(monkeypatch):
+    model = tiny("llama")
+    kind = type(model.model.layers[0].mlp)
+    original = kind.forward
+    monkeypatch.setattr(
+        kind, "forward", functools.wraps(original)(lambda self, states: steered(original(self, states)))
+    )
+    report = assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES)
+    assert left_alone_because(report, "the forward of module model.layers.0.mlp is not the library's")
+
+
+def test_hooks_of_accelerate_itself_change_nothing():
+    model = tiny("llama")
+    accelerate_hooks.add_hook_to_module(model.model.layers[0], accelerate_hooks.AlignDevicesHook())
+    assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES), PROMPT)
 
 
 def test_rows_moved_from_input_to_input():

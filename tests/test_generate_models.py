@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
-from architectures import Architecture
+from architectures import SPECIAL, Architecture, tiny_config
 from parity import (
     BEAMS,
     CROSS,
     PREFILL,
     PROMPT,
     SAMPLES,
+    assert_equal_outputs,
     assert_same,
     compared,
     is_shared,
@@ -23,17 +25,19 @@ from parity import (
     whisper,
 )
 from torch import nn
-from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
-
-from fastgen.optimizer.decoding import kv_cache
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SiglipVisionConfig,
+)
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 SEQ2SEQ = ("bart", "t5")
 
 
-@pytest.fixture(autouse=True)
-def share_tiny_prompts(monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+pytestmark = pytest.mark.usefixtures("share_always")
 
 
 def build(name: str) -> nn.Module:
@@ -116,6 +120,40 @@ def test_whisper_with_a_decoder_prompt_of_language_task_and_earlier_text():
         both = run_both(lambda m=more: model.generate(**features, **m))
         assert torch.equal(both.stock, both.fast)
         assert is_shared(both.report, PROMPT, CROSS)
+
+
+@pytest.mark.parametrize("name", ("bert", "roberta", "xlm-roberta", "electra", "camembert", "ernie"))
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_forward_that_fills_the_cache_and_does_not_return_it(name, arguments):
+    model = lively(AutoModelForCausalLM.from_config(tiny_config(name))).eval()
+    assert not model.config.is_decoder  # as checkpoints of these models have it
+    model.generation_config.update(**SPECIAL)
+    assert is_shared(assert_same(model, padded(9, 5), **arguments), PROMPT)
+
+
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_random_numbers_of_sparse_attention(arguments):
+    sizes = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 2, "max_position_embeddings": 128}
+    models = iter([tiny("big_bird", **sizes), tiny("big_bird", **sizes)])  # each gives up sparse attention for good
+
+    def call():
+        numpy.random.seed(7)
+        return next(models).generate(**padded(60, 50), **arguments), numpy.random.random()
+
+    both = run_both(call)
+    assert_equal_outputs(both.stock, both.fast)
+    assert left_alone_because(both.report, "random numbers")
+
+
+@pytest.mark.parametrize("name", ("bart", "t5", "pegasus", "marian", "m2m_100"))
+@pytest.mark.parametrize("attention", ("eager", "sdpa"))
+def test_row_whose_mask_hides_everything(name, attention):
+    model = tiny(name, "seq2seq", max_position_embeddings=512, n_positions=512)
+    model.set_attn_implementation(attention)
+    inputs = padded(300, 7, 1, side="right")  # 300 keys: a product of its own for few queries
+    inputs["attention_mask"][1] = 0
+    for arguments in (BEAMS, SAMPLES, {"num_beams": 8, "max_new_tokens": 7}):
+        assert is_shared(assert_same(model, inputs, **arguments), CROSS)
 
 
 @pytest.mark.parametrize("name", ("vit-gpt2", "vit-trocr"))

@@ -24,7 +24,6 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen.optimizer.decoding import kv_cache
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 
@@ -35,9 +34,7 @@ def models():
     return {name: tiny(name, kinds.get(name, "causal")) for name in NAMES}
 
 
-@pytest.fixture(autouse=True)
-def share_tiny_prompts(monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+pytestmark = pytest.mark.usefixtures("share_always")
 
 
 def what_is_shared(name: str) -> tuple[str, ...]:
@@ -87,8 +84,7 @@ def test_padding_on_either_side_with_and_without_mask(models, name, side, mask):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_short_prompt_is_repeated_by_default_but_computed_once(models, name, monkeypatch):
-    monkeypatch.undo()
+def test_short_prompt_is_computed_once_and_repeated(models, name, repeated):
     for arguments in (BEAMS, SAMPLES):
         report = assert_same(models[name], padded(9, 5), **arguments)
         assert report.shared == ["prefill: one row per input"]

@@ -10,15 +10,12 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from fastgen.optimizer.decoding import kv_cache
 from fastgen.optimizer.transformers import verification
 
 HEADS, KV_HEADS, WIDTH, HIDDEN = 4, 2, 8, 32
 
 
-@pytest.fixture(autouse=True)
-def share_tiny_prompts(monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+pytestmark = pytest.mark.usefixtures("share_always")
 
 
 class OddConfig(PretrainedConfig):

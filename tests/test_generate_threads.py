@@ -12,14 +12,11 @@ import torch
 from parity import BEAMS, CROSS, PROMPT, assert_equal_outputs, is_shared, padded, tiny
 
 import fastgen
-from fastgen.optimizer.decoding import kv_cache
 
 OUTPUTS = {"return_dict_in_generate": True, "output_scores": True}
 
 
-@pytest.fixture(autouse=True)
-def share_tiny_prompts(monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+pytestmark = pytest.mark.usefixtures("share_always")
 
 
 class Rendezvous:

@@ -120,7 +120,8 @@ def test_the_report_shows_versions_patches_and_kernels_in_one_screen():
     kernels = [line.split() for line in lines[lines.index("Kernels") + 1 :]]
     assert kernels[0] == ["shared", "attention", "torch", "usable"]
     assert kernels[1][:3] == ["cpu", "linear", "oneDNN"]
-    assert [words[2] for words in kernels[2:]] == ["CUDA", "Triton", "C++", "torch"]
+    assert kernels[2] == ["fused", "activation", "torch", "usable"]
+    assert [words[2] for words in kernels[3:]] == ["CUDA", "Triton", "C++", "torch"]
     assert kernels[-1] == ["no-repeat", "n-gram", "torch", "usable"]
 
 

@@ -13,7 +13,10 @@ from fastgen import ops
 from fastgen.ops import Kernel
 from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for
 from fastgen.optimizer import report
+from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.report import Report
+
+pytestmark = pytest.mark.usefixtures("share_always")
 
 NGRAMS = BEAMS | {"max_new_tokens": 6, "min_new_tokens": 6, "no_repeat_ngram_size": 2}
 
@@ -26,6 +29,14 @@ def test_the_implementation_of_ngram_blocking_is_named_and_why_the_others_did_no
         assert found.kernels[f"no_repeat_ngram ({chosen.name})"] == 6
         others = {f"no-repeat n-gram ({one.name})" for one in IMPLEMENTATIONS if one is not chosen}
         assert {name for name in found.unused_kernels if name.startswith("no-repeat")} == others
+
+
+def test_the_fused_activation_is_named(monkeypatch):
+    monkeypatch.setattr(gain.ModelSize, "is_large", True)
+    for name, ran in (("gpt2", True), ("llama", False)):
+        tiny(name).generate(**padded(9, 5), **BEAMS)
+        assert ("fused activation" in fastgen.explain().kernels) == ran
+        assert ("fused activation" in fastgen.explain().unused_kernels) != ran
 
 
 def test_an_operation_without_calls_is_one_item_that_says_what_it_is_for():

@@ -12,6 +12,7 @@ import torch
 from parity import (
     BEAMS,
     CROSS,
+    PREFILL,
     PROMPT,
     SAMPLES,
     assert_equal_caches,
@@ -29,8 +30,6 @@ from parity import (
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from fastgen.optimizer.decoding import kv_cache
-
 NAMES = ("llama", "gpt2", "bart", "t5")
 SEQ2SEQ = ("bart", "t5")
 
@@ -40,9 +39,7 @@ def models():
     return {name: tiny(name, "seq2seq" if name in SEQ2SEQ else "causal") for name in NAMES}
 
 
-@pytest.fixture(autouse=True)
-def share_tiny_prompts(monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+pytestmark = pytest.mark.usefixtures("share_always")
 
 
 def both_caches(model, arguments=BEAMS):
@@ -54,14 +51,22 @@ def both_caches(model, arguments=BEAMS):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
-@pytest.mark.parametrize("share_from", (0, None), ids=("shared", "repeated"))
-def test_returned_cache_has_plain_layers_of_equal_content(models, name, arguments, share_from, monkeypatch):
-    if share_from is None:
-        monkeypatch.undo()
+def test_returned_cache_has_plain_layers_of_equal_content(models, name, arguments):
+    stock, fast = both_caches(models[name], arguments)
+    assert_plain_and_equal(stock.past_key_values, fast.past_key_values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_returned_cache_of_repeated_keys_is_plain_too(models, name, arguments, repeated):
     both = compared(models[name], padded(9, 5), **arguments)
-    assert_equal_caches(both.stock.past_key_values, both.fast.past_key_values)
-    assert (PROMPT in str(both.report)) is (share_from == 0)
-    for layer in self_attention(both.fast.past_key_values).layers:
+    assert both.report.shared == [PREFILL]
+    assert_plain_and_equal(both.stock.past_key_values, both.fast.past_key_values)
+
+
+def assert_plain_and_equal(stock, fast):
+    assert_equal_caches(stock, fast)
+    for layer in self_attention(fast).layers:
         assert layer.keys.is_contiguous() and layer.keys.data_ptr() != layer.values.data_ptr()
 
 

@@ -26,7 +26,7 @@ def whole(shared: torch.Tensor, own: torch.Tensor | None, fan_out: int, groups: 
     length=st.integers(1, 3),
     shared_length=st.sampled_from([1, 7, 300]),
     own_length=st.integers(0, 4),
-    mask_kind=st.sampled_from(["none", "rows", "heads", "one", "plain", "added"]),
+    mask_kind=st.sampled_from(["none", "rows", "heads", "one", "plain", "added", "hidden"]),
     seed=st.integers(0, 1000),
 )
 def test_any_shape_and_mask(inputs, fan_out, kv_heads, groups, length, shared_length, own_length, mask_kind, seed):
@@ -46,11 +46,13 @@ def test_any_shape_and_mask(inputs, fan_out, kv_heads, groups, length, shared_le
         "one": (1, 1, 1, total),
         "plain": (length, total),
         "added": (1, heads, length, total),
+        "hidden": (rows, 1, length, total),
     }[mask_kind]
     mask = None if shape is None else random(*shape)
     if mask_kind in ("rows", "one", "plain"):
         mask = mask > 0
-        mask[..., -1] = True  # a row without any key has no attention
+    elif mask_kind == "hidden":
+        mask = mask.masked_fill(torch.arange(rows).view(-1, 1, 1, 1) % 2 == 0, -torch.inf)  # every key of some rows
     found = shared_attention(query, (keys, own_keys), (values, own_values), fan_out, mask, scale=0.3)
     expected = functional.scaled_dot_product_attention(
         query,

@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import kv_cache, two_part_states
+from fastgen.optimizer.decoding import two_part_states
 from fastgen.optimizer.transformers import verification
 
 CONFIG = LlamaConfig(
@@ -26,8 +26,7 @@ INPUT_IDS = torch.randint(5, 99, (2, 9), generator=torch.Generator().manual_seed
 
 
 @pytest.fixture(autouse=True)
-def _share_small_prompts_and_forget_afterwards(monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
+def _share_small_prompts_and_forget_afterwards(monkeypatch, share_always):
     monkeypatch.setattr(verification, "_verified", set())
     monkeypatch.setattr(verification, "_refused", {})
 

@@ -109,7 +109,8 @@ def shared_attention(
     """What `scaled_dot_product_attention` returns for keys and values given as (shared, own) parts.
 
     query `[B*M, H, L, D]`; shared parts `[B, H_kv, N, D]`, own parts `[B*M, H_kv, T, D]` or None; attn_mask boolean or
-    additive, broadcasting to `[B*M, H, L, N+T]`; scale defaults to `D ** -0.5`. Result `[B*M, H, L, D]`.
+    additive, broadcasting to `[B*M, H, L, N+T]`; scale defaults to `D ** -0.5`. Result `[B*M, H, L, D]`; zeros where
+    the mask leaves nothing, as in torch from 2.5 on.
     """
     shared_keys, own_keys = keys
     heads, length = query.shape[1], query.shape[2]
@@ -120,14 +121,15 @@ def shared_attention(
         if attn_mask is not None:
             attn_mask = fold_mask(attn_mask, fan_out, kv_heads, heads, length)
         if _is_skinny(folded, shared_keys):
-            output = _softmax(_products(folded * scale, shared_keys), attn_mask, query.dtype) @ values[0]
+            weights = _softmax(_products(folded * scale, shared_keys), attn_mask, query.dtype)
+            output = _zero_where_hidden(weights @ values[0], attn_mask)
         else:
             output = functional.scaled_dot_product_attention(
                 folded, shared_keys, values[0], attn_mask=attn_mask, scale=scale
             )
         return unfold(output, fan_out, heads)
     weights = _softmax(query_key_scores(query * scale, shared_keys, own_keys, fan_out), attn_mask, query.dtype)
-    return weighted_values(weights, *values, fan_out)
+    return _zero_where_hidden(weighted_values(weights, *values, fan_out), attn_mask)
 
 
 def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -138,3 +140,11 @@ def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype) -> Te
         else:
             scores += attn_mask
     return scores.softmax(dim=-1, dtype=torch.float32).to(dtype)
+
+
+def _zero_where_hidden(output: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """The output `[…, L, D]`, in place with zeros for queries of which the mask `[…, L, S]` hides every key."""
+    if attn_mask is None:
+        return output
+    hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == float("-inf")
+    return output.masked_fill_(hidden.all(dim=-1, keepdim=True), 0.0)

@@ -180,7 +180,7 @@ class PatchSet:
 
     def newer_than_tested(self, host: str) -> bool:
         """Whether `host` is newer than what one of its patches was tested with, or does not tell its version."""
-        return any(record.untested for record in self._records() if record.patch.host == host)
+        return any(record.untested and record.patch.host == host for record in self._records())
 
     def _records(self) -> Iterator[_Record]:
         for records in self._groups.values():

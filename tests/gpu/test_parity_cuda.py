@@ -7,8 +7,6 @@ import torch
 from architecture_parity import MODES, measure
 from architectures import ARCHITECTURES
 
-from fastgen.optimizer.decoding import kv_cache
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was compared on a GPU"),
@@ -19,10 +17,9 @@ HALF_TOLERANCE = 0.05
 
 
 @pytest.fixture(autouse=True)
-def _exact_matmul(monkeypatch):
+def _exact_matmul(monkeypatch, share_always):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", 0)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)

@@ -12,11 +12,16 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.two_part_states import TwoPartStates
 
 # A shared prompt costs a second attention product for every layer and step. It pays where it saves at least this many
 # elements of keys per layer (on a 2-core CPU the break-even is near 0.5 million, see benchmarks/bench_attention.py).
 MIN_SAVED_ELEMENTS = 1 << 19
+
+# From here on it pays, on a CPU, to write what rows generate in place instead of copying all keys at every step: beams
+# break even near 0.2 million elements, samples near 0.03 million.
+MIN_ELEMENTS_TO_WRITE_IN_PLACE = 1 << 17
 
 # From here on it pays, on a CPU, to find the rows that a reorder moves.
 MIN_ELEMENTS_TO_LOOK_AT = 1 << 16
@@ -168,5 +173,14 @@ def sharing_pays(keys: Tensor, fan_out: int, is_cross: bool = False) -> bool:
     is_cross: they are those of a cross-attention, which has one part only. Where they are repeated instead, they are
     still never reordered.
     """
+    asked = gain.sharing_is_asked_for()
+    if asked is not None:
+        return asked
     least = MIN_SAVED_ELEMENTS // 4 if is_cross else MIN_SAVED_ELEMENTS
     return keys.numel() * (fan_out - 1) >= least
+
+
+def writing_in_place_pays(keys: Tensor, fan_out: int, limit: int) -> bool:
+    """Whether keys `[inputs, kv_heads, length, head_dim]`, repeated and then `limit` longer, are worth a buffer."""
+    inputs, kv_heads, length, width = keys.shape
+    return inputs * fan_out * kv_heads * (length + limit // 2) * width >= MIN_ELEMENTS_TO_WRITE_IN_PLACE

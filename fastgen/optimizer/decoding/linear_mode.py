@@ -8,30 +8,23 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from fastgen.ops import cpu_linear
+from fastgen.optimizer.decoding.gain import ModelSize
 
-MIN_ELEMENTS_PER_MODULE = 1 << 16
 
+def for_models(sizes: Iterable[ModelSize], usages: list[Counter[str]]) -> AbstractContextManager:
+    """A `FastLinear` where it pays for models of these sizes, whose counts it appends to `usages`; else nothing.
 
-def for_models(models: Iterable[nn.Module | None], usages: list[Counter[str]]) -> AbstractContextManager:
-    """A `FastLinear` where it pays for these models, whose counts it appends to `usages`; else nothing."""
-    if cpu_linear.machine_reasons() or not _has_large_products([model for model in models if model is not None]):
+    It costs a microsecond for every call of torch.
+    """
+    if cpu_linear.machine_reasons() or not any(size.is_large for size in sizes):
         return nullcontext()
     usages.append(Counter())
     return FastLinear(usages[-1])
-
-
-def _has_large_products(models: list[nn.Module]) -> bool:
-    """Whether what `FastLinear` saves is more than it costs, which is a microsecond for every call of torch."""
-    modules = sum(1 for model in models for _ in model.modules())
-    weights = [weight for model in models for weight in model.parameters()]
-    sizes = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype == torch.float32]
-    return sum(size for size in sizes if size >= cpu_linear.MIN_ELEMENTS) >= MIN_ELEMENTS_PER_MODULE * modules
 
 
 class FastLinear(TorchFunctionMode):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastgen.optimizer import PATCH_SET, report
 from fastgen.optimizer.decoding import linear_mode
+from fastgen.optimizer.decoding.gain import size_of
 from fastgen.optimizer.fairseq import prompt as prompts
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
 from fastgen.optimizer.fairseq.loop import Loop, Sentences, forces_as_upstream
@@ -41,7 +42,8 @@ def generate(
         inputs = source_of(sample["net_input"]).shape[0]
         record.inputs, record.rows = inputs, inputs * self.beam_size
         _describe(record, plans)
-        with linear_mode.for_models([*self.model.models, self.lm_model], record.usages), _undone(self, record):
+        sizes = [size_of(model) for model in (*self.model.models, self.lm_model) if model is not None]
+        with linear_mode.for_models(sizes, record.usages), _undone(self, record):
             self.search.init_constraints(constraints, self.beam_size)
             return start(self, sample, prefix_tokens, bos_token, plans, record).run()
 

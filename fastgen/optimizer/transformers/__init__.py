@@ -22,14 +22,6 @@ PATCHES = (
         group="transformers.shared_caches",
     ),
     Patch(
-        "transformers.new_gelu",
-        "transformers.activations:NewGELUActivation.forward",
-        "fastgen.optimizer.transformers.activations:new_gelu",
-        tested=_TESTED,
-        parameters=("self", "input"),
-        group="transformers.activations",
-    ),
-    Patch(
         "transformers.sample",
         "transformers.generation.utils:GenerationMixin._sample",
         "fastgen.optimizer.transformers.no_repeat_ngram:loop",

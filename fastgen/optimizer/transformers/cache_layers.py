@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from fastgen.optimizer.decoding.kv_cache import SharedKeyValues, sharing_pays
+from fastgen.optimizer.decoding.kv_cache import SharedKeyValues, sharing_pays, writing_in_place_pays
 
 
 class SharedLayer(DynamicLayer):
@@ -82,14 +82,14 @@ class SharedLayer(DynamicLayer):
 def unsupported_reasons(cache: object) -> list[str]:
     """Why the rows of this cache could not be expanded after a prefill that fills it; empty if they can."""
     reasons = unsupported_types(cache)
-    if not reasons and _parts(cache)[0].layers and _is_filled(cache):
+    if not reasons and parts(cache)[0].layers and _is_filled(cache):
         reasons.append("past_key_values was given with a content")
     return reasons
 
 
 def unsupported_types(cache: object) -> list[str]:
     """Why a cache of these classes cannot be given more rows; empty if it can."""
-    for part in _parts(cache):
+    for part in parts(cache):
         if type(part) is not DynamicCache:
             return [f"past_key_values is a {type(part).__name__} (supported: DynamicCache, EncoderDecoderCache of two)"]
         if getattr(part, "offloading", False):
@@ -132,7 +132,7 @@ def share(cache: Cache, inputs: int, fan_out: int, limit: int) -> Sharing:
     have filled them. limit: the number of positions that can be added to each row.
     """
     sharing = Sharing()
-    for part, is_cross in zip(_parts(cache), (False, True)):
+    for part, is_cross in zip(parts(cache), (False, True)):
         for index, layer in enumerate(part.layers):
             if type(layer) is not DynamicLayer:
                 rows = torch.arange(inputs, device=getattr(layer, "device", None))
@@ -140,8 +140,13 @@ def share(cache: Cache, inputs: int, fan_out: int, limit: int) -> Sharing:
                 sharing.others[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
                 keep = sharing_pays(layer.keys, fan_out, is_cross)
+                limit_of_rows = 0 if is_cross else limit
+                if not keep and not writing_in_place_pays(layer.keys, fan_out, limit_of_rows):
+                    layer.batch_repeat_interleave(fan_out)
+                    sharing.short += 1
+                    continue
                 usage: Counter[str] = Counter()
-                states = SharedKeyValues(layer.keys, layer.values, fan_out, 0 if is_cross else limit, keep, usage)
+                states = SharedKeyValues(layer.keys, layer.values, fan_out, limit_of_rows, keep, usage)
                 part.layers[index] = SharedLayer(layer, states)
                 sharing.usages.append(usage)
                 sharing.cross += keep and is_cross
@@ -152,13 +157,14 @@ def share(cache: Cache, inputs: int, fan_out: int, limit: int) -> Sharing:
 
 def restore(cache: Cache) -> None:
     """Puts plain layers in the place of those that `share` has put in."""
-    for part in _parts(cache):
+    for part in parts(cache):
         for index, layer in enumerate(part.layers):
             if isinstance(layer, SharedLayer):
                 part.layers[index] = layer.plain()
 
 
-def _parts(cache: object) -> list[Cache]:
+def parts(cache: object) -> list[Cache]:
+    """The self-attention cache, and the cross-attention cache where there is one."""
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]

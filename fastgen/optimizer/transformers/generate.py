@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastgen.optimizer import report
 from fastgen.optimizer.decoding import linear_mode
-from fastgen.optimizer.transformers import cache_layers, compiled, verification
+from fastgen.optimizer.decoding.gain import size_of
+from fastgen.optimizer.transformers import activations, cache_layers, compiled, verification
 from fastgen.patching import disabled
 
 
@@ -19,10 +20,21 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
             with disabled():
                 return original(self, *args, **kwargs)
         record.user_gave_cache = kwargs.get("past_key_values") is not None
-        with nullcontext() if compiled.reasons(self) else linear_mode.for_models([self], record.usages):
+        with _faster_forwards(self, args, kwargs, record):
             result = original(self, *args, **kwargs)
         for cache in tuple(record.caches):  # one that is returned, or that somebody has kept
             cache_layers.restore(cache)
         if not record.rows:
             record.fallbacks.append("prefill and caches: this way of decoding makes its prefill itself")
     return result
+
+
+@contextmanager
+def _faster_forwards(model: Any, args: tuple, kwargs: dict[str, Any], record: report.Report) -> Iterator[None]:
+    """Products and activations inside this call, of models so large that it pays to look at all their modules."""
+    size = size_of(model)
+    if not size.is_large or compiled.reasons(model) or compiled.call_reasons(model, args, kwargs):
+        yield
+    else:
+        with linear_mode.for_models([size], record.usages), activations.fused(model, record.usages):
+            yield

@@ -18,12 +18,16 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET, report
+from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.transformers import cache_layers, compiled, model_state, modules, rows, verification
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 
 # Models in which the rows of a batch have an influence on each other.
-COUPLED_MODELS = {"nllb-moe": "the capacity of its experts depends on the number of rows"}
+COUPLED_MODELS = {
+    "nllb-moe": "the capacity of its experts depends on the number of rows",
+    "big_bird": "its sparse attention draws random numbers for each row",
+}
 
 
 def prefill(
@@ -39,9 +43,9 @@ def prefill(
     if record is None:  # a model's own loop, after which nobody would put plain caches back
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     arguments = {"input_ids": input_ids, **model_kwargs}
-    fan_out = rows_per_input(self, arguments, generation_config)
+    fan_out, compared = rows_per_input(self, arguments, generation_config)
     record.rows, record.inputs = input_ids.shape[0], input_ids.shape[0] // fan_out
-    reasons = unsupported_reasons(self, arguments, fan_out, record)
+    reasons = unsupported_reasons(self, arguments, fan_out, compared, record)
     if not reasons:
         given = rows.one_per_input(arguments, record.rows, fan_out)
         used = {name: value for name, value in given.items() if name != "input_ids"}
@@ -65,13 +69,28 @@ def prefill(
     return outputs
 
 
-def rows_per_input(model: Any, arguments: dict[str, Any], generation_config: Any) -> int:
-    """How many consecutive rows (beams, samples, or repetitions by the caller) each input has."""
+def rows_per_input(model: Any, arguments: dict[str, Any], generation_config: Any) -> tuple[int, bool]:
+    """How many consecutive rows (beams, samples, or repetitions by the caller) each input has.
+
+    Also whether they were compared. Repetitions are looked for where they would gain something: Whisper's own generate
+    repeats its inputs, and so do callers.
+    """
     fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     row_count = arguments["input_ids"].shape[0]
-    if fan_out == 1 and row_count > 1 and verification.is_tested(model):
-        return rows.repetitions_sync(arguments, row_count)  # Whisper's own generate repeats, and so do callers
-    return fan_out
+    if fan_out > 1 or row_count == 1 or too_small_reasons(model, arguments, row_count):
+        return fan_out, False
+    return (rows.repetitions_sync(arguments, row_count), True) if verification.is_tested(model) else (1, False)
+
+
+def too_small_reasons(model: Any, arguments: dict[str, Any], fan_out: int) -> list[str]:
+    """Why one row per input instead of `fan_out` would not save what it costs; empty if it does."""
+    row_count, length = arguments["input_ids"].shape
+    embeds, encoded = arguments.get("inputs_embeds"), arguments.get("encoder_outputs")
+    if embeds is not None:
+        length = max(length, embeds.shape[1])
+    if encoded is not None and isinstance(encoded[0], Tensor):
+        length += encoded[0].shape[1] // 16  # the share of a layer's weights that makes keys and values of them
+    return gain.prefill_reasons(gain.size_of(model), (row_count - row_count // fan_out) * length)
 
 
 def _expand_or_reasons(
@@ -85,7 +104,7 @@ def _expand_or_reasons(
     """Expands the outputs in place; if that fails, switches the patches off and returns why."""
     limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
     try:
-        expand(outputs, record.inputs, fan_out, limit, record)
+        expand(outputs, _cache(arguments), record.inputs, fan_out, limit, record)
     except torch.cuda.OutOfMemoryError:
         raise  # the original would need more
     except Exception as error:
@@ -97,31 +116,47 @@ def _expand_or_reasons(
     return []
 
 
-def expand(outputs: ModelOutput, inputs: int, fan_out: int, limit: int, record: report.Report) -> None:
+def expand(
+    outputs: ModelOutput, given: Cache | None, inputs: int, fan_out: int, limit: int, record: report.Report
+) -> None:
     """Makes the outputs of a forward of `inputs` rows those of `inputs * fan_out` rows, and fills the record.
 
-    limit: the number of tokens that can be generated, at least 1.
+    given: the cache that the forward was given. Some forwards fill it and do not return it (BERT with
+    `is_decoder=False`). limit: the number of tokens that can be generated, at least 1.
     """
     record.shared.append("prefill: one row per input")
+    caches = [value for value in outputs.values() if isinstance(value, Cache)]
+    if given is not None and not any(given in (cache, *cache_layers.parts(cache)) for cache in caches):
+        caches.append(given)
+    for cache in caches:
+        record.caches.add(cache)
+        sharing = cache_layers.share(cache, inputs, fan_out, limit)
+        record.usages += sharing.usages
+        record.shared += sharing.shared_descriptions()
+        record.fallbacks += sharing.repeated_descriptions()
     for name, value in tuple(outputs.items()):
-        if isinstance(value, Cache):
-            record.caches.add(value)
-            sharing = cache_layers.share(value, inputs, fan_out, limit)
-            record.usages += sharing.usages
-            record.shared += sharing.shared_descriptions()
-            record.fallbacks += sharing.repeated_descriptions()
-        elif name == "logits":
+        if name == "logits":
             outputs[name] = value[:, -1:].repeat_interleave(fan_out, dim=0)
-        else:
+        elif not isinstance(value, Cache):
             outputs[name] = rows.repeat(name, value, inputs, fan_out)
 
 
-def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int, record: report.Report) -> list[str]:
-    """Why this prefill has to run with all rows; empty if one row per input gives the same. May read the device."""
+def unsupported_reasons(
+    model: Any, arguments: dict[str, Any], fan_out: int, compared: bool, record: report.Report
+) -> list[str]:
+    """Why this prefill has to run with all rows; empty if one row per input gives the same. May read the device.
+
+    compared: whether the rows of an input are known to be equal.
+    """
     row_count = arguments["input_ids"].shape[0]
-    if fan_out == 1:
+    if row_count == 1:
         return ["one row per input, nothing to share"]
-    reasons = []
+    # Before all modules of the model are looked at, which takes longer.
+    reasons = too_small_reasons(model, arguments, row_count if fan_out == 1 else fan_out)
+    if fan_out == 1:
+        return ["one row per input, nothing to share", *(f"if rows are equal: {reason}" for reason in reasons)]
+    if reasons:
+        return reasons
     if row_count % fan_out:
         reasons.append(f"{row_count} rows are no multiple of {fan_out} beams or samples")
     if torch.is_grad_enabled():
@@ -138,7 +173,7 @@ def unsupported_reasons(model: Any, arguments: dict[str, Any], fan_out: int, rec
     elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
         reasons.append("the model makes its own cache")
     reasons += rows.unsupported_reasons(arguments, row_count)
-    if not reasons and not rows.groups_are_equal_sync(arguments, row_count, fan_out):
+    if not reasons and not compared and not rows.groups_are_equal_sync(arguments, row_count, fan_out):
         reasons.append("the rows of an input differ from each other")
     return reasons
 

@@ -81,12 +81,11 @@ def _tensors(arguments: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def _row_dim(name: str, value: Tensor, rows: int) -> int | None:
-    """The dimension that holds the rows, or None; multimodal position_ids have theirs second."""
+    """The dimension that holds the rows, or None; multimodal position_ids are `[axes, rows, length]`."""
     if name in WITHOUT_ROWS or not value.dim():
         return None
-    if value.shape[0] == rows:
-        return 0
-    return 1 if name == "position_ids" and value.dim() == 3 and value.shape[1] == rows else None
+    dim = 1 if name == "position_ids" and value.dim() == 3 else 0
+    return dim if value.shape[dim] == rows else None
 
 
 def _reasons(name: str, value: Any, rows: int) -> list[str]:

@@ -1,0 +1,79 @@
+"""What a call gains and what it costs to gain it: decides about speed only, never about what is right.
+
+Looking at all modules of a model takes milliseconds, as long as a tiny model takes for a token. So these decisions come
+first, and the size of a model, on which they rest, is kept from call to call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fastgen.config import CONFIG
+from fastgen.ops import cpu_linear
+
+# From here on, large products are so much of the work that a microsecond for every call of torch does not matter.
+MIN_LARGE_PER_MODULE = 1 << 16
+
+# What a prefill with one row per input costs, in multiplications that take as long (see benchmarks/bench_small.py).
+COST = 1 << 22
+COST_PER_MODULE = 1 << 19
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """modules: how many. weights: elements that every token is multiplied with. large: elements of large weights in
+    fp32 on a CPU.
+    """
+
+    modules: int
+    weights: int
+    large: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether large products, in fp32 on a CPU, are what the model's time goes into."""
+        return self.large >= max(MIN_LARGE_PER_MODULE * self.modules, 1)
+
+
+# For each model its size, and what its first parameter was like when that was found.
+_sizes: WeakKeyDictionary[nn.Module, tuple[tuple, ModelSize]] = WeakKeyDictionary()
+
+
+def size_of(model: nn.Module) -> ModelSize:
+    """The size of the model, looked up again where its type or device has changed since the last call."""
+    first = next(model.parameters(), None)
+    state = () if first is None else (first.dtype, first.device)
+    known = _sizes.get(model)
+    if known is None or known[0] != state:
+        known = _sizes[model] = (state, _measured(model))
+    return known[1]
+
+
+def _measured(model: nn.Module) -> ModelSize:
+    modules, weights = list(model.modules()), list(model.parameters())
+    # Tokens look up one row of an embedding; the output layer, of the same shape, sees the last token only.
+    looked_up = {module.weight.shape for module in modules if isinstance(module, nn.Embedding)}
+    used = [weight.numel() for weight in weights if weight.dim() > 1 and weight.shape not in looked_up]
+    large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype == torch.float32]
+    return ModelSize(len(modules), sum(used), sum(size for size in large if size >= cpu_linear.MIN_ELEMENTS))
+
+
+def sharing_is_asked_for() -> bool | None:
+    """What FASTGEN_SHARE says: True for always, False for never, None where it is to pay."""
+    return {"always": True, "never": False}.get(CONFIG.share)
+
+
+def prefill_reasons(size: ModelSize, saved_tokens: int) -> list[str]:
+    """Why a prefill with one row per input, `saved_tokens` fewer in all, is not worth its cost; empty if it is."""
+    asked = sharing_is_asked_for()
+    if asked is not None:
+        return [] if asked else ["FASTGEN_SHARE=never"]
+    saved, cost = size.weights * saved_tokens, COST + COST_PER_MODULE * size.modules
+    if saved >= cost:
+        return []
+    millions = f"{saved / 1e6:.1f} million multiplications, its cost is that of {cost / 1e6:.1f}"
+    return [f"too small to gain: one row per input would save {saved_tokens} tokens, {millions}"]

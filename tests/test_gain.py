@@ -1,0 +1,92 @@
+"""Sharing starts where it pays, or as FASTGEN_SHARE says, and that is decided before anything that takes time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parity import BEAMS, PREFILL, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, padded, tiny, token_ids
+from python_process import run_code
+from sharing import sharing
+from torch import nn
+
+from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.transformers import compiled, model_state, modules, rows
+
+REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
+
+
+@pytest.fixture
+def nothing_is_looked_through(monkeypatch):
+    monkeypatch.setattr(modules, "unsupported_reasons", pytest.fail)
+    monkeypatch.setattr(compiled, "reasons", pytest.fail)
+    monkeypatch.setattr(model_state, "tensors", pytest.fail)
+    monkeypatch.setattr(rows, "_equal_to_row_before_sync", pytest.fail)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "causal"), ("gpt2", "causal"), ("bart", "seq2seq")])
+def test_small_calls_are_left_alone_before_modules_and_rows_are_looked_at(name, kind, nothing_is_looked_through):
+    model = tiny(name, kind)
+    for arguments in (BEAMS, SAMPLES):
+        report = assert_same(model, padded(9, 5), **arguments)
+        assert left_alone_because(report, "too small to gain: one row per input would save")
+    assert left_alone_because(assert_same(model, REPEATED, max_new_tokens=3), "if rows are equal: too small to gain")
+
+
+def test_the_reason_gives_the_numbers():
+    size = gain.ModelSize(modules=10, weights=2000, large=0)
+    cost = f"{(gain.COST + 10 * gain.COST_PER_MODULE) / 1e6:.1f}"
+    assert gain.prefill_reasons(size, 50) == [
+        "too small to gain: one row per input would save 50 tokens, 0.1 million multiplications, "
+        f"its cost is that of {cost}"
+    ]
+    assert not gain.prefill_reasons(size, 50_000)
+
+
+def test_the_same_model_shares_longer_prompts_of_more_rows():
+    report = assert_same(tiny("gpt2"), {"input_ids": token_ids(8, 60)}, **SAMPLES)
+    assert report.shared[0] == PREFILL
+
+
+def test_a_prompt_of_a_few_tokens_has_a_long_encoder_output_too():
+    model = tiny("bart", "seq2seq", max_position_embeddings=4096)
+    with torch.no_grad():
+        assert assert_same(model, {"input_ids": token_ids(4, 40)}, **BEAMS).shared == []
+        assert assert_same(model, {"input_ids": token_ids(4, 4000)}, **BEAMS | {"max_new_tokens": 2}).shared
+
+
+def test_always_and_never_do_not_ask_what_pays():
+    model = tiny("llama")
+    with sharing("always"):
+        assert is_shared(assert_same(model, padded(9, 5), **BEAMS), PROMPT)
+    with sharing("never"):
+        assert left_alone_because(assert_same(model, {"input_ids": token_ids(8, 60)}, **SAMPLES), "FASTGEN_SHARE=never")
+
+
+def test_the_variable_is_read():
+    code = """
+import sys; sys.path.insert(0, "tests")
+import fastgen
+from parity import BEAMS, padded, tiny
+tiny("llama").generate(**padded(9, 5), **BEAMS)
+print(fastgen.explain().shared)
+"""
+    assert "prompt's keys and values: once per input" in run_code(code, FASTGEN_SHARE="always")
+    assert run_code(code, FASTGEN_SHARE="auto").strip().endswith("[]")
+
+
+def test_rows_that_the_caller_repeated_are_compared_once(share_always, monkeypatch):
+    compare, calls = rows._equal_to_row_before_sync, []
+    monkeypatch.setattr(rows, "_equal_to_row_before_sync", lambda *args: calls.append(args) or compare(*args))
+    tiny("llama").generate(**REPEATED, max_new_tokens=3)
+    assert len(calls) == 1
+
+
+def test_the_size_counts_what_every_token_is_multiplied_with():
+    model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(8, 100, bias=False), nn.LayerNorm(8))
+    assert gain.size_of(model) == gain.ModelSize(modules=5, weights=128, large=0)
+
+
+def test_the_size_is_looked_up_again_when_the_type_of_the_weights_changes():
+    model = nn.Linear(1024, 1024)
+    assert gain.size_of(model).is_large
+    assert not gain.size_of(model.bfloat16()).is_large

@@ -12,8 +12,7 @@ SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
-	$(BIN)/fastgen-generate-for-transformers demo fastgen/models/demo/data/sample.txt demo-output.txt \
-		--bs 32 --compare --reference_path fastgen/models/demo/data/sample.ref.txt
+	@$(BIN)/python -m fastgen.cli.demo
 
 test: $(VENV)/test.installed
 	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
@@ -39,20 +38,25 @@ bench: $(VENV)/test.installed
 	$(BIN)/python benchmarks/bench_generate.py
 
 $(VENV)/pip.installed: constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) pip setuptools wheel
-	$(PIP) torch==2.13.0
-	touch $@
+	@echo "The first time only: making $(VENV), with pip and setuptools"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) pip setuptools wheel
+	@echo "Installing torch 2.13.0, the largest download: this takes some minutes"
+	@$(PIP) torch==2.13.0
+	@touch $@
 
 $(VENV)/demo.installed: $(VENV)/pip.installed setup.py
-	$(PIP) --editable ".[transformers,metrics]"
-	touch $@
+	@echo "Installing transformers, and fastgen with its kernels"
+	@$(PIP) --editable ".[transformers]"
+	@touch $@
 
 $(VENV)/test.installed: $(VENV)/pip.installed setup.py
-	$(PIP) --editable ".[test]"
-	$(PIP) --no-deps $(FAIRSEQ)
-	$(PIP) $(FAIRSEQ_NEEDS)
-	touch $@
+	@echo "Installing transformers, what the tests need, and fastgen with its kernels"
+	@$(PIP) --editable ".[test]"
+	@echo "Installing fairseq, and what it needs"
+	@$(PIP) --no-deps $(FAIRSEQ)
+	@$(PIP) $(FAIRSEQ_NEEDS)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -81,7 +81,7 @@ EXTRAS["test"].append('triton; platform_system == "Linux"')  # runs in its inter
 EXTRAS["test"] += EXTRAS["transformers"] + EXTRAS["metrics"] + EXTRAS["audio"]
 
 setup(
-    name="fastgen",
+    name="fastgen-generate",  # fastgen is another project on the public index
     version="0.1.0",
     description="Makes text generation with Hugging Face transformers and fairseq faster, with identical output",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),

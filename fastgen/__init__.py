@@ -4,20 +4,26 @@
 
 is all it takes, before or after the library is imported: it patches the library's `generate`, and whatever it does
 not know it leaves to the original. `python -m fastgen` shows what is patched and what is not, and why.
+
+A library that uses fastgen for its own calls only: `FASTGEN_AUTO=0`, and `with fastgen.enabled():` around them.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 from fastgen.config import CONFIG, start_logging
 from fastgen.optimizer import PATCH_SET
-from fastgen.patching import PatchState, disabled
+from fastgen.patching import PatchState, PatchStates, disabled, switched
 from fastgen.patching.import_hooks import explain_failure
 
 TYPE_CHECKING = False  # type checkers take it for true; importing typing takes a quarter of `import fastgen`
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fastgen.optimizer.report import Report
 
-__all__ = ["PatchState", "disable", "disabled", "enable", "explain", "status"]
+__all__ = ["PatchState", "disable", "disabled", "enable", "enabled", "explain", "status"]
 __version__ = "0.1.0"
 
 
@@ -26,11 +32,30 @@ def enable() -> None:
 
     Does nothing under FASTGEN_DISABLE=1, and nothing for patches that have failed: see `status()`.
     """
+    _arm(everywhere=True)
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """fastgen in this thread or task, whatever holds outside: after `disable()`, inside `disabled()`, FASTGEN_AUTO=0.
+
+    Patches what is not patched yet; the patches stay when the block ends, and calls elsewhere go through them to the
+    originals, unless fastgen is enabled there, too. Of nested `enabled()` and `disabled()` the innermost counts. A
+    thread started inside does not inherit it, an asyncio task does. Also a decorator.
+
+    Does nothing under FASTGEN_DISABLE=1; a `disable()` meanwhile ends it.
+    """
+    _arm(everywhere=False)
+    with switched(True):
+        yield
+
+
+def _arm(everywhere: bool) -> None:
     if CONFIG.disable:
         PATCH_SET.skip("FASTGEN_DISABLE=1")
     else:
         explain_failure("fairseq", _import_hint)
-        PATCH_SET.arm()
+        PATCH_SET.arm(everywhere)
 
 
 def _import_hint(error: Exception) -> str:
@@ -40,19 +65,19 @@ def _import_hint(error: Exception) -> str:
 
 
 def disable() -> None:
-    """Puts the originals back, in all threads; libraries imported later stay as they are until `enable()`."""
+    """Puts the originals back, in all threads; they stay until `enable()` or the next `enabled()`."""
     PATCH_SET.revert("disabled")
 
 
-def status() -> list[PatchState]:
-    """For each patch its name, state (pending, applied, skipped, failed or reverted) and the reason."""
+def status() -> PatchStates:
+    """For each patch its name, state (pending, applied, skipped, failed or reverted) and reason; shown as a table."""
     return PATCH_SET.states()
 
 
 def explain() -> Report | None:
     """What the last `generate` of this thread that went through fastgen shared, which kernels ran, what fell back.
 
-    Print it to read it. None if there was none; a call inside `disabled()` is not seen.
+    Print it to read it; `as_dict()` is for JSON. None if there was none; a call inside `disabled()` is not seen.
     """
     from fastgen.optimizer import report
 
@@ -60,4 +85,7 @@ def explain() -> Report | None:
 
 
 start_logging(CONFIG.log)
-enable()
+if CONFIG.auto or CONFIG.disable:
+    enable()
+else:
+    PATCH_SET.skip("FASTGEN_AUTO=0")

@@ -20,6 +20,7 @@ from typing import NoReturn
 import fastgen
 from fastgen import ops
 from fastgen.optimizer import PATCH_SET, PATCHES
+from fastgen.patching import table
 
 _PROG = "python -m fastgen"
 _PACKAGES = ("torch", "transformers", "fairseq")
@@ -32,7 +33,9 @@ def main(argv: list[str]) -> None:
     _parser().parse_args(own)
     if not program:
         print(report())
-    elif program[0] != "-m":
+        return
+    fastgen.enable()  # under FASTGEN_AUTO=0, too
+    if program[0] != "-m":
         run_script(*program)
     elif len(program) == 1:
         _stop(2, "-m needs the name of a module")
@@ -113,7 +116,7 @@ def report() -> str:
         (s.name, s.state, errors.get(s.name, s.reason) if s.state == "pending" else s.reason) for s in fastgen.status()
     ]
     kernels = [(k.name, k.implementation, "; ".join(k.reasons) or "usable") for k in ops.kernels()]
-    return "\n".join([", ".join(versions), "", "Patches", *_table(states), "", "Kernels", *_table(kernels)])
+    return "\n".join([", ".join(versions), "", "Patches", table(states), "", "Kernels", table(kernels)])
 
 
 def _import_hosts() -> dict[str, str]:
@@ -139,11 +142,6 @@ def _version(package: str) -> str:
     for distribution in distributions:
         return f"{package} {metadata.version(distribution)} ({distribution})"
     return f"{package} not installed"
-
-
-def _table(rows: list[tuple[str, str, str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return [f"  {a:{widths[0]}}  {b:{widths[1]}}  {c}".rstrip() for a, b, c in rows]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """The environment variables of fastgen, read once into a dataclass; no other file reads them.
 
 FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
+FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `with fastgen.enabled():` do.
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
 FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as without it); or always, or never.
-FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug, info, warning or error.
+FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a line for each `generate`), info,
+                   warning or error.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _ON = ("1", "true", "yes", "on")
-_OFF = ("", "0", "false", "no", "off")
+_OFF = ("0", "false", "no", "off")
 _SHARING = ("auto", "always", "never")
 _LEVELS = ("debug", "info", "warning", "error")
 _HANDLER_NAME = "fastgen"
@@ -26,6 +28,7 @@ class Config:
     """What the user asked for through the environment."""
 
     disable: bool = False
+    auto: bool = True
     strict: bool = False
     share: str = "auto"
     log: str | None = None
@@ -34,18 +37,19 @@ class Config:
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
         """The variables as given; ValueError names a variable that cannot be read, its value and what is accepted."""
         return cls(
-            disable=_flag(environ, "FASTGEN_DISABLE"),
-            strict=_flag(environ, "FASTGEN_STRICT"),
+            disable=_flag(environ, "FASTGEN_DISABLE", default=False),
+            auto=_flag(environ, "FASTGEN_AUTO", default=True),
+            strict=_flag(environ, "FASTGEN_STRICT", default=False),
             share=_one_of(_SHARING, environ, "FASTGEN_SHARE") or "auto",
             log=_one_of(_LEVELS, environ, "FASTGEN_LOG"),
         )
 
 
-def _flag(environ: Mapping[str, str], variable: str) -> bool:
+def _flag(environ: Mapping[str, str], variable: str, default: bool) -> bool:
     value = environ.get(variable, "").strip().lower()
-    if value not in _ON + _OFF:
+    if value and value not in _ON + _OFF:
         raise ValueError(f"{variable}={environ[variable]!r} (accepted: 1 or 0)")
-    return value in _ON
+    return value in _ON if value else default
 
 
 def _one_of(accepted: tuple[str, ...], environ: Mapping[str, str], variable: str) -> str | None:
@@ -61,7 +65,7 @@ def read(environ: Mapping[str, str]) -> Config:
     A typing error in a shell profile must not stop a program that only imports fastgen.
     """
     readable = {}
-    for variable in ("FASTGEN_DISABLE", "FASTGEN_STRICT", "FASTGEN_SHARE", "FASTGEN_LOG"):
+    for variable in ("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_STRICT", "FASTGEN_SHARE", "FASTGEN_LOG"):
         if variable in environ:
             one = {variable: environ[variable]}
             try:

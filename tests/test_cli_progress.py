@@ -1,50 +1,112 @@
 """Progress goes to stderr: a bar on a terminal, a line now and then elsewhere, failures always."""
 
-import io
+import fcntl
+import os
+import pty
+import re
+import struct
 import sys
+import termios
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from cli_models import save_bart, sentences
 
-from fastgen.cli.transformers import progress
+from fastgen.cli.transformers import behind, progress
+from fastgen.cli.transformers.generate import main
 from fastgen.cli.transformers.items import Finished
 from fastgen.cli.transformers.progress import Progress
 
 BATCH = Finished(records=[(1, b"a\n"), (2, b"b\n")], tokens=7, failures=[(2, "is broken")])
-STALLS = {"read": 0.25, "model": 0.5}
+IDLE = {"read": 0.25, "model": 0.5}
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def start(total: int | None, done: int = 0, quiet: bool = False) -> Progress:
-    started = Progress(total, done, quiet)
-    started.watch(lambda seconds: STALLS)
+def start(total: int | None, done: int = 0, quiet: bool = False, verbose: bool = False) -> Progress:
+    started = Progress(total, done, quiet, verbose=verbose)
+    started.watch(lambda seconds: IDLE)
     return started
 
 
-def test_a_terminal_gets_a_bar_with_rates_and_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Callable[[], str]]]:
+    """Makes stderr a terminal of so many columns; what that returns gives what is written there."""
+    opened = []
+
+    def make(columns: int) -> Callable[[], str]:
+        ours, theirs = pty.openpty()
+        opened.append(ours)
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
+        monkeypatch.setattr(sys, "stderr", os.fdopen(theirs, "w"))
+
+        def written() -> str:
+            sys.stderr.close()
+            text = b""
+            try:
+                while block := os.read(ours, 4096):
+                    text += block
+            except OSError:  # the end, on Linux
+                pass
+            return text.decode()
+
+        return written
+
+    yield make
+    for descriptor in opened:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_gets_a_bar_of_its_width(terminal: Callable, columns: int) -> None:
+    written = terminal(columns)
     shown = start(10, done=4)
     shown.finished(BATCH)
     shown._bar.refresh()
     shown.close()
-    assert "6/10" in terminal.getvalue() and "tokens/s, stalled: read 25% model 50%" in terminal.getvalue()
-    assert "line 2: is broken" in terminal.getvalue()
+    lines = [line for line in re.split(r"[\r\n]+", written()) if line.strip()]
+    bar = lines[-1]
+    assert "fastgen-generate-for-transformers: line 2: is broken" in lines
+    assert re.fullmatch(r" 60%\|.*\| 6 of 10 inputs, [\d.]+ inputs/s, \d\d:\d\d left", bar)
+    assert len(bar) in (columns - 1, columns) and "█" in bar
+
+
+def test_without_a_total_there_is_no_bar_to_fill(terminal: Callable) -> None:
+    written = terminal(80)
+    shown = start(None)
+    shown.finished(BATCH)
+    shown._bar.refresh()
+    shown.close()
+    assert re.search(r"\r2 inputs, [\d.]+ inputs/s *\r", written())
 
 
 @pytest.mark.parametrize(("total", "expected"), [(10, "6 of 10 inputs"), (None, "6 inputs")])
+@pytest.mark.parametrize("place", ["a file", "a terminal without a size"])
 def test_elsewhere_there_are_lines(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, total: int | None, expected: str
+    terminal: Callable,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    total: int | None,
+    expected: str,
+    place: str,
 ) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    written = terminal(0) if place == "a terminal without a size" else lambda: capsys.readouterr().err
     start(total, done=4).finished(BATCH)
-    failure, line = capsys.readouterr().err.splitlines()
+    failure, line = written().splitlines()
     assert failure.endswith("line 2: is broken")
-    assert expected in line and "tokens/s, stalled: read 25% model 50%" in line
-    assert line.endswith(" left") == (total is not None)
+    rest = r", \d\d:\d\d left" if total else ""
+    assert re.fullmatch(rf"{expected}, [\d.]+ inputs/s{rest}", line)
+
+
+def test_stages_are_for_those_who_ask(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    asked = start(10, verbose=True)
+    asked.finished(BATCH)
+    assert capsys.readouterr().err.splitlines()[-1] == "idle: read 25%, model 50%"
+    assert asked.summary().splitlines()[1:] == ["idle: read 25%, model 50%"]
+    start(10).finished(BATCH)
+    assert "idle" not in capsys.readouterr().err
+    assert main(["demo", "in", "out", "--verbose", "--quiet"]) == 2
 
 
 def test_quiet_names_failures_only(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +115,66 @@ def test_quiet_names_failures_only(capsys: pytest.CaptureFixture, monkeypatch: p
     quiet.finished(BATCH)
     assert capsys.readouterr().err.splitlines() == ["fastgen-generate-for-transformers: line 2: is broken"]
     assert (quiet.inputs, quiet.tokens, quiet.failures) == (2, 7, 1)
+
+
+LENGTHS = [260, 205, 195, 150, 137, 123, 103, 94, 82, 66, 60, 52, 40, 33, 29, 20]  # of a window, the longest first
+
+
+@pytest.mark.parametrize(("per_input", "per_byte"), [(0.0, 0.001), (0.3, 0.0), (0.05, 0.001)])
+@pytest.mark.parametrize("is_size_known", [True, False])
+def test_the_time_left_is_right_from_the_second_batch_on(
+    monkeypatch: pytest.MonkeyPatch, per_input: float, per_byte: float, is_size_known: bool
+) -> None:
+    """Two windows. Where the size of INPUT is unknown, the first has to be over."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    batches = [(32, 32 * length) for length in [*LENGTHS, *LENGTHS]]
+    costs = [inputs * per_input + size * per_byte for inputs, size in batches]
+    size = sum(size for _, size in batches)
+    shown = Progress(32 * len(batches), 0, True, size if is_size_known else None)
+    shown.watch(lambda seconds: IDLE)
+    for number, (batch, cost) in enumerate(zip(batches, costs), start=1):
+        now[0] += cost
+        shown.finished(Finished([(0, b"")] * batch[0], 0, [], size=batch[1]))
+        truth, found = sum(costs[number:]), shown._pace.seconds_left(shown.seconds)
+        if number > 1 if is_size_known else number == len(LENGTHS):
+            assert found == pytest.approx(truth, abs=1e-6)
+        elif is_size_known and per_input == 0.0:  # one batch alone: as long as its bytes
+            assert found == pytest.approx(truth, rel=1e-3)
+
+
+def test_nobody_knows_the_time_left_before_the_first_batch_or_without_a_total() -> None:
+    assert progress._Pace(10, 100.0).seconds_left(1.0) is None
+    unknown = progress._Pace(None, None)
+    unknown.add(2, 10, 1.0)
+    assert unknown.seconds_left(1.0) is None
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bart(tmp_path_factory.mktemp("bart"))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_says_what_it_loads_and_where_it_goes_on(
+    bart: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = tmp_path / "input.txt", tmp_path / "output.txt"
+    source.write_text("".join(line + "\n" for line in sentences(9)))
+    command = [str(bart), str(source), str(output), "--bs", "2", "--window", "0"]
+    finished = Progress.finished
+
+    def stop_after_two(self: Progress, batch: Finished) -> None:
+        finished(self, batch)
+        if self.inputs >= 4:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(behind, "SECONDS_BETWEEN_STATES", 0.0)
+    monkeypatch.setattr(Progress, "finished", stop_after_two)
+    assert main(command) == 1
+    assert capsys.readouterr().err.splitlines()[0] == f"loading {bart}"
+    monkeypatch.setattr(Progress, "finished", finished)
+    assert main([*command, "--resume"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == [f"loading {bart}", "fastgen-generate-for-transformers: goes on at line 5 of 9"]
+    assert said[-1].startswith("5 lines in ")

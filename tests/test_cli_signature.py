@@ -16,7 +16,7 @@ from fastgen.cli.pipeline.differences import differences
 from fastgen.cli.transformers.lines import Survey
 from fastgen.cli.transformers.signature import fingerprint_sync, signature
 
-SURVEY = Survey(3, "0" * 64)
+SURVEY = Survey(3, "0" * 64, 99)
 FLAGS = {
     "model": "bart",
     "input": Path("in.txt"),
@@ -100,7 +100,7 @@ def test_every_other_flag_counts_also_one_that_nobody_has_thought_of(folder: Pat
 def test_the_input_counts_by_what_is_in_it(folder: Path) -> None:
     loaded = load(folder)
     expected = ["INPUT's content changed", "INPUT's number of lines was 3, is 4"]
-    assert changes(sign(loaded), sign(loaded, Survey(4, "1" * 64))) == expected
+    assert changes(sign(loaded), sign(loaded, Survey(4, "1" * 64, 99))) == expected
     assert changes(sign(loaded, None), sign(loaded, None)) == []
 
 

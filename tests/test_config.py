@@ -7,12 +7,14 @@ from fastgen.config import Config, read
 
 
 def test_nothing_set_means_the_defaults():
-    assert Config.from_environ({}) == Config(disable=False, strict=False, share="auto", log=None)
-    assert Config.from_environ({"FASTGEN_DISABLE": "", "FASTGEN_LOG": "", "FASTGEN_SHARE": ""}) == Config()
+    assert Config.from_environ({}) == Config(disable=False, auto=True, strict=False, share="auto", log=None)
+    empty = dict.fromkeys(("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_SHARE", "FASTGEN_LOG"), "")
+    assert Config.from_environ(empty) == Config()
 
 
 def test_each_variable_sets_its_own_field():
     assert Config.from_environ({"FASTGEN_DISABLE": "1"}) == Config(disable=True)
+    assert Config.from_environ({"FASTGEN_AUTO": "0"}) == Config(auto=False)
     assert Config.from_environ({"FASTGEN_STRICT": "True"}) == Config(strict=True)
     assert Config.from_environ({"FASTGEN_SHARE": "Never"}) == Config(share="never")
     assert Config.from_environ({"FASTGEN_LOG": "DEBUG"}) == Config(log="debug")
@@ -23,6 +25,7 @@ def test_each_variable_sets_its_own_field():
     ("variable", "value", "accepted"),
     [
         ("FASTGEN_DISABLE", "perhaps", "1 or 0"),
+        ("FASTGEN_AUTO", "never", "1 or 0"),
         ("FASTGEN_STRICT", "2", "1 or 0"),
         ("FASTGEN_SHARE", "1", "auto, always, never"),
         ("FASTGEN_LOG", "loud", "debug, info, warning, error"),

@@ -63,7 +63,8 @@ def test_a_program_ends_with_the_status_it_has_by_itself(folder, ending, status)
 
 def test_a_program_runs_with_the_patches_armed(folder):
     (folder / "armed.py").write_text("import sys; print([str(s.state) for s in sys.modules['fastgen'].status()][0])")
-    assert run_python("-m", "fastgen", "armed.py", cwd=folder).stdout.strip() == "pending"
+    for auto in ("0", "1"):  # whoever runs a program under fastgen asks for it
+        assert run_python("-m", "fastgen", "armed.py", cwd=folder, FASTGEN_AUTO=auto).stdout.strip() == "pending"
 
 
 def test_threads_and_workers_that_outlive_the_last_line_find_the_program(folder):
@@ -119,7 +120,8 @@ def test_the_report_shows_versions_patches_and_kernels_in_one_screen():
     kernels = [line.split() for line in lines[lines.index("Kernels") + 1 :]]
     assert kernels[0] == ["shared", "attention", "torch", "usable"]
     assert kernels[1][:3] == ["cpu", "linear", "oneDNN"]
-    assert [words[2] for words in kernels[2:]] == ["CUDA", "Triton", "C++", "torch"]
+    assert kernels[2] == ["fused", "activation", "torch", "usable"]
+    assert [words[2] for words in kernels[3:]] == ["CUDA", "Triton", "C++", "torch"]
     assert kernels[-1] == ["no-repeat", "n-gram", "torch", "usable"]
 
 

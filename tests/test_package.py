@@ -4,9 +4,10 @@ Most processes here import a stand-in for transformers, and stand-ins for fastge
 """
 
 import multiprocessing
+import shutil
 
 import pytest
-from python_process import run_code, run_python
+from python_process import REPOSITORY, run_code, run_python
 
 UTILS = """
 class GenerationMixin:
@@ -21,7 +22,7 @@ PRISTINE = dict(vars(GenerationMixin))
 
 # Each step of a program by its name, and what its `generate` gives and the states say at the end.
 STEPS = """
-import importlib, sys, types
+import contextlib, importlib, sys, types
 
 def stand_in(name):
     module = types.ModuleType(f"fastgen.optimizer.transformers.{name}")
@@ -42,8 +43,17 @@ def step(name):
         importlib.import_module("fastgen")
     elif name == "reload":
         importlib.reload(sys.modules["fastgen"])
+    elif name == "enabled":
+        with sys.modules["fastgen"].enabled():
+            pass
     else:
         getattr(sys.modules["fastgen"], name)()
+
+def generated(*contexts):
+    with contextlib.ExitStack() as stack:
+        for name in contexts:
+            stack.enter_context(getattr(sys.modules["fastgen"], name)())
+        return sys.modules["transformers.generation.utils"].GenerationMixin().generate(7)
 
 def patch_states():
     states = sys.modules["fastgen"].status()
@@ -115,7 +125,43 @@ def test_every_order_of_imports_and_switches_ends_as_the_last_switch_says(host, 
 def test_fastgen_disable_wins_over_everything(host):
     reasons = "(*outcome(), {state.reason for state in patch_states()})"
     expected = ({"skipped"}, ["original", 7], True, {"FASTGEN_DISABLE=1"})
-    assert run_steps("fastgen host enable reload enable", host, reasons, FASTGEN_DISABLE="1") == expected
+    assert run_steps("fastgen host enable reload enabled enable", host, reasons, FASTGEN_DISABLE="1") == expected
+    steps = ("fastgen host", host, "(*generated('enabled'), outcome()[2])")
+    assert run_steps(*steps, FASTGEN_DISABLE="1", FASTGEN_AUTO="1") == ("original", 7, True)
+
+
+ARMED = ({"applied"}, ["original", 7], False)
+OFF = ({"skipped"}, ["original", 7], True)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("host fastgen", OFF),
+        ("fastgen host", OFF),
+        ("fastgen host reload", OFF),
+        ("fastgen host disable", OFF),
+        ("fastgen host enable", FAST),
+        ("fastgen enable host reload", FAST),
+        ("fastgen host enable disable", ORIGINAL),
+        ("fastgen host enabled", ARMED),
+        ("fastgen enabled host reload", ARMED),
+        ("fastgen host enabled enable", FAST),
+        ("fastgen host enabled disable", ORIGINAL),
+        ("fastgen host disable enabled", ARMED),
+    ],
+)
+def test_without_auto_importing_arms_nothing_and_enabled_arms_for_its_own_calls(host, order, expected):
+    """A step "enabled" enters the block and leaves it."""
+    assert run_steps(order, host, FASTGEN_STRICT="1", FASTGEN_AUTO="0") == expected
+
+
+@pytest.mark.parametrize("order", ["fastgen host", "fastgen host disable", "host fastgen enabled"])
+@pytest.mark.parametrize("auto", ["0", "1"])
+def test_inside_enabled_calls_go_to_fastgen(host, order, auto):
+    calls = "[generated(*names.split()) for names in ('enabled', 'disabled', 'enabled disabled', 'disabled enabled')]"
+    fast, original = FAST[1], ORIGINAL[1]
+    assert run_steps(order, host, calls, FASTGEN_STRICT="1", FASTGEN_AUTO=auto) == [fast, original, original, fast]
 
 
 def test_importing_loads_no_heavy_library():
@@ -187,9 +233,15 @@ print(*fastgen.status(), sep="\\n")
 """
     first, *states = run_code(code).splitlines()
     assert first == "1 None"
-    assert states[0] == ("transformers.generate: pending (waits for the import of transformers.generation.utils)"), (
-        "status() rows can be read"
-    )
+    table = run_code("import fastgen; states = fastgen.status(); print(repr(states))").splitlines()
+    assert len(table) == len(states)
+    assert table[0].split(maxsplit=2) == [
+        "transformers.generate",
+        "pending",
+        "waits for the import of transformers.generation.utils",
+    ]
+    assert len({line.index("pending") for line in table}) == 1, "columns stand below each other"
+    assert states[0] == "transformers.generate: pending (waits for the import of transformers.generation.utils)"
 
 
 def test_a_spawned_worker_is_patched_by_its_own_import(host):
@@ -270,3 +322,16 @@ print([inspect.signature(getattr(GenerationMixin, name)) for name in names] == p
 print([vars(GenerationMixin)[name] is not wrapper for name, wrapper in zip(names, wrappers)])
 """
     assert run_code(code, FASTGEN_STRICT="1").strip() == "{'applied'} True [True, True, True, True]"
+
+
+def test_the_distribution_is_not_called_by_the_name_of_another_project(tmp_path):
+    for name in ("setup.py", "README.md"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    assert run_python("setup.py", "--name", cwd=tmp_path).stdout.splitlines()[-1] == "fastgen-generate"
+
+
+def test_nothing_tells_anybody_to_install_the_project_of_that_name():
+    texts = [*REPOSITORY.glob("*.*"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("fastgen/**/*.py")]
+    texts = [path for path in [REPOSITORY / "Makefile", *texts] if path.is_file()]
+    assert len(texts) > 100
+    assert [path for path in texts if "fastgen[" in path.read_text(encoding="utf-8")] == []

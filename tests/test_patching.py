@@ -1,5 +1,7 @@
 """What the patch layer applies, skips and reverts, on host libraries that each test writes."""
 
+import asyncio
+import contextvars
 import importlib
 import inspect
 import sys
@@ -9,7 +11,7 @@ import types
 import pytest
 from fake_hosts import FAST, HOST, armed, make_patch, module_name, only_state
 
-from fastgen.patching import disabled
+from fastgen.patching import PatchSet, disabled, switched
 
 pytest_plugins = ["fake_hosts"]
 
@@ -131,6 +133,96 @@ def test_disabled_concerns_this_thread_only(host, fast):
         assert host.function(1) == 1
     assert elsewhere == [("fast", 1)]
     assert decorated() == 1 and host.function(1) == ("fast", 1)
+
+
+FAST_ONE = ("fast", 1)
+
+
+@pytest.fixture
+def off_by_default(host, fast):
+    """A patch set and its host, whose function gives 1 without fastgen and FAST_ONE with it."""
+    patch_set = PatchSet([make_patch(f"{host.__name__}:function", fast)])
+    patch_set.arm(everywhere=False)
+    return patch_set, lambda: host.function(1)
+
+
+def test_switched_on_concerns_this_thread_only(off_by_default):
+    patch_set, call = off_by_default
+    assert (only_state(patch_set).state, only_state(patch_set).reason) == ("applied", "inside fastgen.enabled() only")
+    elsewhere = []
+    with switched(True):
+        thread = threading.Thread(target=lambda: elsewhere.append(call()))
+        thread.start()
+        thread.join()
+        assert call() == FAST_ONE
+    assert elsewhere == [1] and call() == 1
+
+
+def test_of_nested_switches_the_innermost_counts(off_by_default):
+    _, call = off_by_default
+    seen = []
+    with switched(True):
+        with disabled():
+            with switched(True):
+                seen.append(call())
+            seen.append(call())
+        seen.append(call())
+    with disabled(), switched(True):
+        seen.append(call())
+    assert seen == [FAST_ONE, 1, FAST_ONE, FAST_ONE] and call() == 1
+
+
+def test_what_is_on_everywhere_stays_so_until_it_is_reverted(off_by_default):
+    patch_set, call = off_by_default
+    patch_set.arm()
+    patch_set.arm(everywhere=False)
+    assert call() == FAST_ONE and only_state(patch_set).reason == ""
+    with switched(True):
+        patch_set.revert()
+        assert call() == 1
+        patch_set.arm(everywhere=False)
+        assert call() == FAST_ONE
+    assert call() == 1
+
+
+def test_asyncio_tasks_keep_their_own_switches_and_inherit_the_one_they_start_in(off_by_default):
+    _, call = off_by_default
+
+    async def steps(turn, other):
+        seen = []
+        for _ in range(3):
+            await turn.wait()
+            turn.clear()
+            seen.append(call())
+            other.set()
+        return seen
+
+    async def switched_steps(on, *turns):
+        with switched(on):
+            return await asyncio.create_task(steps(*turns))
+
+    async def both():
+        first, second = asyncio.Event(), asyncio.Event()
+        first.set()
+        return await asyncio.gather(switched_steps(True, first, second), steps(second, first))
+
+    assert asyncio.run(both()) == [[FAST_ONE] * 3, [1] * 3]
+
+
+def test_a_generator_holds_its_switch_until_it_ends_even_in_another_context(off_by_default):
+    _, call = off_by_default
+
+    def generator():
+        with switched(True):
+            yield call()
+            yield call()
+
+    assert list(generator()) == [FAST_ONE] * 2 and call() == 1
+    begun = generator()
+    assert contextvars.copy_context().run(next, begun) == FAST_ONE
+    assert call() == 1
+    begun.close()
+    assert call() == 1
 
 
 def test_a_missing_target_is_skipped_and_says_so(host, fast):

@@ -8,11 +8,16 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation of an operation, and why it cannot run here, if so."""
+    """One implementation of an operation.
+
+    reasons: why it cannot run here, if so. task: what it is for. counted_as: its names in `fastgen.explain().kernels`.
+    """
 
     name: str
     implementation: str
     reasons: tuple[str, ...] = ()
+    task: str = ""
+    counted_as: tuple[str, ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -26,10 +31,24 @@ def kernels() -> list[Kernel]:
     """Every implementation of every operation on this machine."""
     if not find_spec("torch"):
         missing = ("torch is not installed",)
-        names = ("shared attention", "cpu linear", "no-repeat n-gram")
+        names = ("shared attention", "cpu linear", "fused activation", "no-repeat n-gram")
         return [Kernel(name, "all", missing) for name in names]
-    from fastgen.ops.cpu_linear import machine_reasons
+    from fastgen.ops.cpu_linear import MIN_ELEMENTS, machine_reasons
     from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, reasons
 
-    ngram = [Kernel("no-repeat n-gram", one.name, tuple(reasons(one))) for one in IMPLEMENTATIONS]
-    return [Kernel("shared attention", "torch"), Kernel("cpu linear", "oneDNN", tuple(machine_reasons())), *ngram]
+    attention = ("scaled_dot_product_attention", "matmul", "shared_attention")
+    products = f"fp32 products of several rows with weights of {MIN_ELEMENTS:,} numbers or more"
+    return [
+        Kernel("shared attention", "torch", task="rows that share keys and values", counted_as=attention),
+        Kernel("cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear",)),
+        Kernel(
+            "fused activation",
+            "torch",
+            task="NewGELUActivation in large models",
+            counted_as=("fused activation",),
+        ),
+        *(
+            Kernel("no-repeat n-gram", one.name, tuple(reasons(one)), one.task, (one.counted_as,))
+            for one in IMPLEMENTATIONS
+        ),
+    ]

@@ -6,7 +6,17 @@ patch_set.py      PatchSet: applies groups of patches when their host has been i
 import_hooks.py   calls back after a host was imported, without importing anything before
 """
 
-from fastgen.patching.patch import Patch, PatchState
-from fastgen.patching.patch_set import PatchSet, SwitchedOff, disabled, is_from_elsewhere
+from fastgen.patching.patch import Patch, PatchState, PatchStates, table
+from fastgen.patching.patch_set import PatchSet, SwitchedOff, disabled, is_from_elsewhere, switched
 
-__all__ = ["Patch", "PatchSet", "PatchState", "SwitchedOff", "disabled", "is_from_elsewhere"]
+__all__ = [
+    "Patch",
+    "PatchSet",
+    "PatchState",
+    "PatchStates",
+    "SwitchedOff",
+    "disabled",
+    "is_from_elsewhere",
+    "switched",
+    "table",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -43,7 +44,7 @@ class Patch:
         return self.module.partition(".")[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PatchState:
     """What became of a patch (pending, applied, skipped, failed or reverted), and why."""
 
@@ -52,5 +53,19 @@ class PatchState:
     state: str
     reason: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.name}: {self.state}" + (f" ({self.reason})" if self.reason else "")
+
+
+class PatchStates(list[PatchState]):
+    """A list that is shown as a table."""
+
+    def __repr__(self) -> str:
+        return table((one.name, one.state, one.reason) for one in self)
+
+
+def table(rows: Iterable[tuple[str, str, str]]) -> str:
+    """One row a line, the columns below each other."""
+    rows = list(rows)
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
+    return "\n".join(f"  {a:{widths[0]}}  {b:{widths[1]}}  {c}".rstrip() for a, b, c in rows)

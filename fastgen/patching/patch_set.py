@@ -14,29 +14,39 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 
 from fastgen.patching.import_hooks import call_after_import
 from fastgen.patching.lock import LOCK
-from fastgen.patching.patch import Patch, PatchState
+from fastgen.patching.patch import Patch, PatchState, PatchStates
 from fastgen.patching.target import Target, Unmet, find_target, untested_reason
 
 logger = logging.getLogger("fastgen")
 
-_disabled: ContextVar[bool] = ContextVar("fastgen_disabled", default=False)
+# What the innermost `switched` of this thread or task says; None outside of all.
+_switch: ContextVar[bool | None] = ContextVar("fastgen_switch", default=None)
 
 
 @contextmanager
-def disabled() -> Iterator[None]:
-    """Originals only, in this thread or task; a thread started inside does not inherit it. Also a decorator."""
-    token = _disabled.set(True)
+def switched(on: bool) -> Iterator[None]:
+    """Replacements (of patches that are applied) or originals, in this thread or task; the innermost block counts.
+
+    A thread started inside does not inherit it, an asyncio task does.
+    """
+    token = _switch.set(on)
     try:
         yield
     finally:
-        _disabled.reset(token)
+        with suppress(ValueError):  # a generator that was begun in another context, and is closed in this one
+            _switch.reset(token)
+
+
+def disabled() -> AbstractContextManager[None]:
+    """Originals only, in this thread or task; a thread started inside does not inherit it. Also a decorator."""
+    return switched(False)
 
 
 class SwitchedOff(RuntimeError):
@@ -76,11 +86,16 @@ class PatchSet:
         self._modules: dict[str, ModuleType] = {}
         self._hooked: set[str] = set()
         self._armed = False
+        self._everywhere = False  # outside of `switched`, too
 
-    def arm(self) -> None:
-        """Applies the patches of imported hosts, and those of other hosts as soon as they are imported."""
+    def arm(self, everywhere: bool = True) -> None:
+        """Applies the patches of imported hosts, and those of other hosts as soon as they are imported.
+
+        everywhere: else calls get the replacements inside `switched(True)` only, unless the set was armed before.
+        """
         with LOCK:
             self._armed = True
+            self._everywhere |= everywhere
             targets = {record.patch.module for record in self._records()}
             new = targets - self._hooked
             self._hooked |= new
@@ -116,15 +131,15 @@ class PatchSet:
     def revert(self, reason: str = "disabled") -> None:
         """Puts the originals back; hosts imported later stay as they are until `arm` is called again."""
         with LOCK:
-            self._armed = False
+            self._armed = self._everywhere = False
             for group, records in self._groups.items():
                 if all(record.state in ("applied", "pending") for record in records):
                     self._take_back(group, "reverted", reason)
 
     def skip(self, reason: str) -> None:
-        """Records that nothing is to be patched, and why."""
+        """Records that nothing is to be patched, and why; a set that is armed stays so."""
         with LOCK:
-            for record in self._records():
+            for record in () if self._armed else self._records():
                 record.set("skipped", reason)
 
     def fail(self, group: str, reason: str) -> None:
@@ -148,10 +163,16 @@ class PatchSet:
                         raise
                     self._replacement_failed(record, error)
 
-    def states(self) -> list[PatchState]:
+    def states(self) -> PatchStates:
         """The state of every patch, in the order in which they were given."""
         with LOCK:
-            return [PatchState(r.patch.name, r.patch.group, r.state, r.reason) for r in self._records()]
+            records = self._records()
+            return PatchStates(PatchState(r.patch.name, r.patch.group, r.state, self._reason(r)) for r in records)
+
+    def _reason(self, record: _Record) -> str:
+        if self._everywhere or record.state != "applied":
+            return record.reason
+        return "; ".join(filter(None, ["inside fastgen.enabled() only", record.reason]))
 
     def in_effect(self, name: str) -> bool:
         """Whether calls reach this patch first: it is applied, and nobody has patched on top of it."""
@@ -232,7 +253,8 @@ class PatchSet:
         replacement: Callable | None = None
 
         def call(*args: object, **kwargs: object) -> object:
-            if not target.active or _disabled.get():
+            on = _switch.get()
+            if not (target.active and (self._everywhere if on is None else on)):
                 return function(*args, **kwargs)
             nonlocal replacement
             called = False

@@ -26,7 +26,7 @@ def run_command(prog: str, run: Callable[[], None], argv: list[str] | None) -> i
     # fairseq looks for --user-dir in sys.argv, whatever arguments its parser is given.
     sys.argv = [prog, *(before[1:] if argv is None else argv)]
     try:
-        with interruptible():
+        with interruptible(), fastgen.enabled():
             run()
             sys.stdout.flush()
     except (InputError, FileNotFoundError, pickle.UnpicklingError) as error:

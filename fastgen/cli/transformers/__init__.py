@@ -17,6 +17,6 @@ model.py             generate, within the memory; beam_scores.py; compare.py: --
 behind.py            detokenise, write: postprocess.py
 run_state.py         what --resume goes on with, such as the random numbers
 library_messages.py  what transformers logs, once
-progress.py          bar, rates and stalls
+progress.py          bar, rates, time left
 metrics.py           ROUGE, BLEU, chrF, exact match
 """

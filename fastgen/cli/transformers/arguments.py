@@ -96,7 +96,9 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     add("--postprocess_workers", type=number, default=1, metavar="N", help="workers that detokenise (default: 1)")
     add("--n_obs", type=whole_number(1, unset=-1), metavar="N", help="only the first N lines (default: -1, all)")
     add("--resume", action="store_true", help="go on after the records that an earlier run left in OUTPUT.part")
-    add("--quiet", action="store_true", help="no progress on stderr, only what went wrong")
+    said = group.add_mutually_exclusive_group()
+    said.add_argument("--quiet", action="store_true", help="no progress on stderr, only what went wrong")
+    said.add_argument("--verbose", action="store_true", help="also say how long each stage had nothing to do")
     add(
         "--without_fastgen_opt",
         "--without_fastseq_opt",
@@ -116,7 +118,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--task",
         metavar="NAME",
-        help=f"{SPEECH}: INPUT names audio files, one per line (pip install 'fastgen[audio]'). Any other name: use the "
+        help=f"{SPEECH}: INPUT names audio files, one per line (pip install soundfile soxr). Any other name: use the "
         "settings the model's config keeps for this task (task_specific_params), such as summarization or "
         "translation_en_to_de; flags given here win over them",
     )
@@ -246,7 +248,7 @@ def _add_score_flags(group: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="FILE",
         help="one reference per line of INPUT; prints ROUGE, BLEU, chrF and exact match (pip install "
-        "'fastgen[metrics]'). Of several outputs per input the first is scored",
+        "rouge-score sacrebleu). Of several outputs per input the first is scored",
     )
     add("--score_path", type=Path, metavar="FILE", help="where to write these scores as JSON; needs --reference_path")
 

@@ -7,7 +7,7 @@ files is found before torch and transformers are imported, so the modules that n
 import argparse
 import os
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 
 import fastgen
@@ -42,16 +42,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def _check_packages() -> None:
     if missing := [name for name in ("transformers", "tqdm") if find_spec(name) is None]:
-        raise InputError(f"needs the package {' and '.join(missing)}: pip install 'fastgen[transformers]'")
+        raise InputError(f"needs the package {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def _run(args: argparse.Namespace, files: Files) -> int:
+    if not args.quiet:
+        print(f"loading {args.model}", file=sys.stderr, flush=True)
     # Workers are what runs beside the model; threads that a tokenizer starts by itself would take cores from it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from fastgen.cli.transformers.library_messages import said_once
     from fastgen.cli.transformers.run import run
 
-    with said_once(args.quiet), fastgen.disabled() if args.without_fastgen_opt else nullcontext():
+    with said_once(args.quiet), fastgen.disabled() if args.without_fastgen_opt else fastgen.enabled():
         return run(args, files)
 
 

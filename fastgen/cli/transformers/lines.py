@@ -26,10 +26,11 @@ CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over a file finds. A last line counts without its line end, too."""
+    """What one pass over a file finds. A last line counts without its line end, too. size: in bytes."""
 
     lines: int
     sha256: str
+    size: int
 
 
 def is_stream(path: Path) -> bool:
@@ -40,15 +41,16 @@ def is_stream(path: Path) -> bool:
 def survey(path: Path) -> Survey:
     """Counts the lines of INPUT; raises InputError where there is nothing to read."""
     digest = hashlib.sha256()
-    lines, last = 0, b""
+    lines, size, last = 0, 0, b""
     with _opened("INPUT", path) as file:
         while block := _read(file, SURVEY_BLOCK):
             digest.update(block)
             lines += block.count(b"\n")
+            size += len(block)
             last = block[-1:]
     if not last:
         raise InputError(f"INPUT {path}: the file is empty")
-    return Survey(lines + (last != b"\n"), digest.hexdigest())
+    return Survey(lines + (last != b"\n"), digest.hexdigest(), size)
 
 
 def read_chunks(

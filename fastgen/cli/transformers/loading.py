@@ -61,7 +61,7 @@ def load_model(args: argparse.Namespace, device: torch.device) -> LoadedModel:
     """Model and tokenizer of MODEL; raises InputError where it does not exist, is broken, or cannot generate."""
     speech = args.task == SPEECH
     if speech and (missing := [name for name in AUDIO_PACKAGES if find_spec(name) is None]):
-        raise InputError(f"--task {SPEECH} needs the package {' and '.join(missing)}: pip install 'fastgen[audio]'")
+        raise InputError(f"--task {SPEECH} needs the package {' and '.join(missing)}: pip install {' '.join(missing)}")
     source = _source(args.model)
     try:
         with _quiet_loading():

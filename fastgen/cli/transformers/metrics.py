@@ -12,13 +12,13 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
 
 def check_installed() -> None:
-    """Raise InputError where the packages of the metrics extra are missing, before anything is generated."""
+    """Raise InputError where the packages for it are missing, before anything is generated."""
     try:
         import_module("rouge_score.rouge_scorer")
         import_module("sacrebleu.metrics")
     except ImportError as error:
         raise InputError(
-            f"--reference_path needs the packages rouge-score and sacrebleu: pip install 'fastgen[metrics]' ({error})"
+            f"--reference_path needs rouge-score and sacrebleu: pip install rouge-score sacrebleu ({error})"
         ) from error
 
 

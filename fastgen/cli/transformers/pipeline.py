@@ -72,7 +72,7 @@ def run_stages(
     chunks = itertools.chain([first_chunk], chunks)
     ahead = Ahead(chunks, stages.make_prepare, prepares, workers[0], stages.planner, stages.transfer)
 
-    def stalls(seconds: float) -> dict[str, float]:
+    def idle(seconds: float) -> dict[str, float]:
         busy = {
             "read": ahead.reading_seconds,
             "tokenise": ahead.preparing_seconds / workers[0],
@@ -82,7 +82,7 @@ def run_stages(
         }
         return {stage: max(0.0, 1 - share / seconds) for stage, share in busy.items()}
 
-    progress.watch(stalls)
+    progress.watch(idle)
     ahead.start()
     try:
         complete = _generate_all(ahead, stages, behind, stop)

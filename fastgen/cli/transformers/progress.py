@@ -5,10 +5,12 @@ Inputs that failed are always named.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
 from tqdm import tqdm
 
 from fastgen.cli.transformers.arguments import PROG
@@ -21,22 +23,34 @@ class Progress:
     """Counts what is finished; called by the thread that writes.
 
     total: how many inputs there are, None where nobody knows. done: how many of them an earlier run has written.
+    size: bytes of those that are left, None where nobody knows. verbose: says how long each stage had nothing to do.
     """
 
-    def __init__(self, total: int | None, done: int, quiet: bool) -> None:
+    def __init__(
+        self, total: int | None, done: int, quiet: bool, size: float | None = None, verbose: bool = False
+    ) -> None:
         self.inputs = self.tokens = self.failures = 0
         self._total = total
         self._done = done
         self._quiet = quiet
-        self._begun = self._said = time.perf_counter()
-        self._stalls: Callable[[float], dict[str, float]] = lambda seconds: {}
-        shown = not quiet and sys.stderr.isatty()
-        self._bar = tqdm(total=total, initial=done, unit="input", file=sys.stderr, disable=not shown)
+        self._verbose = verbose
+        self._pace = _Pace(None if total is None else total - done, size)
+        self._begun = self._said = self._finished = time.perf_counter()
+        self._idle: Callable[[float], dict[str, float]] = lambda seconds: {}
+        inputs = "{n_fmt} inputs" if total is None else "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} inputs"
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            bar_format=inputs + "{postfix}",
+            dynamic_ncols=True,
+            file=sys.stderr,
+            disable=quiet or not _has_columns(),
+        )
 
-    def watch(self, stalls: Callable[[float], dict[str, float]]) -> None:
-        """stalls: given the seconds since the start, the share of them in which each stage had nothing to do."""
-        self._stalls = stalls
-        self._begun = self._said = time.perf_counter()
+    def watch(self, idle: Callable[[float], dict[str, float]]) -> None:
+        """idle: given the seconds since the start, the share of them in which each stage had nothing to do."""
+        self._idle = idle
+        self._begun = self._said = self._finished = time.perf_counter()
 
     @property
     def seconds(self) -> float:
@@ -45,44 +59,93 @@ class Progress:
 
     def finished(self, finished: Finished) -> None:
         """Counts a batch, and names the inputs in it that failed."""
+        now = time.perf_counter()
+        self._pace.add(len(finished.records), finished.size, now - self._finished)
+        self._finished = now
         for number, error in finished.failures:
             self.say(f"line {number}: {error}")
         self.failures += len(finished.failures)
         self.inputs += len(finished.records)
         self.tokens += finished.tokens
         if not self._bar.disable:
-            self._bar.set_postfix_str(self._rates(), refresh=False)
+            self._bar.set_postfix_str(self._speed(), refresh=False)
             self._bar.update(len(finished.records))
-        now = time.perf_counter()
-        if self._bar.disable and not self._quiet and now - self._said >= SECONDS_BETWEEN_LINES:
+        if not self._quiet and now - self._said >= SECONDS_BETWEEN_LINES:
             self._said = now
-            self.say(self._line())
+            if self._bar.disable:
+                of = "" if self._total is None else f" of {self._total}"
+                self._print(f"{self._done + self.inputs}{of} inputs, {self._speed()}")
+            if self._verbose:
+                self._print(self._shares())
 
     def say(self, message: str) -> None:
-        """A line on stderr, above the bar."""
-        with tqdm.external_write_mode(file=sys.stderr):
-            print(f"{PROG}: {message}", file=sys.stderr, flush=True)
+        """A line on stderr that begins with the command's name, above the bar."""
+        self._print(f"{PROG}: {message}")
 
     def close(self) -> None:
         """Leaves the bar as it is."""
         self._bar.close()
 
     def summary(self) -> str:
-        """What was done, how fast, and how long each stage waited for others."""
+        """What was done, how fast and, if verbose, how long each stage waited for others."""
         seconds = self.seconds
-        return f"{self.inputs} lines in {seconds:.2f} s, {self.inputs / seconds:.2f} inputs/s, {self._rates()}"
+        speed = f"{self.inputs / seconds:.2f} inputs/s, {self.tokens / seconds:.0f} tokens/s"
+        shares = f"\n{self._shares()}" if self._verbose else ""
+        return f"{self.inputs} lines in {seconds:.2f} s, {speed}{shares}"
 
-    def _line(self) -> str:
-        seconds = self.seconds
-        done = self._done + self.inputs
-        of = "" if self._total is None else f" of {self._total}"
-        rest = ""
-        if self._total is not None and self.inputs:
-            left = seconds / self.inputs * (self._total - done)
-            rest = f", {tqdm.format_interval(left)} left"
-        return f"{done}{of} inputs, {self.inputs / seconds:.2f} inputs/s, {self._rates()}{rest}"
+    def _print(self, line: str) -> None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            print(line, file=sys.stderr, flush=True)
 
-    def _rates(self) -> str:
-        seconds = self.seconds
-        stalls = " ".join(f"{stage} {share:.0%}" for stage, share in self._stalls(seconds).items())
-        return f"{self.tokens / seconds:.0f} tokens/s, stalled: {stalls}"
+    def _speed(self) -> str:
+        left = self._pace.seconds_left(self.seconds)
+        rest = "" if left is None else f", {tqdm.format_interval(left)} left"
+        return f"{self.inputs / self.seconds:.1f} inputs/s{rest}"
+
+    def _shares(self) -> str:
+        return "idle: " + ", ".join(f"{stage} {share:.0%}" for stage, share in self._idle(self.seconds).items())
+
+
+class _Pace:
+    """The time that is left. The longest inputs of a window come first, so that it is no matter of their number alone.
+
+    An input takes as long as all inputs do and as long as each of its bytes does; how long that is, the batches so far
+    tell, by least squares. One batch cannot tell them apart: then bytes count, because outputs are mostly as long.
+    """
+
+    def __init__(self, inputs: int | None, size: float | None) -> None:
+        """inputs, size: how many there are, and their bytes."""
+        self._all = inputs, size
+        self._done = np.zeros(2)  # inputs, bytes
+        self._products = np.zeros((2, 2))  # of both with both
+        self._with_seconds = np.zeros(2)
+
+    def add(self, inputs: int, size: int, seconds: float) -> None:
+        """A batch, and how long it took."""
+        batch = np.array([inputs, size], float)
+        self._done += batch
+        self._products += np.outer(batch, batch)
+        self._with_seconds += batch * seconds
+
+    def seconds_left(self, seconds: float) -> float | None:
+        """After so many seconds; None where nobody knows how much there is, or nothing is done."""
+        inputs, size = self._all
+        if inputs is None or not self._done[0]:
+            return None
+        mean = self._done[1] / self._done[0]
+        rest = np.array([inputs, inputs * mean if size is None else size]) - self._done
+        per_input, per_byte = np.linalg.lstsq(self._products, self._with_seconds, rcond=None)[0]
+        if per_input < 0:
+            per_input, per_byte = 0.0, 1.0
+        elif per_byte < 0:
+            per_input, per_byte = 1.0, 0.0
+        cost = np.array([per_input, per_byte])
+        return max(0.0, seconds * float(cost @ rest) / float(cost @ self._done))
+
+
+def _has_columns() -> bool:
+    """Whether stderr is a terminal that knows how wide it is."""
+    try:
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False

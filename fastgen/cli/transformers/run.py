@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, files: Files) -> int:
     model = _model(args, loaded, settings, transfer)
     output = _open_output(args, files, loaded)
     written_before = output.records
-    progress = Progress(files.total(args.n_obs), written_before, args.quiet)
+    progress = _progress(args, files, written_before)
     try:
         state = RunState.from_bytes(output.state)
         left = loaded.tokenizer.padding_side == "left"
@@ -77,6 +77,15 @@ def run(args: argparse.Namespace, files: Files) -> int:
     if failures:
         progress.say(f"{failures} of {output.records} inputs failed")
     return FAILED if failures else 0
+
+
+def _progress(args: argparse.Namespace, files: Files, written_before: int) -> Progress:
+    total, surveyed = files.total(args.n_obs), files.survey
+    size = None if surveyed is None else surveyed.size / surveyed.lines * (total - written_before)
+    progress = Progress(total, written_before, args.quiet, size, args.verbose)
+    if args.resume and not args.quiet:
+        progress.say(f"goes on at line {written_before + 1} of {total}")
+    return progress
 
 
 def _check_all_read(total: int | None, files: Files, records: int) -> None:

@@ -28,6 +28,7 @@ FLAGS_WITHOUT_EFFECT_ON_RECORDS = (
     "output",
     "resume",
     "quiet",
+    "verbose",
     "preprocess_workers",
     "postprocess_workers",
     "reference_path",

@@ -24,6 +24,15 @@ class Implementation:
     ban: Ban
     machine_reasons: Callable[[], list[str]]
 
+    @property
+    def task(self) -> str:
+        return " on ".join(["n-gram blocking", *self.device_types])
+
+    @property
+    def counted_as(self) -> str:
+        """Its name in `fastgen.explain().kernels`."""
+        return f"no_repeat_ngram ({self.name})"
+
 
 @functools.cache
 def reasons(implementation: Implementation) -> list[str]:

@@ -71,6 +71,7 @@ def own_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor
     keys, values = state.append(attention, keys, values)
     queries = _split_heads(attention, attention.q_proj(query))
     scale, prompt = attention.scaling, state.prompt(attention)
+    report.count("scaled_dot_product_attention" if prompt is None else "shared_attention")
     if prompt is None:
         attended = functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
     else:
@@ -90,6 +91,7 @@ def cross_attention(
     folded = attention.q_proj(query).view(length, inputs, fan_out, heads, -1)
     folded = folded.permute(1, 3, 2, 0, 4).reshape(inputs, heads, fan_out * length, -1)  # [B, H, M*L, D]
     weights = None
+    report.count("matmul" if need_weights else "shared_attention")
     if need_weights:
         scores = query_key_scores(folded * attention.scaling, states.keys, None, 1)  # [B, H, M*L, S]
         if states.mask is not None:
@@ -135,6 +137,7 @@ def whole_attention(
     if state is not None and state.has_self(attention):
         state.set_prompt(attention, keys, values)
     mask = _whole_mask(key_padding_mask, attn_mask, queries.dtype)
+    report.count("scaled_dot_product_attention")
     attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     return _project(attention.out_proj, _join_heads(attended))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-INSTALL = "pip install 'fastgen[fairseq]'"
+# What setup.py asks for.
+INSTALL = f"pip install {'fairseq==0.12.2' if sys.version_info < (3, 11) else 've-fairseq==0.12.3'} 'numpy<2'"
 
 
 def import_hint(error: Exception) -> str:

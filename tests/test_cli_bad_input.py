@@ -10,6 +10,7 @@ import torch
 import transformers
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentences
 
+import fastgen
 from fastgen.cli.transformers import generate, loading
 from fastgen.cli.transformers.arguments import PROG, build_parser
 from fastgen.cli.transformers.generate import main
@@ -266,6 +267,13 @@ def test_what_stops_a_run_halfway_leaves_nothing(
     assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt")]) == status
     assert PROG in capsys.readouterr().err.splitlines()[-1]
     assert sorted(files.iterdir()) == before
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"fastgen {fastgen.__version__}\n"
 
 
 def test_every_flag_has_a_help_text(capsys: pytest.CaptureFixture) -> None:

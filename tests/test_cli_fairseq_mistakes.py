@@ -11,6 +11,7 @@ pytest.importorskip("fairseq")
 import torch
 from fairseq_command_data import CommandData, make
 
+import fastgen
 from fastgen.cli.fairseq import eval_lm, generate
 
 DAMAGED = "is no checkpoint, or a damaged one ("
@@ -82,6 +83,16 @@ def test_a_file_that_is_no_checkpoint_is_named(
 def test_data_that_is_not_there_is_named(capfd: pytest.CaptureFixture, tmp_path: Path, main: Callable) -> None:
     error = stopped(capfd, main, [str(tmp_path / "none"), "--path", "checkpoint.pt", "--cpu"])
     assert f"error: DATA {tmp_path / 'none'}: does not exist" in error
+
+
+@pytest.mark.parametrize("main", [generate.main, eval_lm.main])
+def test_the_version_is_shown_without_fairseq(
+    capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, main: Callable
+) -> None:
+    monkeypatch.setitem(sys.modules, "fairseq", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert (stopped.value.code, capfd.readouterr().out) == (0, f"fastgen {fastgen.__version__}\n")
 
 
 @pytest.mark.parametrize("main", [generate.main, eval_lm.main])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import fastgen
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.argument_types import (
     SETTINGS,
@@ -42,7 +43,7 @@ OUTPUT is written as OUTPUT.part and renamed when it is complete. What OUTPUT.pa
 first lines of INPUT, and the same command with --resume goes on after them.
 
 exit status: 0 all done; 1 some inputs failed (each is listed with its line number and has an empty record), or the run
-could not go on; 2 a flag, file or model cannot be used; 130 interrupted."""
+could not go on; 2 a flag, file or model cannot be used; 130 interrupted (Ctrl-C), 143 ended by SIGTERM."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -95,6 +96,7 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     add("--preprocess_workers", type=number, default=1, metavar="N", help="workers that tokenise ahead (default: 1)")
     add("--postprocess_workers", type=number, default=1, metavar="N", help="workers that detokenise (default: 1)")
     add("--n_obs", type=whole_number(1, unset=-1), metavar="N", help="only the first N lines (default: -1, all)")
+    add("--version", action="version", version=f"fastgen {fastgen.__version__}", help="show the version and leave")
     add("--resume", action="store_true", help="go on after the records that an earlier run left in OUTPUT.part")
     add("--quiet", action="store_true", help="no progress on stderr, only what went wrong")
     add(

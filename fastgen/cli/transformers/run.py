@@ -10,7 +10,7 @@ from typing import TextIO
 import torch
 
 from fastgen.cli.errors import FAILED, InputError
-from fastgen.cli.pipeline.interrupt import INTERRUPTED, stoppable
+from fastgen.cli.pipeline.interrupt import stoppable
 from fastgen.cli.pipeline.part_file import PartFile, StandardOutput
 from fastgen.cli.pipeline.whole_file import write_whole
 from fastgen.cli.transformers import metrics
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, files: Files) -> int:
     if not complete:
         _leave(args, output, written_before, progress)
         progress.say("interrupted")
-        return INTERRUPTED
+        return stop.status
     output.complete()
     progress.close()
     _report(args, files, model, loaded, output.records)

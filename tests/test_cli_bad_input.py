@@ -73,13 +73,13 @@ def check_refused(capsys: pytest.CaptureFixture, folder: Path, command: list[str
 BAD_FILES = [
     ("none.txt", "output.txt", (), "INPUT", "none.txt", "no such file"),
     ("folder", "output.txt", (), "INPUT", "folder", "directory"),
-    ("empty.txt", "output.txt", (), "INPUT", "empty.txt", "empty"),
     ("input.txt", "none/output.txt", (), "OUTPUT", "none/output.txt", "no folder"),
     ("input.txt", "folder", (), "OUTPUT", "folder", "is a folder"),
     ("input.txt", "folder/../input.txt", (), "OUTPUT", "same file as INPUT"),
     ("input.txt", "output.txt", ("--reference_path", "none.txt"), "--reference_path", "none.txt", "no such file"),
     ("input.txt", "output.txt", ("--reference_path", "latin1.txt"), "--reference_path", "latin1.txt", "UTF-8"),
     ("input.txt", "output.txt", ("--reference_path", "three.txt"), "three.txt", "has 3 lines", "has 4"),
+    ("input.txt", "output.txt", ("--reference_path", "empty.txt"), "empty.txt", "has 0 lines", "has 4"),
     (
         "input.txt",
         "three.txt",

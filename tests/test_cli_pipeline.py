@@ -157,6 +157,21 @@ def test_from_standard_input_to_standard_output(bart: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == plain_loop(bart, LINES, 4)
     assert "70 lines in " in done.stderr
+    done = subprocess.run(
+        call, input="", capture_output=True, text=True, cwd=Path(fastgen.__file__).parents[1], check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--input_format", "jsonl"), ("--compare",), ("--reference_path", "in")])
+def test_an_empty_input_gives_an_empty_output(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, flags: tuple
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_bytes(b"")
+    assert main([str(bart), "in", "out", *flags]) == 0
+    assert (tmp_path / "out").read_bytes() == b""
+    assert "0 lines in " in capsys.readouterr().err
 
 
 def test_a_line_that_fails_is_listed_and_stops_no_other(

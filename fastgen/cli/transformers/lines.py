@@ -38,16 +38,14 @@ def is_stream(path: Path) -> bool:
 
 
 def survey(path: Path) -> Survey:
-    """Counts the lines of INPUT; raises InputError where there is nothing to read."""
+    """Counts the lines of INPUT."""
     digest = hashlib.sha256()
-    lines, last = 0, b""
+    lines, last = 0, b"\n"
     with _opened("INPUT", path) as file:
         while block := _read(file, SURVEY_BLOCK):
             digest.update(block)
             lines += block.count(b"\n")
             last = block[-1:]
-    if not last:
-        raise InputError(f"INPUT {path}: the file is empty")
     return Survey(lines + (last != b"\n"), digest.hexdigest())
 
 
@@ -57,7 +55,7 @@ def read_chunks(
     """The lines of INPUT behind the `first` ones and up to the one with the number `n_obs`, some at a time.
 
     A chunk has up to `lines` lines of together up to `size` bytes, or a single longer one. From a stream that is slow
-    it has those that are there. Raises InputError where a stream ends before it has begun.
+    it has those that are there.
     """
     # It needs torch, and the rest of this file is for checks that are made before that is imported.
     from fastgen.cli.transformers.items import Line
@@ -82,8 +80,6 @@ def read_chunks(
                 yield chunk
             if n_obs is not None and number >= n_obs:
                 return  # without waiting for lines that are not wanted
-    if not number:
-        raise InputError(f"INPUT {path}: is empty")
 
 
 def read_references(path: Path) -> list[str]:
@@ -100,8 +96,6 @@ def read_references(path: Path) -> list[str]:
                         f"--reference_path {path}: line {number} is not UTF-8 text ({error.reason})"
                     ) from error
                 references.append(text.removesuffix("\r"))
-    if not references:
-        raise InputError(f"--reference_path {path}: the file is empty")
     return references
 
 

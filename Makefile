@@ -13,7 +13,7 @@ SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
 	$(BIN)/fastgen-generate-for-transformers demo fastgen/models/demo/data/sample.txt demo-output.txt \
-		--bs 32 --compare --reference_path fastgen/models/demo/data/sample.ref.txt
+		--bs 32 --compare --overwrite --reference_path fastgen/models/demo/data/sample.ref.txt
 
 test: $(VENV)/test.installed
 	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

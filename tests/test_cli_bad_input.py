@@ -82,10 +82,20 @@ BAD_FILES = [
     ("input.txt", "output.txt", ("--reference_path", "empty.txt"), "empty.txt", "has 0 lines", "has 4"),
     (
         "input.txt",
-        "three.txt",
-        ("--reference_path", "input.txt", "--score_path", "three.txt"),
+        "output.txt",
+        ("--reference_path", "input.txt", "--score_path", "output.txt"),
         "--score_path",
         "OUTPUT",
+    ),
+    ("input.txt", "three.txt", (), "OUTPUT three.txt", "is there already", "--overwrite"),
+    ("input.txt", "three.txt", ("--resume",), "OUTPUT three.txt", "is there already", "--overwrite"),
+    (
+        "input.txt",
+        "output.txt",
+        ("--reference_path", "input.txt", "--score_path", "three.txt"),
+        "--score_path three.txt",
+        "is there already",
+        "--overwrite",
     ),
     ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "folder"), "--score_path", "folder"),
     ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "no/s"), "--score_path", "no/s"),
@@ -200,7 +210,7 @@ def test_a_line_longer_than_the_tokenizers_limit_fails_unless_truncation_is_aske
     command = [str(model), str(files / "long.txt"), str(files / "output.txt")]
     assert main(command) == 1
     assert "limit is 100" in capsys.readouterr().err
-    assert main([*command, "--max_tokenizer_length", "150"]) == 0
+    assert main([*command, "--max_tokenizer_length", "150", "--overwrite"]) == 0
 
 
 def test_a_line_that_is_not_utf8_fails_alone(capsys: pytest.CaptureFixture, files: Path, models: Path) -> None:
@@ -243,7 +253,7 @@ def test_an_error_of_generate_names_the_lines_and_leaves_nothing(
     monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", refuse)
     (files / "output.txt").write_text("the output of an earlier run")
     before = sorted(files.iterdir())
-    batches = ("--bs", "3", "--window", "0")
+    batches = ("--bs", "3", "--window", "0", "--overwrite")
     assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt"), *batches]) == 2
     assert "lines 1 to 3: this cannot be" in capsys.readouterr().err.splitlines()[-1]
     assert sorted(files.iterdir()) == before

@@ -99,7 +99,7 @@ class Run:
         assert main([str(bart), str(source), str(self.output), *FLAGS, "--resume"]) == 0
         assert self.output.read_bytes() == expected
         assert 0 < before < len(LINES)
-        assert sorted(path.name for path in folder.iterdir()) == ["input.txt", "out"]
+        assert sorted(path.name for path in folder.iterdir()) == ["input.txt", "out", "out.run.json"]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import functools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from fastgen.cli.pipeline.ordered_pool import OrderedPool
 from fastgen.cli.pipeline.ordered_threads import OrderedThreads
 from fastgen.cli.transformers import files, pipeline
 from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.items import Batch, Generated
 from fastgen.cli.transformers.lines import Survey
+from fastgen.cli.transformers.model import WithinMemory
 
 LINES = sentences(70)
 
@@ -202,7 +205,10 @@ def test_a_line_that_fails_is_listed_and_stops_no_other(
     assert [written[n] for n in (2, 5, 7)] == ["", "", ""]
     assert [written[n] for n in good] == plain_loop(bart, [LINES[n] for n in good], 4)
     capsys.readouterr()
-    assert main([str(bart), str(source), str(output), "--bs", "4", "--output_format", "jsonl", "--quiet"]) == 1
+    assert (
+        main([str(bart), str(source), str(output), "--bs", "4", "--output_format", "jsonl", "--quiet", "--overwrite"])
+        == 1
+    )
     assert capsys.readouterr().err.count("\n") == 4  # the failures, and how many
     failed = [json.loads(line) for line in output.read_text().splitlines()]
     assert [bool(each.get("error")) for each in failed] == [n not in good for n in range(12)]
@@ -229,7 +235,7 @@ def test_out_of_memory_makes_batches_smaller_and_changes_no_output(
     assert stderr.count("out of memory") == 3  # 16, 8 and 4 rows; then what fits is known
     source, output = tmp_path / "input.txt", tmp_path / "output.txt"
     longest = longest // 3 - 1
-    assert main([str(bart), str(source), str(output), "--bs", "16", "--beam", "2"]) == 1
+    assert main([str(bart), str(source), str(output), "--bs", "16", "--beam", "2", "--overwrite"]) == 1
     stderr = capsys.readouterr().err
     failed = [n for n, line in enumerate(LINES) if len(line.split()) + 2 > 3 * longest]
     assert failed
@@ -251,19 +257,19 @@ def small_memory_for(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
 
 
 class Crash(Exception):
-    """Of the model, in the middle of a run."""
+    """Between two batches, in the middle of a run."""
 
 
-def crash_after(monkeypatch: pytest.MonkeyPatch, kind: type, calls: int) -> None:
-    original, left = kind.generate, [calls]
+def crash_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
+    original, left = WithinMemory.__call__, [batches]
 
-    def crashing(self: Any, **inputs: Any) -> Any:
-        left[0] -= not measures_padding(inputs)
+    def crashing(self: WithinMemory, batch: Batch) -> Iterator[Generated]:
+        left[0] -= 1
         if left[0] < 0:
             raise Crash
-        return original(self, **inputs)
+        return original(self, batch)
 
-    monkeypatch.setattr(kind, "generate", crashing)
+    monkeypatch.setattr(WithinMemory, "__call__", crashing)
 
 
 def test_failures_before_a_resumed_run_count(
@@ -273,7 +279,7 @@ def test_failures_before_a_resumed_run_count(
     source.write_bytes(b"\xff\n" + "\n".join(LINES).encode())
     command = [str(bart), str(source), str(output), "--bs", "4", "--window", "8"]
     with monkeypatch.context() as patch:
-        crash_after(patch, transformers.BartForConditionalGeneration, 5)
+        crash_after(patch, 5)
         with pytest.raises(Crash):
             main(command)
     capsys.readouterr()
@@ -293,6 +299,35 @@ def test_input_that_ends_early_completes_nothing(
     assert not output.exists()
 
 
+def test_resume_has_nothing_to_do_where_the_same_command_has_completed_output(
+    tmp_path: Path, bart: Path, shapes: list, capsys: pytest.CaptureFixture
+) -> None:
+    source, output, scores = tmp_path / "in", tmp_path / "out", tmp_path / "scores.json"
+    source.write_text("\n".join(LINES))
+    command = [str(bart), str(source), str(output), "--resume"]
+    assert main(command) == 0
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    shapes.clear()
+    capsys.readouterr()
+    assert main(command) == 0
+    assert f"{output} is complete" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 0
+    assert main([*command, "--beam", "2"]) == 2
+    [line] = capsys.readouterr().err.splitlines()[1:]
+    assert "--beam was not given, is 2" in line and "--overwrite" in line
+    assert main([*command, "--n_obs", "3"]) == 2  # a shorter file would take the place of a longer one
+    assert main(command[:-1]) == 2
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before
+    # Scores that are asked for later need no further run.
+    scored = [*command, "--reference_path", str(source), "--score_path", str(scores)]
+    for _ in range(2):
+        assert main(scored) == 0
+        assert json.loads(scores.read_text())["lines"] == 70
+    assert shapes == []
+    assert main([*command, "--beam", "2", "--overwrite"]) == 0
+    assert output.read_text().splitlines() == plain_loop(bart, LINES, 4, num_beams=2)
+
+
 SAMPLING = ("--causal_lm", "--do_sample", "--max_new_tokens", "5", "--seed", "3", "--bs", "4")
 
 
@@ -309,7 +344,7 @@ def test_a_resumed_run_draws_the_samples_of_one_that_was_not_ended(
     command = [str(gpt2), str(source), str(output), *SAMPLING, *beams]
     for _ in range(3):
         with monkeypatch.context() as patch:
-            crash_after(patch, transformers.GPT2LMHeadModel, 5)
+            crash_after(patch, 5)
             with pytest.raises(Crash):
                 main([*command, "--resume"])
         torch.manual_seed(99)
@@ -325,7 +360,7 @@ def test_resume_refuses_another_run_and_says_what_is_different(
     other.write_text("\n".join(reversed(LINES)))
     flags = ["--bs", "4", "--window", "8"]
     with monkeypatch.context() as patch:
-        crash_after(patch, transformers.BartForConditionalGeneration, 5)
+        crash_after(patch, 5)
         with pytest.raises(Crash):
             main([str(bart), str(source), str(output), *flags])
     part = output.with_name("output.txt.part")

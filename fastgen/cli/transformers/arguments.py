@@ -40,7 +40,8 @@ examples:
   {PROG} demo test.source out.txt --compare
 
 OUTPUT is written as OUTPUT.part and renamed when it is complete. What OUTPUT.part holds is always whole records of the
-first lines of INPUT, and the same command with --resume goes on after them.
+first lines of INPUT, and the same command with --resume goes on after them; where OUTPUT is complete it has nothing to
+do, which OUTPUT.run.json tells it. An OUTPUT that is there is never replaced without --overwrite.
 
 exit status: 0 all done; 1 some inputs failed (each is listed with its line number and has an empty record), or the run
 could not go on; 2 a flag, file or model cannot be used; 130 interrupted (Ctrl-C), 143 ended by SIGTERM."""
@@ -98,6 +99,7 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     add("--n_obs", type=whole_number(1, unset=-1), metavar="N", help="only the first N lines (default: -1, all)")
     add("--version", action="version", version=f"fastgen {fastgen.__version__}", help="show the version and leave")
     add("--resume", action="store_true", help="go on after the records that an earlier run left in OUTPUT.part")
+    add("--overwrite", action="store_true", help="replace an OUTPUT, and a --score_path, that is there already")
     add("--quiet", action="store_true", help="no progress on stderr, only what went wrong")
     add(
         "--without_fastgen_opt",

@@ -45,10 +45,13 @@ def check_files(args: argparse.Namespace) -> Files:
     sources = {"INPUT": args.input, "--reference_path": args.reference_path}
     if args.output != STREAM:
         check_writable("OUTPUT", args.output, sources)
-        check_part(args.output, args.resume)
+        check_part(args.output, args.resume, args.overwrite)
     if args.score_path is not None:
         own = {"OUTPUT": args.output, "OUTPUT.part": beside(args.output, ".part")}
         check_writable("--score_path", args.score_path, sources | own)
+        # A run that --resume finds complete leaves the scores as they are, too.
+        if args.score_path.exists() and not args.overwrite and not (args.resume and args.output.exists()):
+            raise InputError(f"--score_path {args.score_path}: is there already (accepted: another, or --overwrite)")
     return Files(surveyed, None if references is None else references[: args.n_obs])
 
 

@@ -243,7 +243,7 @@ def test_a_missing_package_is_named_with_its_extra(
     check_refused(capsys, files, command, package, f"pip install 'fastgen[{extra}]'")
 
 
-def test_an_error_of_generate_names_the_lines_and_leaves_nothing(
+def test_errors_for_every_line_of_several_batches_end_the_run_and_leave_nothing(
     capsys: pytest.CaptureFixture, files: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: object, **_: object) -> None:
@@ -253,28 +253,23 @@ def test_an_error_of_generate_names_the_lines_and_leaves_nothing(
     monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", refuse)
     (files / "output.txt").write_text("the output of an earlier run")
     before = sorted(files.iterdir())
-    batches = ("--bs", "3", "--window", "0", "--overwrite")
-    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt"), *batches]) == 2
-    assert "lines 1 to 3: this cannot be" in capsys.readouterr().err.splitlines()[-1]
+    batches = ("--bs", "1", "--window", "0", "--overwrite")
+    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt"), *batches]) == 1
+    error = "every line of 3 batches failed; line 1: cannot be generated for (ValueError: this cannot be)"
+    assert capsys.readouterr().err.splitlines()[-1] == f"{PROG}: error: {error}"
     assert sorted(files.iterdir()) == before
     assert (files / "output.txt").read_text() == "the output of an earlier run"
 
 
-@pytest.mark.parametrize(("raised", "status"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left"), 1)])
-def test_what_stops_a_run_halfway_leaves_nothing(
-    capsys: pytest.CaptureFixture,
-    files: Path,
-    models: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    raised: BaseException,
-    status: int,
+def test_an_interrupt_before_anything_is_written_leaves_nothing(
+    capsys: pytest.CaptureFixture, files: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(self: object, **_: object) -> None:
-        raise raised
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", stop)
     before = sorted(files.iterdir())
-    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt")]) == status
+    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt")]) == 130
     assert PROG in capsys.readouterr().err.splitlines()[-1]
     assert sorted(files.iterdir()) == before
 

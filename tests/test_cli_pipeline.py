@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -243,6 +244,84 @@ def test_out_of_memory_makes_batches_smaller_and_changes_no_output(
         assert f"line {n + 1}: the memory is too small for this input" in stderr
     written = output.read_text().splitlines()
     assert written == ["" if n in failed else text for n, text in enumerate(expected)]
+
+
+POISON = "word9 " * 13
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, every_line: bool = False) -> None:
+    """The model raises for a batch with POISON in it, or always."""
+    original = transformers.BartForConditionalGeneration.generate
+
+    def raising(self: Any, **inputs: Any) -> Any:
+        poison = inputs["input_ids"].eq(13).sum(1).ge(13).any()
+        if not measures_padding(inputs) and (every_line or poison):
+            raise KeyError("of\nthe model")
+        return original(self, **inputs)
+
+    monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", raising)
+
+
+@pytest.mark.parametrize("flags", [(), ("--window", "0"), ("--bs", "1"), ("--batch_tokens", "60")])
+def test_a_line_for_which_the_model_raises_fails_alone(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, flags: tuple
+) -> None:
+    expected = plain_loop(bart, LINES, 4)
+    poisoned(monkeypatch)
+    source, output = tmp_path / "in", tmp_path / "out"
+    bad = [4, 9, 10, 33]
+    lines = [POISON if number in bad else line for number, line in enumerate(LINES)]
+    source.write_text("\n".join(lines))
+    command = [str(bart), str(source), str(output), "--output_format", "jsonl", *flags]
+    assert main(command) == 1
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    error = "cannot be generated for (KeyError: 'of\\nthe model')"
+    for number, record in enumerate(records):
+        if number in bad:
+            assert record == {"line": number + 1, "outputs": [], "error": error}
+        else:
+            assert record["outputs"][0]["text"] == expected[number]
+    stderr = capsys.readouterr().err
+    assert f"line 5: {error}" in stderr and stderr.splitlines()[-1].endswith("4 of 70 inputs failed")
+
+
+def test_an_unknown_token_fails_its_line_before_a_gpu_meets_it(
+    tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model = shutil.copytree(bart, tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["unknown"])
+    tokenizer.save_pretrained(model)
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_text("\n".join([LINES[0], "word1 unknown", LINES[1]]))
+    assert main([str(model), str(source), str(output)]) == 1
+    first, second = plain_loop(bart, LINES[:2], 2)
+    assert output.read_text().split("\n")[:-1] == [first, "", second]
+    assert "line 2: has the token 64, the last that MODEL knows is 63" in capsys.readouterr().err
+
+
+def test_a_model_that_fails_for_every_line_ends_the_run_which_can_be_gone_on_with(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_text("\n".join(LINES * 20))
+    command = [str(bart), str(source), str(output), "--bs", "4", "--window", "16", "--resume"]
+    with monkeypatch.context() as patch:
+        crash_after(patch, 8)
+        with pytest.raises(Crash):
+            main(command)
+    part = tmp_path / "out.part"
+    before = part.read_bytes()
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        poisoned(patch, every_line=True)
+        assert main(command) == 1
+    *_, last, left = capsys.readouterr().err.splitlines()
+    assert "the same command with --resume goes on" in last + left
+    assert "every line of 4 batches failed; line " in last + left and "KeyError: 'of\\nthe model'" in last + left
+    assert part.read_bytes() == before != b""
+    assert main(command) == 0
+    assert output.read_text().split("\n")[:-1] == plain_loop(bart, LINES, 4) * 20
 
 
 def small_memory_for(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:

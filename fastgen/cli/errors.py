@@ -17,3 +17,7 @@ class InputError(Exception):
     def __str__(self) -> str:
         """The message on one line, whatever line breaks it took over from a library's own message."""
         return " ".join(super().__str__().split())
+
+
+class RunError(Exception):
+    """A run that cannot go on, whatever was given. The message is one line; the command ends with status 1."""

@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 
 import fastgen
-from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError
+from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError
 from fastgen.cli.pipeline.interrupt import Stopped, interruptible
 from fastgen.cli.pipeline.ordered_pool import WorkerError
 from fastgen.cli.transformers.arguments import PROG, parse_arguments
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         return _stop(f"error: {error}", UNUSABLE)
     except BrokenPipeError:
         return _stop("error: nobody reads the standard output any more; what was written is complete records", FAILED)
-    except (OSError, WorkerError) as error:
+    except (OSError, WorkerError, RunError) as error:
         return _stop(f"error: {error}", FAILED)
     except Stopped as stopped:
         return _stop("interrupted", stopped.status)

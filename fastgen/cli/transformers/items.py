@@ -47,6 +47,7 @@ class Batch:
     lengths: list[int]  # B: tokens or frames of each line
     inputs: dict[str, torch.Tensor]  # [B, N, …], padded, with an attention_mask where anything is; empty where B is 0
     not_generated: list[NotGenerated] = field(default_factory=list)
+    ends_window: bool = True  # of lines that were sorted by length, longest first
     sent: torch.cuda.Event | None = None  # after which `inputs` may be read, where they were copied to a GPU
 
     def __len__(self) -> int:

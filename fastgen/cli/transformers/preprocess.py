@@ -33,6 +33,7 @@ class InputFormat:
     max_tokenizer_length: texts are truncated to so many tokens.
     limit: the most tokens that the model takes, and what sets this limit.
     jsonl_output: OUTPUT has the records of INPUT with more fields, whose names must be free.
+    embedded_tokens: how many the model's embedding has, None where nobody knows.
     """
 
     jsonl: bool
@@ -44,6 +45,7 @@ class InputFormat:
     max_tokenizer_length: int | None
     limit: tuple[int, str] | None
     jsonl_output: bool = False
+    embedded_tokens: int | None = None
 
 
 def prepare_text(tokenizer: Tokenizer, input_format: InputFormat) -> Callable[[list[Line]], list[Prepared]]:
@@ -132,6 +134,9 @@ def _prepare(
             prepared[index] = ids
         elif limit is not None and len(ids) > limit[0]:
             prepared[index] = Prepared(error=f"has {len(ids)} tokens, the limit is {limit[0]} ({limit[1]})")
+        elif input_format.embedded_tokens is not None and max(ids, default=0) >= input_format.embedded_tokens:
+            last = input_format.embedded_tokens - 1
+            prepared[index] = Prepared(error=f"has the token {max(ids)}, the last that MODEL knows is {last}")
         elif ids:  # a tokenizer may find no token in a text of characters that it drops
             prepared[index] = Prepared({"input_ids": np.array(ids, np.int64)})
     return prepared

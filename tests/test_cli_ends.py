@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cli_models import save_bart, sentences
+from python_process import run_python
 
 from fastgen.cli.transformers.arguments import PROG
 from fastgen.cli.transformers.generate import main
@@ -214,6 +215,24 @@ def test_a_full_disk_keeps_what_was_written(
     assert "File too large" in stderr and str(run.part) in stderr and "--resume" in stderr
     run.check_part(expected)
     run.check_resumes(bart, tmp_path, expected)
+
+
+def test_a_line_of_many_megabytes_takes_little_memory(bart: Path, tmp_path: Path) -> None:
+    peaks = []
+    for size in (100, 60_000_000):
+        (tmp_path / "in").write_text("word1 word2\n" + "word1 " * (size // 6) + "\nword3\n")
+        flags = ["--max_tokenizer_length", "20", "--overwrite"]
+        code = (
+            "import resource, sys\nfrom fastgen.cli.transformers.generate import main\nstatus = main(sys.argv[1:])\n"
+            "print(status, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        done = run_python(
+            "-c", code, str(bart), str(tmp_path / "in"), str(tmp_path / "out"), *flags, OMP_NUM_THREADS="1"
+        )
+        status, kilobytes = map(int, done.stdout.split())
+        assert status == 0, done.stderr
+        peaks.append(kilobytes)
+    assert peaks[1] - peaks[0] < 100_000, peaks
 
 
 def test_a_reader_that_leaves_ends_the_run(bart: Path, tmp_path: Path) -> None:

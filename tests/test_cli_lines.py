@@ -101,6 +101,19 @@ def test_lines_of_a_slow_stream_are_handed_on_when_they_come_and_no_more_are_wai
         os.close(writer)
 
 
+def test_of_a_long_line_only_the_beginning_is_kept(tmp_path: Path) -> None:
+    data = b"one\n" + b"x" * 50_000_000 + b"\ntwo\n" + b"y" * 300_000 + b"\n" + b"z" * 300_001
+    (tmp_path / "in").write_bytes(data)
+    tracemalloc.start()
+    lines = [line for chunk in read_chunks(tmp_path / "in", longest=300_000) for line in chunk]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    expected = [b"one", b"x" * 300_000, b"two", b"y" * 300_000, b"z" * 300_000]
+    assert [line.raw for line in lines] == expected
+    assert [line.cut for line in lines] == [False, True, False, False, True]
+    assert peak < 3 << 20
+
+
 def test_memory_stays_flat_on_a_stream_of_any_size(tmp_path: Path) -> None:
     block = b"".join(b"x" * (number % 500) + b"\n" for number in range(1000))
     with fifo(tmp_path / "pipe", *[block] * 100) as pipe:

@@ -10,7 +10,7 @@ from fastgen.cli.pipeline.part_file import check_part, check_writable
 from fastgen.cli.pipeline.whole_file import beside
 from fastgen.cli.transformers.argument_types import STREAM
 from fastgen.cli.transformers.lines import Survey, is_stream, read_references, survey
-from fastgen.cli.transformers.records import RecordError, field, parse
+from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, field, parse
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ def check_files(args: argparse.Namespace) -> Files:
 def _check_first_record(args: argparse.Namespace) -> None:
     """One bad record is that line's failure; a file that begins with one is not in this format, or has other fields."""
     with args.input.open("rb") as file:
-        raw = file.readline()
+        raw = file.readline(LONGEST_RECORD + 1)
+    if len(raw) > LONGEST_RECORD:
+        return  # it is a failed input
     try:
         text = raw.decode("utf-8-sig")
         if text.strip():

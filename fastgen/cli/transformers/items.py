@@ -17,6 +17,7 @@ class Line:
 
     number: int  # counted from 1 over all lines of INPUT
     raw: bytes  # without its line end
+    cut: bool = False  # whether `raw` is only what the line begins with
 
 
 @dataclass(slots=True)

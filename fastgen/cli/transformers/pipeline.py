@@ -37,6 +37,7 @@ class Stages:
 
     make_prepare, make_finish: make what workers do ahead of the model and behind it. vocabulary: number of tokens.
     model_seconds: how long the model has been at work. workers: ahead of the model, and behind it.
+    line_bytes: how much of a line is to be read.
     in_order: batches hold the lines as they stand in INPUT. random: gives the state of the random numbers, where
         samples are drawn.
     """
@@ -49,6 +50,7 @@ class Stages:
     vocabulary: int
     model_seconds: Callable[[], float]
     workers: tuple[int, int]
+    line_bytes: int
     in_order: bool
     random: Callable[[], str] | None
 

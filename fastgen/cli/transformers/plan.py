@@ -74,6 +74,7 @@ def make_stages(
         vocabulary=len(tokenizer),
         model_seconds=lambda: model.seconds,
         workers=(args.preprocess_workers, args.postprocess_workers),
+        line_bytes=input_format.line_bytes,
         in_order=in_order,
         random=partial(random_state, model.transfer.device) if samples else None,
     )

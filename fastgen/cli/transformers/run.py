@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, files: Files) -> int:
             torch.manual_seed(args.seed)
         if not output.records:
             output.keep_state(stages.state().to_bytes())
-        chunks = read_chunks(args.input, first=output.records, n_obs=args.n_obs)
+        chunks = read_chunks(args.input, first=output.records, n_obs=args.n_obs, longest=stages.line_bytes)
         with stoppable(NOTICE) as stop:
             complete = run_stages(chunks, stages, output, state.failures, progress, stop)
         if complete:

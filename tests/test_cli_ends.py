@@ -221,18 +221,16 @@ def test_a_line_of_many_megabytes_takes_little_memory(bart: Path, tmp_path: Path
     peaks = []
     for size in (100, 60_000_000):
         (tmp_path / "in").write_text("word1 word2\n" + "word1 " * (size // 6) + "\nword3\n")
-        flags = ["--max_tokenizer_length", "20", "--overwrite"]
+        args = [bart, tmp_path / "in", tmp_path / "out", "--max_tokenizer_length", "20", "--overwrite"]
         code = (
             "import resource, sys\nfrom fastgen.cli.transformers.generate import main\nstatus = main(sys.argv[1:])\n"
             "print(status, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )
-        done = run_python(
-            "-c", code, str(bart), str(tmp_path / "in"), str(tmp_path / "out"), *flags, OMP_NUM_THREADS="1"
-        )
+        done = run_python("-c", code, *map(str, args), OMP_NUM_THREADS="1")
         status, kilobytes = map(int, done.stdout.split())
         assert status == 0, done.stderr
         peaks.append(kilobytes)
-    assert peaks[1] - peaks[0] < 100_000, peaks
+    assert peaks[1] - peaks[0] < 200_000, peaks
 
 
 def test_a_reader_that_leaves_ends_the_run(bart: Path, tmp_path: Path) -> None:

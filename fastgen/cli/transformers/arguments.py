@@ -170,8 +170,8 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
         "--max_tokenizer_length",
         type=whole_number(1),
         metavar="N",
-        help="truncate inputs to N tokens; without it a line longer than the model's limit is a failed input. Of text of "
-        "more than 262,144 characters (16 N, where that is more) only so many are read; without N it fails",
+        help="truncate inputs to N tokens; without it a line longer than the model's limit is a failed input. Of text "
+        "of more than 262,144 characters (16 N, where that is more) only so many are read; without N it fails",
     )
     add("--padding_side", choices=("left", "right"), help="default: left with --causal_lm, else the tokenizer's own")
     add("--include_special_tokens", action="store_true", help="keep special tokens such as </s> in the output")

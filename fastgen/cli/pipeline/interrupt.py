@@ -34,7 +34,7 @@ class Stop:
     """How often somebody asked the run to end, by Ctrl-C or SIGTERM, and the exit status that the last one has."""
 
     def __init__(self, notice: str) -> None:
-        self.requests = self.status = 0
+        self.requests, self.status = 0, INTERRUPTED
         self.finishing = False  # set by the run while it does what the first request is to let finish
         self._notice = f"\n{notice}\n".encode()
 

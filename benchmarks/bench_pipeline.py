@@ -37,7 +37,7 @@ from fastgen.models.demo import demo_path
 
 BS = 32
 SETTINGS = {"num_beams": 4}
-FLAGS = ("--bs", str(BS), "--beam", "4", "--quiet")
+FLAGS = ("--bs", str(BS), "--beam", "4", "--quiet", "--overwrite")
 LOOP_LINES = 2000
 
 LOOP_FLOOR = 1.3

@@ -34,7 +34,7 @@ def generate(tmp_path: Path, model: object, lines: list[str], *flags: object) ->
     """Lines of OUTPUT."""
     source, output = tmp_path / "input.txt", tmp_path / "output.txt"
     source.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    assert main([str(model), str(source), str(output), *map(str, flags)]) == 0
+    assert main([str(model), str(source), str(output), "--overwrite", *map(str, flags)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".part") == []
     text = output.read_text(encoding="utf-8")
     assert text.endswith("\n")

@@ -164,8 +164,8 @@ def test_sound_that_is_longer_than_the_model_hears_is_never_cut(rate: int) -> No
     long = save("long.wav", np.zeros(most + 10 * rate, np.float32), rate)
     found = prepare([just, longer, long])
     assert found[0].arrays["input_features"].shape == (80, 3000)
-    assert found[1].error == f"longer.wav: lasts {30 + 1 / rate:g} s, the model hears 30 s"
-    assert found[2].error == "long.wav: lasts 40 s, the model hears 30 s"
+    assert found[1].error == f"longer.wav: lasts {30 + 1 / rate:g} s, and MODEL hears 30 s (accepted: up to 30 s)"
+    assert found[2].error == "long.wav: lasts 40 s, and MODEL hears 30 s (accepted: up to 30 s)"
     assert found[2].arrays is None
     assert prepare([save("long.wav", sound(40, rate), rate)], "speech2text")[0].error is None
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentences
 
+import fastgen
 from fastgen.cli.transformers import generate, loading
 from fastgen.cli.transformers.arguments import PROG, build_parser
 from fastgen.cli.transformers.generate import main
@@ -72,19 +73,29 @@ def check_refused(capsys: pytest.CaptureFixture, folder: Path, command: list[str
 BAD_FILES = [
     ("none.txt", "output.txt", (), "INPUT", "none.txt", "no such file"),
     ("folder", "output.txt", (), "INPUT", "folder", "directory"),
-    ("empty.txt", "output.txt", (), "INPUT", "empty.txt", "empty"),
     ("input.txt", "none/output.txt", (), "OUTPUT", "none/output.txt", "no folder"),
     ("input.txt", "folder", (), "OUTPUT", "folder", "is a folder"),
     ("input.txt", "folder/../input.txt", (), "OUTPUT", "same file as INPUT"),
     ("input.txt", "output.txt", ("--reference_path", "none.txt"), "--reference_path", "none.txt", "no such file"),
     ("input.txt", "output.txt", ("--reference_path", "latin1.txt"), "--reference_path", "latin1.txt", "UTF-8"),
     ("input.txt", "output.txt", ("--reference_path", "three.txt"), "three.txt", "has 3 lines", "has 4"),
+    ("input.txt", "output.txt", ("--reference_path", "empty.txt"), "empty.txt", "has 0 lines", "has 4"),
     (
         "input.txt",
-        "three.txt",
-        ("--reference_path", "input.txt", "--score_path", "three.txt"),
+        "output.txt",
+        ("--reference_path", "input.txt", "--score_path", "output.txt"),
         "--score_path",
         "OUTPUT",
+    ),
+    ("input.txt", "three.txt", (), "OUTPUT three.txt", "is there already", "--overwrite"),
+    ("input.txt", "three.txt", ("--resume",), "OUTPUT three.txt", "is there already", "--overwrite"),
+    (
+        "input.txt",
+        "output.txt",
+        ("--reference_path", "input.txt", "--score_path", "three.txt"),
+        "--score_path three.txt",
+        "is there already",
+        "--overwrite",
     ),
     ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "folder"), "--score_path", "folder"),
     ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "no/s"), "--score_path", "no/s"),
@@ -199,7 +210,7 @@ def test_a_line_longer_than_the_tokenizers_limit_fails_unless_truncation_is_aske
     command = [str(model), str(files / "long.txt"), str(files / "output.txt")]
     assert main(command) == 1
     assert "limit is 100" in capsys.readouterr().err
-    assert main([*command, "--max_tokenizer_length", "150"]) == 0
+    assert main([*command, "--max_tokenizer_length", "150", "--overwrite"]) == 0
 
 
 def test_a_line_that_is_not_utf8_fails_alone(capsys: pytest.CaptureFixture, files: Path, models: Path) -> None:
@@ -232,7 +243,7 @@ def test_a_missing_package_is_named(
     check_refused(capsys, files, command, f"needs the package {package}: pip install {package}")
 
 
-def test_an_error_of_generate_names_the_lines_and_leaves_nothing(
+def test_errors_for_every_line_of_several_batches_end_the_run_and_leave_nothing(
     capsys: pytest.CaptureFixture, files: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: object, **_: object) -> None:
@@ -242,30 +253,32 @@ def test_an_error_of_generate_names_the_lines_and_leaves_nothing(
     monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", refuse)
     (files / "output.txt").write_text("the output of an earlier run")
     before = sorted(files.iterdir())
-    batches = ("--bs", "3", "--window", "0")
-    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt"), *batches]) == 2
-    assert "lines 1 to 3: this cannot be" in capsys.readouterr().err.splitlines()[-1]
+    batches = ("--bs", "1", "--window", "0", "--overwrite")
+    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt"), *batches]) == 1
+    error = "every line of 3 batches failed; line 1: cannot be generated for (ValueError: this cannot be)"
+    assert capsys.readouterr().err.splitlines()[-1] == f"{PROG}: error: {error}"
     assert sorted(files.iterdir()) == before
     assert (files / "output.txt").read_text() == "the output of an earlier run"
 
 
-@pytest.mark.parametrize(("raised", "status"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left"), 1)])
-def test_what_stops_a_run_halfway_leaves_nothing(
-    capsys: pytest.CaptureFixture,
-    files: Path,
-    models: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    raised: BaseException,
-    status: int,
+def test_an_interrupt_before_anything_is_written_leaves_nothing(
+    capsys: pytest.CaptureFixture, files: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(self: object, **_: object) -> None:
-        raise raised
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", stop)
     before = sorted(files.iterdir())
-    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt")]) == status
+    assert main([str(models / "bart"), str(files / "input.txt"), str(files / "output.txt")]) == 130
     assert PROG in capsys.readouterr().err.splitlines()[-1]
     assert sorted(files.iterdir()) == before
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"fastgen {fastgen.__version__}\n"
 
 
 def test_every_flag_has_a_help_text(capsys: pytest.CaptureFixture) -> None:

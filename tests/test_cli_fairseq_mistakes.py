@@ -11,6 +11,7 @@ pytest.importorskip("fairseq")
 import torch
 from fairseq_command_data import CommandData, make
 
+import fastgen
 from fastgen.cli.fairseq import eval_lm, generate
 
 DAMAGED = "is no checkpoint, or a damaged one ("
@@ -85,6 +86,16 @@ def test_data_that_is_not_there_is_named(capfd: pytest.CaptureFixture, tmp_path:
 
 
 @pytest.mark.parametrize("main", [generate.main, eval_lm.main])
+def test_the_version_is_shown_without_fairseq(
+    capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, main: Callable
+) -> None:
+    monkeypatch.setitem(sys.modules, "fairseq", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert (stopped.value.code, capfd.readouterr().out) == (0, f"fastgen {fastgen.__version__}\n")
+
+
+@pytest.mark.parametrize("main", [generate.main, eval_lm.main])
 def test_path_is_asked_for(capfd: pytest.CaptureFixture, tmp_path: Path, main: Callable) -> None:
     assert "error: --path is missing" in stopped(capfd, main, [str(tmp_path), "--cpu"])
 
@@ -118,12 +129,26 @@ def test_sentences_that_fairseq_leaves_out_are_counted(data: CommandData, capfd:
     assert said.startswith(f"{LEFT_OUT}4 of 60 sentences") and "--required-batch-size-multiple 1 keeps them" in said
 
 
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_sentences_that_fairseq_skips_are_counted(
+    data: CommandData, capfd: pytest.CaptureFixture, multiple: int
+) -> None:
+    flags = f"--skip-invalid-size-inputs-valid-test --max-source-positions 9 --required-batch-size-multiple {multiple}"
+    assert generate.main([*data.generation, *flags.split()]) == 0
+    captured = capfd.readouterr()
+    missing = 60 - captured.out.count("\nH-")
+    assert 0 < missing < 60
+    (said,) = (line for line in captured.err.splitlines() if LEFT_OUT in line)
+    assert said.startswith(f"{LEFT_OUT}{missing} of 60 sentences, those that are too long (--skip-invalid-size-inputs")
+    assert ("and a last batch that is no multiple of 8" in said) == (multiple == 8)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         "--required-batch-size-multiple 1",
         "--batch-size 4 --required-batch-size-multiple 4 --distributed-world-size 2",
-        "--skip-invalid-size-inputs-valid-test --max-source-positions 9",
+        "--skip-invalid-size-inputs-valid-test --required-batch-size-multiple 1",
     ],
 )
 def test_sentences_that_are_not_there_for_another_reason_are_not(

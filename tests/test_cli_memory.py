@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastgen.cli.errors import RunError
 from fastgen.cli.transformers.batches import pad_text
 from fastgen.cli.transformers.items import Batch, Generated, Line, NotGenerated
 from fastgen.cli.transformers.model import WithinMemory, is_out_of_memory
@@ -76,10 +77,31 @@ def test_a_batch_without_lines_needs_no_model() -> None:
     assert generated.lines == [] and [each.line.number for each in generated.not_generated] == [3]
 
 
-def test_other_errors_are_raised() -> None:
-    def broken(batch: Batch) -> Generated:
-        raise RuntimeError("shapes do not match")
+@pytest.mark.parametrize("left", [False, True])
+def test_a_batch_is_halved_until_the_line_that_raises_stands_alone(left: bool) -> None:
+    machine, said, sizes = SmallMachine(1000, MemoryError), [], []
 
-    with pytest.raises(RuntimeError, match="shapes do not match"):
-        list(WithinMemory(broken, False, print)(batch_of([3])))
+    def model(batch: Batch) -> Generated:
+        sizes.append(len(batch))
+        if 6 in [line.number for line in batch.lines]:
+            raise IndexError("out of range\nin self")
+        return machine(batch)
+
+    generate = WithinMemory(model, left, said.append)
+    parts = list(generate(batch_of([10, 10, 9, 8, 5, 5, 4, 4], left)))
+    assert [line.number for part in parts for line in part.lines] == [1, 2, 3, 4, 5, 7, 8]
+    failed = [each for part in parts for each in part.not_generated if each.error]
+    assert [(each.line.number, each.error) for each in failed] == [
+        (6, "cannot be generated for (IndexError: out of range in self)")
+    ]
+    assert sizes == [8, 4, 4, 2, 1, 1, 2] and generate.cells is None and said == []
+    assert [each.line.number for part in parts for each in part.not_generated] == [99, 6]
+
+
+def test_a_device_that_fails_ends_the_run() -> None:
+    def broken(batch: Batch) -> Generated:
+        raise RunError("cuda:0 failed")
+
+    with pytest.raises(RunError, match="cuda:0 failed"):
+        list(WithinMemory(broken, False, print)(batch_of([3, 3])))
     assert not is_out_of_memory(RuntimeError("index out of range"))

@@ -54,7 +54,7 @@ def test_scores_are_printed_and_written(tmp_path: Path, bart: Path, capsys: pyte
     references = [generated[0], "", *LINES[1:]]
     reference.write_text("\n".join(references) + "\n")
     capsys.readouterr()
-    flags = ["--beam", "2", "--reference_path", str(reference), "--score_path", str(saved)]
+    flags = ["--beam", "2", "--reference_path", str(reference), "--score_path", str(saved), "--overwrite"]
     assert main([str(bart), str(source), str(output), *flags]) == 0
     assert json.loads(saved.read_text()) == metrics.score(generated, references)
     assert json.loads(saved.read_text())["exact_match"] == pytest.approx(1 / 5)

@@ -2,8 +2,10 @@
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from fastgen.cli.pipeline.ordered_pool import OrderedPool
 from fastgen.cli.pipeline.ordered_threads import OrderedThreads
 from fastgen.cli.transformers import files, pipeline
 from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.items import Batch, Generated
 from fastgen.cli.transformers.lines import Survey
+from fastgen.cli.transformers.model import WithinMemory
 
 LINES = sentences(70)
 
@@ -157,6 +161,21 @@ def test_from_standard_input_to_standard_output(bart: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == plain_loop(bart, LINES, 4)
     assert "70 lines in " in done.stderr
+    done = subprocess.run(
+        call, input="", capture_output=True, text=True, cwd=Path(fastgen.__file__).parents[1], check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--input_format", "jsonl"), ("--compare",), ("--reference_path", "in")])
+def test_an_empty_input_gives_an_empty_output(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, flags: tuple
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_bytes(b"")
+    assert main([str(bart), "in", "out", *flags]) == 0
+    assert (tmp_path / "out").read_bytes() == b""
+    assert "0 lines in " in capsys.readouterr().err
 
 
 def test_a_line_that_fails_is_listed_and_stops_no_other(
@@ -187,7 +206,10 @@ def test_a_line_that_fails_is_listed_and_stops_no_other(
     assert [written[n] for n in (2, 5, 7)] == ["", "", ""]
     assert [written[n] for n in good] == plain_loop(bart, [LINES[n] for n in good], 4)
     capsys.readouterr()
-    assert main([str(bart), str(source), str(output), "--bs", "4", "--output_format", "jsonl", "--quiet"]) == 1
+    assert (
+        main([str(bart), str(source), str(output), "--bs", "4", "--output_format", "jsonl", "--quiet", "--overwrite"])
+        == 1
+    )
     assert capsys.readouterr().err.count("\n") == 4  # the failures, and how many
     failed = [json.loads(line) for line in output.read_text().splitlines()]
     assert [bool(each.get("error")) for each in failed] == [n not in good for n in range(12)]
@@ -214,7 +236,7 @@ def test_out_of_memory_makes_batches_smaller_and_changes_no_output(
     assert stderr.count("out of memory") == 3  # 16, 8 and 4 rows; then what fits is known
     source, output = tmp_path / "input.txt", tmp_path / "output.txt"
     longest = longest // 3 - 1
-    assert main([str(bart), str(source), str(output), "--bs", "16", "--beam", "2"]) == 1
+    assert main([str(bart), str(source), str(output), "--bs", "16", "--beam", "2", "--overwrite"]) == 1
     stderr = capsys.readouterr().err
     failed = [n for n, line in enumerate(LINES) if len(line.split()) + 2 > 3 * longest]
     assert failed
@@ -222,6 +244,84 @@ def test_out_of_memory_makes_batches_smaller_and_changes_no_output(
         assert f"line {n + 1}: the memory is too small for this input" in stderr
     written = output.read_text().splitlines()
     assert written == ["" if n in failed else text for n, text in enumerate(expected)]
+
+
+POISON = "word9 " * 13
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, every_line: bool = False) -> None:
+    """The model raises for a batch with POISON in it, or always."""
+    original = transformers.BartForConditionalGeneration.generate
+
+    def raising(self: Any, **inputs: Any) -> Any:
+        poison = inputs["input_ids"].eq(13).sum(1).ge(13).any()
+        if not measures_padding(inputs) and (every_line or poison):
+            raise KeyError("of\nthe model")
+        return original(self, **inputs)
+
+    monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", raising)
+
+
+@pytest.mark.parametrize("flags", [(), ("--window", "0"), ("--bs", "1"), ("--batch_tokens", "60")])
+def test_a_line_for_which_the_model_raises_fails_alone(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, flags: tuple
+) -> None:
+    expected = plain_loop(bart, LINES, 4)
+    poisoned(monkeypatch)
+    source, output = tmp_path / "in", tmp_path / "out"
+    bad = [4, 9, 10, 33]
+    lines = [POISON if number in bad else line for number, line in enumerate(LINES)]
+    source.write_text("\n".join(lines))
+    command = [str(bart), str(source), str(output), "--output_format", "jsonl", *flags]
+    assert main(command) == 1
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    error = "cannot be generated for (KeyError: 'of\\nthe model')"
+    for number, record in enumerate(records):
+        if number in bad:
+            assert record == {"line": number + 1, "outputs": [], "error": error}
+        else:
+            assert record["outputs"][0]["text"] == expected[number]
+    stderr = capsys.readouterr().err
+    assert f"line 5: {error}" in stderr and stderr.splitlines()[-1].endswith("4 of 70 inputs failed")
+
+
+def test_an_unknown_token_fails_its_line_before_a_gpu_meets_it(
+    tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model = shutil.copytree(bart, tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["unknown"])
+    tokenizer.save_pretrained(model)
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_text("\n".join([LINES[0], "word1 unknown", LINES[1]]))
+    assert main([str(model), str(source), str(output)]) == 1
+    first, second = plain_loop(bart, LINES[:2], 2)
+    assert output.read_text().split("\n")[:-1] == [first, "", second]
+    assert "line 2: has the token 64, the last that MODEL knows is 63" in capsys.readouterr().err
+
+
+def test_a_model_that_fails_for_every_line_ends_the_run_which_can_be_gone_on_with(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_text("\n".join(LINES * 20))
+    command = [str(bart), str(source), str(output), "--bs", "4", "--window", "16", "--resume"]
+    with monkeypatch.context() as patch:
+        crash_after(patch, 8)
+        with pytest.raises(Crash):
+            main(command)
+    part = tmp_path / "out.part"
+    before = part.read_bytes()
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        poisoned(patch, every_line=True)
+        assert main(command) == 1
+    *_, last, left = capsys.readouterr().err.splitlines()
+    assert "the same command with --resume goes on" in last + left
+    assert "every line of 4 batches failed; line " in last + left and "KeyError: 'of\\nthe model'" in last + left
+    assert part.read_bytes() == before != b""
+    assert main(command) == 0
+    assert output.read_text().split("\n")[:-1] == plain_loop(bart, LINES, 4) * 20
 
 
 def small_memory_for(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
@@ -236,19 +336,19 @@ def small_memory_for(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
 
 
 class Crash(Exception):
-    """Of the model, in the middle of a run."""
+    """Between two batches, in the middle of a run."""
 
 
-def crash_after(monkeypatch: pytest.MonkeyPatch, kind: type, calls: int) -> None:
-    original, left = kind.generate, [calls]
+def crash_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
+    original, left = WithinMemory.__call__, [batches]
 
-    def crashing(self: Any, **inputs: Any) -> Any:
-        left[0] -= not measures_padding(inputs)
+    def crashing(self: WithinMemory, batch: Batch) -> Iterator[Generated]:
+        left[0] -= 1
         if left[0] < 0:
             raise Crash
-        return original(self, **inputs)
+        return original(self, batch)
 
-    monkeypatch.setattr(kind, "generate", crashing)
+    monkeypatch.setattr(WithinMemory, "__call__", crashing)
 
 
 def test_failures_before_a_resumed_run_count(
@@ -258,7 +358,7 @@ def test_failures_before_a_resumed_run_count(
     source.write_bytes(b"\xff\n" + "\n".join(LINES).encode())
     command = [str(bart), str(source), str(output), "--bs", "4", "--window", "8"]
     with monkeypatch.context() as patch:
-        crash_after(patch, transformers.BartForConditionalGeneration, 5)
+        crash_after(patch, 5)
         with pytest.raises(Crash):
             main(command)
     capsys.readouterr()
@@ -278,6 +378,35 @@ def test_input_that_ends_early_completes_nothing(
     assert not output.exists()
 
 
+def test_resume_has_nothing_to_do_where_the_same_command_has_completed_output(
+    tmp_path: Path, bart: Path, shapes: list, capsys: pytest.CaptureFixture
+) -> None:
+    source, output, scores = tmp_path / "in", tmp_path / "out", tmp_path / "scores.json"
+    source.write_text("\n".join(LINES))
+    command = [str(bart), str(source), str(output), "--resume"]
+    assert main(command) == 0
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    shapes.clear()
+    capsys.readouterr()
+    assert main(command) == 0
+    assert f"{output} is complete" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 0
+    assert main([*command, "--beam", "2"]) == 2
+    [line] = capsys.readouterr().err.splitlines()[1:]
+    assert "--beam was not given, is 2" in line and "--overwrite" in line
+    assert main([*command, "--n_obs", "3"]) == 2  # a shorter file would take the place of a longer one
+    assert main(command[:-1]) == 2
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before
+    # Scores that are asked for later need no further run.
+    scored = [*command, "--reference_path", str(source), "--score_path", str(scores)]
+    for _ in range(2):
+        assert main(scored) == 0
+        assert json.loads(scores.read_text())["lines"] == 70
+    assert shapes == []
+    assert main([*command, "--beam", "2", "--overwrite"]) == 0
+    assert output.read_text().splitlines() == plain_loop(bart, LINES, 4, num_beams=2)
+
+
 SAMPLING = ("--causal_lm", "--do_sample", "--max_new_tokens", "5", "--seed", "3", "--bs", "4")
 
 
@@ -294,7 +423,7 @@ def test_a_resumed_run_draws_the_samples_of_one_that_was_not_ended(
     command = [str(gpt2), str(source), str(output), *SAMPLING, *beams]
     for _ in range(3):
         with monkeypatch.context() as patch:
-            crash_after(patch, transformers.GPT2LMHeadModel, 5)
+            crash_after(patch, 5)
             with pytest.raises(Crash):
                 main([*command, "--resume"])
         torch.manual_seed(99)
@@ -310,7 +439,7 @@ def test_resume_refuses_another_run_and_says_what_is_different(
     other.write_text("\n".join(reversed(LINES)))
     flags = ["--bs", "4", "--window", "8"]
     with monkeypatch.context() as patch:
-        crash_after(patch, transformers.BartForConditionalGeneration, 5)
+        crash_after(patch, 5)
         with pytest.raises(Crash):
             main([str(bart), str(source), str(output), *flags])
     part = output.with_name("output.txt.part")

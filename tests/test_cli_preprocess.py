@@ -11,7 +11,8 @@ import transformers
 from cli_models import save_bart, save_gpt2, sentences
 
 from fastgen.cli.transformers.items import Line, Prepared
-from fastgen.cli.transformers.preprocess import InputFormat, prepare_text
+from fastgen.cli.transformers.preprocess import SHORTEST_LONG_TEXT, InputFormat, prepare_text
+from fastgen.models.demo import demo_path
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -192,6 +193,81 @@ def test_longer_input_than_the_limit_is_its_lines_error(prepare: Callable[..., l
     assert bad.error == f"has 6 tokens, the limit is 5 ({limit[1]})"
     assert ids([good]) == [[0, 5, 6, 7, 2]]
     assert [len(row) for row in ids(prepare(lines, limit=limit, max_tokenizer_length=5))] == [5, 5]
+
+
+LONG = SHORTEST_LONG_TEXT + 1
+ODD_TEXTS = [
+    "word1 word2 " * LONG,
+    "日本語のテキスト、" * LONG,
+    "a" * LONG,
+    ("x" * 999 + " word7 ") * 2000,
+    "ö" * LONG,
+    "e\u0301\u0302 " * LONG,
+    "  word1\t\t  word2" * LONG,
+]
+
+
+@pytest.mark.parametrize("kind", ["words", "demo", "bytes"])
+@pytest.mark.parametrize("text", ODD_TEXTS, ids=range(len(ODD_TEXTS)))
+def test_a_long_text_is_cut_to_what_it_is_truncated_to_or_fails(
+    prepare: Callable[..., list[Prepared]], tokenizer: transformers.PreTrainedTokenizerBase, kind: str, text: str
+) -> None:
+    """The plain call takes the first of so many characters that the cut is far away."""
+    if kind == "demo":
+        tokenizer = transformers.AutoTokenizer.from_pretrained(demo_path())
+    elif kind == "bytes":
+        tokenizer = transformers.ByT5Tokenizer()
+    seen = []
+
+    def watched(texts: list[str], **settings: Any) -> Any:
+        seen.extend(map(len, texts))
+        return tokenizer(texts, **settings)
+
+    watched.truncation_side = "right"
+    settings = {"truncation": True, "max_length": 64}
+    [found] = prepare([text], watched, max_tokenizer_length=64)
+    assert max(seen) <= SHORTEST_LONG_TEXT
+    expected = tokenizer(text[: 2 * SHORTEST_LONG_TEXT], **settings)["input_ids"]
+    if len(expected) == 64:
+        assert ids([found]) == [expected]
+    else:
+        assert found.error.startswith("has more than 262144 characters, and half of these do not come to its first 64")
+    assert (len(expected) == 64) == (kind == "bytes" or " " in text.strip() or kind == "demo"), len(expected)
+
+
+def test_a_long_text_that_cannot_be_cut_fails_before_it_is_tokenized(
+    prepare: Callable[..., list[Prepared]], tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    def never(texts: list[str], **settings: Any) -> Any:
+        assert max(map(len, texts)) < LONG
+        return tokenizer(texts, **settings)
+
+    long, why = "word1 " * LONG, "has more than 262144 characters, the most that are tokenized"
+    good, bad = prepare(["word1", long], never, limit=(60, "positions"))
+    assert (ids([good]), bad.error) == ([[0, 5, 2]], f"{why} (--max_tokenizer_length N truncates to N tokens)")
+    assert input_format().characters == 1 << 20
+    assert input_format(limit=(70_000, "positions")).characters == 16 * 70_000
+    turns = [{"role": "user", "content": long[:LONG]}]
+    [bad] = prepare(records([turns]), tokenizer, jsonl=True, chat=True, max_tokenizer_length=60)
+    assert bad.error == why
+    never.truncation_side = "left"  # its end is what is kept
+    [bad] = prepare([long], never, max_tokenizer_length=60)
+    assert bad.error == why
+
+
+def test_a_line_that_is_cut_ends_before_a_character_and_a_record_must_be_whole(
+    tokenizer: transformers.PreTrainedTokenizerBase,
+) -> None:
+    plain = input_format(max_tokenizer_length=5)
+    raw = ("word1 ö " * SHORTEST_LONG_TEXT).encode()
+    for size in range(plain.line_bytes - 3, plain.line_bytes + 1):
+        [found] = prepare_text(tokenizer, plain)([Line(1, raw[:size], cut=True)])
+        assert ids([found]) == [[0, 5, 3, 5, 2]]
+    blank = Line(1, b" " * plain.line_bytes, cut=True)
+    assert "has more than 262144 characters" in prepare_text(tokenizer, plain)([blank])[0].error
+    of_records = input_format(jsonl=True)
+    [found] = prepare_text(tokenizer, of_records)([Line(1, b'{"text": "' + b"a" * of_records.line_bytes, cut=True)])
+    assert "the most that are read of a record" in found.error
 
 
 def test_a_tokenizer_is_settled_before_threads_share_it(tmp_path: Path) -> None:

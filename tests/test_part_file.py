@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.pipeline.part_file import PartFile, check_part, check_writable
+from fastgen.cli.pipeline.part_file import PartFile, check_part, check_writable, is_complete
 from fastgen.cli.pipeline.whole_file import write_whole
 
 SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "0" * 64}
@@ -27,6 +27,12 @@ def left_part(path: Path, *records: str, half: bytes = b"") -> Path:
     return part_path
 
 
+def complete(path: Path, *records: str, overwrite: bool = False) -> None:
+    with PartFile.create(path, SIGNATURE, overwrite) as part:
+        write_records(part, *records)
+        part.complete()
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -39,7 +45,7 @@ def test_output_appears_when_complete_and_nothing_else_stays(tmp_path: Path) -> 
         assert not output.exists()
         assert (tmp_path / "out.part").read_bytes() == b"one\ntwo\n"  # nothing waits in a buffer
         part.complete()
-    assert names(tmp_path) == ["out"] and output.read_bytes() == b"one\ntwo\n"
+    assert names(tmp_path) == ["out", "out.run.json"] and output.read_bytes() == b"one\ntwo\n"
 
 
 def test_a_run_that_is_left_can_be_resumed_and_one_without_records_leaves_nothing(tmp_path: Path) -> None:
@@ -55,7 +61,62 @@ def test_a_run_that_is_left_can_be_resumed_and_one_without_records_leaves_nothin
     assert output.read_bytes() == b"one\ntwo\n"
     with PartFile.create(tmp_path / "other", SIGNATURE) as part:
         part.keep_state(b"")
+    assert names(tmp_path) == ["out", "out.run.json"]
+
+
+def test_an_output_that_is_there_is_replaced_only_by_a_complete_one_and_where_that_is_asked_for(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.write_text("mine")
+    for start in (
+        lambda: PartFile.create(output, SIGNATURE),
+        lambda: PartFile.resume(output, SIGNATURE),
+        lambda: check_part(output, resume=False),
+        lambda: check_part(output, resume=True),
+    ):
+        with pytest.raises(InputError, match=r"OUTPUT .*out: is there already .*--overwrite"):
+            start()
     assert names(tmp_path) == ["out"]
+    with PartFile.create(output, SIGNATURE, overwrite=True) as part:
+        write_records(part, "one")
+    for start in (lambda: check_part(output, resume=True), lambda: check_part(output, resume=False)):
+        with pytest.raises(InputError, match=r"is there already|goes on from it"):
+            start()
+    check_part(output, resume=True, overwrite=True)
+    assert output.read_text() == "mine"
+    with PartFile.resume(output, SIGNATURE, overwrite=True) as part:
+        part.complete()
+    assert output.read_text() == "one\n"
+
+
+def test_an_output_that_appears_during_a_run_is_not_replaced(tmp_path: Path) -> None:
+    with PartFile.create(tmp_path / "out", SIGNATURE) as part:
+        write_records(part, "one")
+        (tmp_path / "out").write_text("mine")
+        with pytest.raises(InputError, match="is there already"):
+            part.complete()
+    assert (tmp_path / "out").read_text() == "mine" and (tmp_path / "out.part").read_text() == "one\n"
+
+
+def test_a_complete_output_is_known_until_something_changes(tmp_path: Path) -> None:
+    output, other = tmp_path / "out", SIGNATURE | {"--beam": 5}
+    assert not is_complete(output, SIGNATURE, overwrite=False)
+    complete(output, "one")
+    check_part(output, resume=True)
+    assert is_complete(output, SIGNATURE, overwrite=False) and is_complete(output, SIGNATURE, overwrite=True)
+    with pytest.raises(InputError, match=r"out: is there already .*--overwrite.*; it was made .*: --beam was 4, is 5"):
+        is_complete(output, other, overwrite=False)
+    assert not is_complete(output, other, overwrite=True)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with PartFile.create(output, other, overwrite=True) as part:
+        part.keep_state(b"")
+        assert not is_complete(output, SIGNATURE, overwrite=True)  # there is a run to go on with
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    output.write_text("changed\n")
+    assert not is_complete(output, SIGNATURE, overwrite=False)
+    with pytest.raises(InputError, match=r"is there already .*; no run is known that made it as it is"):
+        check_part(output, resume=True)
+    complete(output, "two", overwrite=True)
+    assert is_complete(output, SIGNATURE, overwrite=False) and output.read_text() == "two\n"
 
 
 @pytest.mark.parametrize("made", ["file", "folder", "broken link"])
@@ -160,7 +221,7 @@ def test_where_output_is_a_link_its_target_is_written(tmp_path: Path) -> None:
         write_records(part, "one")
         assert (tmp_path / "there" / "out.part").exists()
         part.complete()
-    assert (tmp_path / "link").is_symlink() and names(tmp_path / "there") == ["out"]
+    assert (tmp_path / "link").is_symlink() and names(tmp_path / "there") == ["out", "out.run.json"]
 
 
 def test_an_output_that_cannot_be_written_is_found_beforehand(tmp_path: Path) -> None:

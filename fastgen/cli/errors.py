@@ -1,7 +1,11 @@
-"""Exit statuses of the commands, and the one exception that means: what the user gave cannot be used."""
+"""Exit statuses of the commands, and the exceptions that mean one."""
 
 FAILED = 1
 UNUSABLE = 2
+# 128 and the number of a signal, as a shell has it of a program that the signal kills.
+INTERRUPTED = 130  # SIGINT, which is Ctrl-C
+READER_GONE = 141  # SIGPIPE
+TERMINATED = 143  # SIGTERM
 
 
 class InputError(Exception):
@@ -13,3 +17,7 @@ class InputError(Exception):
     def __str__(self) -> str:
         """The message on one line, whatever line breaks it took over from a library's own message."""
         return " ".join(super().__str__().split())
+
+
+class RunError(Exception):
+    """A run that cannot go on, whatever was given. The message is one line; the command ends with status 1."""

@@ -1,4 +1,4 @@
-"""fastgen-generate-for-transformers on a GPU: outputs of a plain loop, too little memory, samples of a resumed run."""
+"""fastgen-generate-for-transformers on a GPU: a plain loop's outputs, too little memory, resumed runs, dead devices."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import torch
 import transformers
 from cli_loop import generate
 from cli_models import save_bart, save_gpt2, sentences
+from python_process import run_python
 
 import fastgen
 from fastgen.cli.transformers.generate import main
@@ -69,8 +70,24 @@ def test_a_resumed_run_draws_the_same_samples(tmp_path: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(transformers.GPT2LMHeadModel, "generate", crashing)
-        with pytest.raises(KeyError, match="a crash"):
-            main(command)
+        assert main(command) == 1
     torch.manual_seed(99)
     assert main(command) == 0
     assert output.read_text().split("\n")[:-1] == expected
+
+
+def test_a_device_that_an_error_leaves_dead_ends_the_run(tmp_path: Path) -> None:
+    """A token that the embedding does not have, with the check for it left out, in a process of its own."""
+    model, source, output = save_bart(tmp_path / "bart"), tmp_path / "input.txt", tmp_path / "output.txt"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["unknown"])
+    tokenizer.save_pretrained(model)
+    source.write_text("\n".join([*LINES[:20], "unknown", *LINES[20:]]))
+    code = (
+        "import sys\nfrom fastgen.cli.transformers import plan\nplan.embedded_tokens = lambda model: None\n"
+        "from fastgen.cli.transformers.generate import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    flags = ["--device", "cuda", "--bs", "4", "--window", "0"]
+    done = run_python("-c", code, str(model), str(source), str(output), *flags)
+    assert done.returncode == 1 and "failed at lines 21 to 24" in done.stderr, done.stderr
+    assert output.with_name("output.txt.part").read_text().count("\n") == 20

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import fastgen
-from fastgen.cli.errors import FAILED, UNUSABLE, InputError
-from fastgen.cli.pipeline.interrupt import INTERRUPTED, interruptible
-
-READER_GONE = 141  # 128 + SIGPIPE, as of a program that the signal ends
+from fastgen.cli.errors import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError
+from fastgen.cli.pipeline.interrupt import interruptible
 
 
 def run_command(prog: str, run: Callable[[], None], argv: list[str] | None) -> int:
@@ -26,6 +24,7 @@ def run_command(prog: str, run: Callable[[], None], argv: list[str] | None) -> i
     # fairseq looks for --user-dir in sys.argv, whatever arguments its parser is given.
     sys.argv = [prog, *(before[1:] if argv is None else argv)]
     try:
+        _show_version()
         with interruptible(), fastgen.enabled():
             run()
             sys.stdout.flush()
@@ -46,14 +45,27 @@ def run_command(prog: str, run: Callable[[], None], argv: list[str] | None) -> i
     return 0
 
 
+def _show_version() -> None:
+    """Where --version is given: before fairseq, which takes seconds, or is what is broken."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_version(parser)
+    parser.parse_known_args()
+
+
+def _add_version(parser: argparse._ActionsContainer) -> None:
+    version = f"fastgen {fastgen.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="show the version and leave")
+
+
 def say(message: str) -> None:
     """A line on stderr that begins with the name of the command that `run_command` runs."""
     print(f"{sys.argv[0]}: {message}", file=sys.stderr)
 
 
 def add_no_fastgen(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The group of fastgen's flags, with the one that both commands have."""
+    """The group of fastgen's flags, with those that both commands have."""
     group = parser.add_argument_group("fastgen")
+    _add_version(group)
     group.add_argument(
         "--no-fastgen",
         action="store_true",

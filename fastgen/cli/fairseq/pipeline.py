@@ -197,17 +197,16 @@ class _Run:
         )
 
     def _look_for_left_out(self, epoch: EpochBatchIterator) -> None:
-        """Says what fairseq drops without a word: a last batch that does not fill --required-batch-size-multiple."""
+        """Says which sentences are missing: too long ones, and a last batch that fills no multiple of sentences."""
         dataset, size = self.cfg.dataset, len(epoch.dataset)
         left_out = size - sum(map(len, epoch.frozen_batches))
-        multiple = dataset.required_batch_size_multiple
-        # What was dropped is no multiple; with --skip-invalid-size-inputs-valid-test, long sentences are missing, too.
-        if dataset.skip_invalid_size_inputs_valid_test or left_out % multiple == 0:
+        skips, multiple = dataset.skip_invalid_size_inputs_valid_test, dataset.required_batch_size_multiple
+        if not left_out or not (skips or left_out % multiple):  # a batch that was dropped is no multiple
             return
-        message = (
-            f"fairseq leaves out {left_out} of {size} sentences, a last batch that is no multiple of {multiple} "
-            "(--required-batch-size-multiple 1 keeps them)"
-        )
+        reasons = ["those that are too long (--skip-invalid-size-inputs-valid-test)"] * skips
+        last = f"a last batch that is no multiple of {multiple} (--required-batch-size-multiple 1 keeps them)"
+        reasons += [last] * (multiple > 1)
+        message = f"fairseq leaves out {left_out} of {size} sentences, {' and '.join(reasons)}"
         if left_out == size:
             raise InputError(f"DATA {self.cfg.task.data}: {message}")
         say(message)

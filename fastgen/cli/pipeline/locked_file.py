@@ -9,13 +9,13 @@ from io import FileIO
 from pathlib import Path
 
 from fastgen.cli.errors import InputError
+from fastgen.cli.pipeline.whole_file import BLOCK
 
 try:
     import fcntl
 except ImportError:  # Windows, where nothing is locked
     fcntl = None
 
-BLOCK = 1 << 20
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 

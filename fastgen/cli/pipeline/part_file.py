@@ -5,16 +5,17 @@ A run may be killed at any moment. What then lies there is one of these, and Par
     OUTPUT.part, empty                a run that had no record; what else is there is of no use
     OUTPUT.part, OUTPUT.part.json     records, the last perhaps cut off, and the signature that was there before them
     and OUTPUT.part.state             the random numbers' state after as many records as there are, or fewer
-    OUTPUT, OUTPUT.part.json, …       a run that was complete; the next one clears away what is left over
+    OUTPUT, OUTPUT.run.json           a run that was complete, and the signature and digest by which that is seen
+    and OUTPUT.part.json, …           of one that was killed just then; the next run clears them away
+
+An OUTPUT that is there is replaced only where the user says so (`overwrite`), by a run that is complete.
 """
 
 from __future__ import annotations
 
 import base64
-import ctypes
 import json
 import os
-import sys
 import tempfile
 from contextlib import AbstractContextManager
 from io import FileIO
@@ -24,10 +25,10 @@ from typing import Any
 from fastgen.cli.errors import InputError
 from fastgen.cli.pipeline.differences import differences
 from fastgen.cli.pipeline.locked_file import lock, open_locked, whole_records
-from fastgen.cli.pipeline.whole_file import beside, named, replace, resolved, write_all
+from fastgen.cli.pipeline.whole_file import beside, named, replace, resolved, sha256, write_all
 
 WRITTEN_BY = "fastgen"
-ENDS = (".part", ".part.json", ".part.state")
+ENDS = (".part", ".part.json", ".part.state", ".run.json")
 
 
 class PartFile(AbstractContextManager):
@@ -36,40 +37,42 @@ class PartFile(AbstractContextManager):
     Leaving its context keeps the records for `resume`, unless it is complete.
     """
 
-    def __init__(self, path: Path, file: FileIO) -> None:
+    def __init__(self, path: Path, file: FileIO, overwrite: bool) -> None:
         """Use `create` or `resume`."""
         self.records = 0  # how many are in the part
         self.state: bytes | None = None  # what `resume` found of `keep_state`
-        self._output, (self._part, self._signature_file, self._state_file) = _files(path)
+        self._output, (self._part, self._signature_file, self._state_file, self._made_file) = _files(path)
         self._file = file
+        self._overwrite = overwrite
+        self._signature: dict[str, Any] = {}
         self._end = 0  # of the last record, in bytes
 
     @classmethod
-    def create(cls, path: Path, signature: dict[str, Any]) -> PartFile:
-        """A part without records; raises InputError where there is one already.
+    def create(cls, path: Path, signature: dict[str, Any], overwrite: bool = False) -> PartFile:
+        """A part without records; raises InputError where there is one already, or an OUTPUT that it may not replace.
 
         signature: JSON values, all that decides what the records are. Its keys are how `resume` names them.
         """
-        check_part(path, resume=False)
+        check_part(path, resume=False, overwrite=overwrite)
         try:
             file = FileIO(_files(path)[1][0], "x+")
         except FileExistsError:
             raise _exists(path) from None
         lock(file)
-        part = cls(path, file)
+        part = cls(path, file, overwrite)
         part._begin(signature)
         return part
 
     @classmethod
-    def resume(cls, path: Path, signature: dict[str, Any]) -> PartFile:
+    def resume(cls, path: Path, signature: dict[str, Any], overwrite: bool = False) -> PartFile:
         """The part that a run left, cut to whole records; where there is none, as `create`.
 
         Raises InputError that names every difference between the signature of that run and this one.
         """
         file = open_locked(_files(path)[1][0])
         if file is None:
-            return cls.create(path, signature)
-        part = cls(path, file)
+            return cls.create(path, signature, overwrite)
+        part = cls(path, file, overwrite)
         if os.fstat(file.fileno()).st_size == 0:
             part._begin(signature)
             return part
@@ -102,10 +105,17 @@ class PartFile(AbstractContextManager):
         self._replace(self._state_file, {"records": self.records, "state": base64.b64encode(state).decode("ascii")})
 
     def complete(self) -> None:
-        """Gives the file its name. With an OSError it keeps the other one, and everything for `resume`."""
+        """Gives the file its name. With an OSError it keeps the other one, and everything for `resume`.
+
+        Raises InputError where an OUTPUT has appeared in the meantime that it may not replace.
+        """
         self._cut(self.records, self._end)
+        if not self._overwrite and os.path.lexists(self._output):
+            raise InputError(f"{_is_there(self._output)}, with --resume; all records are in {self._part}")
         with named(self._part):
             os.fsync(self._file.fileno())
+            self._file.seek(0)
+            self._replace(self._made_file, {"signature": self._signature, "sha256": sha256(self._file)})
         self._close_on_windows()
         os.replace(self._part, self._output)
         self._remove_others()
@@ -128,6 +138,7 @@ class PartFile(AbstractContextManager):
             self.leave()
 
     def _begin(self, signature: dict[str, Any]) -> None:
+        self._signature = signature
         try:
             self._remove_others()  # what is left of a run that was killed when it was complete
             self._replace(self._signature_file, {"signature": signature})
@@ -137,6 +148,7 @@ class PartFile(AbstractContextManager):
 
     def _take_up(self, signature: dict[str, Any]) -> None:
         """Compares, counts the records, and gives up what is behind the last of them or behind the state's."""
+        self._signature = signature
         before = _load(self._signature_file)
         if before is None:
             raise InputError(
@@ -185,58 +197,13 @@ class PartFile(AbstractContextManager):
             self._file.close()
 
 
-class StandardOutput(AbstractContextManager):
-    """In the place of a PartFile. Until the end, whatever else is written to standard output goes to standard error.
-
-    That holds for libraries written in C as well, and for processes that are started meanwhile.
-    """
-
-    state = None
-
-    def __init__(self) -> None:
-        self.records = 0
-        if sys.stdout is None:
-            raise InputError("OUTPUT -: standard output is closed")
-        self._stdout = sys.stdout
-        self._stdout.flush()
-        self._descriptor = os.dup(1)
-        sys.stdout = sys.stderr
-        os.dup2(2, 1)
-
-    def write(self, data: bytes, records: int) -> None:
-        """Writes whole records; raises BrokenPipeError when nobody reads them any more."""
-        with named("standard output"):
-            write_all(self._descriptor, data)
-        self.records += records
-
-    def keep_state(self, state: bytes) -> None:
-        """Does nothing: what has been read from standard output cannot be gone on from."""
-
-    def complete(self) -> None:
-        """Gives standard output back."""
-        self.leave()
-
-    def leave(self) -> None:
-        """Gives standard output back."""
-        if os.name == "posix":
-            ctypes.CDLL(None).fflush(None)  # what C has printed in the meantime is in its buffer
-        os.dup2(self._descriptor, 1)
-        os.close(self._descriptor)
-        self._descriptor = -1
-        sys.stdout = self._stdout
-
-    def __exit__(self, *error: object) -> None:
-        if self._descriptor != -1:
-            self.leave()
-
-
 def check_writable(flag: str, path: Path, sources: dict[str, Path | None]) -> None:
     """Raise InputError where `path` cannot be written, or where writing it would destroy one of the other files."""
     try:
         if path.is_dir():
             raise InputError(f"{flag} {path}: is a folder (accepted: a file)")
         if path.exists() and (not path.is_file() or path.absolute().parts[1:2] in (("dev",), ("proc",))):
-            raise InputError(f"{flag} {path}: is a device or a pipe (accepted: a file)")
+            raise InputError(f"{flag} {path}: is a device or a pipe (accepted: a file, and - as OUTPUT)")
         if not path.parent.is_dir():
             raise InputError(f"{flag} {path}: there is no folder {path.parent}")
         target = resolved(path)
@@ -252,19 +219,55 @@ def check_writable(flag: str, path: Path, sources: dict[str, Path | None]) -> No
         raise InputError(f"{flag} {path}: cannot be written ({error.strerror})") from error
 
 
-def check_part(path: Path, resume: bool) -> None:
-    """Raises InputError where PartFile.resume or, without `resume`, create would do so whatever the signature is."""
-    part, *others = _files(path)[1]
+def check_part(path: Path, resume: bool, overwrite: bool = False) -> None:
+    """Raises InputError where PartFile.resume or, without `resume`, create would do so whatever the signature is.
+
+    With `resume` an OUTPUT passes that a run has completed: `is_complete` tells whether that was the same run.
+    """
+    output, (part, *others) = _files(path)
     for other in others:
         _load(other)
     if (resume or part.is_file()) and (file := open_locked(part)) is not None:  # not if another run is writing to it
         file.close()
     if not resume and os.path.lexists(part):
         raise _exists(path)
+    if os.path.lexists(output) and not overwrite:
+        if not resume or os.path.lexists(part):
+            raise InputError(_is_there(path))
+        if _made(path) is None:
+            raise InputError(f"{_is_there(path)}; no run is known that made it as it is")
+
+
+def is_complete(path: Path, signature: dict[str, Any], overwrite: bool) -> bool:
+    """Whether OUTPUT is what a run with this signature has completed, so that --resume has nothing to do.
+
+    Raises InputError that names every difference where it is that of another run and may not be replaced.
+    """
+    made = None if os.path.lexists(_files(path)[1][0]) else _made(path)
+    if made is None:
+        return False
+    changes = differences(made.get("signature"), signature)
+    if changes and not overwrite:
+        raise InputError(f"{_is_there(path)}; it was made differently: {'; '.join(changes)}")
+    return not changes
+
+
+def _made(path: Path) -> dict[str, Any] | None:
+    """What is kept of the run that completed OUTPUT; None where it is not known, or OUTPUT was changed since."""
+    output, (*_, made_file) = _files(path)
+    made = _load(made_file)
+    if made is None or not output.is_file():
+        return None
+    with FileIO(output) as file:
+        return made if sha256(file) == made.get("sha256") else None
+
+
+def _is_there(path: Path) -> str:
+    return f"OUTPUT {path}: is there already (accepted: another name, or --overwrite to replace it)"
 
 
 def _files(path: Path) -> tuple[Path, list[Path]]:
-    """OUTPUT, or what it points to where it is a link, and the part, the signature and the state beside it."""
+    """OUTPUT, or what it points to where it is a link, and what is beside it, as in ENDS."""
     output = resolved(path)
     return output, [beside(output, end) for end in ENDS]
 
@@ -275,7 +278,7 @@ def _exists(path: Path) -> InputError:
 
 
 def _not_ours(path: Path) -> InputError:
-    return InputError(f"{path}: is damaged, or is no file of this command (remove it and the .part to start again)")
+    return InputError(f"{path}: is damaged, or is no file of this command (remove it, and a .part to start again)")
 
 
 def _load(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from io import FileIO
 from itertools import count
 from pathlib import Path
+
+BLOCK = 1 << 20
 
 
 def resolved(path: Path) -> Path:
@@ -50,6 +53,14 @@ def write_all(descriptor: int, data: bytes) -> None:
             rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:  # a pipe that somebody else has set to non-blocking
             select.select([], [descriptor], [])
+
+
+def sha256(file: FileIO) -> str:
+    """Of what is behind the present place."""
+    digest = hashlib.sha256()
+    while block := file.read(BLOCK):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import fastgen
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.argument_types import (
     SETTINGS,
@@ -39,10 +40,11 @@ examples:
   {PROG} demo test.source out.txt --compare
 
 OUTPUT is written as OUTPUT.part and renamed when it is complete. What OUTPUT.part holds is always whole records of the
-first lines of INPUT, and the same command with --resume goes on after them.
+first lines of INPUT, and the same command with --resume goes on after them; where OUTPUT is complete it has nothing to
+do, which OUTPUT.run.json tells it. An OUTPUT that is there is never replaced without --overwrite.
 
 exit status: 0 all done; 1 some inputs failed (each is listed with its line number and has an empty record), or the run
-could not go on; 2 a flag, file or model cannot be used; 130 interrupted."""
+could not go on; 2 a flag, file or model cannot be used; 130 interrupted (Ctrl-C), 143 ended by SIGTERM."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -95,7 +97,9 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     add("--preprocess_workers", type=number, default=1, metavar="N", help="workers that tokenise ahead (default: 1)")
     add("--postprocess_workers", type=number, default=1, metavar="N", help="workers that detokenise (default: 1)")
     add("--n_obs", type=whole_number(1, unset=-1), metavar="N", help="only the first N lines (default: -1, all)")
+    add("--version", action="version", version=f"fastgen {fastgen.__version__}", help="show the version and leave")
     add("--resume", action="store_true", help="go on after the records that an earlier run left in OUTPUT.part")
+    add("--overwrite", action="store_true", help="replace an OUTPUT, and a --score_path, that is there already")
     said = group.add_mutually_exclusive_group()
     said.add_argument("--quiet", action="store_true", help="no progress on stderr, only what went wrong")
     said.add_argument("--verbose", action="store_true", help="also say how long each stage had nothing to do")
@@ -168,7 +172,8 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
         "--max_tokenizer_length",
         type=whole_number(1),
         metavar="N",
-        help="truncate inputs to N tokens; without it a line longer than the model's limit is a failed input",
+        help="truncate inputs to N tokens; without it a line longer than the model's limit is a failed input. Of text "
+        "of more than 262,144 characters (16 N, where that is more) only so many are read; without N it fails",
     )
     add("--padding_side", choices=("left", "right"), help="default: left with --causal_lm, else the tokenizer's own")
     add("--include_special_tokens", action="store_true", help="keep special tokens such as </s> in the output")

@@ -56,6 +56,8 @@ def _prepare_line(feature_extractor: FeatureExtractor, input_format: InputFormat
         return Prepared(error=str(error))
     if path is None:
         return Prepared()
+    if line.cut:
+        return Prepared(error=f"has more than {len(line.raw)} bytes, and no path has so many")
     try:
         return Prepared(_features(feature_extractor, Path(path)))
     except RecordError as error:
@@ -106,7 +108,8 @@ def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
     if len(sound) == 0:
         raise RecordError("has no sound in it")
     if most is not None and len(sound) > most:
-        raise RecordError(f"lasts {frames / own_rate:g} s, the model hears {most_samples / rate:g} s")
+        heard = f"{most_samples / rate:g} s"
+        raise RecordError(f"lasts {frames / own_rate:g} s, and MODEL hears {heard} (accepted: up to {heard})")
     if len(sound) < frames:
         raise RecordError(f"ends after {len(sound) / own_rate:g} s of {frames / own_rate:g} s: it is not complete")
     samples = sound.mean(axis=1)

@@ -94,7 +94,9 @@ class Planner:
         start = 0
         for stop in range(1, len(rows) + 1):
             if stop == len(rows) or not self._limits.allow(stop + 1 - start, rows[start].length):
-                yield self._batch(rows[start:stop])
+                batch = self._batch(rows[start:stop])
+                batch.ends_window = stop == len(rows)
+                yield batch
                 start = stop
 
     def _taken(self) -> list[_Waiting]:

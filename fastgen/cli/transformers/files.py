@@ -10,7 +10,7 @@ from fastgen.cli.pipeline.part_file import check_part, check_writable
 from fastgen.cli.pipeline.whole_file import beside
 from fastgen.cli.transformers.argument_types import STREAM
 from fastgen.cli.transformers.lines import Survey, is_stream, read_references, survey
-from fastgen.cli.transformers.records import RecordError, field, parse
+from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, field, parse
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,22 @@ def check_files(args: argparse.Namespace) -> Files:
     sources = {"INPUT": args.input, "--reference_path": args.reference_path}
     if args.output != STREAM:
         check_writable("OUTPUT", args.output, sources)
-        check_part(args.output, args.resume)
+        check_part(args.output, args.resume, args.overwrite)
     if args.score_path is not None:
         own = {"OUTPUT": args.output, "OUTPUT.part": beside(args.output, ".part")}
         check_writable("--score_path", args.score_path, sources | own)
+        # A run that --resume finds complete leaves the scores as they are, too.
+        if args.score_path.exists() and not args.overwrite and not (args.resume and args.output.exists()):
+            raise InputError(f"--score_path {args.score_path}: is there already (accepted: another, or --overwrite)")
     return Files(surveyed, None if references is None else references[: args.n_obs])
 
 
 def _check_first_record(args: argparse.Namespace) -> None:
     """One bad record is that line's failure; a file that begins with one is not in this format, or has other fields."""
     with args.input.open("rb") as file:
-        raw = file.readline()
+        raw = file.readline(LONGEST_RECORD + 1)
+    if len(raw) > LONGEST_RECORD:
+        return  # it is a failed input
     try:
         text = raw.decode("utf-8-sig")
         if text.strip():

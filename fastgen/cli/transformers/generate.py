@@ -11,8 +11,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 import fastgen
-from fastgen.cli.errors import FAILED, UNUSABLE, InputError
-from fastgen.cli.pipeline.interrupt import INTERRUPTED, interruptible
+from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError
+from fastgen.cli.pipeline.interrupt import Stopped, interruptible
 from fastgen.cli.pipeline.ordered_pool import WorkerError
 from fastgen.cli.transformers.arguments import PROG, parse_arguments
 from fastgen.cli.transformers.files import Files, check_files
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status; what a user can do something about is one line on stderr.
 
     0 all done, 1 some inputs failed or the run could not go on, 2 flags, files or a model that cannot be used, 130
-    interrupted.
+    interrupted, 143 ended by SIGTERM.
     """
     try:
         with interruptible():
@@ -34,8 +34,10 @@ def main(argv: list[str] | None = None) -> int:
         return _stop(f"error: {error}", UNUSABLE)
     except BrokenPipeError:
         return _stop("error: nobody reads the standard output any more; what was written is complete records", FAILED)
-    except (OSError, WorkerError) as error:
+    except (OSError, WorkerError, RunError) as error:
         return _stop(f"error: {error}", FAILED)
+    except Stopped as stopped:
+        return _stop("interrupted", stopped.status)
     except KeyboardInterrupt:
         return _stop("interrupted", INTERRUPTED)
 

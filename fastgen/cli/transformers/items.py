@@ -17,6 +17,7 @@ class Line:
 
     number: int  # counted from 1 over all lines of INPUT
     raw: bytes  # without its line end
+    cut: bool = False  # whether `raw` is only what the line begins with
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class Batch:
     lengths: list[int]  # B: tokens or frames of each line
     inputs: dict[str, torch.Tensor]  # [B, N, …], padded, with an attention_mask where anything is; empty where B is 0
     not_generated: list[NotGenerated] = field(default_factory=list)
+    ends_window: bool = True  # of lines that were sorted by length, longest first
     sent: torch.cuda.Event | None = None  # after which `inputs` may be read, where they were copied to a GPU
 
     def __len__(self) -> int:

@@ -7,6 +7,9 @@ error that says nothing of the kind; a model without them gives poor text. Both 
 import argparse
 from typing import Any
 
+import torch
+import transformers
+
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.arguments import rows_per_batch
 from fastgen.cli.transformers.flag_checks import check_several_outputs
@@ -54,6 +57,15 @@ def _check_rows(args: argparse.Namespace, settings: dict[str, Any], loaded: Load
     for name in ASSISTED:
         if effective(name, settings, loaded) and rows_per_batch(args) != 1:
             raise InputError(f"{name} {effective(name, settings, loaded)} takes one input at a time (accepted: --bs 1)")
+
+
+def embedded_tokens(model: transformers.PreTrainedModel) -> int | None:
+    """How many tokens the model has an embedding for; a GPU that meets another one does nothing more."""
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return embedding.num_embeddings if isinstance(embedding, torch.nn.Embedding) else None
 
 
 def input_limit(args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]) -> tuple[int, str] | None:

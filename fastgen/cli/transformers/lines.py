@@ -39,34 +39,37 @@ def is_stream(path: Path) -> bool:
 
 
 def survey(path: Path) -> Survey:
-    """Counts the lines of INPUT; raises InputError where there is nothing to read."""
+    """Counts the lines of INPUT."""
     digest = hashlib.sha256()
-    lines, size, last = 0, 0, b""
+    lines, size, last = 0, 0, b"\n"
     with _opened("INPUT", path) as file:
         while block := _read(file, SURVEY_BLOCK):
             digest.update(block)
             lines += block.count(b"\n")
             size += len(block)
             last = block[-1:]
-    if not last:
-        raise InputError(f"INPUT {path}: the file is empty")
     return Survey(lines + (last != b"\n"), digest.hexdigest(), size)
 
 
 def read_chunks(
-    path: Path, first: int = 0, n_obs: int | None = None, lines: int = 64, size: int = CHUNK_BYTES
+    path: Path,
+    first: int = 0,
+    n_obs: int | None = None,
+    lines: int = 64,
+    size: int = CHUNK_BYTES,
+    longest: int = sys.maxsize,
 ) -> Iterator[list[Line]]:
     """The lines of INPUT behind the `first` ones and up to the one with the number `n_obs`, some at a time.
 
     A chunk has up to `lines` lines of together up to `size` bytes, or a single longer one. From a stream that is slow
-    it has those that are there. Raises InputError where a stream ends before it has begun.
+    it has those that are there. Of a line of more than `longest` bytes only so many are kept.
     """
     # It needs torch, and the rest of this file is for checks that are made before that is imported.
     from fastgen.cli.transformers.items import Line
 
     number = 0
     with _opened("INPUT", path) as file:
-        for ended in _ended_lines(file):
+        for ended in _ended_lines(file, longest):
             chunk: list[Line] = []
             held = 0
             for raw in ended:
@@ -78,14 +81,12 @@ def read_chunks(
                 if len(chunk) == lines or (chunk and held + len(raw) > size):
                     yield chunk
                     chunk, held = [], 0
-                chunk.append(Line(number, raw))
+                chunk.append(Line(number, raw[:longest], len(raw) > longest))
                 held += len(raw)
             if chunk:
                 yield chunk
             if n_obs is not None and number >= n_obs:
                 return  # without waiting for lines that are not wanted
-    if not number:
-        raise InputError(f"INPUT {path}: is empty")
 
 
 def read_references(path: Path) -> list[str]:
@@ -102,8 +103,6 @@ def read_references(path: Path) -> list[str]:
                         f"--reference_path {path}: line {number} is not UTF-8 text ({error.reason})"
                     ) from error
                 references.append(text.removesuffix("\r"))
-    if not references:
-        raise InputError(f"--reference_path {path}: the file is empty")
     return references
 
 
@@ -130,19 +129,22 @@ def _read(file: FileIO, size: int) -> bytes:
     return block
 
 
-def _ended_lines(file: FileIO) -> Iterator[list[bytes]]:
+def _ended_lines(file: FileIO, longest: int = sys.maxsize) -> Iterator[list[bytes]]:
     """All lines, those together that end in one block; a last line may lack its end.
 
+    Of a line of more than `longest` bytes at least so many are there, and a byte more, but perhaps not all.
     Not splitlines: it would also cut at form feeds and at the CR of CRLF, and line numbers would shift.
     """
     begun: list[bytes] = []  # joined once: a line of many blocks would be copied for each
+    held = 0
     while block := _read(file, READ_BLOCK):
         *ended, rest = block.split(b"\n")
         if ended:
             ended[0] = b"".join([*begun, ended[0]])
-            begun = []
+            begun, held = [], 0
             yield ended
-        if rest:
+        if rest and held <= longest:
             begun.append(rest)
+            held += len(rest)
     if begun:
         yield [b"".join(begun)]

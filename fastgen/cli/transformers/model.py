@@ -1,8 +1,9 @@
-"""Batches through generate, in smaller parts where the memory is too small for a whole one."""
+"""Batches through generate, in smaller parts where the memory is too small for a whole one, or where it raises."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,15 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.errors import RunError
 from fastgen.cli.transformers import beam_scores
 from fastgen.cli.transformers.items import Batch, Generated, NotGenerated
 from fastgen.cli.transformers.loading import LoadedModel
+from fastgen.cli.transformers.records import reason
 from fastgen.cli.transformers.transfer import Transfer
 
 NO_SEQUENCES = np.empty((0, 0), np.int64)
 # What allocators say that raise a plain RuntimeError.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+logger = logging.getLogger(__name__)
 
 
 class Model:
@@ -34,7 +38,7 @@ class Model:
         self.transfer = transfer
 
     def __call__(self, batch: Batch) -> Generated:
-        """What is generated for a batch of at least one line."""
+        """What is generated for a batch of at least one line; raises RunError where the device is of no more use."""
         begun = time.perf_counter()
         try:
             inputs = self.transfer.receive(batch.inputs, batch.sent)
@@ -51,9 +55,12 @@ class Model:
                 None if scores is None else scores.tolist(),
                 batch.not_generated,
             )
-        except ValueError as error:
-            numbers = [line.number for line in batch.lines]
-            raise InputError(f"MODEL cannot generate for lines {min(numbers)} to {max(numbers)}: {error}") from error
+        except Exception as error:
+            if not self.transfer.device_works_sync():
+                numbers = [line.number for line in batch.lines]
+                where = f"at lines {min(numbers)} to {max(numbers)}"
+                raise RunError(f"{self.transfer.device} failed {where}: {reason(error)}") from error
+            raise
         finally:
             self.seconds += time.perf_counter() - begun
 
@@ -70,9 +77,10 @@ class Model:
 
 
 class WithinMemory:
-    """Gives batches to `model`; one that does not fit into memory is halved, and no later one is as large as that.
+    """Gives batches to `model`; one that fails is halved, until the lines that fail stand alone.
 
-    What is remembered is `cells`, rows times their width, to which the memory of a batch is about proportional.
+    After one that does not fit into memory no later one is as large as that. What is remembered is `cells`, rows times
+    their width, to which the memory of a batch is about proportional.
     left: whether text is padded on the left.
     say: gets one line for every time the limit becomes smaller.
     """
@@ -86,7 +94,7 @@ class WithinMemory:
         self.cells = cells
 
     def __call__(self, batch: Batch) -> Iterator[Generated]:
-        """What is generated for the batch, in one part or in several; a line that alone does not fit says so."""
+        """What is generated for the batch, in one part or in several; a line that fails alone says why."""
         if not batch.lines:
             yield Generated([], [], NO_SEQUENCES, None, batch.not_generated)
             return
@@ -96,26 +104,28 @@ class WithinMemory:
             part, *others = self._split(parts.popleft())
             parts.extendleft(reversed(others))
             generated = self._generate(part)
-            if generated is not None:
+            if isinstance(generated, Generated):
                 yield generated
-                continue
-            _free_memory()
-            self._remember(part)
-            if len(part) > 1:
-                parts.appendleft(part)
+            elif len(part) > 1:
+                half = (len(part) + 1) // 2
+                parts.extendleft([_part(part, half, len(part), self._left), _part(part, 0, half, self._left)])
             else:
-                error = f"the memory is too small for this input of length {part.lengths[0]} alone"
-                failed = [*part.not_generated, NotGenerated(part.lines[0], error)]
+                failed = [*part.not_generated, NotGenerated(part.lines[0], generated)]
                 yield Generated([], [], NO_SEQUENCES, None, failed)
 
-    def _generate(self, part: Batch) -> Generated | None:
-        """None where the memory was too small: the exception, and all that its traceback holds, is gone by then."""
+    def _generate(self, part: Batch) -> Generated | str:
+        """Why nothing was generated is one line: the exception, and all that its traceback holds, is gone by then."""
         try:
             return self._model(part)
-        except (RuntimeError, MemoryError) as error:
+        except RunError:
+            raise
+        except Exception as error:  # a model may raise anything
             if not is_out_of_memory(error):
-                raise
-            return None
+                logger.debug("generate raised for %d inputs", len(part), exc_info=True)
+                return f"cannot be generated for ({reason(error)})"
+        _free_memory()
+        self._remember(part)
+        return f"the memory is too small for this input of length {part.lengths[0]} alone"
 
     def _remember(self, part: Batch) -> None:
         cells = len(part) * max(part.lengths)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastgen.cli.errors import RunError
 from fastgen.cli.pipeline.choice import workers_for
 from fastgen.cli.pipeline.interrupt import Stop
 from fastgen.cli.transformers.ahead import Ahead, MakePrepare
@@ -26,6 +27,8 @@ from fastgen.cli.transformers.transfer import Transfer
 
 PROBED_LINES = 32
 PROBED_TOKENS = 32
+# In a row, and a whole window of them: lines of one length, which come together, may all fail for their length.
+MOST_FAILED_BATCHES = 3
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Stages:
 
     make_prepare, make_finish: make what workers do ahead of the model and behind it. vocabulary: number of tokens.
     model_seconds: how long the model has been at work. workers: ahead of the model, and behind it.
+    line_bytes: how much of a line is to be read.
     in_order: batches hold the lines as they stand in INPUT. random: gives the state of the random numbers, where
         samples are drawn.
     """
@@ -46,6 +50,7 @@ class Stages:
     vocabulary: int
     model_seconds: Callable[[], float]
     workers: tuple[int, int]
+    line_bytes: int
     in_order: bool
     random: Callable[[], str] | None
 
@@ -103,17 +108,39 @@ def run_stages(
 
 
 def _generate_all(ahead: Ahead, stages: Stages, behind: Behind, stop: Stop) -> bool:
-    """Whether there is no batch left; a batch in flight is finished before a request to stop is followed."""
+    """Whether there is no batch left; a batch in flight is finished before a request to stop is followed.
+
+    Batches of which every line fails are held back until one does not: it may be something else than their lines that
+    fails, and then they are left to a run that goes on. Raises RunError where there are several.
+    """
+    held: list[tuple[list[Generated], RunState]] = []
+    failed, first = 0, None
     for batch in ahead:
         stop.finishing = True
-        *parts, last = stages.generate(batch)
-        for part in parts:
-            behind.submit(part, None)
-        behind.submit(last, stages.state())
+        parts = list(stages.generate(batch))
+        held.append((parts, stages.state()))
+        if any(part.lines for part in parts):
+            failed = 0
+        elif batch.lines:
+            failed += 1
+            first = parts[0].not_generated[-1] if failed == 1 else first
+            if failed >= MOST_FAILED_BATCHES and batch.ends_window:
+                raise RunError(f"every line of {failed} batches failed; line {first.line.number}: {first.error}")
+        if not failed:
+            _submit(held, behind)
         stop.finishing = False
         if stop.requests:
             return False
+    _submit(held, behind)
     return True
+
+
+def _submit(held: list[tuple[list[Generated], RunState]], behind: Behind) -> None:
+    for (*parts, last), state in held:
+        for part in parts:
+            behind.submit(part, None)
+        behind.submit(last, state)
+    held.clear()
 
 
 def _finish(behind: Behind, stop: Stop) -> None:

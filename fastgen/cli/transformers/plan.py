@@ -11,7 +11,7 @@ from fastgen.cli.transformers.arguments import rows_per_batch
 from fastgen.cli.transformers.audio import collate_audio, prepare_audio
 from fastgen.cli.transformers.batches import Limits, Planner, pad_text
 from fastgen.cli.transformers.compare import SideBySide
-from fastgen.cli.transformers.limits import input_limit
+from fastgen.cli.transformers.limits import embedded_tokens, input_limit
 from fastgen.cli.transformers.loading import LoadedModel
 from fastgen.cli.transformers.model import Model, WithinMemory
 from fastgen.cli.transformers.pipeline import Stages
@@ -46,6 +46,7 @@ def make_stages(
         max_tokenizer_length=args.max_tokenizer_length,
         limit=input_limit(args, loaded, settings),
         jsonl_output=args.output_format == "jsonl",
+        embedded_tokens=embedded_tokens(loaded.model),
     )
     if loaded.feature_extractor is None:
         make_prepare = partial(prepare_text, tokenizer, input_format)
@@ -73,6 +74,7 @@ def make_stages(
         vocabulary=len(tokenizer),
         model_seconds=lambda: model.seconds,
         workers=(args.preprocess_workers, args.postprocess_workers),
+        line_bytes=input_format.line_bytes,
         in_order=in_order,
         random=partial(random_state, model.transfer.device) if samples else None,
     )

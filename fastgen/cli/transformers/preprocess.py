@@ -14,12 +14,27 @@ import numpy as np
 import transformers
 
 from fastgen.cli.transformers.items import Line, Prepared
-from fastgen.cli.transformers.records import RecordError, check_added_fields, decode, field, kind, parse, reason
+from fastgen.cli.transformers.records import (
+    LONGEST_RECORD,
+    RecordError,
+    check_added_fields,
+    decode,
+    field,
+    kind,
+    parse,
+    reason,
+)
 
 Tokenizer = transformers.PreTrainedTokenizerBase
 Messages = list[dict[str, Any]]
 # Token ids of texts, or of conversations; raises what the tokenizer raises.
 Encode = Callable[[list[Any]], list[list[int]]]
+# A tokenizer needs some 250 bytes of memory for each character. Texts with more characters than these for each token
+# that they may have are white space, or words that it does not know, and shorter ones than this cost little.
+CHARACTERS_PER_TOKEN = 16
+SHORTEST_LONG_TEXT = 1 << 18
+# Where nothing says how many tokens there may be.
+TOKENS_WITHOUT_LIMIT = 1 << 16
 CHAT_IS_NOT_TRUNCATED = "--max_tokenizer_length; a conversation is not truncated, its end is where the answer begins"
 
 
@@ -33,6 +48,7 @@ class InputFormat:
     max_tokenizer_length: texts are truncated to so many tokens.
     limit: the most tokens that the model takes, and what sets this limit.
     jsonl_output: OUTPUT has the records of INPUT with more fields, whose names must be free.
+    embedded_tokens: how many the model's embedding has, None where nobody knows.
     """
 
     jsonl: bool
@@ -44,6 +60,20 @@ class InputFormat:
     max_tokenizer_length: int | None
     limit: tuple[int, str] | None
     jsonl_output: bool = False
+    embedded_tokens: int | None = None
+
+    @property
+    def characters(self) -> int:
+        """No tokenizer is given a text that has more."""
+        limits = [self.max_tokenizer_length, None if self.limit is None else self.limit[0]]
+        tokens = min((each for each in limits if each is not None), default=TOKENS_WITHOUT_LIMIT)
+        return max(SHORTEST_LONG_TEXT, CHARACTERS_PER_TOKEN * tokens)
+
+    @property
+    def line_bytes(self) -> int:
+        """How much of a line is to be read. Text of which this is not all has more than `characters` in it."""
+        characters = 4 * (self.characters + 2)  # a byte order mark, and one that is cut, do not count
+        return max(characters, LONGEST_RECORD) if self.jsonl else characters
 
 
 def prepare_text(tokenizer: Tokenizer, input_format: InputFormat) -> Callable[[list[Line]], list[Prepared]]:
@@ -61,13 +91,17 @@ def prepare_text(tokenizer: Tokenizer, input_format: InputFormat) -> Callable[[l
         # before 0.23 raise "Already borrowed" where another thread is in the middle of a call.
         tokenizer([""], verbose=False, **truncation)
     encode = partial(_encode_conversations if input_format.chat else _encode_texts, tokenizer, truncation)
-    return partial(_prepare, encode, input_format, min(limits, default=None))
+    # Where the end of a text is kept, its beginning says nothing.
+    cuts = bool(truncation) and tokenizer.truncation_side == "right"
+    return partial(_prepare, encode, input_format, min(limits, default=None), cuts)
 
 
 def read_input(line: Line, input_format: InputFormat) -> str | Messages | None:
     """The text of a line, or with chat its messages; None for a line with nothing in it. Raises RecordError."""
+    if line.cut and input_format.jsonl:
+        raise RecordError(f"is longer than {len(line.raw)} bytes, the most that are read of a record")
     text: Any = decode(line)
-    if not text.strip():
+    if not text.strip() and not line.cut:
         return None
     if input_format.jsonl:
         record = parse(text)
@@ -81,7 +115,7 @@ def read_input(line: Line, input_format: InputFormat) -> str | Messages | None:
         if not isinstance(text, str):
             accepted = "a string or a list of messages" if input_format.chat else "a string"
             raise RecordError(f'has {kind(text)} in its field "{input_format.text_field}" (accepted: {accepted})')
-    if not text.strip():
+    if not text.strip() and not line.cut:
         return None
     text = input_format.prefix + text
     return _messages([{"role": "user", "content": text}], input_format) if input_format.chat else text
@@ -115,10 +149,10 @@ def _encode_conversations(tokenizer: Tokenizer, _: dict[str, Any], conversations
 
 
 def _prepare(
-    encode: Encode, input_format: InputFormat, limit: tuple[int, str] | None, lines: list[Line]
+    encode: Encode, input_format: InputFormat, limit: tuple[int, str] | None, cuts: bool, lines: list[Line]
 ) -> list[Prepared]:
     prepared = [Prepared() for _ in lines]
-    inputs = {}
+    inputs, long = {}, {}
     for index, line in enumerate(lines):
         try:
             found = read_input(line, input_format)
@@ -126,15 +160,38 @@ def _prepare(
             prepared[index] = Prepared(error=str(error))
             continue
         if found is not None:
-            inputs[index] = found
-    for index, ids in zip(inputs, _encode_each(encode, list(inputs.values())), strict=True):
+            (long if _length(found) > input_format.characters else inputs)[index] = found
+    encoded = dict(zip(inputs, _encode_each(encode, list(inputs.values())), strict=True))
+    for index, text in long.items():
+        encoded[index] = _encode_long(encode, input_format, cuts, text)
+    for index, ids in encoded.items():
         if isinstance(ids, Prepared):
             prepared[index] = ids
         elif limit is not None and len(ids) > limit[0]:
             prepared[index] = Prepared(error=f"has {len(ids)} tokens, the limit is {limit[0]} ({limit[1]})")
+        elif input_format.embedded_tokens is not None and max(ids, default=0) >= input_format.embedded_tokens:
+            last = input_format.embedded_tokens - 1
+            prepared[index] = Prepared(error=f"has the token {max(ids)}, the last that MODEL knows is {last}")
         elif ids:  # a tokenizer may find no token in a text of characters that it drops
             prepared[index] = Prepared({"input_ids": np.array(ids, np.int64)})
     return prepared
+
+
+def _length(found: str | Messages) -> int:
+    return len(found) if isinstance(found, str) else sum(len(message["content"]) for message in found)
+
+
+def _encode_long(encode: Encode, input_format: InputFormat, cuts: bool, text: Any) -> list[int] | Prepared:
+    """The tokens that a text is truncated to, of its beginning, where half of that comes to the same ones."""
+    most, tokens = input_format.characters, input_format.max_tokenizer_length
+    why = f"has more than {most} characters"
+    if not cuts:
+        hint = " (--max_tokenizer_length N truncates to N tokens)" if tokens is None else ""
+        return Prepared(error=f"{why}, the most that are tokenized{hint}")
+    half, ids = (_encode_one(encode, text[:size]) for size in (most // 2, most))
+    if isinstance(ids, Prepared) or (half == ids and len(ids) == tokens):
+        return ids
+    return Prepared(error=f"{why}, and half of these do not come to its first {tokens} tokens")
 
 
 def _encode_each(encode: Encode, inputs: list[Any]) -> list[list[int] | Prepared]:

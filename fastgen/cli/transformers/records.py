@@ -7,6 +7,7 @@ of thousands of digits.
 
 from __future__ import annotations
 
+import codecs
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 # What a record of OUTPUT has besides the fields of its record of INPUT.
 ADDED_FIELDS = ("input_tokens", "outputs", "error")
+# A record is read whole or not at all.
+LONGEST_RECORD = 1 << 24
 BYTE_ORDER_MARK = "\ufeff"
 FIELDS_NAMED = 10
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
@@ -27,9 +30,12 @@ class RecordError(Exception):
 
 
 def decode(line: Line) -> str:
-    """The line's text, without the byte order mark of a file and without the CR of a CRLF."""
+    """The line's text, without the byte order mark of a file and without the CR of a CRLF.
+
+    Where a line is cut in the middle of a character, without that.
+    """
     try:
-        text = line.raw.decode("utf-8")
+        text, _ = codecs.utf_8_decode(line.raw, "strict", not line.cut)
     except UnicodeDecodeError as error:
         raise RecordError(f"is not UTF-8 text ({error.reason} at byte {error.start + 1})") from error
     if line.number == 1:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
 from fastgen.cli.errors import FAILED, InputError
-from fastgen.cli.pipeline.interrupt import INTERRUPTED, stoppable
-from fastgen.cli.pipeline.part_file import PartFile, StandardOutput
+from fastgen.cli.pipeline.interrupt import stoppable
+from fastgen.cli.pipeline.part_file import PartFile, is_complete
+from fastgen.cli.pipeline.standard_output import StandardOutput
 from fastgen.cli.pipeline.whole_file import write_whole
 from fastgen.cli.transformers import metrics
 from fastgen.cli.transformers.argument_types import STREAM
+from fastgen.cli.transformers.arguments import PROG
 from fastgen.cli.transformers.compare import SideBySide
 from fastgen.cli.transformers.files import Files, check_same_length
 from fastgen.cli.transformers.limits import check_settings
@@ -42,7 +44,13 @@ def run(args: argparse.Namespace, files: Files) -> int:
     check_settings(args, loaded, settings)
     transfer = Transfer(device)
     model = _model(args, loaded, settings, transfer)
-    output = _open_output(args, files, loaded)
+    signed = None if args.output == STREAM else signature(args, loaded, files.survey)
+    if args.resume and is_complete(args.output, signed, args.overwrite):
+        if not args.quiet:
+            print(f"{PROG}: {args.output} is complete: the same command has made it", file=sys.stderr)
+        _score(args, files, loaded, files.total(args.n_obs))
+        return 0
+    output = _open_output(args, signed)
     written_before = output.records
     progress = _progress(args, files, written_before)
     try:
@@ -56,7 +64,7 @@ def run(args: argparse.Namespace, files: Files) -> int:
             torch.manual_seed(args.seed)
         if not output.records:
             output.keep_state(stages.state().to_bytes())
-        chunks = read_chunks(args.input, first=output.records, n_obs=args.n_obs)
+        chunks = read_chunks(args.input, first=output.records, n_obs=args.n_obs, longest=stages.line_bytes)
         with stoppable(NOTICE) as stop:
             complete = run_stages(chunks, stages, output, state.failures, progress, stop)
         if complete:
@@ -67,10 +75,12 @@ def run(args: argparse.Namespace, files: Files) -> int:
     if not complete:
         _leave(args, output, written_before, progress)
         progress.say("interrupted")
-        return INTERRUPTED
+        return stop.status
     output.complete()
     progress.close()
-    _report(args, files, model, loaded, output.records)
+    if isinstance(model, SideBySide):
+        print(model.report(), file=_stdout(args))
+    _score(args, files, loaded, output.records)
     if not args.quiet:
         print(progress.summary(), file=sys.stderr)
     failures = state.failures + progress.failures
@@ -93,11 +103,10 @@ def _check_all_read(total: int | None, files: Files, records: int) -> None:
         raise InputError(f"INPUT changed while it was read: it had {total} lines, and {records} could be read")
 
 
-def _open_output(args: argparse.Namespace, files: Files, loaded: LoadedModel) -> PartFile | StandardOutput:
-    if args.output == STREAM:
+def _open_output(args: argparse.Namespace, signed: dict[str, Any] | None) -> PartFile | StandardOutput:
+    if signed is None:
         return StandardOutput()
-    signed = signature(args, loaded, files.survey)
-    return PartFile.resume(args.output, signed) if args.resume else PartFile.create(args.output, signed)
+    return (PartFile.resume if args.resume else PartFile.create)(args.output, signed, args.overwrite)
 
 
 def _model(args: argparse.Namespace, loaded: LoadedModel, settings: dict, transfer: Transfer) -> Model | SideBySide:
@@ -122,17 +131,18 @@ def _leave(
         progress.say(f"{again} more were generated ahead of others and are not kept (--window 0 keeps the order)")
 
 
-def _report(args: argparse.Namespace, files: Files, model: Model | SideBySide, loaded: LoadedModel, lines: int) -> None:
-    """Prints what --compare found, and the scores of each line's first output, also to --score_path."""
-    stdout: TextIO = sys.stderr if args.output == STREAM else sys.stdout
-    if isinstance(model, SideBySide):
-        print(model.report(), file=stdout)
+def _stdout(args: argparse.Namespace) -> TextIO:
+    return sys.stderr if args.output == STREAM else sys.stdout
+
+
+def _score(args: argparse.Namespace, files: Files, loaded: LoadedModel, lines: int) -> None:
+    """Prints the scores of each line's first output, also to a --score_path that may be written."""
     if files.references is None:
         return
     check_same_length(args, len(files.references), lines)
     written = output_format(args, loaded)
     with args.output.open("rb") as file:
         scores = metrics.score([first_text(record, written) for record in file], files.references)
-    print(metrics.report(scores), file=stdout)
-    if args.score_path is not None:
+    print(metrics.report(scores), file=_stdout(args))
+    if args.score_path is not None and (args.overwrite or not args.score_path.exists()):
         write_whole(args.score_path, (json.dumps(scores, indent=2) + "\n").encode("utf-8"))

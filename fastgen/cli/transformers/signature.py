@@ -27,6 +27,7 @@ FLAGS_WITHOUT_EFFECT_ON_RECORDS = (
     "input",
     "output",
     "resume",
+    "overwrite",
     "quiet",
     "verbose",
     "preprocess_workers",

@@ -43,6 +43,15 @@ class Transfer:
             tensor.record_stream(stream)  # its memory is not to be given away while the model reads it
         return inputs
 
+    def device_works_sync(self) -> bool:
+        """After some errors, such as an index out of range in a kernel, a GPU answers everything with that error."""
+        try:
+            if self._stream is not None:
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
+
     def fetch_sync(self, tensor: torch.Tensor) -> np.ndarray:
         """The values of a tensor that the model's stream computes; waits for them and for nothing after them."""
         if self._stream is None:

@@ -45,7 +45,6 @@ def make_stages(
         system=args.system,
         max_tokenizer_length=args.max_tokenizer_length,
         limit=input_limit(args, loaded, settings),
-        jsonl_output=args.output_format == "jsonl",
     )
     if loaded.feature_extractor is None:
         make_prepare = partial(prepare_text, tokenizer, input_format)

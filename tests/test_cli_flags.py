@@ -80,6 +80,28 @@ def test_the_output_has_the_format_of_the_input_unless_it_is_given() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "output", "flags", "formats"),
+    [
+        ("a.jsonl", "b.txt", (), ("jsonl", "jsonl")),
+        ("a.JSONL.gz", "b.txt", (), ("jsonl", "jsonl")),
+        ("a.txt", "b.jsonl.gz", (), ("text", "jsonl")),
+        ("a.jsonl.txt", "b", (), ("text", "text")),
+        ("a.jsonl", "b.jsonl", ("--input_format", "text", "--output_format", "text"), ("text", "text")),
+        ("-", "b.jsonl", ("--input_format", "jsonl", "--output_format", "text"), ("jsonl", "text")),
+    ],
+)
+def test_formats_follow_the_names_of_the_files_unless_they_are_given(
+    capsys: pytest.CaptureFixture, source: str, output: str, flags: tuple, formats: tuple[str, str]
+) -> None:
+    args = parse(*flags, source=source, output=output)
+    assert (args.input_format, args.output_format) == formats
+    said = f"note: INPUT {source} is read as JSON records (--input_format text reads it as text)\n"
+    assert capsys.readouterr().err == (said if formats[0] == "jsonl" and not flags else "")
+    parse(*flags, "--quiet", source=source, output=output)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
     ("flags", "rows"),
     [((), 8), (("--bs", 3), 3), (("--batch_tokens", 99), None), (("--batch_tokens", 99, "--bs", 3), 3)],
 )

@@ -6,6 +6,8 @@ A run may be killed at any moment. What then lies there is one of these, and Par
     OUTPUT.part, OUTPUT.part.json     records, the last perhaps cut off, and the signature that was there before them
     and OUTPUT.part.state             the random numbers' state after as many records as there are, or fewer
     OUTPUT, OUTPUT.part.json, …       a run that was complete; the next one clears away what is left over
+
+OUTPUT.gz is compressed when it is complete: OUTPUT.gz.part is not, so that it can be read, cut and gone on with.
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ import base64
 import ctypes
 import json
 import os
+import shutil
 import sys
 import tempfile
 from contextlib import AbstractContextManager
+from gzip import GzipFile
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.pipeline.differences import differences
-from fastgen.cli.pipeline.locked_file import lock, open_locked, whole_records
-from fastgen.cli.pipeline.whole_file import beside, named, replace, resolved, write_all
+from fastgen.cli.pipeline.locked_file import BLOCK, lock, open_locked, whole_records
+from fastgen.cli.pipeline.whole_file import beside, is_gzip, named, replace, resolved, write_all
 
 WRITTEN_BY = "fastgen"
 ENDS = (".part", ".part.json", ".part.state")
@@ -42,6 +46,7 @@ class PartFile(AbstractContextManager):
         self.state: bytes | None = None  # what `resume` found of `keep_state`
         self._output, (self._part, self._signature_file, self._state_file) = _files(path)
         self._file = file
+        self._compressed = is_gzip(path)
         self._end = 0  # of the last record, in bytes
 
     @classmethod
@@ -106,8 +111,10 @@ class PartFile(AbstractContextManager):
         self._cut(self.records, self._end)
         with named(self._part):
             os.fsync(self._file.fileno())
+        whole = self._compress() if self._compressed else self._part
         self._close_on_windows()
-        os.replace(self._part, self._output)
+        os.replace(whole, self._output)
+        self._part.unlink(missing_ok=True)
         self._remove_others()
         self._file.close()
 
@@ -169,12 +176,24 @@ class PartFile(AbstractContextManager):
             self._file.seek(end)
         self.records, self._end = records, end
 
+    def _compress(self) -> Path:
+        """The records as a file of gzip, the same bytes for the same records."""
+        new = beside(self._part, ".new")
+        self._file.seek(0)
+        with named(new), new.open("wb") as file:
+            with GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as compressed:
+                shutil.copyfileobj(self._file, compressed, BLOCK)
+            file.flush()
+            os.fsync(file.fileno())
+        return new
+
     def _replace(self, path: Path, content: dict[str, Any]) -> None:
         new = beside(path, ".new")
         new.unlink(missing_ok=True)  # of a run that was killed while it wrote it
         replace(path, json.dumps({"written_by": WRITTEN_BY} | content, ensure_ascii=False, indent=1).encode(), new)
 
     def _remove_others(self) -> None:
+        beside(self._part, ".new").unlink(missing_ok=True)
         for path in (self._state_file, self._signature_file):
             beside(path, ".new").unlink(missing_ok=True)
             path.unlink(missing_ok=True)

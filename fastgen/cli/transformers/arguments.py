@@ -4,6 +4,7 @@ A flag that is not given is None and leaves the model's own generation_config al
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -14,6 +15,7 @@ from fastgen.cli.transformers.argument_types import (
     device_name,
     file_or_stream,
     json_file,
+    named_jsonl,
     setting,
     whole_number,
 )
@@ -64,8 +66,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="local folder, hub name, or demo for the model inside fastgen")
-    add("input", metavar="INPUT", type=file_or_stream, help="UTF-8 text, one input per line; - for standard input")
-    add("output", metavar="OUTPUT", type=file_or_stream, help="file to write; - for standard output")
+    add(
+        "input",
+        metavar="INPUT",
+        type=file_or_stream,
+        help="UTF-8 text, one input per line; .gz is unpacked; - for standard input",
+    )
+    add("output", metavar="OUTPUT", type=file_or_stream, help="file to write; .gz is packed; - for standard output")
     _add_run_flags(parser.add_argument_group("run"))
     _add_model_flags(parser.add_argument_group("model"))
     _add_format_flags(parser.add_argument_group("formats of INPUT and OUTPUT"))
@@ -137,14 +144,23 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_format_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--input_format", choices=("text", "jsonl"), default="text", help="one text or one JSON object per line")
-    add("--text_field", metavar="NAME", help='field of a JSON object that holds the input (default: "text")')
+    add(
+        "--input_format",
+        choices=("text", "jsonl"),
+        help="one text or one JSON object per line (default: jsonl where INPUT is a .jsonl or .jsonl.gz, else text)",
+    )
+    add(
+        "--text_field",
+        metavar="NAME",
+        help='field of a JSON object that holds the input (default: "text"); a.b is the field b of the object a, '
+        "outputs.0.text the first output of an earlier run, outputs_1.0.text that of the run before",
+    )
     add("--id_field", metavar="NAME", help="field of a JSON object that names it, for messages")
     add(
         "--output_format",
         choices=("text", "jsonl"),
         help="one text per line, or one JSON object with the input's further fields, every output, its number of "
-        "tokens and its score (default: as --input_format)",
+        "tokens and its score (default: jsonl where OUTPUT is a .jsonl or .jsonl.gz, else as --input_format)",
     )
     add("--join_outputs", action="store_true", help="several outputs per input on one line of text, joined with ####")
     add(
@@ -248,7 +264,12 @@ def _add_score_flags(group: argparse._ArgumentGroup) -> None:
         help="one reference per line of INPUT; prints ROUGE, BLEU, chrF and exact match (pip install "
         "'fastgen[metrics]'). Of several outputs per input the first is scored",
     )
-    add("--score_path", type=Path, metavar="FILE", help="where to write these scores as JSON; needs --reference_path")
+    add(
+        "--reference_field",
+        metavar="NAME",
+        help="take the references from this field of the JSON records of --reference_path or, without it, of INPUT",
+    )
+    add("--score_path", type=Path, metavar="FILE", help="where to write these scores as JSON; needs references")
 
 
 def underscored(argv: Sequence[str]) -> list[str]:
@@ -265,9 +286,15 @@ def underscored(argv: Sequence[str]) -> list[str]:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Flags from a command line; raises InputError for bad or contradictory ones."""
     args = build_parser().parse_args(underscored(argv))
+    inferred = args.input_format is None and named_jsonl(args.input)
+    args.input_format = args.input_format or ("jsonl" if inferred else "text")
+    args.output_format = args.output_format or ("jsonl" if named_jsonl(args.output) else args.input_format)
     check_flags(args)
-    args.output_format = args.output_format or args.input_format
     args.text_field = args.text_field or "text"
+    if inferred and not args.quiet:
+        print(
+            f"note: INPUT {args.input} is read as JSON records (--input_format text reads it as text)", file=sys.stderr
+        )
     return args
 
 

@@ -31,11 +31,16 @@ class RecordError(Exception):
 
 def decode(line: Line) -> str:
     """The line's text, without the byte order mark of a file and without the CR of a CRLF."""
+    return decode_raw(line.raw, line.number)
+
+
+def decode_raw(raw: bytes, number: int) -> str:
+    """The text of the line with this number, as `decode` gives it."""
     try:
-        text = line.raw.decode("utf-8")
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RecordError(f"is not UTF-8 text ({error.reason} at byte {error.start + 1})") from error
-    if line.number == 1:
+    if number == 1:
         text = text.removeprefix(BYTE_ORDER_MARK)
     return text.removesuffix("\r")
 

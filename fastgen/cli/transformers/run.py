@@ -18,7 +18,7 @@ from fastgen.cli.transformers.argument_types import STREAM
 from fastgen.cli.transformers.compare import SideBySide
 from fastgen.cli.transformers.files import Files, check_same_length
 from fastgen.cli.transformers.limits import check_settings
-from fastgen.cli.transformers.lines import read_chunks
+from fastgen.cli.transformers.lines import raw_lines, read_chunks
 from fastgen.cli.transformers.loading import LoadedModel, choose_device, load_model
 from fastgen.cli.transformers.model import Model, WithinMemory
 from fastgen.cli.transformers.pipeline import run_stages
@@ -122,8 +122,8 @@ def _report(args: argparse.Namespace, files: Files, model: Model | SideBySide, l
         return
     check_same_length(args, len(files.references), lines)
     written = output_format(args, loaded)
-    with args.output.open("rb") as file:
-        scores = metrics.score([first_text(record, written) for record in file], files.references)
+    outputs = [first_text(record, written) for record in raw_lines("OUTPUT", args.output)]
+    scores = metrics.score(outputs, files.references)
     print(metrics.report(scores), file=stdout)
     if args.score_path is not None:
         write_whole(args.score_path, (json.dumps(scores, indent=2) + "\n").encode("utf-8"))

@@ -31,6 +31,7 @@ FLAGS_WITHOUT_EFFECT_ON_RECORDS = (
     "preprocess_workers",
     "postprocess_workers",
     "reference_path",
+    "reference_field",
     "score_path",
 )
 # Where a model was loaded from, and by which version: they differ where the model does not.

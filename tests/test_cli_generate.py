@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from cli_loop import generate, plain_loop
-from cli_models import WORDS, save_bart, save_gpt2, save_t5, sentences
+from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentences
 
 import fastgen
 from fastgen.cli.transformers.generate import main
@@ -97,13 +97,18 @@ def test_prefix_stands_before_every_line(tmp_path: Path, bart: Path) -> None:
     assert generate(tmp_path, bart, [*LINES, ""], "--prefix", "word3 ", "--bs", 9) == [*expected, ""]
 
 
-def test_task_settings_of_the_model_apply_when_asked_for_and_flags_win(tmp_path: Path, t5: Path) -> None:
+def test_task_settings_of_the_model_apply_when_asked_for_and_flags_win(
+    tmp_path: Path, t5: Path, capsys: pytest.CaptureFixture
+) -> None:
     prefixed = [f"word1 word2 {line}" for line in LINES]
     assert generate(tmp_path, t5, LINES) == plain_loop(t5, LINES, 8)
+    note = "note: MODEL has settings for some tasks, which only --task NAME uses (it has: summarization)"
+    assert note in capsys.readouterr().err.splitlines()
     task = ("--task", "summarization")
     assert generate(tmp_path, t5, LINES, *task) == plain_loop(t5, prefixed, 8, num_beams=2, max_length=7)
     expected = plain_loop(t5, LINES, 8, num_beams=2, max_new_tokens=9)
     assert generate(tmp_path, t5, LINES, *task, "--prefix", "", "--max_new_tokens", 9) == expected
+    assert "note:" not in capsys.readouterr().err
 
 
 def test_a_task_without_settings_changes_nothing_and_says_so(
@@ -120,6 +125,16 @@ def test_truncates_only_where_a_length_is_given(tmp_path: Path, bart: Path) -> N
     cut = [" ".join(line.split()[:4]) for line in lines]
     # Two of the six tokens are <s> and </s>.
     assert generate(tmp_path, bart, lines, "--max_tokenizer_length", 6, "--bs", 16) == plain_loop(bart, cut, 16)
+
+
+def test_truncates_to_the_models_limit_on_request_and_a_line_that_fails_says_so(
+    tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture
+) -> None:
+    lines = [" ".join(WORDS + WORDS), *LINES]
+    cut = [" ".join(line.split()[: POSITIONS - 2]) for line in lines]
+    assert generate(tmp_path, bart, lines, "--truncation", "--bs", 16) == plain_loop(bart, cut, 16)
+    assert main([str(bart), str(tmp_path / "input.txt"), str(tmp_path / "failed.txt")]) == 1
+    assert "--truncation" in next(line for line in capsys.readouterr().err.splitlines() if "line 1" in line)
 
 
 def test_several_outputs_of_an_input_are_joined(tmp_path: Path, bart: Path) -> None:

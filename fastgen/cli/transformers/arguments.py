@@ -22,7 +22,6 @@ from fastgen.cli.transformers.argument_types import (
 from fastgen.cli.transformers.flag_checks import SPEECH, check_flags
 
 PROG = "fastgen-generate-for-transformers"
-DEFAULT_ROWS = 8
 
 DESCRIPTION = """\
 Generate text for every line of INPUT with a Hugging Face model and write one record per line to OUTPUT, in the same
@@ -85,12 +84,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     add, number = group.add_argument, whole_number(1)
-    add("--bs", type=number, metavar="N", help=f"most inputs per batch (default: {DEFAULT_ROWS}; see --batch_tokens)")
+    add("--bs", type=number, metavar="N", help="most inputs per batch (default: see --batch_tokens)")
     add(
         "--batch_tokens",
         type=number,
         metavar="N",
-        help="most source tokens per batch, padding and beams counted; without --bs nothing else limits a batch",
+        help="most source tokens per batch, padding and beams counted; without --bs nothing else limits a batch. "
+        "Default, where neither is given: both, from the model's size and the machine's memory; the summary has them",
     )
     add(
         "--window",
@@ -125,7 +125,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=f"{SPEECH}: INPUT names audio files, one per line (pip install 'fastgen[audio]'). Any other name: use the "
         "settings the model's config keeps for this task (task_specific_params), such as summarization or "
-        "translation_en_to_de; flags given here win over them",
+        "translation_en_to_de; flags given here win over them (default: none, unlike FastSeq, as in the library)",
     )
     add("--device", type=device_name, help="cpu, cuda, cuda:1, … (default: cuda where there is one, else cpu)")
     add(
@@ -184,6 +184,18 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="truncate inputs to N tokens; without it a line longer than the model's limit is a failed input",
     )
+    add("--truncation", action="store_true", help="truncate inputs to the model's limit, as FastSeq does")
+    add(
+        "--no_truncation",
+        action="store_true",
+        help="truncate nothing: lines longer than --max_tokenizer_length are failed inputs, too",
+    )
+    add(
+        "--padding",
+        choices=("max_length", "longest"),
+        help="accepted for FastSeq's command lines: a batch is as wide as its longest input either way",
+    )
+    add("--return_tensors", choices=("pt",), help="accepted for FastSeq's command lines")
     add("--padding_side", choices=("left", "right"), help="default: left with --causal_lm, else the tokenizer's own")
     add("--include_special_tokens", action="store_true", help="keep special tokens such as </s> in the output")
     add(
@@ -296,8 +308,3 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             f"note: INPUT {args.input} is read as JSON records (--input_format text reads it as text)", file=sys.stderr
         )
     return args
-
-
-def rows_per_batch(args: argparse.Namespace) -> int | None:
-    """How many inputs a batch may have; None where only --batch_tokens limits it."""
-    return DEFAULT_ROWS if args.bs is None and args.batch_tokens is None else args.bs

@@ -48,8 +48,9 @@ def check_flags(args: argparse.Namespace) -> None:
     _check_precision(args)
     _check_files(args)
     _check_kind_of_model(args)
-    if args.compare and args.without_fastgen_opt:
-        _contradict("--compare", "--without_fastgen_opt")
+    for one, other in (("compare", "without_fastgen_opt"), ("truncation", "no_truncation"), ("truncation", "chat")):
+        if getattr(args, one) and getattr(args, other):
+            _contradict(f"--{one}", f"--{other}")
 
 
 def check_number_of_outputs(num_return_sequences: int, num_beams: int, do_sample: bool) -> None:
@@ -174,9 +175,9 @@ def _check_kind_of_model(args: argparse.Namespace) -> None:
                     "which has no encoder (accepted: one of them)"
                 )
     if args.task == SPEECH:
-        for flag in ("causal_lm", "prefix", "max_tokenizer_length", "padding_side"):
+        for flag in ("causal_lm", "prefix", "max_tokenizer_length", "truncation", "padding_side"):
             if getattr(args, flag):
-                value = "" if flag == "causal_lm" else f" {getattr(args, flag)}"
+                value = "" if getattr(args, flag) is True else f" {getattr(args, flag)}"
                 raise InputError(f"--{flag}{value} does not go with --task {SPEECH}, whose inputs are audio files")
 
 

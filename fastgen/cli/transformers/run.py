@@ -16,6 +16,7 @@ from fastgen.cli.pipeline.whole_file import write_whole
 from fastgen.cli.transformers import metrics
 from fastgen.cli.transformers.argument_types import STREAM
 from fastgen.cli.transformers.compare import SideBySide
+from fastgen.cli.transformers.default_batch import set_default_batch
 from fastgen.cli.transformers.files import Files, check_same_length
 from fastgen.cli.transformers.limits import check_settings
 from fastgen.cli.transformers.lines import raw_lines, read_chunks
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace, files: Files) -> int:
     loaded = load_model(args, device)
     task = task_settings(args, loaded.model.config)
     settings = generate_arguments(args, loaded, task)
+    batch = set_default_batch(args, loaded, settings)
     check_settings(args, loaded, settings)
     transfer = Transfer(device)
     model = _model(args, loaded, settings, transfer)
@@ -72,6 +74,8 @@ def run(args: argparse.Namespace, files: Files) -> int:
     progress.close()
     _report(args, files, model, loaded, output.records)
     if not args.quiet:
+        if batch is not None:
+            print(f"batches, chosen for MODEL and this machine: {batch}", file=sys.stderr)
         print(progress.summary(), file=sys.stderr)
     failures = state.failures + progress.failures
     if failures:

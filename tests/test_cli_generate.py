@@ -1,5 +1,7 @@
 """fastgen-generate-for-transformers writes what a plain loop with the unpatched library would write."""
 
+import gzip
+import json
 import re
 import subprocess
 import sys
@@ -180,6 +182,29 @@ def test_a_seed_repeats_the_samples(tmp_path: Path, gpt2: Path) -> None:
     settings = {"do_sample": True, "top_k": 9, "temperature": 1.5, "num_return_sequences": 3}
     texts = plain_loop(gpt2, LINES, 4, causal_lm=True, **settings)
     assert ["####".join(texts[i : i + 3]) for i in range(0, len(texts), 3)] == samples[1]
+
+
+def test_outputs_can_be_inputs_of_the_next_run(tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "in.txt").write_text("\n".join([*LINES[:3], "", " ".join(WORDS + WORDS)]))
+    paths = [str(tmp_path / name) for name in ("in.txt", "one.jsonl.gz", "two.jsonl", "three.txt")]
+    two = ("--beam", "2", "--num_return_sequences", "2")
+    assert main([str(bart), *paths[:2], *two]) == 1
+    assert main([str(bart), *paths[1:3], "--text_field", "outputs.1.text"]) == 0
+    first, second = gzip.decompress(Path(paths[1]).read_bytes()).splitlines(), Path(paths[2]).read_text().splitlines()
+    chosen = []
+    for before, after in zip(map(json.loads, first), map(json.loads, second), strict=True):
+        assert before == {
+            name.removesuffix("_1"): after[name] for name in after if name.endswith("_1") or name == "line"
+        }
+        chosen.append(before["outputs"][1]["text"] if before["outputs"] else "")
+    assert [bool(text) for text in chosen] == [True, True, True, False, False] and "limit" in after["error_1"]
+    expected = plain_loop(bart, chosen[:3], 3)
+    assert [output["text"] for record in second for output in json.loads(record)["outputs"]] == expected
+    capsys.readouterr()
+    by_hand = ("--text_field", "outputs_1.1.text", "--output_format", "text")
+    assert main([str(bart), paths[2], paths[3], *by_hand]) == 0
+    assert f"note: INPUT {paths[2]} is read as JSON records" in capsys.readouterr().err
+    assert Path(paths[3]).read_text().split("\n") == [*expected, "", "", ""]
 
 
 def test_special_tokens_are_kept_on_request(tmp_path: Path, bart: Path) -> None:

@@ -33,14 +33,18 @@ alone. Line breaks inside an output become spaces where OUTPUT is text.
 
 examples:
   {PROG} facebook/bart-large-cnn test.source out.txt --bs 16 --beam 4 --device cuda --fp16
-  {PROG} facebook/nllb-200-distilled-600M in.jsonl out.jsonl --input_format jsonl \\
+  {PROG} facebook/nllb-200-distilled-600M in.jsonl out.jsonl.gz \\
       --src_lang eng_Latn --tgt_lang deu_Latn --batch_tokens 4096
   {PROG} gpt2 prompts.txt out.txt --causal_lm --max_new_tokens 64 --do_sample --seed 1
   {PROG} openai/whisper-small files.txt out.txt --task {SPEECH} --src_lang en
   {PROG} demo test.source out.txt --compare
+  {PROG} gpt2 out.jsonl next.jsonl --causal_lm --text_field outputs.0.text
+
+OUTPUT of JSON can be INPUT again. Its fields outputs, input_tokens and error are then called outputs_1, …, in the next
+run outputs_2, …; a line that had no output stays empty.
 
 OUTPUT is written as OUTPUT.part and renamed when it is complete. What OUTPUT.part holds is always whole records of the
-first lines of INPUT, and the same command with --resume goes on after them.
+first lines of INPUT, and the same command with --resume goes on after them. OUTPUT.gz is packed when it is complete.
 
 exit status: 0 all done; 1 some inputs failed (each is listed with its line number and has an empty record), or the run
 could not go on; 2 a flag, file or model cannot be used; 130 interrupted."""

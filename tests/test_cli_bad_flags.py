@@ -42,6 +42,14 @@ BAD_FLAGS = [
     (["--fp16", "--device", "cpu"], "--fp16", "--device cpu"),
     (["--fp16", "--bf16"], "--fp16", "--bf16"),
     (["--score_path", "scores.json"], "--score_path scores.json", "--reference_path"),
+    (["--score_path", "scores.json"], "--score_path scores.json", "--reference_field"),
+    (["--reference_field", "good"], "--reference_field good", "--input_format jsonl"),
+    (["--reference_path", "good.jsonl"], "--reference_path good.jsonl", "--reference_field NAME"),
+    (["--truncation", "--no_truncation"], "--truncation", "--no_truncation"),
+    (["--truncation", "--chat", "--causal_lm"], "--truncation", "--chat"),
+    (["--task", "automatic-speech-recognition", "--truncation"], "--truncation", "audio"),
+    (["--padding", "do_not_pad"], "--padding", "longest"),
+    (["--return_tensors", "tf"], "--return_tensors", "pt"),
     (["--compare", "--without_fastgen_opt"], "--compare", "--without_fastgen_opt"),
     (["--causal_lm", "--decoder_start_token_id", "1"], "--decoder_start_token_id 1", "--causal_lm"),
     (["--causal_lm", "--tgt_lang", "de"], "--tgt_lang de", "--causal_lm"),
@@ -90,6 +98,14 @@ BAD_STREAMS = [
     ("-", "output.txt", ["--resume"], "--resume", "INPUT -"),
     ("input.txt", "-", ["--resume"], "--resume", "OUTPUT -"),
     ("input.txt", "-", ["--reference_path", "input.txt"], "--reference_path input.txt", "OUTPUT -"),
+    ("input.jsonl", "-", ["--reference_field", "good", "--quiet"], "--reference_field good", "OUTPUT -"),
+    (
+        "/dev/null",
+        "output.txt",
+        ["--input_format", "jsonl", "--reference_field", "good"],
+        "--reference_field good",
+        "file",
+    ),
 ]
 
 

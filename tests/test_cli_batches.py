@@ -89,3 +89,10 @@ def test_text_is_padded(left: bool, rows: list[list[int]]) -> None:
     padded = pad_text(7, left)([{"input_ids": np.array([1, 2, 3])}, {"input_ids": np.array([4])}])
     assert padded["input_ids"].tolist() == rows
     assert torch.equal(padded["attention_mask"], (torch.tensor(rows) != 7).long())
+
+
+def test_a_window_has_fewer_lines_where_they_are_long() -> None:
+    planner = Planner(Limits(2, None), 99, COLLATE, window_cells=10)
+    lines, prepared = lines_of([4, 5, 1, 1, 9, 2, 3])
+    batches = [*planner.add(lines, prepared), *planner.rest()]
+    assert [batch.lengths for batch in batches] == [[5, 4], [1], [9, 1], [3, 2]]

@@ -82,6 +82,19 @@ def test_every_line_is_fairseq_generates(capfd: pytest.CaptureFixture, data: Com
     assert lines.count("\n") == 1 if "--quiet" in flags else lines.count("\n") > 60
 
 
+def test_flags_of_fastseq_are_taken_and_those_without_effect_say_so(
+    capfd: pytest.CaptureFixture, data: CommandData
+) -> None:
+    args = ["--num-workers", "0", *data.generation, "--batch-size", "16", "--beam", "2", "--remove-bpe"]
+    expected = written(capfd, *args)
+    for flags in ("--decode-hypothesis --use-el-attn --post-process-workers 2", "--decode_hypothesis --use_el_attn"):
+        assert main([*args, *flags.split()]) == 0
+        captured = capfd.readouterr()
+        assert captured.out == expected
+        said = [line for line in captured.err.splitlines() if "changes nothing" in line]
+        assert len(said) == 2 and "--decode-hypothesis" in said[0] and "--use-el-attn" in said[1]
+
+
 SENTENCEPIECE = {
     "--batch-size 16 --beam 3 --nbest 3": r"^H-0\t\S+\t▁",
     "--batch-size 16 --beam 2 --remove-bpe sentencepiece": r"^H-0\t\S+\t[^▁ ]+",

@@ -14,8 +14,8 @@ import fastgen
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers import loading
 from fastgen.cli.transformers.argument_types import STREAM
-from fastgen.cli.transformers.arguments import parse_arguments, rows_per_batch
-from fastgen.cli.transformers.limits import check_settings, input_limit
+from fastgen.cli.transformers.arguments import parse_arguments
+from fastgen.cli.transformers.limits import check_settings, input_limit, lengths_of_inputs
 from fastgen.cli.transformers.loading import LoadedModel, load_model
 from fastgen.cli.transformers.settings import effective, generate_arguments
 
@@ -80,11 +80,25 @@ def test_the_output_has_the_format_of_the_input_unless_it_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "rows"),
-    [((), 8), (("--bs", 3), 3), (("--batch_tokens", 99), None), (("--batch_tokens", 99, "--bs", 3), 3)],
+    ("source", "output", "flags", "formats"),
+    [
+        ("a.jsonl", "b.txt", (), ("jsonl", "jsonl")),
+        ("a.JSONL.gz", "b.txt", (), ("jsonl", "jsonl")),
+        ("a.txt", "b.jsonl.gz", (), ("text", "jsonl")),
+        ("a.jsonl.txt", "b", (), ("text", "text")),
+        ("a.jsonl", "b.jsonl", ("--input_format", "text", "--output_format", "text"), ("text", "text")),
+        ("-", "b.jsonl", ("--input_format", "jsonl", "--output_format", "text"), ("jsonl", "text")),
+    ],
 )
-def test_rows_are_not_limited_where_tokens_are_unless_asked_for(flags: tuple, rows: int | None) -> None:
-    assert rows_per_batch(parse(*flags)) == rows
+def test_formats_follow_the_names_of_the_files_unless_they_are_given(
+    capsys: pytest.CaptureFixture, source: str, output: str, flags: tuple, formats: tuple[str, str]
+) -> None:
+    args = parse(*flags, source=source, output=output)
+    assert (args.input_format, args.output_format) == formats
+    said = f"note: INPUT {source} is read as JSON records (--input_format text reads it as text)\n"
+    assert capsys.readouterr().err == (said if formats[0] == "jsonl" and not flags else "")
+    parse(*flags, "--quiet", source=source, output=output)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_dash_is_a_stream_and_a_file_of_that_name_is_a_file() -> None:
@@ -251,6 +265,32 @@ def test_input_limit_says_what_sets_it(models: Path, model: str, flags: tuple, l
     number, why = input_limit(*load(models, model, *flags))
     assert number == limit[0]
     assert limit[1] in why
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "truncate_to", "limit"),
+    [
+        ("bart", (), None, (POSITIONS, "--truncation truncates")),
+        ("bart", ("--max_tokenizer_length", 9), 9, (POSITIONS, "positions")),
+        ("bart", ("--truncation",), POSITIONS, (POSITIONS, "positions")),
+        ("bart", ("--truncation", "--max_tokenizer_length", 9), 9, (POSITIONS, "positions")),
+        ("bart", ("--no_truncation",), None, (POSITIONS, "positions")),
+        ("bart", ("--no_truncation", "--max_tokenizer_length", 9), None, (9, "--max_tokenizer_length")),
+        ("gpt2", ("--causal_lm", "--truncation"), POSITIONS - 6, (POSITIONS - 6, "6 for generated tokens")),
+        ("gpt2", ("--causal_lm", "--truncation", "--max_tokenizer_length", 60), POSITIONS - 6, (POSITIONS - 6, "")),
+    ],
+)
+def test_inputs_are_truncated_only_where_that_is_asked_for(
+    models: Path, model: str, flags: tuple, truncate_to: int | None, limit: tuple[int, str]
+) -> None:
+    length, (number, why) = lengths_of_inputs(*load(models, model, *flags))
+    assert (length, number) == (truncate_to, limit[0])
+    assert limit[1] in why
+
+
+def test_flags_of_fastseq_for_what_is_done_in_any_case_are_taken(models: Path) -> None:
+    flags = ("--padding", "max_length", "--return_tensors", "pt", "--no-truncation", "--output-summaries-only")
+    assert load(models, "bart", *flags)[2] == load(models, "bart")[2]
 
 
 CHAT = ("--causal_lm", "--chat")

@@ -1,5 +1,7 @@
 """fastgen-generate-for-transformers writes what a plain loop with the unpatched library would write."""
 
+import gzip
+import json
 import os
 import re
 import subprocess
@@ -11,7 +13,7 @@ import pytest
 import torch
 import transformers
 from cli_loop import generate, plain_loop
-from cli_models import WORDS, save_bart, save_gpt2, save_t5, sentences
+from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentences
 
 import fastgen
 from fastgen.cli.transformers.generate import main
@@ -98,13 +100,18 @@ def test_prefix_stands_before_every_line(tmp_path: Path, bart: Path) -> None:
     assert generate(tmp_path, bart, [*LINES, ""], "--prefix", "word3 ", "--bs", 9) == [*expected, ""]
 
 
-def test_task_settings_of_the_model_apply_when_asked_for_and_flags_win(tmp_path: Path, t5: Path) -> None:
+def test_task_settings_of_the_model_apply_when_asked_for_and_flags_win(
+    tmp_path: Path, t5: Path, capsys: pytest.CaptureFixture
+) -> None:
     prefixed = [f"word1 word2 {line}" for line in LINES]
     assert generate(tmp_path, t5, LINES) == plain_loop(t5, LINES, 8)
+    note = "note: MODEL has settings for some tasks, which only --task NAME uses (it has: summarization)"
+    assert note in capsys.readouterr().err.splitlines()
     task = ("--task", "summarization")
     assert generate(tmp_path, t5, LINES, *task) == plain_loop(t5, prefixed, 8, num_beams=2, max_length=7)
     expected = plain_loop(t5, LINES, 8, num_beams=2, max_new_tokens=9)
     assert generate(tmp_path, t5, LINES, *task, "--prefix", "", "--max_new_tokens", 9) == expected
+    assert "note:" not in capsys.readouterr().err
 
 
 def test_a_task_without_settings_changes_nothing_and_says_so(
@@ -121,6 +128,16 @@ def test_truncates_only_where_a_length_is_given(tmp_path: Path, bart: Path) -> N
     cut = [" ".join(line.split()[:4]) for line in lines]
     # Two of the six tokens are <s> and </s>.
     assert generate(tmp_path, bart, lines, "--max_tokenizer_length", 6, "--bs", 16) == plain_loop(bart, cut, 16)
+
+
+def test_truncates_to_the_models_limit_on_request_and_a_line_that_fails_says_so(
+    tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture
+) -> None:
+    lines = [" ".join(WORDS + WORDS), *LINES]
+    cut = [" ".join(line.split()[: POSITIONS - 2]) for line in lines]
+    assert generate(tmp_path, bart, lines, "--truncation", "--bs", 16) == plain_loop(bart, cut, 16)
+    assert main([str(bart), str(tmp_path / "input.txt"), str(tmp_path / "failed.txt")]) == 1
+    assert "--truncation" in next(line for line in capsys.readouterr().err.splitlines() if "line 1" in line)
 
 
 def test_several_outputs_of_an_input_are_joined(tmp_path: Path, bart: Path) -> None:
@@ -166,6 +183,29 @@ def test_a_seed_repeats_the_samples(tmp_path: Path, gpt2: Path) -> None:
     settings = {"do_sample": True, "top_k": 9, "temperature": 1.5, "num_return_sequences": 3}
     texts = plain_loop(gpt2, LINES, 4, causal_lm=True, **settings)
     assert ["####".join(texts[i : i + 3]) for i in range(0, len(texts), 3)] == samples[1]
+
+
+def test_outputs_can_be_inputs_of_the_next_run(tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "in.txt").write_text("\n".join([*LINES[:3], "", " ".join(WORDS + WORDS)]))
+    paths = [str(tmp_path / name) for name in ("in.txt", "one.jsonl.gz", "two.jsonl", "three.txt")]
+    two = ("--beam", "2", "--num_return_sequences", "2")
+    assert main([str(bart), *paths[:2], *two]) == 1
+    assert main([str(bart), *paths[1:3], "--text_field", "outputs.1.text"]) == 0
+    first, second = gzip.decompress(Path(paths[1]).read_bytes()).splitlines(), Path(paths[2]).read_text().splitlines()
+    chosen = []
+    for before, after in zip(map(json.loads, first), map(json.loads, second), strict=True):
+        assert before == {
+            name.removesuffix("_1"): after[name] for name in after if name.endswith("_1") or name == "line"
+        }
+        chosen.append(before["outputs"][1]["text"] if before["outputs"] else "")
+    assert [bool(text) for text in chosen] == [True, True, True, False, False] and "limit" in after["error_1"]
+    expected = plain_loop(bart, chosen[:3], 3)
+    assert [output["text"] for record in second for output in json.loads(record)["outputs"]] == expected
+    capsys.readouterr()
+    by_hand = ("--text_field", "outputs_1.1.text", "--output_format", "text")
+    assert main([str(bart), paths[2], paths[3], *by_hand]) == 0
+    assert f"note: INPUT {paths[2]} is read as JSON records" in capsys.readouterr().err
+    assert Path(paths[3]).read_text().split("\n") == [*expected, "", "", ""]
 
 
 def test_special_tokens_are_kept_on_request(tmp_path: Path, bart: Path) -> None:

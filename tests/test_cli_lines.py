@@ -1,7 +1,9 @@
 """INPUT is read as it stands, in little memory, and so is a stream that can be read only once."""
 
+import gzip
 import hashlib
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -139,19 +141,52 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"INPUT {path}: {message}"):
             survey(path)
         with pytest.raises(InputError, match=f"--reference_path {path}: {message}"):
-            read_references(path)
+            read_references("--reference_path", path)
     assert is_stream(Path("/dev/null")) and is_stream(Path("-"))
 
 
 def test_references_are_text_and_a_bad_one_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "references"
     path.write_bytes("\ufeffeins\r\nzwei \n\u2028\n\nfünf".encode())
-    assert read_references(path) == ["eins", "zwei ", "\u2028", "", "fünf"]
+    assert read_references("--reference_path", path) == ["eins", "zwei ", "\u2028", "", "fünf"]
     path.write_bytes(b"")
-    assert read_references(path) == []
+    assert read_references("--reference_path", path) == []
     path.write_bytes(b"x" * 100_000 + b"\ntwo\nthr\xffee\n")
     with pytest.raises(InputError, match=f"--reference_path {path}: line 3 is not UTF-8"):
-        read_references(path)
+        read_references("--reference_path", path)
+
+
+def test_references_can_be_a_field_of_records(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    path.write_text('\ufeff{"a": {"b": "one"}}\r\n\n{"a": {"b": "two"}}', encoding="utf-8")
+    assert read_references("INPUT", path, "a.b") == ["one", "", "two"]
+    for record, message in (
+        ('{"a": 1}', 'has no field "a.b"'),
+        ('{"a": {"b": 1}}', "has a number"),
+        ("one", "is not JSON"),
+    ):
+        path.write_text('{"a": {"b": "one"}}\n' + record)
+        with pytest.raises(InputError, match=f"INPUT {path}: line 2 {message}"):
+            read_references("INPUT", path, "a.b")
+
+
+@pytest.mark.parametrize("data", CONTENTS, ids=range(len(CONTENTS)))
+def test_a_compressed_file_has_the_lines_of_its_content(tmp_path: Path, data: bytes) -> None:
+    plain, packed = tmp_path / "in", tmp_path / "in.gz"
+    plain.write_bytes(data)
+    half = len(data) // 2
+    packed.write_bytes(gzip.compress(data[:half]) + gzip.compress(data[half:]))  # gzip allows several members
+    assert read_all(packed) == read_all(plain)
+    assert survey(packed) == survey(plain)
+
+
+def test_a_file_that_is_no_whole_gzip_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.gz"
+    whole = gzip.compress(random.Random(0).randbytes(100_000))
+    for data in (b"plain text\n", whole[:-9], whole[:5000] + b"x" * 5000 + whole[10_000:]):
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=f"{path}: is no gzip file, or only a part of one"):
+            survey(path)
 
 
 READ_STDIN = r"""
@@ -215,7 +250,7 @@ def test_files_are_checked_without_loading_torch(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("one\n")
     code = (
         "import sys\nfrom fastgen.cli.transformers.lines import *\n"
-        "path = Path(sys.argv[1])\nsurvey(path), is_stream(path), read_references(path)\n"
+        "path = Path(sys.argv[1])\nsurvey(path), is_stream(path), read_references('INPUT', path)\n"
         "import fastgen.cli.pipeline.part_file\nassert 'torch' not in sys.modules\n"
     )
     done = run_python("-c", code, str(tmp_path / "in"))

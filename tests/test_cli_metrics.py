@@ -1,6 +1,7 @@
 """Scores of fastgen-generate-for-transformers are those of rouge-score and sacrebleu."""
 
 import builtins
+import gzip
 import json
 from pathlib import Path
 
@@ -94,3 +95,42 @@ def test_packages_are_imported_only_for_scores(tmp_path: Path, bart: Path, monke
     source = tmp_path / "input"
     source.write_text(LINES[0])
     assert main([str(bart), str(source), str(tmp_path / "output")]) == 0
+
+
+def test_references_come_from_records_of_any_file(
+    tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = [{"text": line, "good": {"answer": line}} for line in LINES]
+    Path("in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    Path("references.jsonl.gz").write_bytes(gzip.compress(Path("in.jsonl").read_bytes()))
+    Path("references.txt").write_text("".join(f"{line}\n" for line in LINES))
+    flags = {
+        "of_input": ("--reference_field", "good.answer"),
+        "of_records": ("--reference_path", "references.jsonl.gz", "--reference_field", "text"),
+        "of_text": ("--reference_path", "references.txt"),
+    }
+    found = []
+    for name, references in flags.items():
+        command = [
+            str(bart),
+            "in.jsonl",
+            f"{name}.jsonl.gz",
+            *references,
+            "--score_path",
+            f"{name}.json",
+            "--n_obs",
+            "4",
+        ]
+        assert main(command) == 0
+        found.append(json.loads(Path(f"{name}.json").read_text()))
+    written = gzip.decompress(Path("of_text.jsonl.gz").read_bytes()).splitlines()
+    outputs = [json.loads(record)["outputs"][0]["text"] for record in written]
+    assert found == [metrics.score(outputs, LINES[:4])] * 3
+    capsys.readouterr()
+    assert main([str(bart), "in.jsonl", "other.txt", "--reference_path", "references.jsonl.gz"]) == 2
+    assert "--reference_path references.jsonl.gz holds JSON records (needs --reference_field" in capsys.readouterr().err
+    Path("in.jsonl").write_text('{"text": "word1", "good": 1}\n{"text": "word1"}\n')
+    assert main([str(bart), "in.jsonl", "other.txt", "--reference_field", "good"]) == 2
+    assert 'INPUT in.jsonl: line 1 has a number in its field "good"' in capsys.readouterr().err
+    assert not Path("other.txt").exists()

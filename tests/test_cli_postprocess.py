@@ -265,6 +265,17 @@ FIELDS = [
     ' {"text":"a","number":' + "9" * 5000 + ',"nan":NaN,"nested":{"a":[]}} ',
     '{"line": 5, "text": "a\u2028\x85",\r"z": 1, "a": null}',
 ]
+OF_EARLIER_RUNS = [
+    ('{"outputs":[],"text": 1e400,"error" :"a"}', '{"outputs_1":[],"text": 1e400,"error_1" :"a"}'),
+    (
+        '{ "outp\\u0075ts": 1.0, "outputs_1": 2, "input_tokens_x": 3}',
+        '{ "outputs_2": 1.0, "outputs_1": 2, "input_tokens_x": 3}',
+    ),
+    (
+        '{"a": {"outputs": 1}, "outputs": ' + "9" * 5000 + ', "error_1": 1}',
+        '{"a": {"outputs": 1}, "outputs_2": ' + "9" * 5000 + ', "error_1": 1}',
+    ),
+]
 
 
 @pytest.mark.parametrize("own", FIELDS)
@@ -279,6 +290,12 @@ def test_the_fields_of_a_record_are_kept_as_they_stand(
     assert first_text(record, BOTH_JSONL) == "word1"
 
 
+@pytest.mark.parametrize(("own", "kept"), OF_EARLIER_RUNS)
+def test_fields_of_earlier_runs_get_a_number_and_nothing_else_changes(own: str, kept: str) -> None:
+    ((_, record),) = finish(Decoder(["x"]), BOTH_JSONL, {EOS}, PAD)(generated([own], [[0]])).records
+    assert record.decode() == kept[:-1] + ', "input_tokens": 4, "outputs": [{"text": "x", "tokens": 0}]}\n'
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters()), inner, max_size=3),
@@ -286,8 +303,12 @@ VALUES = st.recursive(
 )
 
 
+# With some that one or two earlier runs may have left.
+NAMES = [*ADDED_FIELDS, "outputs_1", "error_1", "error_2"]
+
+
 @given(
-    own=st.dictionaries(st.text(st.characters()).filter(lambda name: name not in ADDED_FIELDS), VALUES, max_size=4),
+    own=st.dictionaries(st.text(st.characters()) | st.sampled_from(NAMES), VALUES, max_size=6),
     text=st.text(st.characters()),
     escaped=st.booleans(),
     separators=st.sampled_from([(",", ":"), (", ", ": "), (" ,\r", "\t: ")]),
@@ -298,16 +319,26 @@ def test_any_record_is_kept(own: dict[str, Any], text: str, escaped: bool, separ
     (record,) = parsed(finish(Decoder([text]), BOTH_JSONL, {EOS}, PAD)(lines))
     assert record.pop("outputs") == [{"text": text, "tokens": 0}]
     assert record.pop("input_tokens") == 4
-    assert record == own | {"text": "a"}
-    assert list(record) == list(own | {"text": "a"})
+    own["text"] = "a"
+    number = next(n for n in (1, 2, 3) if not own.keys() & {f"{name}_{n}" for name in ADDED_FIELDS})
+    renamed = {f"{name}_{number}" if name in ADDED_FIELDS else name: value for name, value in own.items()}
+    assert record == renamed
+    assert list(record) == list(renamed)
 
 
 def test_failed_records_keep_their_fields_where_they_have_any(
     tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> None:
-    raw = ['{"id": "a1", "body": 1}', "{}", "[1]", "", '{"id": 2, "outputs": 3}', '{"id": 3, "text": "too long"}']
+    raw = [
+        '{"id": "a1", "body": 1}',
+        "{}",
+        "[1]",
+        "",
+        '{"id": 2, "outputs": 3, "error_1": 4}',
+        '{"id": 3, "text": "too long"}',
+    ]
     lines = [Line(number, text.encode()) for number, text in enumerate(raw, start=1)]
-    form = InputFormat(True, "text", None, "", False, None, None, (3, "positions"), jsonl_output=True)
+    form = InputFormat(True, "text", None, "", False, None, None, (3, "positions"))
     prepared = prepare_text(tokenizer, form)(lines)
     not_generated = tuple(NotGenerated(line, each.error) for line, each in zip(lines, prepared, strict=True))
     form = output_format(jsonl=True, input_jsonl=True, id_field="id")
@@ -318,7 +349,7 @@ def test_failed_records_keep_their_fields_where_they_have_any(
         {"outputs": [], "error": errors[1]},
         {"line": 3, "outputs": [], "error": errors[2]},
         {"line": 4, "input_tokens": 0, "outputs": []},
-        {"line": 5, "outputs": [], "error": errors[4]},
+        {"id": 2, "outputs_2": 3, "error_1": 4, "outputs": [], "error": errors[4]},
         {"id": 3, "text": "too long", "outputs": [], "error": errors[5]},
     ]
     assert finished.failures == [

@@ -135,19 +135,58 @@ def test_nothing_is_generated_for_text_without_tokens(prepare: Callable[..., lis
         ('{"text": {}}', 'has an object in its field "text" (accepted: a string)'),
         ('{"text": ["a"]}', 'has a list in its field "text" (accepted: a string)'),
         ('{"text": "a", "b": 1, "text": "c"}', 'has the field "text" twice in one object'),
-        ('{"text": "a", "outputs": 1}', 'has "outputs", which is what OUTPUT calls its own fields (rename the field)'),
     ],
 )
 def test_bad_records_say_what_was_found(prepare: Callable[..., list[Prepared]], line: str, error: str) -> None:
     good = records(["word1"])[0]
-    before, found, after = prepare([good, line, good], jsonl=True, jsonl_output=True)
+    before, found, after = prepare([good, line, good], jsonl=True)
     assert error in found.error
     assert found.arrays is None
     assert ids([before, after]) == [[0, 5, 2]] * 2
 
 
-def test_names_of_added_fields_are_free_where_output_is_text(prepare: Callable[..., list[Prepared]]) -> None:
-    assert ids(prepare(records(["word1"], outputs=1, error=""), jsonl=True)) == [[0, 5, 2]]
+NESTED = {
+    "article": {"title": "word1", "parts": ["word2", "word3"]},
+    "a.b": "word4",
+    "a": {"b": "word5", "c.d": {"e": "word6"}},
+    "none": [],
+    "outputs": [{"text": "word7"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("article.title", 1),
+        ("article.parts.1", 3),
+        ("a.b", 4),  # its own name comes first
+        ("a.c.d.e", 6),
+        ("outputs.0.text", 7),
+    ],
+)
+def test_a_path_reaches_fields_inside_of_fields(prepare: Callable[..., list[Prepared]], path: str, word: int) -> None:
+    assert ids(prepare([json.dumps(NESTED)], jsonl=True, text_field=path)) == [[0, 4 + word, 2]]
+
+
+def test_an_empty_list_on_the_way_to_a_text_is_an_empty_text(prepare: Callable[..., list[Prepared]]) -> None:
+    assert prepare([json.dumps(NESTED)], jsonl=True, text_field="none.0.text") == [Prepared()]
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("article.name", 'in "article": "title", "parts"'),
+        ("article.parts.2", 'in "article.parts": "0", "1"'),
+        ("article.title.first", 'in "article.title": none'),
+        ("outputs.-1.text", 'in "outputs": "0"'),
+        ("b.a", 'its fields: "article", "a.b", "a", "none", "outputs"'),
+    ],
+)
+def test_a_path_that_leads_nowhere_says_how_far_it_went(
+    prepare: Callable[..., list[Prepared]], path: str, found: str
+) -> None:
+    (prepared,) = prepare([json.dumps(NESTED)], jsonl=True, text_field=path)
+    assert prepared.error == f'has no field "{path}" ({found})'
 
 
 def test_records_need_the_field_of_the_id(prepare: Callable[..., list[Prepared]]) -> None:

@@ -26,6 +26,9 @@ FLAGS = {
     "preprocess_workers": 1,
     "postprocess_workers": 1,
     "reference_path": None,
+    "reference_field": None,
+    "padding": None,
+    "return_tensors": None,
     "score_path": None,
     "beam": None,
     "causal_lm": False,
@@ -77,6 +80,9 @@ def test_flags_that_only_say_how_it_is_run_do_not_count(folder: Path) -> None:
         "preprocess_workers": 4,
         "postprocess_workers": 4,
         "reference_path": Path("references.txt"),
+        "reference_field": "good",
+        "padding": "longest",
+        "return_tensors": "pt",
         "score_path": Path("scores.json"),
     }
     assert changes(sign(loaded), sign(loaded, **other)) == []

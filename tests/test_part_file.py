@@ -1,5 +1,6 @@
 """OUTPUT.part holds whole records, and --resume goes on from it only where everything is as it was."""
 
+import gzip
 import os
 import tracemalloc
 from pathlib import Path
@@ -117,6 +118,22 @@ def test_a_complete_output_is_known_until_something_changes(tmp_path: Path) -> N
         check_part(output, resume=True)
     complete(output, "two", overwrite=True)
     assert is_complete(output, SIGNATURE, overwrite=False) and output.read_text() == "two\n"
+
+
+def test_a_compressed_output_is_gone_on_with_and_the_same_bytes_for_the_same_records(tmp_path: Path) -> None:
+    output = tmp_path / "out.gz"
+    assert left_part(output, "one", "two", half=b"thr").read_bytes() == b"one\ntwo\nthr"
+    with PartFile.resume(output, SIGNATURE) as part:
+        assert part.records == 2
+        write_records(part, "three")
+        part.complete()
+    assert names(tmp_path) == ["out.gz", "out.gz.run.json"]
+    assert gzip.decompress(output.read_bytes()) == b"one\ntwo\nthree\n"
+    other = tmp_path / "other.gz"
+    with PartFile.create(other, SIGNATURE) as part:
+        write_records(part, "one", "two", "three")
+        part.complete()
+    assert other.read_bytes() == output.read_bytes()
 
 
 @pytest.mark.parametrize("made", ["file", "folder", "broken link"])

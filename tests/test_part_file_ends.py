@@ -45,7 +45,7 @@ def job(path, total, longest=40):
 CRASHES = (
     JOB
     + """
-import os, shutil
+import gzip, os, shutil
 from fastgen.cli.pipeline import locked_file, part_file, whole_file
 
 FILES = [module.__file__ for module in (locked_file, part_file, whole_file)]
@@ -74,23 +74,26 @@ def crash_at(line):
     sys.settrace(trace)
     job(output, 7)
 
-# The last ones of a run that was killed after its OUTPUT had its name.
-COMPLETE = {"out", "out.run.json", "out.part.json", "out.part.state", "out.part.state.new"}
 folder, start = Path(sys.argv[1]), Path(sys.argv[2])
 job(folder / "whole", 7)
 whole = (folder / "whole").read_bytes()
-output = folder / "work" / "out"
+output = folder / "work" / sys.argv[3]
+read = gzip.open if output.suffix == ".gz" else open
+# The last ones of a run that was killed after its OUTPUT had its name.
+ENDS = ["", ".run.json", ".part.json", ".part.state", ".part.state.new"] + [".part"] * (output.suffix == ".gz")
 line, status = 0, 9
 while status == 9:
     line += 1
     shutil.rmtree(output.parent, ignore_errors=True)
     shutil.copytree(start, output.parent)
     status = in_child(lambda: crash_at(line))
-    if status == 9 and (output.parent / "out.part").exists():
-        assert whole.startswith((output.parent / "out.part").read_bytes()), line
+    part = output.with_name(output.name + ".part")
+    if status == 9 and part.exists():
+        assert whole.startswith(part.read_bytes()), line
     assert in_child(lambda: job(output, 7)) == 0, line
-    assert output.read_bytes() == whole, line
-    assert {"out", "out.run.json"} <= set(os.listdir(output.parent)) <= COMPLETE, (line, os.listdir(output.parent))
+    assert read(output, "rb").read() == whole, line
+    names = [output.name + end for end in ENDS]
+    assert set(names[:2]) <= set(os.listdir(output.parent)) <= set(names), (line, os.listdir(output.parent))
 assert status == 0
 print(line - 1)
 """
@@ -130,26 +133,34 @@ def test_a_part_that_another_run_writes_is_refused_until_that_run_is_killed(tmp_
         run.wait()
 
 
-@pytest.mark.parametrize("start", ["nothing", "killed in the middle", "killed when it was complete"])
-def test_killed_before_any_line_of_these_modules_a_run_can_be_resumed(tmp_path: Path, start: str) -> None:
+@pytest.mark.parametrize(
+    ("start", "name"),
+    [
+        ("nothing", "out"),
+        ("killed in the middle", "out"),
+        ("killed when it was complete", "out"),
+        ("killed in the middle", "out.gz"),
+    ],
+)
+def test_killed_before_any_line_of_these_modules_a_run_can_be_resumed(tmp_path: Path, start: str, name: str) -> None:
     folder = tmp_path / "start"
     folder.mkdir()
     if start != "nothing":
         run_code(JOB + f"job({str(tmp_path / 'before')!r}, 7)")
         records = (tmp_path / "before").read_bytes().splitlines(keepends=True)
         run_code(
-            JOB + f"part = PartFile.create(Path({str(folder / 'out')!r}), {{'--total': 7}})\n"
+            JOB + f"part = PartFile.create(Path({str(folder / name)!r}), {{'--total': 7}})\n"
             "part.keep_state(repr(random.Random(1).getstate()).encode())\n"
             f"part.write({b''.join(records[:2])!r}, 2)\n"
         )
-        (folder / "out.part.state.new").write_text("half")
-        with (folder / "out.part").open("ab") as file:
+        (folder / f"{name}.part.state.new").write_text("half")
+        with (folder / f"{name}.part").open("ab") as file:
             file.write(records[2][:4])
     if start == "killed when it was complete":
         (folder / "out.part").unlink()
         (tmp_path / "before").rename(folder / "out")
         (tmp_path / "before.run.json").rename(folder / "out.run.json")
-    done = run_python("-c", CRASHES, str(tmp_path), str(folder))
+    done = run_python("-c", CRASHES, str(tmp_path), str(folder), name)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout) > (10 if start == "killed when it was complete" else 100)
 

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 PROG = "fastgen-generate-for-fairseq"
 LARGEST_POOL = 256
+# Flags of FastSeq for what happens here in any case.
+WITHOUT_EFFECT = {
+    "decode_hypothesis": "sources, targets and hypotheses (D-) are always detokenised",
+    "use_el_attn": "keys and values that beams share are always kept once per input",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,6 +36,9 @@ def run() -> None:
         import_fairseq()
         args = parse_arguments()
         own = {name: vars(args).pop(name) for name in ("no_fastgen", "postprocess_workers")}
+        for name, why in WITHOUT_EFFECT.items():
+            if vars(args).pop(name):
+                say(f"--{name.replace('_', '-')} changes nothing: {why}")
         from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
         from fastgen.cli.fairseq import checks, mistakes
@@ -70,11 +78,16 @@ def parse_arguments() -> argparse.Namespace:
     group = add_no_fastgen(parser)
     group.add_argument(
         "--postprocess-workers",
+        "--postprocess_workers",
+        "--post-process-workers",
         type=number_of_workers,
         metavar="N",
         help="processes that turn the model's output into text and score it while the model runs "
         "(default: enough; 0: in between, as fairseq-generate does)",
     )
+    for name, why in WITHOUT_EFFECT.items():
+        flags = {f"--{name.replace('_', '-')}", f"--{name}"}
+        group.add_argument(*sorted(flags), action="store_true", help=f"accepted for FastSeq's command lines: {why}")
     return options.parse_args_and_arch(parser)
 
 

@@ -9,6 +9,9 @@ A run may be killed at any moment. What then lies there is one of these, and Par
     and OUTPUT.part.json, …           of one that was killed just then; the next run clears them away
 
 An OUTPUT that is there is replaced only where the user says so (`overwrite`), by a run that is complete.
+
+OUTPUT.gz is compressed when it is complete: OUTPUT.gz.part is not, so that it can be read, cut and gone on with. A run
+that was killed between the two leaves both; --resume finds it complete.
 """
 
 from __future__ import annotations
@@ -16,16 +19,18 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import tempfile
 from contextlib import AbstractContextManager
+from gzip import GzipFile
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.pipeline.differences import differences
-from fastgen.cli.pipeline.locked_file import lock, open_locked, whole_records
-from fastgen.cli.pipeline.whole_file import beside, named, replace, resolved, sha256, write_all
+from fastgen.cli.pipeline.locked_file import BLOCK, lock, open_locked, whole_records
+from fastgen.cli.pipeline.whole_file import beside, is_gzip, named, replace, resolved, sha256, write_all
 
 WRITTEN_BY = "fastgen"
 ENDS = (".part", ".part.json", ".part.state", ".run.json")
@@ -45,6 +50,7 @@ class PartFile(AbstractContextManager):
         self._file = file
         self._overwrite = overwrite
         self._signature: dict[str, Any] = {}
+        self._compressed = is_gzip(path)
         self._end = 0  # of the last record, in bytes
 
     @classmethod
@@ -114,10 +120,12 @@ class PartFile(AbstractContextManager):
             raise InputError(f"{_is_there(self._output)}, with --resume; all records are in {self._part}")
         with named(self._part):
             os.fsync(self._file.fileno())
-            self._file.seek(0)
-            self._replace(self._made_file, {"signature": self._signature, "sha256": sha256(self._file)})
+        whole = self._compress() if self._compressed else self._part
+        with named(whole), whole.open("rb", buffering=0) as file:
+            self._replace(self._made_file, {"signature": self._signature, "sha256": sha256(file)})
         self._close_on_windows()
-        os.replace(self._part, self._output)
+        os.replace(whole, self._output)
+        self._part.unlink(missing_ok=True)
         self._remove_others()
         self._file.close()
 
@@ -181,12 +189,24 @@ class PartFile(AbstractContextManager):
             self._file.seek(end)
         self.records, self._end = records, end
 
+    def _compress(self) -> Path:
+        """The records as a file of gzip, the same bytes for the same records."""
+        new = beside(self._part, ".new")
+        self._file.seek(0)
+        with named(new), new.open("wb") as file:
+            with GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as compressed:
+                shutil.copyfileobj(self._file, compressed, BLOCK)
+            file.flush()
+            os.fsync(file.fileno())
+        return new
+
     def _replace(self, path: Path, content: dict[str, Any]) -> None:
         new = beside(path, ".new")
         new.unlink(missing_ok=True)  # of a run that was killed while it wrote it
         replace(path, json.dumps({"written_by": WRITTEN_BY} | content, ensure_ascii=False, indent=1).encode(), new)
 
     def _remove_others(self) -> None:
+        beside(self._part, ".new").unlink(missing_ok=True)
         for path in (self._state_file, self._signature_file):
             beside(path, ".new").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
@@ -232,7 +252,7 @@ def check_part(path: Path, resume: bool, overwrite: bool = False) -> None:
     if not resume and os.path.lexists(part):
         raise _exists(path)
     if os.path.lexists(output) and not overwrite:
-        if not resume or os.path.lexists(part):
+        if not resume:
             raise InputError(_is_there(path))
         if _made(path) is None:
             raise InputError(f"{_is_there(path)}; no run is known that made it as it is")
@@ -243,7 +263,8 @@ def is_complete(path: Path, signature: dict[str, Any], overwrite: bool) -> bool:
 
     Raises InputError that names every difference where it is that of another run and may not be replaced.
     """
-    made = None if os.path.lexists(_files(path)[1][0]) else _made(path)
+    goes_on = os.path.lexists(_files(path)[1][0]) and not is_gzip(path)
+    made = None if goes_on else _made(path)
     if made is None:
         return False
     changes = differences(made.get("signature"), signature)

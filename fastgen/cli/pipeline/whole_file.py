@@ -24,6 +24,11 @@ def beside(path: Path, end: str) -> Path:
     return path.with_name(path.name + end)
 
 
+def is_gzip(path: Path) -> bool:
+    """Whether a file is, or is to be, compressed: by its name."""
+    return path.suffix == ".gz"
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file of the user's; until it is whole it has another, new name beside `path`."""
     path = resolved(path)

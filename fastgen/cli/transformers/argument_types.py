@@ -73,6 +73,11 @@ def file_or_stream(text: str) -> Path:
     return path.absolute() if path == STREAM and text != str(STREAM) else path
 
 
+def named_jsonl(path: Path) -> bool:
+    """Whether a file's name says that it holds JSON records, one on each line."""
+    return path.name.lower().endswith((".jsonl", ".jsonl.gz"))
+
+
 def json_file(text: str) -> dict[str, Any]:
     """The object in a JSON file."""
     try:

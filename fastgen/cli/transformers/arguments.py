@@ -4,6 +4,7 @@ A flag that is not given is None and leaves the model's own generation_config al
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -15,13 +16,13 @@ from fastgen.cli.transformers.argument_types import (
     device_name,
     file_or_stream,
     json_file,
+    named_jsonl,
     setting,
     whole_number,
 )
 from fastgen.cli.transformers.flag_checks import SPEECH, check_flags
 
 PROG = "fastgen-generate-for-transformers"
-DEFAULT_ROWS = 8
 
 DESCRIPTION = """\
 Generate text for every line of INPUT with a Hugging Face model and write one record per line to OUTPUT, in the same
@@ -33,15 +34,20 @@ alone. Line breaks inside an output become spaces where OUTPUT is text.
 
 examples:
   {PROG} facebook/bart-large-cnn test.source out.txt --bs 16 --beam 4 --device cuda --fp16
-  {PROG} facebook/nllb-200-distilled-600M in.jsonl out.jsonl --input_format jsonl \\
+  {PROG} facebook/nllb-200-distilled-600M in.jsonl out.jsonl.gz \\
       --src_lang eng_Latn --tgt_lang deu_Latn --batch_tokens 4096
   {PROG} gpt2 prompts.txt out.txt --causal_lm --max_new_tokens 64 --do_sample --seed 1
   {PROG} openai/whisper-small files.txt out.txt --task {SPEECH} --src_lang en
   {PROG} demo test.source out.txt --compare
+  {PROG} gpt2 out.jsonl next.jsonl --causal_lm --text_field outputs.0.text
+
+OUTPUT of JSON can be INPUT again. Its fields outputs, input_tokens and error are then called outputs_1, …, in the next
+run outputs_2, …; a line that had no output stays empty.
 
 OUTPUT is written as OUTPUT.part and renamed when it is complete. What OUTPUT.part holds is always whole records of the
 first lines of INPUT, and the same command with --resume goes on after them; where OUTPUT is complete it has nothing to
 do, which OUTPUT.run.json tells it. An OUTPUT that is there is never replaced without --overwrite.
+OUTPUT.gz is packed when it is complete.
 
 exit status: 0 all done; 1 some inputs failed (each is listed with its line number and has an empty record), or the run
 could not go on; 2 a flag, file or model cannot be used; 130 interrupted (Ctrl-C), 143 ended by SIGTERM."""
@@ -66,8 +72,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="local folder, hub name, or demo for the model inside fastgen")
-    add("input", metavar="INPUT", type=file_or_stream, help="UTF-8 text, one input per line; - for standard input")
-    add("output", metavar="OUTPUT", type=file_or_stream, help="file to write; - for standard output")
+    add(
+        "input",
+        metavar="INPUT",
+        type=file_or_stream,
+        help="UTF-8 text, one input per line; .gz is unpacked; - for standard input",
+    )
+    add("output", metavar="OUTPUT", type=file_or_stream, help="file to write; .gz is packed; - for standard output")
     _add_run_flags(parser.add_argument_group("run"))
     _add_model_flags(parser.add_argument_group("model"))
     _add_format_flags(parser.add_argument_group("formats of INPUT and OUTPUT"))
@@ -80,12 +91,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     add, number = group.add_argument, whole_number(1)
-    add("--bs", type=number, metavar="N", help=f"most inputs per batch (default: {DEFAULT_ROWS}; see --batch_tokens)")
+    add("--bs", type=number, metavar="N", help="most inputs per batch (default: see --batch_tokens)")
     add(
         "--batch_tokens",
         type=number,
         metavar="N",
-        help="most source tokens per batch, padding and beams counted; without --bs nothing else limits a batch",
+        help="most source tokens per batch, padding and beams counted; without --bs nothing else limits a batch. "
+        "Default, where neither is given: both, from the model's size and the machine's memory; the summary has them",
     )
     add(
         "--window",
@@ -124,7 +136,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=f"{SPEECH}: INPUT names audio files, one per line (pip install soundfile soxr). Any other name: use the "
         "settings the model's config keeps for this task (task_specific_params), such as summarization or "
-        "translation_en_to_de; flags given here win over them",
+        "translation_en_to_de; flags given here win over them (default: none, unlike FastSeq, as in the library)",
     )
     add("--device", type=device_name, help="cpu, cuda, cuda:1, … (default: cuda where there is one, else cpu)")
     add(
@@ -143,14 +155,23 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_format_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--input_format", choices=("text", "jsonl"), default="text", help="one text or one JSON object per line")
-    add("--text_field", metavar="NAME", help='field of a JSON object that holds the input (default: "text")')
+    add(
+        "--input_format",
+        choices=("text", "jsonl"),
+        help="one text or one JSON object per line (default: jsonl where INPUT is a .jsonl or .jsonl.gz, else text)",
+    )
+    add(
+        "--text_field",
+        metavar="NAME",
+        help='field of a JSON object that holds the input (default: "text"); a.b is the field b of the object a, '
+        "outputs.0.text the first output of an earlier run, outputs_1.0.text that of the run before",
+    )
     add("--id_field", metavar="NAME", help="field of a JSON object that names it, for messages")
     add(
         "--output_format",
         choices=("text", "jsonl"),
         help="one text per line, or one JSON object with the input's further fields, every output, its number of "
-        "tokens and its score (default: as --input_format)",
+        "tokens and its score (default: jsonl where OUTPUT is a .jsonl or .jsonl.gz, else as --input_format)",
     )
     add("--join_outputs", action="store_true", help="several outputs per input on one line of text, joined with ####")
     add(
@@ -175,6 +196,18 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
         help="truncate inputs to N tokens; without it a line longer than the model's limit is a failed input. Of text "
         "of more than 262,144 characters (16 N, where that is more) only so many are read; without N it fails",
     )
+    add("--truncation", action="store_true", help="truncate inputs to the model's limit, as FastSeq does")
+    add(
+        "--no_truncation",
+        action="store_true",
+        help="truncate nothing: lines longer than --max_tokenizer_length are failed inputs, too",
+    )
+    add(
+        "--padding",
+        choices=("max_length", "longest"),
+        help="accepted for FastSeq's command lines: a batch is as wide as its longest input either way",
+    )
+    add("--return_tensors", choices=("pt",), help="accepted for FastSeq's command lines")
     add("--padding_side", choices=("left", "right"), help="default: left with --causal_lm, else the tokenizer's own")
     add("--include_special_tokens", action="store_true", help="keep special tokens such as </s> in the output")
     add(
@@ -255,7 +288,12 @@ def _add_score_flags(group: argparse._ArgumentGroup) -> None:
         help="one reference per line of INPUT; prints ROUGE, BLEU, chrF and exact match (pip install "
         "rouge-score sacrebleu). Of several outputs per input the first is scored",
     )
-    add("--score_path", type=Path, metavar="FILE", help="where to write these scores as JSON; needs --reference_path")
+    add(
+        "--reference_field",
+        metavar="NAME",
+        help="take the references from this field of the JSON records of --reference_path or, without it, of INPUT",
+    )
+    add("--score_path", type=Path, metavar="FILE", help="where to write these scores as JSON; needs references")
 
 
 def underscored(argv: Sequence[str]) -> list[str]:
@@ -272,12 +310,13 @@ def underscored(argv: Sequence[str]) -> list[str]:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Flags from a command line; raises InputError for bad or contradictory ones."""
     args = build_parser().parse_args(underscored(argv))
+    inferred = args.input_format is None and named_jsonl(args.input)
+    args.input_format = args.input_format or ("jsonl" if inferred else "text")
+    args.output_format = args.output_format or ("jsonl" if named_jsonl(args.output) else args.input_format)
     check_flags(args)
-    args.output_format = args.output_format or args.input_format
     args.text_field = args.text_field or "text"
+    if inferred and not args.quiet:
+        print(
+            f"note: INPUT {args.input} is read as JSON records (--input_format text reads it as text)", file=sys.stderr
+        )
     return args
-
-
-def rows_per_batch(args: argparse.Namespace) -> int | None:
-    """How many inputs a batch may have; None where only --batch_tokens limits it."""
-    return DEFAULT_ROWS if args.bs is None and args.batch_tokens is None else args.bs

@@ -6,6 +6,7 @@ lines of one length go together: read ahead a window of lines, sort, cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -45,9 +46,18 @@ class Planner:
     window: how many lines are sorted by length, longest first: what does not fit into memory shows at once. 0: batches
         of lines as they stand in INPUT.
     collate: pads the arrays of some lines to tensors.
+    window_cells: the tokens of sorted lines, of which there are fewer where they are long.
     """
 
-    def __init__(self, limits: Limits, window: int, collate: Callable[[list[Arrays]], dict[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        window: int,
+        collate: Callable[[list[Arrays]], dict[str, torch.Tensor]],
+        window_cells: int | None = None,
+    ) -> None:
+        self._window_cells = math.inf if window_cells is None else window_cells
+        self._cells = 0
         self._limits = limits
         self._window = window
         self._collate = collate
@@ -68,7 +78,8 @@ class Planner:
                 yield from self._in_order(waiting)
             else:
                 self._waiting.append(waiting)
-                if len(self._waiting) >= self._window:
+                self._cells += waiting.length
+                if len(self._waiting) >= self._window or self._cells >= self._window_cells:
                     yield from self._sorted()
 
     def rest(self) -> Iterator[Batch]:
@@ -100,7 +111,7 @@ class Planner:
                 start = stop
 
     def _taken(self) -> list[_Waiting]:
-        taken, self._waiting, self._longest = self._waiting, [], 0
+        taken, self._waiting, self._longest, self._cells = self._waiting, [], 0, 0
         return taken
 
     def _batch(self, rows: list[_Waiting]) -> Batch:

@@ -9,8 +9,8 @@ from fastgen.cli.errors import InputError
 from fastgen.cli.pipeline.part_file import check_part, check_writable
 from fastgen.cli.pipeline.whole_file import beside
 from fastgen.cli.transformers.argument_types import STREAM
-from fastgen.cli.transformers.lines import Survey, is_stream, read_references, survey
-from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, field, parse
+from fastgen.cli.transformers.lines import Survey, is_stream, raw_lines, read_references, survey
+from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, decode_raw, field, parse
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,7 @@ def check_files(args: argparse.Namespace) -> Files:
         raise InputError(f"--resume needs INPUT to be a file, and {args.input} can be read only once")
     if surveyed is not None and args.input_format == "jsonl":
         _check_first_record(args)
-    references = None
-    if args.reference_path is not None:
-        references = read_references(args.reference_path)
-        if surveyed is not None:
-            check_same_length(args, len(references), surveyed.lines)
-        from fastgen.cli.transformers import metrics
-
-        metrics.check_installed()
+    references = _references(args, surveyed)
     sources = {"INPUT": args.input, "--reference_path": args.reference_path}
     if args.output != STREAM:
         check_writable("OUTPUT", args.output, sources)
@@ -55,19 +48,38 @@ def check_files(args: argparse.Namespace) -> Files:
     return Files(surveyed, None if references is None else references[: args.n_obs])
 
 
+def _references(args: argparse.Namespace, surveyed: Survey | None) -> list[str] | None:
+    """Those of --reference_path, or else of the records of INPUT; None where nothing is to be scored."""
+    if args.reference_path is None and args.reference_field is None:
+        return None
+    from fastgen.cli.transformers import metrics
+
+    metrics.check_installed()
+    if args.reference_path is not None:
+        references = read_references("--reference_path", args.reference_path, args.reference_field)
+        if surveyed is not None:
+            check_same_length(args, len(references), surveyed.lines)
+        return references
+    if surveyed is None:
+        raise InputError(
+            f"--reference_field {args.reference_field} needs INPUT to be a file, or --reference_path, "
+            f"and {args.input} can be read only once"
+        )
+    return read_references("INPUT", args.input, args.reference_field)
+
+
 def _check_first_record(args: argparse.Namespace) -> None:
     """One bad record is that line's failure; a file that begins with one is not in this format, or has other fields."""
-    with args.input.open("rb") as file:
-        raw = file.readline(LONGEST_RECORD + 1)
+    raw = next(raw_lines("INPUT", args.input, LONGEST_RECORD), b"")
     if len(raw) > LONGEST_RECORD:
         return  # it is a failed input
     try:
-        text = raw.decode("utf-8-sig")
+        text = decode_raw(raw, 1)
         if text.strip():
             record = parse(text)
             for name in (args.text_field, *([] if args.id_field is None else [args.id_field])):
                 field(record, name)
-    except (RecordError, UnicodeDecodeError) as error:
+    except RecordError as error:
         raise InputError(
             f"INPUT {args.input}: line 1 {error} (--input_format jsonl, --text_field, --id_field)"
         ) from error

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.argument_types import STREAM
+from fastgen.cli.transformers.argument_types import STREAM, named_jsonl
 
 SPEECH = "automatic-speech-recognition"  # the --task that reads audio
 
@@ -48,8 +48,9 @@ def check_flags(args: argparse.Namespace) -> None:
     _check_precision(args)
     _check_files(args)
     _check_kind_of_model(args)
-    if args.compare and args.without_fastgen_opt:
-        _contradict("--compare", "--without_fastgen_opt")
+    for one, other in (("compare", "without_fastgen_opt"), ("truncation", "no_truncation"), ("truncation", "chat")):
+        if getattr(args, one) and getattr(args, other):
+            _contradict(f"--{one}", f"--{other}")
 
 
 def check_number_of_outputs(num_return_sequences: int, num_beams: int, do_sample: bool) -> None:
@@ -71,7 +72,7 @@ def check_several_outputs(args: argparse.Namespace, num_return_sequences: int) -
 
 
 def _writes_jsonl(args: argparse.Namespace) -> bool:
-    return (args.output_format or args.input_format) == "jsonl"
+    return args.output_format == "jsonl"
 
 
 def _check_settings(args: argparse.Namespace) -> None:
@@ -140,14 +141,21 @@ def _check_precision(args: argparse.Namespace) -> None:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    if args.score_path is not None and args.reference_path is None:
-        raise InputError(f"--score_path {args.score_path} needs --reference_path")
+    references = {flag: getattr(args, flag) for flag in ("reference_path", "reference_field")}
+    scored = [f"--{flag} {value}" for flag, value in references.items() if value is not None]
+    if args.score_path is not None and not scored:
+        raise InputError(f"--score_path {args.score_path} needs --reference_path or --reference_field")
     for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
         if args.resume and path == STREAM:
             raise InputError(f"--resume does not go with {name} -, which cannot be gone on with (accepted: a file)")
-    if args.reference_path is not None and args.output == STREAM:
-        raise InputError(f"--reference_path {args.reference_path} does not go with OUTPUT - (accepted: a file)")
-    for flag in ("text_field", "id_field"):
+    if scored and args.output == STREAM:
+        raise InputError(f"{scored[0]} does not go with OUTPUT - (accepted: a file)")
+    if args.reference_path is not None and named_jsonl(args.reference_path) and args.reference_field is None:
+        raise InputError(
+            f"{scored[0]} holds JSON records (needs --reference_field NAME, which of their fields to take)"
+        )
+    of_input = ("text_field", "id_field", *(("reference_field",) if args.reference_path is None else ()))
+    for flag in of_input:
         if getattr(args, flag) is not None and args.input_format != "jsonl":
             raise InputError(f"--{flag} {getattr(args, flag)} needs --input_format jsonl")
     if args.join_outputs and _writes_jsonl(args):
@@ -167,9 +175,9 @@ def _check_kind_of_model(args: argparse.Namespace) -> None:
                     "which has no encoder (accepted: one of them)"
                 )
     if args.task == SPEECH:
-        for flag in ("causal_lm", "prefix", "max_tokenizer_length", "padding_side"):
+        for flag in ("causal_lm", "prefix", "max_tokenizer_length", "truncation", "padding_side"):
             if getattr(args, flag):
-                value = "" if flag == "causal_lm" else f" {getattr(args, flag)}"
+                value = "" if getattr(args, flag) is True else f" {getattr(args, flag)}"
                 raise InputError(f"--{flag}{value} does not go with --task {SPEECH}, whose inputs are audio files")
 
 

@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.arguments import rows_per_batch
 from fastgen.cli.transformers.flag_checks import check_several_outputs
 from fastgen.cli.transformers.loading import LoadedModel, positions
 from fastgen.cli.transformers.settings import effective
@@ -55,7 +54,7 @@ def _check_at_most(flag: str, value: Any, limit: int | None) -> None:
 
 def _check_rows(args: argparse.Namespace, settings: dict[str, Any], loaded: LoadedModel) -> None:
     for name in ASSISTED:
-        if effective(name, settings, loaded) and rows_per_batch(args) != 1:
+        if effective(name, settings, loaded) and args.bs != 1:
             raise InputError(f"{name} {effective(name, settings, loaded)} takes one input at a time (accepted: --bs 1)")
 
 
@@ -66,6 +65,23 @@ def embedded_tokens(model: transformers.PreTrainedModel) -> int | None:
     except NotImplementedError:
         return None
     return embedding.num_embeddings if isinstance(embedding, torch.nn.Embedding) else None
+
+
+def lengths_of_inputs(
+    args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]
+) -> tuple[int | None, tuple[int, str] | None]:
+    """To how many tokens inputs are truncated; and the most that they may have, with what a longer one's message says.
+
+    None where there is no such number.
+    """
+    limit, asked = input_limit(args, loaded, settings), args.max_tokenizer_length
+    if args.truncation:
+        return min(filter(None, (asked, limit and limit[0])), default=None), limit
+    if args.no_truncation and asked is not None:
+        limit, asked = min(filter(None, (limit, (asked, f"--max_tokenizer_length {asked}")))), None
+    if limit is not None and not args.chat:
+        limit = limit[0], f"{limit[1]}; --truncation truncates"
+    return asked, limit
 
 
 def input_limit(args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]) -> tuple[int, str] | None:
@@ -82,7 +98,7 @@ def _limits_of_inputs(args: argparse.Namespace, loaded: LoadedModel) -> list[tup
     limits = []
     number = positions(loaded.model.config, "decoder" if loaded.causal_lm else "encoder")
     if number is not None:
-        limits.append((number, "MODEL's positions; --max_tokenizer_length truncates"))
+        limits.append((number, "MODEL's positions"))
     # --max_tokenizer_length stands in for the tokenizer's own limit.
     if args.max_tokenizer_length is None and loaded.tokenizer.model_max_length < NO_LIMIT:
         limits.append((loaded.tokenizer.model_max_length, "MODEL's tokenizer; --max_tokenizer_length sets another"))

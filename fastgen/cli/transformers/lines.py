@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import select
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
@@ -13,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.pipeline.whole_file import named
+from fastgen.cli.pipeline.whole_file import is_gzip, named
 from fastgen.cli.transformers.argument_types import STREAM
+from fastgen.cli.transformers.records import RecordError, decode_raw, field, kind, parse
 
 if TYPE_CHECKING:
     from fastgen.cli.transformers.items import Line
@@ -89,24 +92,34 @@ def read_chunks(
                 return  # without waiting for lines that are not wanted
 
 
-def read_references(path: Path) -> list[str]:
-    """The lines of --reference_path, UTF-8, without their line ends (LF or CRLF) and a byte order mark."""
+def raw_lines(flag: str, path: Path, longest: int = sys.maxsize) -> Iterator[bytes]:
+    """The lines of a file without their line feeds, one at a time; of longer ones `longest` bytes or more."""
+    with _opened(flag, path) as file:
+        for ended in _ended_lines(file, longest):
+            yield from ended
+
+
+def read_references(flag: str, path: Path, reference_field: str | None = None) -> list[str]:
+    """What to compare each line's output with: the lines of a UTF-8 file, or a field of its JSON records."""
     references = []
-    with _opened("--reference_path", path) as file:
-        for ended in _ended_lines(file):
-            for raw in ended:
-                try:
-                    text = raw.decode("utf-8" if references else "utf-8-sig")
-                except UnicodeDecodeError as error:
-                    number = len(references) + 1
-                    raise InputError(
-                        f"--reference_path {path}: line {number} is not UTF-8 text ({error.reason})"
-                    ) from error
-                references.append(text.removesuffix("\r"))
+    for number, raw in enumerate(raw_lines(flag, path), start=1):
+        try:
+            references.append(_reference(decode_raw(raw, number), reference_field))
+        except RecordError as error:
+            raise InputError(f"{flag} {path}: line {number} {error}") from error
     return references
 
 
-def _opened(flag: str, path: Path) -> FileIO:
+def _reference(text: str, reference_field: str | None) -> str:
+    if reference_field is None or not text.strip():
+        return text
+    value = field(parse(text), reference_field)
+    if not isinstance(value, str):
+        raise RecordError(f'has {kind(value)} in its field "{reference_field}" (accepted: a string)')
+    return value
+
+
+def _opened(flag: str, path: Path) -> FileIO | gzip.GzipFile:
     """Not buffered, and standard input not through sys.stdin: Python ends while a thread still waits in a read.
 
     The lock of a buffer that such a thread holds would be fatal then.
@@ -114,6 +127,8 @@ def _opened(flag: str, path: Path) -> FileIO:
     if path == STREAM and sys.stdin is None:
         raise InputError(f"{flag} {path}: standard input is closed")
     try:
+        if is_gzip(path):
+            return gzip.GzipFile(path)
         return FileIO(os.dup(0)) if path == STREAM else FileIO(path)
     except FileNotFoundError:
         raise InputError(f"{flag} {path}: there is no such file") from None
@@ -121,15 +136,18 @@ def _opened(flag: str, path: Path) -> FileIO:
         raise InputError(f"{flag} {path}: {error.strerror}") from error
 
 
-def _read(file: FileIO, size: int) -> bytes:
+def _read(file: FileIO | gzip.GzipFile, size: int) -> bytes:
     """What has arrived, up to `size` bytes; nothing only at the end."""
-    with named("standard input" if isinstance(file.name, int) else file.name):
-        while (block := file.read(size)) is None:  # a pipe that somebody else has set to non-blocking
-            select.select([file], [], [])
+    try:
+        with named("standard input" if isinstance(file.name, int) else file.name):
+            while (block := file.read(size)) is None:  # a pipe that somebody else has set to non-blocking
+                select.select([file], [], [])
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{file.name}: is no gzip file, or only a part of one ({error})") from error
     return block
 
 
-def _ended_lines(file: FileIO, longest: int = sys.maxsize) -> Iterator[list[bytes]]:
+def _ended_lines(file: FileIO | gzip.GzipFile, longest: int = sys.maxsize) -> Iterator[list[bytes]]:
     """All lines, those together that end in one block; a last line may lack its end.
 
     Of a line of more than `longest` bytes at least so many are there, and a byte more, but perhaps not all.

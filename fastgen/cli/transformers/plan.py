@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fastgen.cli.transformers.arguments import rows_per_batch
 from fastgen.cli.transformers.audio import collate_audio, prepare_audio
 from fastgen.cli.transformers.batches import Limits, Planner, pad_text
 from fastgen.cli.transformers.compare import SideBySide
-from fastgen.cli.transformers.limits import embedded_tokens, input_limit
+from fastgen.cli.transformers.default_batch import rows_per_input
+from fastgen.cli.transformers.limits import embedded_tokens, lengths_of_inputs
 from fastgen.cli.transformers.loading import LoadedModel
 from fastgen.cli.transformers.model import Model, WithinMemory
 from fastgen.cli.transformers.pipeline import Stages
@@ -21,7 +21,7 @@ from fastgen.cli.transformers.run_state import random_state
 from fastgen.cli.transformers.settings import effective, reasons_to_keep_file_order, token_ids
 
 BATCHES_PER_WINDOW = 16
-LINES_PER_WINDOW = 512  # where batches are cut by tokens
+LINES_PER_WINDOW = 1 << 12  # at most, where batches are cut by tokens only
 
 
 def make_stages(
@@ -36,6 +36,9 @@ def make_stages(
     """The stages of a run; `say` gets notes for the user."""
     prefix = args.prefix if args.prefix is not None else task.get("prefix") or ""
     tokenizer = loaded.tokenizer
+    truncate_to, limit = lengths_of_inputs(args, loaded, settings)
+    if args.truncation and truncate_to is None and not args.quiet:
+        say("--truncation changes nothing: MODEL takes inputs of any length (--max_tokenizer_length N sets one)")
     input_format = InputFormat(
         jsonl=args.input_format == "jsonl",
         text_field=args.text_field,
@@ -43,9 +46,8 @@ def make_stages(
         prefix=prefix,
         chat=args.chat,
         system=args.system,
-        max_tokenizer_length=args.max_tokenizer_length,
-        limit=input_limit(args, loaded, settings),
-        jsonl_output=args.output_format == "jsonl",
+        max_tokenizer_length=truncate_to,
+        limit=limit,
         embedded_tokens=embedded_tokens(loaded.model),
     )
     if loaded.feature_extractor is None:
@@ -58,10 +60,12 @@ def make_stages(
     if reasons and not args.quiet:
         say(f"batches keep the order of INPUT, so that outputs stay the same: {', '.join(reasons)}")
     in_order = bool(reasons) or args.window == 0
+    limits = _limits(args, loaded, settings)
+    window, window_cells = _window(args, limits)
     samples = effective("do_sample", settings, loaded) or isinstance(effective("temperature", settings, loaded), list)
     return Stages(
         make_prepare=make_prepare,
-        planner=Planner(_limits(args, loaded, settings), 0 if in_order else _window(args), collate),
+        planner=Planner(limits, 0 if in_order else window, collate, window_cells),
         transfer=model.transfer,
         generate=generate,
         make_finish=partial(
@@ -96,12 +100,13 @@ def output_format(args: argparse.Namespace, loaded: LoadedModel) -> OutputFormat
 
 def _limits(args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]) -> Limits:
     """--batch_tokens counts every row of the batch that generate makes of an input."""
-    rows = max(effective(name, settings, loaded) or 1 for name in ("num_beams", "num_return_sequences"))
-    cells = None if args.batch_tokens is None else max(1, args.batch_tokens // rows)
-    return Limits(rows_per_batch(args), cells)
+    cells = None if args.batch_tokens is None else max(1, args.batch_tokens // rows_per_input(settings, loaded))
+    return Limits(args.bs, cells)
 
 
-def _window(args: argparse.Namespace) -> int:
+def _window(args: argparse.Namespace, batch: Limits) -> tuple[int, int | None]:
+    """How many lines are sorted, and their tokens: what waits to be sorted is not written yet."""
     if args.window is not None:
-        return args.window
-    return LINES_PER_WINDOW if args.batch_tokens is not None else BATCHES_PER_WINDOW * rows_per_batch(args)
+        return args.window, None
+    rows = LINES_PER_WINDOW if batch.rows is None else BATCHES_PER_WINDOW * batch.rows
+    return rows, None if batch.cells is None else BATCHES_PER_WINDOW * batch.cells

@@ -165,13 +165,15 @@ def _text_record(result: _Result, output_format: OutputFormat) -> bytes:
 
 def _json_record(result: _Result, output_format: OutputFormat) -> bytes:
     line = result.line
-    # What was generated for came through the same reading of its record.
-    keeps_fields = output_format.input_jsonl and (result.outputs or records.can_be_extended(line))
+    own = None
+    if output_format.input_jsonl:
+        with suppress(records.RecordError):  # a line that is no record is known by its number only
+            own = records.own_fields(line)
     added: dict[str, Any] = {} if result.input_tokens is None else {"input_tokens": result.input_tokens}
     added["outputs"] = [_json_output(output) for output in result.outputs]
     if result.error is not None:
         added["error"] = result.error
-    return records.extended(records.decode(line) if keeps_fields else None, line.number, added)
+    return records.extended(own, line.number, added)
 
 
 def _json_output(output: _Output) -> dict[str, Any]:

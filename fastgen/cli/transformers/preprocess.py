@@ -14,16 +14,7 @@ import numpy as np
 import transformers
 
 from fastgen.cli.transformers.items import Line, Prepared
-from fastgen.cli.transformers.records import (
-    LONGEST_RECORD,
-    RecordError,
-    check_added_fields,
-    decode,
-    field,
-    kind,
-    parse,
-    reason,
-)
+from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, decode, field, kind, parse, reason
 
 Tokenizer = transformers.PreTrainedTokenizerBase
 Messages = list[dict[str, Any]]
@@ -47,7 +38,6 @@ class InputFormat:
     chat: the text becomes a user's message, after the message `system`; `text_field` may also hold a list of messages.
     max_tokenizer_length: texts are truncated to so many tokens.
     limit: the most tokens that the model takes, and what sets this limit.
-    jsonl_output: OUTPUT has the records of INPUT with more fields, whose names must be free.
     embedded_tokens: how many the model's embedding has, None where nobody knows.
     """
 
@@ -59,7 +49,6 @@ class InputFormat:
     system: str | None
     max_tokenizer_length: int | None
     limit: tuple[int, str] | None
-    jsonl_output: bool = False
     embedded_tokens: int | None = None
 
     @property
@@ -105,8 +94,6 @@ def read_input(line: Line, input_format: InputFormat) -> str | Messages | None:
         return None
     if input_format.jsonl:
         record = parse(text)
-        if input_format.jsonl_output:
-            check_added_fields(record)
         if input_format.id_field is not None:
             field(record, input_format.id_field)
         text = field(record, input_format.text_field)

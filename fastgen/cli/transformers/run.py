@@ -18,9 +18,10 @@ from fastgen.cli.transformers import metrics
 from fastgen.cli.transformers.argument_types import STREAM
 from fastgen.cli.transformers.arguments import PROG
 from fastgen.cli.transformers.compare import SideBySide
+from fastgen.cli.transformers.default_batch import set_default_batch
 from fastgen.cli.transformers.files import Files, check_same_length
 from fastgen.cli.transformers.limits import check_settings
-from fastgen.cli.transformers.lines import read_chunks
+from fastgen.cli.transformers.lines import raw_lines, read_chunks
 from fastgen.cli.transformers.loading import LoadedModel, choose_device, load_model
 from fastgen.cli.transformers.model import Model, WithinMemory
 from fastgen.cli.transformers.pipeline import run_stages
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace, files: Files) -> int:
     loaded = load_model(args, device)
     task = task_settings(args, loaded.model.config)
     settings = generate_arguments(args, loaded, task)
+    batch = set_default_batch(args, loaded, settings)
     check_settings(args, loaded, settings)
     transfer = Transfer(device)
     model = _model(args, loaded, settings, transfer)
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace, files: Files) -> int:
         print(model.report(), file=_stdout(args))
     _score(args, files, loaded, output.records)
     if not args.quiet:
+        if batch is not None:
+            print(f"batches, chosen for MODEL and this machine: {batch}", file=sys.stderr)
         print(progress.summary(), file=sys.stderr)
     failures = state.failures + progress.failures
     if failures:
@@ -141,8 +145,8 @@ def _score(args: argparse.Namespace, files: Files, loaded: LoadedModel, lines: i
         return
     check_same_length(args, len(files.references), lines)
     written = output_format(args, loaded)
-    with args.output.open("rb") as file:
-        scores = metrics.score([first_text(record, written) for record in file], files.references)
+    outputs = [first_text(record, written) for record in raw_lines("OUTPUT", args.output)]
+    scores = metrics.score(outputs, files.references)
     print(metrics.report(scores), file=_stdout(args))
     if args.score_path is not None and (args.overwrite or not args.score_path.exists()):
         write_whole(args.score_path, (json.dumps(scores, indent=2) + "\n").encode("utf-8"))

@@ -21,12 +21,17 @@ REPETITION_PENALTY_COUNTS_PADDING = Version(transformers.__version__) < Version(
 
 
 def task_settings(args: argparse.Namespace, config: transformers.PretrainedConfig) -> dict[str, Any]:
-    """What the model's config keeps for --task (its task_specific_params), the prefix of T5 among it."""
+    """What the model's config keeps for --task (its task_specific_params), the prefix of T5 among it.
+
+    Without --task nothing, where FastSeq takes summarization: the library's generate does not use them, either.
+    """
     if args.task == SPEECH:
         return {}
     known = getattr(config, "task_specific_params", None) or {}
+    has = ", ".join(known) or "none"
+    if args.task is None and known and not args.quiet:
+        print(f"note: MODEL has settings for some tasks, which only --task NAME uses (it has: {has})", file=sys.stderr)
     if args.task is not None and args.task not in known:
-        has = ", ".join(known) or "none"
         print(f"note: MODEL has no settings for --task {args.task} (it has: {has})", file=sys.stderr)
     return known.get(args.task, {})
 

@@ -33,6 +33,9 @@ FLAGS_WITHOUT_EFFECT_ON_RECORDS = (
     "preprocess_workers",
     "postprocess_workers",
     "reference_path",
+    "reference_field",
+    "padding",
+    "return_tensors",
     "score_path",
 )
 # Where a model was loaded from, and by which version: they differ where the model does not.

@@ -1,0 +1,148 @@
+"""Without --bs and --batch_tokens a batch is as large as gains, and as the machine's memory allows."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from cli_language_models import save_whisper
+from cli_models import save_bart, save_gpt2, save_t5, sentences
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from fastgen.cli.pipeline.differences import differences
+from fastgen.cli.transformers import default_batch
+from fastgen.cli.transformers.arguments import parse_arguments
+from fastgen.cli.transformers.default_batch import key_value_bytes, set_default_batch, total_memory
+from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.loading import load_model
+from fastgen.cli.transformers.settings import generate_arguments
+from fastgen.cli.transformers.signature import signature
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+SPEECH = ("--task", "automatic-speech-recognition")
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bart(tmp_path_factory.mktemp("bart"))
+
+
+def chosen(folder: Path, *flags: object) -> tuple[int | None, int | None, dict]:
+    """--bs, --batch_tokens and the signature."""
+    args = parse_arguments([str(folder), "in", "out", *map(str, flags)])
+    loaded = load_model(args, CPU)
+    said = set_default_batch(args, loaded, generate_arguments(args, loaded, {}))
+    given = "--bs" in flags or "--batch_tokens" in flags
+    assert said == (
+        None if given else f"--bs {args.bs}" + (f" --batch_tokens {args.batch_tokens}" * (args.task is None))
+    )
+    return args.bs, args.batch_tokens, signature(args, loaded, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "inputs", "tokens"),
+    [
+        ((), 256, 16384),
+        (("--beam", 4), 64, 4 * 16384),  # as many rows of generate, and inputs as long
+        (("--do_sample", "--num_return_sequences", 100, "--join_outputs"), 8, 100 * 16384),
+        (("--bs", 3), 3, None),
+        (("--batch_tokens", 99), None, 99),
+    ],
+)
+def test_a_small_model_has_the_batches_that_gain(bart: Path, flags: tuple, inputs: int, tokens: int) -> None:
+    assert chosen(bart, *flags)[:2] == (inputs, tokens)
+
+
+def test_memory_limits_batches_and_what_is_free_in_it_does_not_count(
+    bart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(bart)
+    weights = 4 * sum(weight.numel() for weight in model.parameters())
+    token = 2 * 16 * 4  # one layer of keys and values
+    output = 8 * 64 * 4 + 9 * token  # scores for 64 tokens; an output has up to 9
+    for memory, inputs, tokens in (
+        (0, 1, 4),
+        (weights, 1, 4),
+        (weights + 4 * 4 * 10 * output, 10, 4 * (10 * output // token)),
+        (1 << 40, 64, 4 * 16384),
+    ):
+        monkeypatch.setattr(default_batch, "total_memory", lambda device, memory=memory: memory)
+        assert chosen(bart, "--beam", 4)[:2] == (inputs, tokens)
+
+
+def test_what_was_chosen_is_part_of_the_signature_as_if_it_had_been_given(
+    bart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, tokens, before = chosen(bart)
+    assert chosen(bart)[2] == before
+    monkeypatch.setattr(default_batch, "total_memory", lambda device: 1_000_000)
+    _, fewer, other = chosen(bart)
+    assert f"--batch_tokens was {tokens}, is {fewer}" in differences(json.loads(json.dumps(before)), other)
+    assert chosen(bart, "--bs", inputs, "--batch_tokens", tokens)[2] == before
+
+
+def test_sounds_have_no_tokens(tmp_path: Path) -> None:
+    assert chosen(save_whisper(tmp_path / "whisper"), *SPEECH)[:2] == (8, None)
+
+
+def save_llama(folder: Path) -> Path:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("save", [save_bart, save_t5, save_gpt2, save_llama])
+def test_the_bytes_of_a_token_are_those_in_the_cache(tmp_path: Path, save: object, dtype: torch.dtype) -> None:
+    folder = save(tmp_path / "model")
+    kind = transformers.AutoModelForCausalLM if save in (save_gpt2, save_llama) else transformers.AutoModelForSeq2SeqLM
+    model = kind.from_pretrained(folder, dtype=dtype).eval()
+    decoder = {"decoder_input_ids": torch.full((1, 7), 5)} if model.config.is_encoder_decoder else {}
+    cache = model(torch.full((1, 7), 5), use_cache=True, **decoder).past_key_values
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    held = sum(part.numel() * part.element_size() for layer in layers for part in (layer.keys, layer.values))
+    assert key_value_bytes(model.config.get_text_config(decoder=True), dtype) == held / 7
+
+
+@pytest.mark.parametrize("mapping", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES])
+def test_every_architecture_has_a_number(mapping: dict[str, str]) -> None:
+    for name in mapping:
+        try:
+            config = transformers.AutoConfig.for_model(name)
+        except Exception:  # it has no defaults
+            continue
+        assert key_value_bytes(config.get_text_config(decoder=True), torch.float32) > 0, name
+
+
+def test_a_container_has_the_memory_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = total_memory(CPU)
+    assert machine > 1 << 28
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "limit").write_text("268435456\n")
+    names = (str(tmp_path / "max"), str(tmp_path / "none"), str(tmp_path / "limit"))
+    monkeypatch.setattr(default_batch, "LIMITS_OF_CONTAINERS", names[:2])
+    assert total_memory(CPU) >= machine
+    monkeypatch.setattr(default_batch, "LIMITS_OF_CONTAINERS", names)
+    assert total_memory(CPU) == 1 << 28
+    monkeypatch.delattr(os, "sysconf")
+    monkeypatch.setattr(default_batch, "LIMITS_OF_CONTAINERS", ())
+    assert total_memory(CPU) == 8 << 30
+
+
+def test_the_summary_says_what_was_chosen(tmp_path: Path, bart: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "in").write_text("".join(line + "\n" for line in sentences(300, longest=3)))
+    said = "batches, chosen for MODEL and this machine: --bs 256 --batch_tokens 16384"
+    assert main([str(bart), str(tmp_path / "in"), str(tmp_path / "default")]) == 0
+    assert said in capsys.readouterr().err.splitlines()
+    assert main([str(bart), str(tmp_path / "in"), str(tmp_path / "few"), "--bs", "8"]) == 0
+    assert "batches, chosen" not in capsys.readouterr().err
+    assert (tmp_path / "default").read_text() == (tmp_path / "few").read_text()

@@ -15,8 +15,9 @@ demo: $(VENV)/demo.installed
 	$(BIN)/fastgen-generate-for-transformers demo fastgen/models/demo/data/sample.txt demo-output.txt \
 		--bs 32 --compare --reference_path fastgen/models/demo/data/sample.ref.txt
 
+# Lists what is skipped: the tests of fairseq where this Python has no build of it (3.10 and 3.13), those of a GPU.
 test: $(VENV)/test.installed
-	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
 
 # Says so where there is no GPU.
 test-gpu: $(VENV)/test.installed

@@ -14,8 +14,9 @@ SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 demo: $(VENV)/demo.installed
 	@$(BIN)/python -m fastgen.cli.demo
 
+# Lists what is skipped: the tests of fairseq where this Python has no build of it (3.10 and 3.13), those of a GPU.
 test: $(VENV)/test.installed
-	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
 
 # Says so where there is no GPU.
 test-gpu: $(VENV)/test.installed

@@ -70,7 +70,6 @@ EXTRAS = {
         've-fairseq==0.12.3; python_version >= "3.11"',
         "numpy<2",  # fairseq reads language models' sentences with np.compat, which numpy 2 lacks
     ],
-    "ray": ["ray[data]"],
     "metrics": ["rouge-score", "sacrebleu"],
     "audio": ["soundfile", "soxr"],
     "bench": ["matplotlib", "psutil"],

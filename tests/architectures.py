@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, for comparisons with the unpatched library."""
+"""Random models of many architectures, tiny or as wide as real ones, for comparisons with the unpatched library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from transformers import (
     EncoderDecoderConfig,
     EncoderDecoderModel,
     GPT2Config,
-    TrOCRConfig,
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
     ViTConfig,
@@ -24,32 +23,57 @@ from transformers import (
 VOCABULARY = 99
 SPECIAL = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 2}
 
-# Every name under which configurations keep a size, and the tiny value it gets.
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "n_embed", "dim"), 32
-    ),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
-    **dict.fromkeys(
-        ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads"),
-        4,
-    ),
-    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
-    **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "dff"), 64
-    ),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
-    "head_dim": 8,
-    "d_kv": 8,
-    "moe_intermediate_size": 32,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-}
+
+@dataclass(frozen=True)
+class Scale:
+    """How wide a model is and how long its inputs are; two layers and the vocabulary stay tiny.
+
+    length: tokens of a prompt. frames: of a sound, before convolutions halve them.
+    """
+
+    heads: int = 4
+    key_value_heads: int = 2
+    head_dim: int = 8
+    length: int = 9
+    positions: int = 128
+    frames: int = 40
+    image_size: int = 16
+    patch_size: int = 8
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+
+TINY = Scale()
+REAL = Scale(
+    heads=8, key_value_heads=4, head_dim=64, length=512, positions=1024, frames=3000, image_size=224, patch_size=16
+)
+
+
+def sizes(scale: Scale) -> dict[str, Any]:
+    """Every name under which configurations keep a size, and the value it gets."""
+    widths = ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "n_embed", "dim")
+    heads = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
+    heads += ("decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads")
+    layers = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
+    inner = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "dff")
+    return {
+        "vocab_size": VOCABULARY,
+        **dict.fromkeys(widths, scale.width),
+        **dict.fromkeys((*layers, "num_decoder_layers", "num_encoder_layers"), 2),
+        **dict.fromkeys(heads, scale.heads),
+        **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), scale.key_value_heads),
+        **dict.fromkeys(inner, 64),
+        **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), scale.positions),
+        "head_dim": scale.head_dim,
+        "d_kv": scale.head_dim,
+        "moe_intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    }
 
 
 DROP = object()  # a size that the configuration must not be given
@@ -57,7 +81,7 @@ DROP = object()  # a size that the configuration must not be given
 
 @dataclass(frozen=True)
 class Architecture:
-    """kind: "causal", "seq2seq", "speech" or "vision"; overrides: configuration values that differ from `SIZES`."""
+    """kind: "causal", "seq2seq", "speech" or "vision"; overrides: values, or functions of a scale, for `sizes`."""
 
     model_type: str
     kind: str
@@ -68,9 +92,9 @@ class Architecture:
     def id(self) -> str:
         return self.name or self.model_type
 
-    def model(self) -> torch.nn.Module:
+    def model(self, scale: Scale = TINY) -> torch.nn.Module:
         torch.manual_seed(0)
-        model = _BUILDERS[self.kind](self)
+        model = _BUILDERS[self.kind](self, scale)
         for key in ("forced_eos_token_id", "forced_bos_token_id", "suppress_tokens", "begin_suppress_tokens"):
             if getattr(model.generation_config, key, None) is not None:
                 setattr(model.generation_config, key, None)
@@ -78,24 +102,28 @@ class Architecture:
             setattr(model.generation_config, key, value)
         return model.eval()
 
-    def inputs(self) -> dict[str, torch.Tensor]:
+    def config(self, scale: Scale) -> Any:
+        overrides = {key: value(scale) if callable(value) else value for key, value in self.overrides.items()}
+        return _config(self.model_type, scale, **overrides)
+
+    def inputs(self, scale: Scale = TINY) -> dict[str, torch.Tensor]:
         """Two inputs of unequal length: the first is padded, on the left for decoder-only models."""
         generator = torch.Generator().manual_seed(1)
         if self.kind == "speech":
-            shape = (2, 8, 40) if self.model_type == "whisper" else (2, 40, 8)
+            shape = (2, 8, scale.frames) if self.model_type == "whisper" else (2, scale.frames, 8)
             return {"input_features": torch.randn(shape, generator=generator)}
         if self.kind == "vision":
-            return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
-        input_ids = torch.randint(5, VOCABULARY, (2, 9), generator=generator)
+            return {"pixel_values": torch.randn(2, 3, scale.image_size, scale.image_size, generator=generator)}
+        input_ids = torch.randint(5, VOCABULARY, (2, scale.length), generator=generator)
         attention_mask = torch.ones_like(input_ids)
         padding = slice(None, 3) if self.kind == "causal" else slice(-3, None)
         input_ids[0, padding], attention_mask[0, padding] = SPECIAL["pad_token_id"], 0
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
-def tiny_config(model_type: str, **overrides: Any) -> Any:
+def _config(model_type: str, scale: Scale, **overrides: Any) -> Any:
     config = AutoConfig.for_model(model_type)
-    known = {key: value for key, value in SIZES.items() if getattr(config, key, None) is not None}
+    known = {key: value for key, value in sizes(scale).items() if getattr(config, key, None) is not None}
     names = set(config.attribute_map)
     arguments = {key: value for key, value in known.items() if key not in names}
     arguments |= {key: value for key, value in SPECIAL.items() if key != "decoder_start_token_id"}
@@ -105,45 +133,45 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
     return type(config)(**{key: value for key, value in arguments.items() if value is not DROP})
 
 
-def _build_causal(architecture: Architecture) -> torch.nn.Module:
-    config = tiny_config(architecture.model_type, **architecture.overrides)
+def _build_causal(architecture: Architecture, scale: Scale) -> torch.nn.Module:
+    config = architecture.config(scale)
     config.is_decoder = True
     return AutoModelForCausalLM.from_config(config)
 
 
-def _build_seq2seq(architecture: Architecture) -> torch.nn.Module:
+def _build_seq2seq(architecture: Architecture, scale: Scale) -> torch.nn.Module:
     if architecture.model_type == "encoder-decoder":
         encoder = BertGenerationConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+            vocab_size=VOCABULARY, max_position_embeddings=scale.positions, **_encoder_sizes(scale)
         )
-        decoder = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, **SPECIAL)
-        model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
-        for key, value in SPECIAL.items():
-            setattr(model.config, key, value)
-        return model
-    return AutoModelForSeq2SeqLM.from_config(tiny_config(architecture.model_type, **architecture.overrides))
-
-
-def _build_speech(architecture: Architecture) -> torch.nn.Module:
-    return AutoModelForSpeechSeq2Seq.from_config(tiny_config(architecture.model_type, **architecture.overrides))
-
-
-def _build_vision(architecture: Architecture) -> torch.nn.Module:
-    encoder = ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=8
-    )
-    if architecture.name == "vit-trocr":
-        decoder = TrOCRConfig(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            decoder_layers=2,
-            decoder_attention_heads=4,
-            decoder_ffn_dim=64,
-            **SPECIAL,
+        return _with_special_tokens(
+            EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(encoder, _gpt2_config(scale)))
         )
-    else:
-        decoder = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, **SPECIAL)
-    model = VisionEncoderDecoderModel(VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
+    return AutoModelForSeq2SeqLM.from_config(architecture.config(scale))
+
+
+def _build_speech(architecture: Architecture, scale: Scale) -> torch.nn.Module:
+    return AutoModelForSpeechSeq2Seq.from_config(architecture.config(scale))
+
+
+def _build_vision(architecture: Architecture, scale: Scale) -> torch.nn.Module:
+    encoder = ViTConfig(image_size=scale.image_size, patch_size=scale.patch_size, **_encoder_sizes(scale))
+    decoder = _config("trocr", scale) if architecture.name == "vit-trocr" else _gpt2_config(scale)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    return _with_special_tokens(VisionEncoderDecoderModel(config))
+
+
+def _encoder_sizes(scale: Scale) -> dict[str, int]:
+    heads = {"hidden_size": scale.width, "num_attention_heads": scale.heads}
+    return {"num_hidden_layers": 2, "intermediate_size": 64, **heads}
+
+
+def _gpt2_config(scale: Scale) -> GPT2Config:
+    sizes = {"n_embd": scale.width, "n_layer": 2, "n_head": scale.heads, "n_positions": scale.positions}
+    return GPT2Config(vocab_size=VOCABULARY, **sizes, **SPECIAL)
+
+
+def _with_special_tokens(model: torch.nn.Module) -> torch.nn.Module:
     for key, value in SPECIAL.items():
         setattr(model.config, key, value)
     return model
@@ -170,14 +198,14 @@ ARCHITECTURES = [
     Architecture("codegen", "causal", {"rotary_dim": 4}),
     Architecture("falcon", "causal", {"head_dim": DROP, "multi_query": True}),
     Architecture("falcon", "causal", {"head_dim": DROP, "alibi": True}, name="falcon-alibi"),
-    Architecture("nemotron", "causal", {"head_dim": 8, "num_key_value_heads": 2}),
+    Architecture("nemotron", "causal", {"head_dim": lambda scale: scale.head_dim, "num_key_value_heads": 2}),
     Architecture("llama", "causal", {"attn_implementation": "eager"}, name="llama-eager"),
     Architecture("mistral", "causal", {"sliding_window": None}, name="mistral-full"),
     Architecture(
         "deepseek_v3",
         "causal",
         {
-            "num_key_value_heads": 4,
+            "num_key_value_heads": lambda scale: scale.heads,
             "q_lora_rank": 16,
             "kv_lora_rank": 16,
             "qk_nope_head_dim": 8,
@@ -193,11 +221,16 @@ ARCHITECTURES = [
     Architecture("recurrent_gemma", "causal", {"block_types": ["recurrent", "attention"]}),
     *(Architecture(name, "seq2seq") for name in SEQ2SEQ_AS_THEY_ARE),
     Architecture("bart", "seq2seq", {"attn_implementation": "eager"}, name="bart-eager"),
-    Architecture("whisper", "speech", {"max_source_positions": 20, "num_mel_bins": 8}),
+    Architecture("whisper", "speech", {"max_source_positions": lambda scale: scale.frames // 2, "num_mel_bins": 8}),
     Architecture(
         "speech_to_text",
         "speech",
-        {"max_source_positions": 40, "input_feat_per_channel": 8, "input_channels": 1, "conv_channels": 16},
+        {
+            "max_source_positions": lambda scale: scale.frames,
+            "input_feat_per_channel": 8,
+            "input_channels": 1,
+            "conv_channels": 16,
+        },
     ),
     Architecture("vision-encoder-decoder", "vision", name="vit-gpt2"),
     Architecture("vision-encoder-decoder", "vision", name="vit-trocr"),

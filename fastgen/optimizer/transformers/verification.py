@@ -9,6 +9,7 @@ difference switches the patches off, altogether or for that class, with a warnin
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, tor
 # Keys of what was compared, see `_key`; and what differed, for classes that are left alone.
 _verified: set[tuple] = set()
 _refused: dict[type, str] = {}
+
+# One comparison at a time, and no call begins during it: it changes the state of all threads' random numbers.
+_LOCK = threading.Lock()
 
 
 @dataclass
@@ -71,8 +75,9 @@ def call_to_verify(model: Any, args: tuple, kwargs: dict[str, Any]) -> Call | No
     arguments = inspect.signature(GenerationMixin.generate).bind_partial(model, *args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
     del arguments["self"]
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return Call(model, arguments, (torch.get_rng_state(), cuda))
+    with _LOCK:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return Call(model, arguments, (torch.get_rng_state(), cuda))
 
 
 def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, record: report.Report) -> list[str]:
@@ -97,13 +102,17 @@ def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, re
 
 def verify(original: Callable, first: FirstUse) -> None:
     """Compares, notes what came out, and puts the random state back to where the call began."""
-    model, (cpu, cuda) = first.call.model, first.call.random_state
-    try:
-        difference = compare(model, original, first.call.arguments)
-    finally:
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+    model = first.call.model
+    with _LOCK:
+        if first.key in _verified or type(model) in _refused:  # by another thread
+            return
+        cpu, cuda = first.call.random_state
+        try:
+            difference = compare(model, original, first.call.arguments)
+        finally:
+            torch.set_rng_state(cpu)
+            if cuda:
+                torch.cuda.set_rng_state_all(cuda)
     if difference == "":
         _verified.add(first.key)
     elif difference is not None:

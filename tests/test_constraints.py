@@ -1,0 +1,51 @@
+"""constraints.txt holds versions that the extras of setup.py accept, for every Python that is supported."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, list[Requirement]]:
+    """The requirements of each extra, and those that every installation has."""
+    given: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", given.update)
+        patch.chdir(ROOT)
+        runpy.run_path(os.fspath(ROOT / "setup.py"))
+    extras = {"": given["install_requires"], **given["extras_require"]}
+    return {extra: [Requirement(line) for line in lines] for extra, lines in extras.items()}
+
+
+def constraints(python: str) -> dict[str, SpecifierSet]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(one.name): one.specifier for one in map(Requirement, lines) if holds(one, python)}
+
+
+def holds(requirement: Requirement, python: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"python_version": python})
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_no_extra_refuses_the_one_version_that_the_constraints_leave(wanted, python):
+    left = constraints(python)
+    checked = 0
+    for extra, requirements in wanted.items():
+        for requirement in requirements:
+            for allowed in left.get(canonicalize_name(requirement.name), SpecifierSet()):
+                if holds(requirement, python) and allowed.operator == "==":
+                    assert requirement.specifier.contains(allowed.version), f"[{extra}] {requirement}: {allowed}"
+                    checked += 1
+    assert checked > 10

@@ -8,11 +8,10 @@ from random import Random
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES, SPECIAL, Architecture, tiny_config
+from architectures import ARCHITECTURES, Architecture
 from own_models import FORMS, ODD, odd_model
-from parity import lively, padded, token_ids
+from parity import lively, padded, tiny_encoder, token_ids
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 # Checkpoints of these keep is_decoder=False: their forward fills the cache that it is given and does not return it.
 ENCODERS = ("bert", "roberta", "xlm-roberta", "electra", "camembert", "big_bird")
@@ -102,10 +101,8 @@ def model_of(name: str, dtype: torch.dtype) -> nn.Module:
     if name.startswith("odd-"):
         return odd_model(WAYS[name.removeprefix("odd-")]).to(dtype)
     if name.endswith("-encoder"):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny_config(name.removesuffix("-encoder"))).eval()
-        model.generation_config.update(**SPECIAL)
-    elif name.endswith("-long"):
+        return tiny_encoder(name.removesuffix("-encoder")).to(dtype)
+    if name.endswith("-long"):
         plain = BY_NAME[name.removesuffix("-long")]
         model = Architecture(plain.model_type, plain.kind, POSITIONS | plain.overrides).model()
     else:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from architectures import SPECIAL, VOCABULARY, Architecture
+from architectures import SPECIAL, TINY, VOCABULARY, Architecture
+from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import ModelOutput
 
@@ -41,6 +42,14 @@ def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 def tiny(name: str, kind: str = "causal", **overrides: Any) -> torch.nn.Module:
     """A tiny lively model; kind as in `Architecture`."""
     return lively(Architecture(name, kind, overrides).model())
+
+
+def tiny_encoder(name: str) -> torch.nn.Module:
+    """A tiny lively BERT-like model for causal language modelling that says `is_decoder=False`, as checkpoints do."""
+    torch.manual_seed(0)
+    model = lively(AutoModelForCausalLM.from_config(Architecture(name, "causal").config(TINY))).eval()
+    model.generation_config.update(**SPECIAL)
+    return model
 
 
 def whisper() -> torch.nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
-from architectures import SPECIAL, Architecture, tiny_config
+from architectures import Architecture
 from parity import (
     BEAMS,
     CROSS,
@@ -21,13 +21,13 @@ from parity import (
     padded,
     run_both,
     tiny,
+    tiny_encoder,
     token_ids,
     whisper,
 )
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -126,9 +126,8 @@ def test_whisper_with_a_decoder_prompt_of_language_task_and_earlier_text():
 @pytest.mark.parametrize("name", ("bert", "roberta", "xlm-roberta", "electra", "camembert", "ernie"))
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 def test_forward_that_fills_the_cache_and_does_not_return_it(name, arguments):
-    model = lively(AutoModelForCausalLM.from_config(tiny_config(name))).eval()
-    assert not model.config.is_decoder  # as checkpoints of these models have it
-    model.generation_config.update(**SPECIAL)
+    model = tiny_encoder(name)
+    assert not model.config.is_decoder
     assert is_shared(assert_same(model, padded(9, 5), **arguments), PROMPT)
 
 

@@ -34,7 +34,7 @@ _verified: set[tuple] = set()
 _refused: dict[type, str] = {}
 
 # One comparison at a time, and no call begins during it: it changes the state of all threads' random numbers.
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 
 
 @dataclass

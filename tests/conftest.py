@@ -46,6 +46,21 @@ def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         yield
 
 
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each forward, in the order of the forwards, as the embedding of their tokens sees them."""
+    from torch.nn import functional
+
+    rows, embedding = [], functional.embedding
+
+    def counting(input_ids, *args, **kwargs):
+        rows.append(len(input_ids))
+        return embedding(input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "embedding", counting)
+    return rows
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """More threads only get in each other's way in models and sounds that are small."""

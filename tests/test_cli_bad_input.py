@@ -58,13 +58,17 @@ def files(tmp_path: Path) -> Path:
 
 
 def check_refused(capsys: pytest.CaptureFixture, folder: Path, command: list[str], *named: str) -> None:
-    """The command ends with status 2 and one line that holds all of `named`, and leaves `folder` as it was."""
+    """The command ends with status 2 and one line that holds all of `named`, and leaves `folder` as it was.
+
+    Before the line stands what is being loaded, where the mistake is found by loading it.
+    """
     before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
     capsys.readouterr()
     assert main(command) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"{PROG}: error: ") and captured.err.count("\n") == 1, captured.err
+    said = captured.err.removeprefix(f"loading {command[0]}\n")
+    assert said.startswith(f"{PROG}: error: ") and said.count("\n") == 1, captured.err
     for text in named:
         assert text in captured.err
     assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before

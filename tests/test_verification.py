@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from architectures import SPECIAL
-from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -51,19 +50,6 @@ def wrong_attention(monkeypatch):
 def make(model_class: type = LlamaForCausalLM) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return model_class(copy.deepcopy(CONFIG)).eval()
-
-
-@pytest.fixture
-def rows(monkeypatch) -> list[int]:
-    """The rows of each forward, in the order of the forwards."""
-    rows, embedding = [], functional.embedding
-
-    def counting(input_ids, *args, **kwargs):
-        rows.append(len(input_ids))
-        return embedding(input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(functional, "embedding", counting)
-    return rows
 
 
 def own_class() -> type:

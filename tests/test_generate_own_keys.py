@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 import pickle
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 import torch
 from own_models import odd_model, repeated, weigh
 from parity import BEAMS, PROMPT, SAMPLES, assert_equal_outputs, is_shared, padded, run_both
+from sharing import sharing
 
-from fastgen.optimizer.decoding import kv_cache
+from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.transformers import verification
 
 BOTH_DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
@@ -76,12 +78,13 @@ def assert_same_records(attend, dtype, monkeypatch, at_the_end=list):
         output = model.generate(**padded(9, 5), **arguments, return_dict_in_generate=True, output_scores=True)
         return output, at_the_end(record)
 
-    for least in (0, kv_cache.MIN_SAVED_ELEMENTS):
-        monkeypatch.setattr(kv_cache, "MIN_SAVED_ELEMENTS", least)
-        for arguments in (BEAMS, SAMPLES):
+    monkeypatch.setattr(gain, "COST", 0)
+    monkeypatch.setattr(gain, "COST_PER_MODULE", 0)
+    for share, arguments in itertools.product(("always", "auto"), (BEAMS, SAMPLES)):
+        with sharing(share):
             both = run_both(functools.partial(call, arguments))
-            assert is_shared(both.report) and (PROMPT in str(both.report)) is (least == 0)
-            if dtype == torch.bfloat16 and least == 0:
+            assert is_shared(both.report) and (PROMPT in str(both.report)) is (share == "always")
+            if dtype == torch.bfloat16 and share == "always":
                 assert_equal_outputs(both.stock[1][:1], both.fast[1][:1])
             else:
                 assert_equal_outputs(both.stock, both.fast)

@@ -49,6 +49,14 @@ def disabled() -> AbstractContextManager[None]:
     return switched(False)
 
 
+def warn(message: str) -> None:
+    """A RuntimeWarning; where the program makes errors of warnings, a line in the log instead."""
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    except RuntimeWarning:
+        logger.warning(message)
+
+
 class SwitchedOff(RuntimeError):
     """Raised by a replacement that cannot go on because its patches were taken back; the original does the work."""
 
@@ -150,7 +158,7 @@ class PatchSet:
         if group not in self._groups:
             raise ValueError(f"group {group!r} is not known (known: {', '.join(self._groups)})")
         if self._take_back(group, "failed", reason):
-            warnings.warn(f"fastgen leaves {group} to the originals: {reason}", RuntimeWarning, stacklevel=2)
+            warn(f"fastgen leaves {group} to the originals: {reason}")
 
     def load_replacements(self) -> None:
         """Imports what applied patches would import when first called, so that the states tell what would fail."""

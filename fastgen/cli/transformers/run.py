@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, files: Files) -> int:
 
 def _progress(args: argparse.Namespace, files: Files, written_before: int) -> Progress:
     total, surveyed = files.total(args.n_obs), files.survey
-    size = None if surveyed is None else surveyed.size / surveyed.lines * (total - written_before)
+    size = None if surveyed is None else surveyed.size * (total - written_before) / max(surveyed.lines, 1)
     progress = Progress(total, written_before, args.quiet, size, args.verbose)
     if args.resume and not args.quiet:
         progress.say(f"goes on at line {written_before + 1} of {total}")

@@ -14,14 +14,6 @@ from fastgen.patching import disabled
 
 
 def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return _generate(original, verification.call_to_verify(self, args, kwargs), self, *args, **kwargs)
-    except verification.FirstUse as first:
-        verification.verify(original, first)
-    return _generate(original, None, self, *args, **kwargs)
-
-
-def _generate(original: Callable, call: verification.Call | None, self: Any, *args: Any, **kwargs: Any) -> Any:
     with report.recording(type(self).__name__) as record:
         if reasons := verification.refused_reasons(self):
             record.fallbacks += reasons
@@ -29,14 +21,17 @@ def _generate(original: Callable, call: verification.Call | None, self: Any, *ar
                 return original(self, *args, **kwargs)
         record.user_gave_cache = kwargs.get("past_key_values") is not None
         record.own_code = not verification.is_part_of_transformers(self)
-        record.call = call
+        record.call = verification.call_to_verify(original, self, args, kwargs)
         if any(callable(value) for value in (kwargs.get("custom_generate"), *args[8:])):
             record.own_code, record.keep = True, False
             record.fallbacks.append("keys and values repeated for each row, in plain layers for custom_generate")
-        with _faster_forwards(self, args, kwargs, record):
-            result = original(self, *args, **kwargs)
-        for cache in tuple(record.caches):  # one that is returned, or that somebody has kept
-            cache_layers.restore(cache)
+        try:
+            with _faster_forwards(self, args, kwargs, record):
+                result = original(self, *args, **kwargs)
+        finally:
+            record.call = None  # it holds the model and all arguments
+            for cache in tuple(record.caches):  # one that is returned, or that somebody has kept
+                cache_layers.restore(cache)
         if not record.rows:
             record.fallbacks.append("prefill and caches: this way of decoding makes its prefill itself")
     return result

@@ -1,27 +1,28 @@
 """Verify before trusting: compares a few steps of the original and of fastgen before the first use of a model class.
 
 Done where nobody has compared them before: on a version of transformers newer than any tested, and for model classes
-that are not part of transformers. It is done when a prefill would share for the first time: the call ends there, both
-are compared with everything shared and with nothing shared, however short the prompt, and the call begins again. A
+that are not part of transformers. It is done inside the first prefill that would share: the call is repeated for a few
+steps by the original, and by fastgen with everything shared and with nothing shared, however short the prompt. A
 difference switches the patches off, altogether or for that class, with a warning that says what differed.
 """
 
 from __future__ import annotations
 
 import inspect
+import random
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
 from transformers import __version__ as transformers_version
 
 from fastgen.optimizer import PATCH_SET, report
-from fastgen.patching import disabled
+from fastgen.patching import disabled, warn
 
 STEPS = 4
 GROUP = "transformers.shared_caches"
@@ -33,25 +34,18 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, tor
 _verified: set[tuple] = set()
 _refused: dict[type, str] = {}
 
-# One comparison at a time, and no call begins during it: it changes the state of all threads' random numbers.
-_LOCK = threading.RLock()
+# Held during a comparison, which changes the state of all threads' random numbers. Nobody waits for it: the model's
+# code runs inside, and that may wait for others.
+_COMPARING = threading.Lock()
 
 
 @dataclass
 class Call:
-    """What a call of `generate` was given, and the random state in which it began."""
+    """What a call of `generate` was given, and the unpatched `generate`."""
 
     model: Any
     arguments: dict[str, Any]
-    random_state: tuple[Tensor, list[Tensor]]
-
-
-class FirstUse(BaseException):
-    """Ends a call that would be the first to share; no error, and not to be caught by the code that it runs through."""
-
-    def __init__(self, key: tuple, call: Call) -> None:
-        super().__init__(key)
-        self.key, self.call = key, call
+    original: Callable
 
 
 def is_tested(model: Any) -> bool:
@@ -68,73 +62,87 @@ def refused_reasons(model: Any) -> list[str]:
     return [_refused[type(model)]] if type(model) in _refused else []
 
 
-def call_to_verify(model: Any, args: tuple, kwargs: dict[str, Any]) -> Call | None:
+def call_to_verify(original: Callable, model: Any, args: tuple, kwargs: dict[str, Any]) -> Call | None:
     """What `first_use_reasons` needs to know of a call of `generate`; None for models that nobody has to compare."""
     if is_tested(model):
         return None
     arguments = inspect.signature(GenerationMixin.generate).bind_partial(model, *args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
     del arguments["self"]
-    with _LOCK:
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return Call(model, arguments, (torch.get_rng_state(), cuda))
+    return Call(model, arguments, original)
 
 
 def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, record: report.Report) -> list[str]:
-    """Why a call that shares cannot be trusted to fastgen yet; raises `FirstUse` if that can be found out."""
+    """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
     call = record.call
     if is_tested(model) or (call is None and record.keep is not None):  # the latter in `compare`
         return []
-    key = _key(model, generation_config)
+    if call is None or call.model is not model:
+        return [f"{_subject(model)} is not verified yet, and this call has nothing to compare"]
+    key = _key(call, generation_config, record)
     if key in _verified:
         return []
-    if call is None or call.model is not model:
-        unfit = ["this call has nothing to compare"]
-    else:
-        stateful = [name for name, value in call.arguments.items() if _has_state(value)]
-        unfit = [f"a call with {name} cannot be repeated" for name in stateful]
+    unfit = [f"a call with {name} cannot be repeated" for name, value in call.arguments.items() if _has_state(value)]
     if (generation_config.max_length or 0) - prompt_length < STEPS:
         unfit.append(f"a call for fewer than {STEPS} new tokens shows too little")
+    if not unfit and not _COMPARING.acquire(blocking=False):
+        unfit.append("another comparison is running")
     if not unfit:
-        raise FirstUse(key, call)
-    return [f"{_subject(model)} is not verified yet, and {reason}" for reason in unfit]
-
-
-def verify(original: Callable, first: FirstUse) -> None:
-    """Compares, notes what came out, and puts the random state back to where the call began."""
-    model = first.call.model
-    with _LOCK:
-        if first.key in _verified or type(model) in _refused:  # by another thread
-            return
-        cpu, cuda = first.call.random_state
         try:
-            difference = compare(model, original, first.call.arguments)
+            unfit = _verify(key, call)
         finally:
-            torch.set_rng_state(cpu)
-            if cuda:
-                torch.cuda.set_rng_state_all(cuda)
-    if difference == "":
-        _verified.add(first.key)
-    elif difference is not None:
-        _refused[type(model)] = reason = f"{_subject(model)}: {difference}"
-        if is_part_of_transformers(model):
+            _COMPARING.release()
+    return [f"{_subject(model)} is not verified yet, and {reason}" for reason in unfit] or refused_reasons(model)
+
+
+def _verify(key: tuple, call: Call) -> list[str]:
+    """Compares and notes what came out; returns why nothing did, if so."""
+    states = _random_states()
+    try:
+        difference = compare(call, states)
+    finally:
+        _restore(states)
+    if difference is None:
+        return ["its first steps show nothing to compare"]
+    if difference:
+        _refused[type(call.model)] = reason = f"{_subject(call.model)}: {difference}"
+        if is_part_of_transformers(call.model):
             PATCH_SET.fail(GROUP, reason)
         else:
-            warnings.warn(f"fastgen leaves this model class alone: {reason}", RuntimeWarning, stacklevel=2)
+            warn(f"fastgen leaves this model class alone: {reason}")
+    else:
+        _verified.add(key)
+    return []
 
 
-def compare(model: Any, original: Callable, arguments: dict[str, Any]) -> str | None:
+def _random_states() -> tuple:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), cuda, numpy.random.get_state(), random.getstate()
+
+
+def _restore(states: tuple) -> None:
+    cpu, cuda, of_numpy, of_python = states
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
+    numpy.random.set_state(of_numpy)
+    random.setstate(of_python)
+
+
+def compare(call: Call, random_states: tuple) -> str | None:
     """What differs between the first steps of the original and of fastgen; empty if nothing does.
 
     Prompts of any length are shared, so that those to come go through code that was compared, and then none. None if
     the original fails or stops, or if fastgen shares nothing, so that there is nothing to compare.
     """
 
+    model, dtype = call.model, call.model.dtype
+
     def first_steps() -> Any:
-        torch.manual_seed(0)
+        _restore(random_states)
         stop = StoppingCriteriaList([_StopAfter(STEPS)])
         others = {"return_dict_in_generate": True, "output_logits": True, "min_new_tokens": STEPS}
-        return original(model, **arguments | others | {"stopping_criteria": stop})
+        return call.original(model, **call.arguments | others | {"stopping_criteria": stop})
 
     try:
         with disabled():
@@ -152,7 +160,7 @@ def compare(model: Any, original: Callable, arguments: dict[str, Any]) -> str | 
                 return f"{type(error).__name__}: {error}"
         if not record.shared:
             return None
-        if difference := _difference(found, expected, model.dtype):
+        if difference := _difference(found, expected, dtype):
             return difference
     return ""
 
@@ -183,10 +191,18 @@ class _StopAfter(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.steps <= 0, dtype=torch.bool, device=input_ids.device)
 
 
-def _key(model: Any, generation_config: Any) -> tuple:
-    """What decides which code a model runs: its class, its attention and dtype, whether rows are moved or sampled."""
-    several = ((generation_config.num_beams or 1) > 1, (generation_config.num_return_sequences or 1) > 1)
-    return type(model), *several, getattr(model.config, "_attn_implementation", None), model.dtype
+def _key(call: Call, generation_config: Any, record: report.Report) -> tuple:
+    """What decides which code a model runs, and whether a comparison shows it.
+
+    The classes of its modules with their forwards, its attention and dtype, the names of what its forward is given;
+    whether rows are moved or sampled, and whether there is more than one input: what is made for one fits all rows.
+    """
+    model, beams = call.model, generation_config.num_beams or 1
+    code = frozenset((type(module), type(module).forward) for module in model.modules())
+    several = (beams > 1, (generation_config.num_return_sequences or 1) > 1, record.inputs > 1)
+    attention = getattr(model.config, "_attn_implementation", None)
+    own = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(generation_config).keys()
+    return type(model), code, attention, model.dtype, frozenset(call.arguments.keys() - own), *several
 
 
 def _has_state(value: Any) -> bool:

@@ -8,10 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
+import wrapt
 from accelerate import hooks as accelerate_hooks
 from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, run_both, tiny, token_ids
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastgen.ops import cpu_linear as op
@@ -76,8 +78,40 @@ def bound(module: nn.Module) -> None:
     module.forward = types.MethodType(functools.wraps(original)(forward), module)
 
 
+def decorated(module: nn.Module) -> None:
+    original = module.forward
+    module.forward = torch.no_grad()(lambda *args, **kwargs: steered(original(*args, **kwargs)))
+
+
+def proxied(module: nn.Module) -> None:
+    module.forward = wrapt.FunctionWrapper(
+        module.forward, lambda original, instance, args, kwargs: steered(original(*args, **kwargs))
+    )
+
+
+class Forward:
+    """An object that says that it is what it wraps."""
+
+    def __init__(self, original) -> None:
+        self.original = original
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *args, **kwargs):
+        return steered(self.original(*args, **kwargs))
+
+
+def replaced_by_an_object(module: nn.Module) -> None:
+    module.forward = Forward(module.forward)
+
+
 def hooked(module: nn.Module) -> None:
     accelerate_hooks.add_hook_to_module(module, SteeringHook(), append=True)
+
+
+def hooked_first_of_several(module: nn.Module) -> None:
+    hooked(module)
+    for _ in range(2):
+        accelerate_hooks.add_hook_to_module(module, accelerate_hooks.ModelHook(), append=True)
 
 
 def hooked_over_a_wrapped_forward(module: nn.Module) -> None:
@@ -98,7 +132,20 @@ def steered(output):
     return output
 
 
-@pytest.mark.parametrize("way", [wrapped, partial, bound, hooked, hooked_over_a_wrapped_forward])
+WAYS = (
+    wrapped,
+    partial,
+    bound,
+    decorated,
+    proxied,
+    replaced_by_an_object,
+    hooked,
+    hooked_first_of_several,
+    hooked_over_a_wrapped_forward,
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", ["", "model.layers.0", "model.layers.1.mlp.down_proj"])
 def test_forward_that_the_program_replaced_sees_all_rows(way, place):
     model = tiny("llama")
@@ -116,6 +163,24 @@ def test_forward_that_the_program_replaced_on_the_class_sees_all_rows(monkeypatc
     )
     report = assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES)
     assert left_alone_because(report, "the forward of module model.layers.0.mlp is not the library's")
+
+
+class SteeringMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **kwargs or {})
+        return steered(output) if func is functional.silu else output
+
+
+def test_mode_of_the_program_sees_all_rows():
+    model = tiny("llama")
+
+    def call():
+        with SteeringMode():
+            return model.generate(token_ids(2, 9), **SAMPLES)
+
+    both = run_both(call)
+    assert torch.equal(both.stock, both.fast)
+    assert left_alone_because(both.report, "a mode of torch")
 
 
 def test_hooks_of_accelerate_itself_change_nothing():

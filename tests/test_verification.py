@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import gc
+import random
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -220,3 +227,91 @@ def test_the_random_state_is_that_of_the_original_after_a_comparison(newer_trans
     torch.manual_seed(3)
     model.generate(INPUT_IDS, do_sample=True, num_return_sequences=3, max_new_tokens=4)
     assert torch.equal(torch.rand(4), expected)
+
+
+def own_model(forward) -> LlamaForCausalLM:
+    """A model of a class of its own, whose forward is `forward(self, original, **kwargs)`."""
+    library = LlamaForCausalLM.forward
+    own = {"forward": lambda self, **kwargs: forward(self, functools.partial(library, self), **kwargs)}
+    model = make(type("Own", (LlamaForCausalLM,), own | {"__module__": "own_package"}))
+    return model
+
+
+def same_with_and_without(model, input_ids) -> None:
+    arguments = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 6}
+    results = []
+    for context in (fastgen.disabled, contextlib.nullcontext):
+        torch.manual_seed(5)
+        random.seed(5)
+        with context():
+            results.append((model.generate(input_ids, **arguments).tolist(), random.getstate()))
+    assert results[0] == results[1]
+
+
+def test_forward_that_waits_for_another_model_s_generate_does_not_wait_for_ever():
+    helper = make(own_class())
+    with ThreadPoolExecutor(1) as pool:
+
+        def waiting(self, original, **kwargs):
+            pool.submit(helper.generate, INPUT_IDS, num_beams=2, max_new_tokens=5).result(timeout=60)
+            return original(**kwargs)
+
+        same_with_and_without(own_model(waiting), INPUT_IDS)
+
+
+def test_what_fits_one_input_by_broadcasting_is_compared_again_with_several():
+    def keeping(self, original, **kwargs):
+        output = original(**kwargs)
+        before = getattr(self, "before", None) if kwargs["input_ids"].shape[1] == 1 else None
+        state = [output.logits[:, -1:].detach() * 0.1]  # where nobody looks for rows
+        self.before = {"kept": [state]}
+        if before is not None:
+            output.logits = output.logits + before["kept"][0][0]
+        return output
+
+    model = own_model(keeping)
+    for inputs in (1, 2):
+        same_with_and_without(model, INPUT_IDS[:inputs])
+
+
+def test_method_of_the_program_that_the_first_call_runs_through_is_not_left_half_done():
+    class Busy(LlamaForCausalLM):
+        busy = False
+
+        def _beam_search(self, *args, **kwargs):
+            assert not self.busy
+            self.busy = True
+            result = super()._beam_search(*args, **kwargs)
+            self.busy = False
+            return result
+
+    model = make(Busy)
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    assert not model.busy
+
+
+def test_python_s_random_numbers_are_those_of_the_original():
+    def noisy(self, original, **kwargs):
+        output = original(**kwargs)
+        output.logits = output.logits * random.uniform(0.5, 1.5)
+        return output
+
+    same_with_and_without(own_model(noisy), INPUT_IDS)
+
+
+def test_nothing_keeps_a_model_of_the_program_alive():
+    model = make(own_class())
+    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_program_that_makes_errors_of_warnings_gets_its_output(wrong_attention):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = make(own_class())
+        with fastgen.disabled():
+            expected = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+        assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)

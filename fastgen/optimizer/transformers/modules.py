@@ -95,16 +95,16 @@ def _packages(code: object) -> set[str]:
     """
     packages = set()
     while code is not None:
-        if isinstance(code, functools.partial):
-            code = code.func
+        kind = type(code)  # not isinstance, to which wrapt's proxies say that they are what they wrap
+        if kind is types.MethodType or issubclass(kind, functools.partial):
+            code = code.__func__ if kind is types.MethodType else code.func
             continue
-        function = getattr(code, "__func__", code)
-        if isinstance(function, types.FunctionType):
-            module, code = function.__globals__.get("__name__"), vars(function).get("__wrapped__")
-        elif isinstance(function, (type, types.BuiltinFunctionType)):
-            module, code = function.__module__, None
+        if kind is types.FunctionType:
+            module, code = code.__globals__.get("__name__"), vars(code).get("__wrapped__")
+        elif issubclass(kind, (type, types.BuiltinFunctionType)):
+            module, code = code.__module__, None
         else:
-            module, code = type(function).__module__, getattr(function, "__wrapped__", None)
+            module, code = kind.__module__, getattr(code, "__wrapped__", None)
         packages.add(str(module).partition(".")[0])
     return packages
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,12 @@ import pytest
 
 if TYPE_CHECKING:
     from fairseq_trained import Trained
+
+
+def pytest_configure() -> None:
+    """Shells start jobs in the background with Ctrl-C ignored; the commands that tests interrupt would inherit that."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,8 @@ def run_command(prog: str, run: Callable[[], None], argv: list[str] | None) -> i
     sys.argv = [prog, *(before[1:] if argv is None else argv)]
     try:
         _show_version()
-        with interruptible(), fastgen.enabled():
+        fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
+        with interruptible():
             run()
             sys.stdout.flush()
     except (InputError, FileNotFoundError, pickle.UnpicklingError) as error:

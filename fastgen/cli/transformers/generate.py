@@ -7,7 +7,7 @@ files is found before torch and transformers are imported, so the modules that n
 import argparse
 import os
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 
 import fastgen
@@ -55,7 +55,8 @@ def _run(args: argparse.Namespace, files: Files) -> int:
     from fastgen.cli.transformers.library_messages import said_once
     from fastgen.cli.transformers.run import run
 
-    with said_once(args.quiet), fastgen.disabled() if args.without_fastgen_opt else fastgen.enabled():
+    fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
+    with said_once(args.quiet), fastgen.disabled() if args.without_fastgen_opt else nullcontext():
         return run(args, files)
 
 

@@ -40,7 +40,7 @@ TRAINING = (
     "--num-workers 0 --no-progress-bar --log-interval 100 --no-save-optimizer-state"
 )
 TRANSLATION = (
-    f"--arch transformer {ENCODER} {DECODER} {TRAINING} --max-update 330 --warmup-updates 60 "
+    f"--arch transformer {ENCODER} {DECODER} {TRAINING} --max-update 420 --warmup-updates 60 "
     "--criterion label_smoothed_cross_entropy --label-smoothing 0.1"
 )
 # Not `--sample-break-mode eos`: upstream's loader for that reads `numpy.compat`, which numpy 2 does not have.

@@ -148,7 +148,7 @@ def test_ctrl_c_finishes_the_batch_in_flight(
     run.process.send_signal(signal.SIGINT)
     status, stderr = run.end()
     assert status == 130
-    assert "finishing the batch in flight; Ctrl-C once more stops at once" in stderr
+    assert "finishing the batch in flight; a second Ctrl-C or SIGTERM stops at once" in stderr
     assert f"{run.records()} lines are complete in {run.part}; the same command with --resume goes on" in stderr
     assert "Traceback" not in stderr
     run.check_part(expected, 20)

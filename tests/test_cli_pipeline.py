@@ -365,6 +365,8 @@ def test_failures_before_a_resumed_run_count(
     assert main([*command, "--resume"]) == 1
     assert "1 of 71 inputs failed" in capsys.readouterr().err
     assert output.read_text().split("\n")[1:-1] == plain_loop(bart, LINES, 4)
+    assert main([*command, "--resume"]) == 1  # it is complete, and so it stays
+    assert "1 of 71 inputs failed" in capsys.readouterr().err
 
 
 def test_input_that_ends_early_completes_nothing(
@@ -391,8 +393,9 @@ def test_resume_has_nothing_to_do_where_the_same_command_has_completed_output(
     assert main(command) == 0
     assert f"{output} is complete" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
+    capsys.readouterr()
     assert main([*command, "--beam", "2"]) == 2
-    [line] = capsys.readouterr().err.splitlines()[1:]
+    _, line = capsys.readouterr().err.splitlines()  # the first: what it loads
     assert "--beam was not given, is 2" in line and "--overwrite" in line
     assert main([*command, "--n_obs", "3"]) == 2  # a shorter file would take the place of a longer one
     assert main(command[:-1]) == 2

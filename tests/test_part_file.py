@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.pipeline.part_file import PartFile, check_part, check_writable, is_complete
+from fastgen.cli.pipeline.part_file import PartFile, check_part, check_writable, failures_if_complete
 from fastgen.cli.pipeline.whole_file import write_whole
 
 SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "0" * 64}
@@ -100,24 +100,25 @@ def test_an_output_that_appears_during_a_run_is_not_replaced(tmp_path: Path) -> 
 
 def test_a_complete_output_is_known_until_something_changes(tmp_path: Path) -> None:
     output, other = tmp_path / "out", SIGNATURE | {"--beam": 5}
-    assert not is_complete(output, SIGNATURE, overwrite=False)
+    assert failures_if_complete(output, SIGNATURE, overwrite=False) is None
     complete(output, "one")
     check_part(output, resume=True)
-    assert is_complete(output, SIGNATURE, overwrite=False) and is_complete(output, SIGNATURE, overwrite=True)
+    assert failures_if_complete(output, SIGNATURE, overwrite=False) == 0
+    assert failures_if_complete(output, SIGNATURE, overwrite=True) == 0
     with pytest.raises(InputError, match=r"out: is there already .*--overwrite.*; it was made .*: --beam was 4, is 5"):
-        is_complete(output, other, overwrite=False)
-    assert not is_complete(output, other, overwrite=True)
+        failures_if_complete(output, other, overwrite=False)
+    assert failures_if_complete(output, other, overwrite=True) is None
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with PartFile.create(output, other, overwrite=True) as part:
         part.keep_state(b"")
-        assert not is_complete(output, SIGNATURE, overwrite=True)  # there is a run to go on with
+        assert failures_if_complete(output, SIGNATURE, overwrite=True) is None  # there is a run to go on with
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     output.write_text("changed\n")
-    assert not is_complete(output, SIGNATURE, overwrite=False)
+    assert failures_if_complete(output, SIGNATURE, overwrite=False) is None
     with pytest.raises(InputError, match=r"is there already .*; no run is known that made it as it is"):
         check_part(output, resume=True)
     complete(output, "two", overwrite=True)
-    assert is_complete(output, SIGNATURE, overwrite=False) and output.read_text() == "two\n"
+    assert failures_if_complete(output, SIGNATURE, overwrite=False) == 0 and output.read_text() == "two\n"
 
 
 def test_a_compressed_output_is_gone_on_with_and_the_same_bytes_for_the_same_records(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "
 JOB = """
 import random, sys
 from pathlib import Path
-from fastgen.cli.pipeline.part_file import PartFile, is_complete
+from fastgen.cli.pipeline.part_file import PartFile, failures_if_complete
 
 def job(path, total, longest=40):
-    if is_complete(Path(path), {"--total": total}, overwrite=False):
+    if failures_if_complete(Path(path), {"--total": total}, overwrite=False) is not None:
         return
     with PartFile.resume(Path(path), {"--total": total}) as part:
         draw = random.Random(1)

@@ -110,9 +110,10 @@ class PartFile(AbstractContextManager):
         """
         self._replace(self._state_file, {"records": self.records, "state": base64.b64encode(state).decode("ascii")})
 
-    def complete(self) -> None:
+    def complete(self, failures: int = 0) -> None:
         """Gives the file its name. With an OSError it keeps the other one, and everything for `resume`.
 
+        failures: how many of the records are of inputs that failed, for `failures_if_complete`.
         Raises InputError where an OUTPUT has appeared in the meantime that it may not replace.
         """
         self._cut(self.records, self._end)
@@ -122,7 +123,8 @@ class PartFile(AbstractContextManager):
             os.fsync(self._file.fileno())
         whole = self._compress() if self._compressed else self._part
         with named(whole), whole.open("rb", buffering=0) as file:
-            self._replace(self._made_file, {"signature": self._signature, "sha256": sha256(file)})
+            made = {"signature": self._signature, "failures": failures, "sha256": sha256(file)}
+            self._replace(self._made_file, made)
         self._close_on_windows()
         os.replace(whole, self._output)
         self._part.unlink(missing_ok=True)
@@ -242,7 +244,7 @@ def check_writable(flag: str, path: Path, sources: dict[str, Path | None]) -> No
 def check_part(path: Path, resume: bool, overwrite: bool = False) -> None:
     """Raises InputError where PartFile.resume or, without `resume`, create would do so whatever the signature is.
 
-    With `resume` an OUTPUT passes that a run has completed: `is_complete` tells whether that was the same run.
+    With `resume` an OUTPUT passes that a run has completed: `failures_if_complete` tells whether it was the same run.
     """
     output, (part, *others) = _files(path)
     for other in others:
@@ -258,19 +260,19 @@ def check_part(path: Path, resume: bool, overwrite: bool = False) -> None:
             raise InputError(f"{_is_there(path)}; no run is known that made it as it is")
 
 
-def is_complete(path: Path, signature: dict[str, Any], overwrite: bool) -> bool:
-    """Whether OUTPUT is what a run with this signature has completed, so that --resume has nothing to do.
+def failures_if_complete(path: Path, signature: dict[str, Any], overwrite: bool) -> int | None:
+    """Of how many inputs the run failed that has completed OUTPUT with this signature; None where there was none.
 
-    Raises InputError that names every difference where it is that of another run and may not be replaced.
+    Where there was one, --resume has nothing to do. Raises InputError that names every difference where it is that of another run and may not be replaced.
     """
     goes_on = os.path.lexists(_files(path)[1][0]) and not is_gzip(path)
     made = None if goes_on else _made(path)
     if made is None:
-        return False
+        return None
     changes = differences(made.get("signature"), signature)
     if changes and not overwrite:
         raise InputError(f"{_is_there(path)}; it was made differently: {'; '.join(changes)}")
-    return not changes
+    return None if changes else made.get("failures", 0)
 
 
 def _made(path: Path) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ class StandardOutput(AbstractContextManager):
     def keep_state(self, state: bytes) -> None:
         """Does nothing: what has been read from standard output cannot be gone on from."""
 
-    def complete(self) -> None:
+    def complete(self, failures: int = 0) -> None:
         """Gives standard output back."""
         self.leave()
 

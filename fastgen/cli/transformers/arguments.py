@@ -111,7 +111,11 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     add("--n_obs", type=whole_number(1, unset=-1), metavar="N", help="only the first N lines (default: -1, all)")
     add("--version", action="version", version=f"fastgen {fastgen.__version__}", help="show the version and leave")
     add("--resume", action="store_true", help="go on after the records that an earlier run left in OUTPUT.part")
-    add("--overwrite", action="store_true", help="replace an OUTPUT, and a --score_path, that is there already")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace an OUTPUT, and a --score_path, that is there already (an OUTPUT.part never is: remove it)",
+    )
     said = group.add_mutually_exclusive_group()
     said.add_argument("--quiet", action="store_true", help="no progress on stderr, only what went wrong")
     said.add_argument("--verbose", action="store_true", help="also say how long each stage had nothing to do")

@@ -143,7 +143,7 @@ def _read(file: FileIO | gzip.GzipFile, size: int) -> bytes:
             while (block := file.read(size)) is None:  # a pipe that somebody else has set to non-blocking
                 select.select([file], [], [])
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{file.name}: is no gzip file, or only a part of one ({error})") from error
+        raise InputError(f"{file.name}: is no gzip file, or only a part of one ({error.args[0]})") from error
     return block
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fastgen.cli.errors import FAILED, InputError
 from fastgen.cli.pipeline.interrupt import stoppable
-from fastgen.cli.pipeline.part_file import PartFile, is_complete
+from fastgen.cli.pipeline.part_file import PartFile, failures_if_complete
 from fastgen.cli.pipeline.standard_output import StandardOutput
 from fastgen.cli.pipeline.whole_file import write_whole
 from fastgen.cli.transformers import metrics
@@ -33,7 +33,7 @@ from fastgen.cli.transformers.settings import generate_arguments, task_settings
 from fastgen.cli.transformers.signature import signature
 from fastgen.cli.transformers.transfer import Transfer
 
-NOTICE = "finishing the batch in flight; Ctrl-C once more stops at once"
+NOTICE = "finishing the batch in flight; a second Ctrl-C or SIGTERM stops at once"
 
 
 def run(args: argparse.Namespace, files: Files) -> int:
@@ -47,11 +47,12 @@ def run(args: argparse.Namespace, files: Files) -> int:
     transfer = Transfer(device)
     model = _model(args, loaded, settings, transfer)
     signed = None if args.output == STREAM else signature(args, loaded, files.survey)
-    if args.resume and is_complete(args.output, signed, args.overwrite):
+    failures = failures_if_complete(args.output, signed, args.overwrite) if args.resume else None
+    if failures is not None:
         if not args.quiet:
             print(f"{PROG}: {args.output} is complete: the same command has made it", file=sys.stderr)
         _score(args, files, loaded, files.total(args.n_obs))
-        return 0
+        return _status(failures, files.total(args.n_obs))
     output = _open_output(args, signed)
     written_before = output.records
     progress = _progress(args, files, written_before)
@@ -78,7 +79,8 @@ def run(args: argparse.Namespace, files: Files) -> int:
         _leave(args, output, written_before, progress)
         progress.say("interrupted")
         return stop.status
-    output.complete()
+    failures = state.failures + progress.failures
+    output.complete(failures)
     progress.close()
     if isinstance(model, SideBySide):
         print(model.report(), file=_stdout(args))
@@ -87,9 +89,13 @@ def run(args: argparse.Namespace, files: Files) -> int:
         if batch is not None:
             print(f"batches, chosen for MODEL and this machine: {batch}", file=sys.stderr)
         print(progress.summary(), file=sys.stderr)
-    failures = state.failures + progress.failures
+    return _status(failures, output.records)
+
+
+def _status(failures: int, inputs: int) -> int:
+    """The exit status; says how many inputs failed."""
     if failures:
-        progress.say(f"{failures} of {output.records} inputs failed")
+        print(f"{PROG}: {failures} of {inputs} inputs failed", file=sys.stderr)
     return FAILED if failures else 0
 
 
@@ -132,7 +138,7 @@ def _leave(
         progress.say(f"{done}; the same command with --resume goes on after them")
     again = progress.inputs - (output.records - written_before)
     if again > 0:
-        progress.say(f"{again} more were generated ahead of others and are not kept (--window 0 keeps the order)")
+        progress.say(f"{again} lines were generated before earlier ones and are not kept (--window 0 keeps the order)")
 
 
 def _stdout(args: argparse.Namespace) -> TextIO:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,12 @@ if TYPE_CHECKING:
 
 
 def pytest_configure() -> None:
-    """Shells start jobs in the background with Ctrl-C ignored; the commands that tests interrupt would inherit that."""
+    """What is measured on this machine stays out of the user's folder, and fastgen reads that when it is imported.
+
+    Shells start jobs in the background with Ctrl-C ignored; the commands that tests interrupt would inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("FASTGEN_CACHE", tempfile.mkdtemp(prefix="fastgen-tests-"))
 
 
 @pytest.fixture(scope="session")

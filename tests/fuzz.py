@@ -34,6 +34,7 @@ from torch import nn
 
 import fastgen
 from fastgen.ops import cpu_linear
+from fastgen.ops.cpu_linear import product
 from fastgen.optimizer.decoding import gain, kv_cache
 
 HALF_TOLERANCE = 0.25
@@ -139,8 +140,8 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
             torch.use_deterministic_algorithms(True, warn_only=True)
             stack.callback(torch.use_deterministic_algorithms, False)
         elif case.context == "oneDNN":
-            for name, value in {"MIN_ELEMENTS": 0, "MIN_ELEMENTS_OF_ONE_ROW": 0, "machine_reasons": list}.items():
-                stack.enter_context(patch.object(cpu_linear, name, value))
+            stack.enter_context(patch.multiple(product, MIN_ELEMENTS=0, MIN_ELEMENTS_OF_ONE_ROW=0))
+            stack.enter_context(patch.object(cpu_linear, "is_faster", lambda *tensors: True))
             stack.enter_context(patch.object(gain.ModelSize, "is_large", True))
         elif case.context in ("replaced forward", "hook of accelerate"):
             _steer(stack, model, by_hook=case.context != "replaced forward")

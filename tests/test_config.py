@@ -7,8 +7,8 @@ from fastgen.config import Config, read
 
 
 def test_nothing_set_means_the_defaults():
-    assert Config.from_environ({}) == Config(disable=False, auto=True, strict=False, share="auto", log=None)
-    empty = dict.fromkeys(("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_SHARE", "FASTGEN_LOG"), "")
+    assert Config.from_environ({}) == Config(disable=False, auto=True, strict=False, share="auto", cache=None, log=None)
+    empty = dict.fromkeys(("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_SHARE", "FASTGEN_CACHE", "FASTGEN_LOG"), "")
     assert Config.from_environ(empty) == Config()
 
 
@@ -17,6 +17,7 @@ def test_each_variable_sets_its_own_field():
     assert Config.from_environ({"FASTGEN_AUTO": "0"}) == Config(auto=False)
     assert Config.from_environ({"FASTGEN_STRICT": "True"}) == Config(strict=True)
     assert Config.from_environ({"FASTGEN_SHARE": "Never"}) == Config(share="never")
+    assert Config.from_environ({"FASTGEN_CACHE": "/tmp/a"}) == Config(cache="/tmp/a")
     assert Config.from_environ({"FASTGEN_LOG": "DEBUG"}) == Config(log="debug")
     assert Config.from_environ({"FASTGEN_DISABLE": "0", "FASTGEN_STRICT": "off"}) == Config()
 

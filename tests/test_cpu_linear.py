@@ -1,19 +1,23 @@
-"""Products through oneDNN: the same numbers, only where it was measured, and only in fp32."""
+"""Products through oneDNN: the same numbers, only where that is faster, and only in fp32."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 import torch
 from architecture_parity import measure
 from architectures import ARCHITECTURES
+from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 import fastgen
-from fastgen.ops import cpu_linear as op
-from fastgen.optimizer.decoding import gain, linear_mode
-from fastgen.optimizer.decoding.linear_mode import FastLinear
+from fastgen.config import Config
+from fastgen.ops import cpu_linear
+from fastgen.ops.cpu_linear import choice, kept
+from fastgen.ops.cpu_linear import product as op
+from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding.faster_forwards import faster_forwards
+from fastgen.optimizer.transformers.forwards import forwards
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
@@ -21,28 +25,22 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture
 def everywhere(monkeypatch):
     monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(op, "machine_reasons", list)
+    monkeypatch.setattr(cpu_linear, "is_faster", lambda *product: True)
     monkeypatch.setattr(gain, "MIN_LARGE_PER_MODULE", 0)
 
 
 @pytest.mark.parametrize("rows", [(2, 1), (4, 1), (3, 5), (64, 1), (200,)])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("kind", ["linear", "addmm"])
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
 def test_products_are_those_of_torch(rows, with_bias, kind, everywhere):
     torch.manual_seed(0)
-    states, weight = torch.randn(*rows, 48), torch.randn(1003, 48)
-    bias = torch.randn(1003) if with_bias else None
-    if kind == "addmm":
-        states, bias = states.reshape(-1, 48), torch.randn(1003)
-
-    def product() -> torch.Tensor:
-        return functional.linear(states, weight, bias) if kind == "linear" else torch.addmm(bias, states, weight.t())
-
+    states = torch.randn(*rows, 48)
+    module = nn.Linear(48, 1003, with_bias) if kind == "linear" else Conv1D(1003, 48)
     with torch.no_grad():
-        expected = product()
-        with FastLinear(usage := Counter()):
-            found = product()
-    assert usage == {"cpu_linear": 1}
+        expected = module(states)
+        with faster_forwards([module], forwards(), usages := []):
+            found = module(states)
+    assert usages == [{"cpu_linear": 1}]
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
@@ -58,15 +56,15 @@ def test_generation_uses_it_and_gives_the_same_tokens(name, mode, everywhere):
 
 
 def test_other_machines_are_left_alone(everywhere, monkeypatch):
-    monkeypatch.setattr(op, "machine_reasons", lambda: ["CPU unknown"])
+    monkeypatch.setattr(cpu_linear, "machine_reasons", lambda: ["this build of torch has no oneDNN"])
     architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == "gpt2")
     assert measure(architecture.model(), architecture.inputs(), "greedy").report.kernels["cpu_linear"] == 0
 
 
 def test_small_models_are_left_alone(monkeypatch):
-    monkeypatch.setattr(op, "machine_reasons", list)
     architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == "gpt2")
-    monkeypatch.setattr(linear_mode, "FastLinear", pytest.fail)  # it costs something for every call of torch
+    # It looks at every module.
+    monkeypatch.setattr("fastgen.optimizer.transformers.generate.faster_forwards", pytest.fail)
     architecture.model().generate(**architecture.inputs(), max_new_tokens=3)
 
 
@@ -94,3 +92,94 @@ def test_a_forward_after_generate_is_the_library_s(everywhere):
     with torch.no_grad():
         model(**architecture.inputs())
     assert used == fastgen.explain().kernels["cpu_linear"] > 0
+
+
+@pytest.fixture
+def timed(monkeypatch, tmp_path):
+    """What each product takes, by its function; nothing is known from before."""
+    seconds = {functional.linear: 1.0, cpu_linear.cpu_linear: 0.5}
+    measured = []
+
+    def timed(function, rows, weight, bias):
+        measured.append((function, tuple(rows.shape)))
+        return seconds[function]
+
+    monkeypatch.setattr(choice, "_seconds", timed)
+    monkeypatch.setattr(choice, "_known", {})
+    monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path / "new folder")))
+    return seconds, measured
+
+
+WEIGHT = torch.zeros(1024, 512)
+
+
+def faster(rows: int = 3, weight: torch.Tensor = WEIGHT, bias: torch.Tensor | None = None) -> bool:
+    with torch.no_grad():
+        return cpu_linear.is_faster(torch.zeros(rows, weight.shape[1]), weight, bias)
+
+
+def later_process(monkeypatch) -> None:
+    monkeypatch.setattr(choice, "_known", {})
+
+
+def test_each_kind_of_product_is_measured_once_in_all_processes(timed, monkeypatch):
+    seconds, measured = timed
+    assert faster(3) and faster(4)  # both count as 4 rows
+    assert measured == [(functional.linear, (4, 512)), (cpu_linear.cpu_linear, (4, 512))] * choice.ROUNDS
+    seconds[cpu_linear.cpu_linear] = 0.95  # too little to be more than chance
+    assert faster(3) and not faster(5) and not faster(3, WEIGHT.t()) and not faster(3, bias=torch.zeros(1024))
+    assert not faster(1000) and measured[-1][1] == (choice.MOST_ROWS, 512)
+    measured.clear()
+    later_process(monkeypatch)
+    assert faster(4) and not faster(8) and not faster(3, WEIGHT.t()) and not faster(3, bias=torch.zeros(1024))
+    assert not faster(300) and not measured
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert not faster(4) and measured
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed, monkeypatch):
+    assert faster()
+    kept.add(kept.Kind(4, 512, 1024, False, False, torch.get_num_threads()), False)
+    later_process(monkeypatch)
+    assert faster()
+
+
+@pytest.mark.parametrize("damage", [b"{", b"[1]", b"1", b'{"product": {"rows": 4}}', b"\xff", b'{"product": null}'])
+def test_damaged_lines_are_measured_again(timed, monkeypatch, damage):
+    assert faster()
+    [line] = kept.path().read_bytes().splitlines()
+    kept.path().write_bytes(damage + b"\n" + line + b"\n")
+    timed[1].clear()
+    later_process(monkeypatch)
+    assert faster() and not timed[1]
+    kept.path().write_bytes(damage + line[:40])
+    later_process(monkeypatch)
+    assert faster() and timed[1]
+
+
+def test_a_folder_that_cannot_be_written_only_means_that_nothing_is_kept(timed, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path / "file" / "folder")))
+    assert faster()
+    later_process(monkeypatch)
+    timed[1].clear()
+    assert faster() and timed[1]
+
+
+def test_the_slower_product_is_not_used(everywhere, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "is_faster", lambda *product: False)
+    states, module = torch.randn(4, 48), nn.Linear(48, 1003)
+    with torch.no_grad(), faster_forwards([module], forwards(), usages := []):
+        found = module(states)
+    assert not usages[0] and torch.equal(found, functional.linear(states, module.weight, module.bias))
+
+
+def test_both_products_are_measured_for_real(monkeypatch, tmp_path):
+    monkeypatch.setattr(choice, "_known", {})
+    monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path)))
+    found = faster()
+    assert kept.load() == {kept.Kind(4, 512, 1024, False, False, torch.get_num_threads()): found}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import Counter
 
 import pytest
 import torch
@@ -16,14 +15,15 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastgen.ops import cpu_linear as op
-from fastgen.optimizer.decoding.linear_mode import FastLinear
+from fastgen.ops import cpu_linear
+from fastgen.ops.cpu_linear import product as op
+from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch, share_always):
     monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(op, "machine_reasons", list)
+    monkeypatch.setattr(cpu_linear, "is_faster", lambda *product: True)
 
 
 class Steering(nn.Module):
@@ -217,26 +217,30 @@ def test_torchscript_inside_a_model():
 ROWS, WEIGHT, BIAS = torch.randn(8, 64), torch.randn(48, 64), torch.randn(96)
 
 
-@pytest.mark.parametrize(
-    "product",
-    [
-        lambda: functional.linear(ROWS, WEIGHT, BIAS[::2]),
-        lambda: functional.linear(ROWS, WEIGHT, BIAS[:1].expand(48)),
-        lambda: torch.addmm(BIAS[:1].expand(48), ROWS, WEIGHT.t()),
-        lambda: functional.linear(ROWS, WEIGHT.flatten().as_strided((48, 64), (3, 1))),
-        lambda: functional.linear(ROWS, WEIGHT.to_sparse_csr()),
-        lambda: torch.addmm(BIAS[:48], ROWS.to_sparse_csr(), WEIGHT.t().contiguous()),
-        lambda: torch.func.jvp(lambda rows: functional.linear(rows, WEIGHT), (ROWS,), (ROWS,))[1],
-        lambda: torch.func.vmap(lambda rows: functional.linear(rows, WEIGHT))(ROWS.view(2, 4, 64)),
-        lambda: torch.jit.trace(lambda rows: functional.linear(rows, WEIGHT), ROWS, check_trace=False)(ROWS),
-    ],
-)
-def test_odd_products_are_those_of_torch(product):
+def assert_multiplied(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, through=lambda module: module(ROWS)
+) -> None:
+    """Through an `nn.Linear`, while it has fastgen's forward and afterwards."""
+    module = nn.Linear(64, 48, bias=bias is not None)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        module.bias = nn.Parameter(bias, requires_grad=False)
     with torch.no_grad():
-        expected = product()
-        with FastLinear(Counter()):
-            found = product()
+        with faster_forwards([module], linears(), []):
+            found = through(module)
+        expected = through(module)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_odd_products_are_those_of_torch():
+    assert_multiplied(WEIGHT, BIAS[::2])
+    assert_multiplied(WEIGHT, BIAS[:1].expand(48))
+    assert_multiplied(WEIGHT.flatten().as_strided((48, 64), (3, 1)))
+    assert_multiplied(WEIGHT.to_sparse_csr())
+    assert_multiplied(WEIGHT, through=lambda module: module(input=ROWS))
+    assert_multiplied(WEIGHT, through=lambda module: torch.func.jvp(module, (ROWS,), (ROWS,))[1])
+    assert_multiplied(WEIGHT, through=lambda module: torch.func.vmap(module)(ROWS.view(2, 4, 64)))
+    assert_multiplied(WEIGHT, through=lambda module: torch.jit.trace(module, ROWS, check_trace=False)(ROWS))
 
 
 def test_products_under_a_mode_of_the_program_are_seen_by_it():

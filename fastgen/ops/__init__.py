@@ -33,11 +33,11 @@ def kernels() -> list[Kernel]:
         missing = ("torch is not installed",)
         names = ("shared attention", "cpu linear", "fused activation", "no-repeat n-gram")
         return [Kernel(name, "all", missing) for name in names]
-    from fastgen.ops.cpu_linear import MIN_ELEMENTS, machine_reasons
+    from fastgen.ops.cpu_linear.product import MIN_ELEMENTS, machine_reasons
     from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, reasons
 
     attention = ("scaled_dot_product_attention", "matmul", "shared_attention")
-    products = f"fp32 products of several rows with weights of {MIN_ELEMENTS:,} numbers or more"
+    products = f"fp32 products with weights of {MIN_ELEMENTS:,} numbers or more in which it is faster than BLAS"
     return [
         Kernel("shared attention", "torch", task="rows that share keys and values", counted_as=attention),
         Kernel("cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear",)),

@@ -1,9 +1,10 @@
-"""Whether somebody records or transforms what torch computes: then an operation of another name is not the same."""
+"""Whether somebody watches, records or transforms what torch computes: then an operation of another name differs."""
 
 from __future__ import annotations
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 
 def is_transformed() -> bool:
@@ -16,4 +17,12 @@ def is_transformed() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def is_watched() -> bool:
+    """Whether a mode of the program would miss what it waits for, or keeps what nobody else is to have."""
+    return any(
+        not isinstance(torch._C._get_function_stack_at(index), DeviceContext)
+        for index in range(torch._C._len_torch_function_stack())
     )

@@ -39,7 +39,7 @@ class Report:
     own_code: bool = False
     keep: bool | None = None
     call: Any = field(default=None, compare=False)
-    caches: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False)
+    caches: list[weakref.ref[Any]] = field(default_factory=list, compare=False)
 
     @property
     def kernels(self) -> Counter[str]:

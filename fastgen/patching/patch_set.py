@@ -76,8 +76,8 @@ class _Record:
     patch: Patch
     state: str = "pending"
     reason: str = ""
-    untested: bool = False
     target: Target | None = None
+    untested: bool = False
 
     def set(self, state: str, reason: str) -> None:
         self.state, self.reason = state, reason
@@ -89,6 +89,7 @@ class PatchSet:
     def __init__(self, patches: Iterable[Patch], *, strict: bool = False) -> None:
         self.strict = strict
         self._groups: dict[str, list[_Record]] = {}
+        self._untested_hosts: set[str] = set()  # looked up in every call
         for patch in patches:
             self._groups.setdefault(patch.group, []).append(_Record(patch, reason=_waiting_for({patch.module})))
         self._modules: dict[str, ModuleType] = {}
@@ -188,7 +189,7 @@ class PatchSet:
 
     def newer_than_tested(self, host: str) -> bool:
         """Whether `host` is newer than what one of its patches was tested with, or does not tell its version."""
-        return any(record.untested and record.patch.host == host for record in self._records())
+        return host in self._untested_hosts
 
     def _records(self) -> Iterator[_Record]:
         for records in self._groups.values():
@@ -232,6 +233,7 @@ class PatchSet:
             record.untested = bool(reason)
             record.set("applied", reason)
             logger.debug("fastgen applied %s", record.patch.name)
+        self._untested_hosts = {record.patch.host for record in self._records() if record.untested}
 
     def _is_imported(self, name: str) -> bool:
         module = sys.modules.get(name)

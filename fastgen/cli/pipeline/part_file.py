@@ -263,7 +263,8 @@ def check_part(path: Path, resume: bool, overwrite: bool = False) -> None:
 def failures_if_complete(path: Path, signature: dict[str, Any], overwrite: bool) -> int | None:
     """Of how many inputs the run failed that has completed OUTPUT with this signature; None where there was none.
 
-    Where there was one, --resume has nothing to do. Raises InputError that names every difference where it is that of another run and may not be replaced.
+    Where there was one, --resume has nothing to do. Raises InputError that names every difference where OUTPUT is that
+    of another run and may not be replaced.
     """
     goes_on = os.path.lexists(_files(path)[1][0]) and not is_gzip(path)
     made = None if goes_on else _made(path)

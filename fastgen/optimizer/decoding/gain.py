@@ -7,13 +7,13 @@ first, and the size of a model, on which they rest, is kept from call to call.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from fastgen.config import CONFIG
-from fastgen.ops import cpu_linear
+from fastgen.ops.cpu_linear import product
 
 # From here on, large products are so much of the work that a microsecond for every call of torch does not matter.
 MIN_LARGE_PER_MODULE = 1 << 16
@@ -39,18 +39,27 @@ class ModelSize:
         return self.large >= max(MIN_LARGE_PER_MODULE * self.modules, 1)
 
 
-# For each model its size, and what its first parameter was like when that was found.
-_sizes: WeakKeyDictionary[nn.Module, tuple[tuple, ModelSize]] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Known:
+    """A model's size, its first parameter, and the type and device that this had when the size was found."""
+
+    size: ModelSize
+    first: ref[nn.Parameter]
+    state: tuple[torch.dtype, torch.device]
+
+
+_known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 def size_of(model: nn.Module) -> ModelSize:
     """The size of the model, looked up again where its type or device has changed since the last call."""
-    first = next(model.parameters(), None)
-    state = () if first is None else (first.dtype, first.device)
-    known = _sizes.get(model)
-    if known is None or known[0] != state:
-        known = _sizes[model] = (state, _measured(model))
-    return known[1]
+    known = _known.get(model)
+    if known is not None and (first := known.first()) is not None and (first.dtype, first.device) == known.state:
+        return known.size
+    size, first = _measured(model), next(model.parameters(), None)
+    if first is not None:
+        _known[model] = _Known(size, ref(first), (first.dtype, first.device))
+    return size
 
 
 def _measured(model: nn.Module) -> ModelSize:
@@ -59,7 +68,7 @@ def _measured(model: nn.Module) -> ModelSize:
     looked_up = {module.weight.shape for module in modules if isinstance(module, nn.Embedding)}
     used = [weight.numel() for weight in weights if weight.dim() > 1 and weight.shape not in looked_up]
     large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype == torch.float32]
-    return ModelSize(len(modules), sum(used), sum(size for size in large if size >= cpu_linear.MIN_ELEMENTS))
+    return ModelSize(len(modules), sum(used), sum(size for size in large if size >= product.MIN_ELEMENTS))
 
 
 def sharing_is_asked_for() -> bool | None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
 from fastgen.optimizer import report
+from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
 from fastgen.optimizer.fairseq.states import CrossStates, DecodingState, attention_reasons, being_filled
 
 
@@ -171,6 +172,8 @@ def _whole_mask(padding: Tensor | None, attn_mask: Tensor | None, dtype: torch.d
 
 def _project(projection: Any, rows: Tensor) -> Tensor:
     """The product alone, as torch's function has it: hooks of a projection are not called there either."""
+    if has_faster_forward(projection):
+        return projection.forward(rows)
     return functional.linear(rows, projection.weight, projection.bias)
 
 

@@ -12,7 +12,7 @@ from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor
 
 from fastgen.optimizer import PATCH_SET, report
-from fastgen.optimizer.decoding import linear_mode
+from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.optimizer.decoding.gain import size_of
 from fastgen.optimizer.fairseq import prompt as prompts
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
@@ -42,8 +42,9 @@ def generate(
         inputs = source_of(sample["net_input"]).shape[0]
         record.inputs, record.rows = inputs, inputs * self.beam_size
         _describe(record, plans)
-        sizes = [size_of(model) for model in (*self.model.models, self.lm_model) if model is not None]
-        with linear_mode.for_models(sizes, record.usages), _undone(self, record):
+        models = [model for model in (*self.model.models, self.lm_model) if model is not None]
+        large = [model for model in models if size_of(model).is_large]
+        with faster_forwards(large, linears(), record.usages), _undone(self, record):
             self.search.init_constraints(constraints, self.beam_size)
             return start(self, sample, prefix_tokens, bos_token, plans, record).run()
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fastgen.optimizer import report
-from fastgen.optimizer.decoding import linear_mode
+from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.decoding.gain import size_of
-from fastgen.optimizer.transformers import activations, cache_layers, compiled, verification
+from fastgen.optimizer.transformers import cache_layers, compiled, forwards, verification
 from fastgen.patching import disabled
 
 
@@ -30,19 +30,18 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
                 result = original(self, *args, **kwargs)
         finally:
             record.call = None  # it holds the model and all arguments
-            for cache in tuple(record.caches):  # one that is returned, or that somebody has kept
-                cache_layers.restore(cache)
+            for known in record.caches:
+                if (cache := known()) is not None:  # one that is returned, or that somebody has kept
+                    cache_layers.restore(cache)
         if not record.rows:
             record.fallbacks.append("prefill and caches: this way of decoding makes its prefill itself")
     return result
 
 
-@contextmanager
-def _faster_forwards(model: Any, args: tuple, kwargs: dict[str, Any], record: report.Report) -> Iterator[None]:
+def _faster_forwards(
+    model: Any, args: tuple, kwargs: dict[str, Any], record: report.Report
+) -> AbstractContextManager[None]:
     """Products and activations inside this call, of models so large that it pays to look at all their modules."""
-    size = size_of(model)
-    if not size.is_large or compiled.reasons(model) or compiled.call_reasons(model, args, kwargs):
-        yield
-    else:
-        with linear_mode.for_models([size], record.usages), activations.fused(model, record.usages):
-            yield
+    if not size_of(model).is_large or compiled.reasons(model) or compiled.call_reasons(model, args, kwargs):
+        return nullcontext()
+    return faster_forwards([model], forwards.forwards(), record.usages)

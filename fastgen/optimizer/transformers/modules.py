@@ -13,7 +13,7 @@ from torch.nn.modules import module as module_hooks
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastgen.optimizer.decoding.linear_mode import is_watched
+from fastgen.ops.transforms import is_watched
 
 # Packages whose modules and forwards treat every row alike, whatever the number of rows.
 _KNOWN_PACKAGES = (

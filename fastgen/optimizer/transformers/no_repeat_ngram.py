@@ -20,8 +20,8 @@ from fastgen.ops.no_repeat_ngram import no_repeat_ngram as ban
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_ as ban_in_place
 from fastgen.ops.no_repeat_ngram.implementations import implementation_for
 from fastgen.ops.no_repeat_ngram.problem import TOKEN_DTYPES, unsupported_reasons
+from fastgen.ops.transforms import is_watched
 from fastgen.optimizer import PATCH_SET, report
-from fastgen.optimizer.decoding.linear_mode import is_watched
 
 GROUP = "transformers.no_repeat_ngram"
 
@@ -40,7 +40,7 @@ def loop(
     **kwargs: Any,
 ) -> Any:
     """`GenerationMixin._sample` and `_beam_search`: their first processors may write into the scores they are given."""
-    if not _sharing_reasons(logits_processor, generation_config):
+    if not _sharing_reasons(logits_processor, generation_config) and any(map(_patch_name, logits_processor[:1])):
         logits_processor = WritingProcessors(logits_processor)
     return original(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.transformers import cache_layers, compiled, model_state, modules, rows, verification
 
 CACHE_NAMES = ("past_key_values", "cache_params")
+
+ONE_ROW = "one row per input, nothing to share"
 
 # Models in which the rows of a batch have an influence on each other.
 COUPLED_MODELS = {
@@ -43,9 +46,10 @@ def prefill(
     if record is None:  # a model's own loop, after which nobody would put plain caches back
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     arguments = {"input_ids": input_ids, **model_kwargs}
-    fan_out, compared = rows_per_input(self, arguments, generation_config)
+    fan_out, compared, reasons = rows_per_input(self, arguments, generation_config)
     record.rows, record.inputs = input_ids.shape[0], input_ids.shape[0] // fan_out
-    reasons = unsupported_reasons(self, arguments, fan_out, compared, record)
+    # Looking at all modules of the model comes last: it takes longest.
+    reasons = reasons or unsupported_reasons(self, arguments, fan_out, compared, record)
     reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], record)
     if not reasons:
         given = rows.one_per_input(arguments, record.rows, fan_out)
@@ -70,17 +74,23 @@ def prefill(
     return outputs
 
 
-def rows_per_input(model: Any, arguments: dict[str, Any], generation_config: Any) -> tuple[int, bool]:
+def rows_per_input(model: Any, arguments: dict[str, Any], generation_config: Any) -> tuple[int, bool, list[str]]:
     """How many consecutive rows (beams, samples, or repetitions by the caller) each input has.
 
-    Also whether they were compared. Repetitions are looked for where they would gain something: Whisper's own generate
-    repeats its inputs, and so do callers.
+    Also whether they were compared, and why they are too few to gain anything. Repetitions are looked for where they
+    would gain something: Whisper's own generate repeats its inputs, and so do callers.
     """
     fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     row_count = arguments["input_ids"].shape[0]
-    if fan_out > 1 or row_count == 1 or too_small_reasons(model, arguments, row_count):
-        return fan_out, False
-    return (rows.repetitions_sync(arguments, row_count), True) if verification.is_tested(model) else (1, False)
+    if row_count == 1:
+        return 1, False, [ONE_ROW]
+    reasons = too_small_reasons(model, arguments, row_count if fan_out == 1 else fan_out)
+    if fan_out > 1:
+        return fan_out, False, reasons
+    if reasons or not verification.is_tested(model):
+        return 1, False, [ONE_ROW, *(f"if rows are equal: {reason}" for reason in reasons)]
+    fan_out = rows.repetitions_sync(arguments, row_count)
+    return fan_out, True, [ONE_ROW] if fan_out == 1 else too_small_reasons(model, arguments, fan_out)
 
 
 def too_small_reasons(model: Any, arguments: dict[str, Any], fan_out: int) -> list[str]:
@@ -130,7 +140,7 @@ def expand(
     if given is not None and not any(given in (cache, *cache_layers.parts(cache)) for cache in caches):
         caches.append(given)
     for cache in caches:
-        record.caches.add(cache)
+        record.caches.append(ref(cache))
         sharing = cache_layers.share(cache, inputs, fan_out, limit, record.own_code, record.keep)
         record.usages += sharing.usages
         record.shared += sharing.shared_descriptions()
@@ -150,14 +160,7 @@ def unsupported_reasons(
     compared: whether the rows of an input are known to be equal.
     """
     row_count = arguments["input_ids"].shape[0]
-    if row_count == 1:
-        return ["one row per input, nothing to share"]
-    # Before all modules of the model are looked at, which takes longer.
-    reasons = too_small_reasons(model, arguments, row_count if fan_out == 1 else fan_out)
-    if fan_out == 1:
-        return ["one row per input, nothing to share", *(f"if rows are equal: {reason}" for reason in reasons)]
-    if reasons:
-        return reasons
+    reasons = []
     if row_count % fan_out:
         reasons.append(f"{row_count} rows are no multiple of {fan_out} beams or samples")
     if torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""GPT-2's activation is fused inside generate, in its thread, and nowhere else."""
+"""Modules have faster forwards inside generate, in its thread, and nowhere else; shown with GPT-2's activation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from transformers.activations import NewGELUActivation
 
 import fastgen
 from fastgen.optimizer.decoding import gain
-from fastgen.optimizer.transformers.activations import FusedForward, fused
+from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
+from fastgen.optimizer.transformers.forwards import forwards
 
 STATES = torch.cat([torch.linspace(-12, 12, 10001), torch.tensor([-1e4, -0.0, 0.0, 1e4])])
 
@@ -64,7 +65,7 @@ def test_the_fused_activation_is_the_same_function():
     module, usages = NewGELUActivation(), []
     with torch.no_grad():
         expected = module(STATES)
-        with fused(module, usages):
+        with faster_forwards([module], forwards(), usages):
             found = module(STATES)
     assert usages == [{"fused activation": 1}] and "forward" not in vars(module)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -78,14 +79,14 @@ def test_generate_uses_it_and_says_so(gpt2):
 
 def test_small_models_are_not_looked_through(monkeypatch):
     model = tiny("gpt2")
-    monkeypatch.setattr("fastgen.optimizer.transformers.activations.fused", pytest.fail)
+    monkeypatch.setattr("fastgen.optimizer.transformers.generate.faster_forwards", pytest.fail)
     model.generate(**padded(9, 5), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_types_are_left_to_the_original(dtype):
     module, usages, states = NewGELUActivation(), [], torch.randn(50).to(dtype)
-    with torch.no_grad(), fused(module, usages):
+    with torch.no_grad(), faster_forwards([module], forwards(), usages):
         found = module(states)
     assert not usages[0] and torch.equal(found, module(states))
 
@@ -97,7 +98,7 @@ def test_gradients_and_modes_of_the_program_see_the_original():
             return func(*args, **(kwargs or {}))
 
     module, usages, seen, states = NewGELUActivation(), [], [], torch.randn(5, requires_grad=True)
-    with fused(module, usages):
+    with faster_forwards([module], forwards(), usages):
         module(states).sum().backward()
         with torch.no_grad(), Watching():
             module(states)
@@ -151,7 +152,7 @@ def test_a_copy_made_during_generate_holds_nothing_of_fastgen(gpt2, copied):
     twin = generate_and(gpt2, lambda: copied(gpt2))
     for module in activations(twin):
         forward = module.forward
-        assert not isinstance(forward, FusedForward)
+        assert not isinstance(forward, ModuleForward)
         assert forward.__self__ is module and forward.__func__ is NewGELUActivation.forward
     assert b"fastgen" not in generate_and(gpt2, lambda: pickle.dumps(gpt2))
     with torch.no_grad():

@@ -12,6 +12,9 @@ from transformers.modeling_outputs import ModelOutput
 # Arguments whose rows belong to images, videos or sounds in a prompt and not to the prompt's own rows.
 MULTIMODAL_WORDS = ("pixel", "image", "video", "audio", "mm_", "input_features", "input_values", "vision", "speech")
 
+# What each token of the prompt is, text or image: `[rows, length]`.
+OF_THE_PROMPT = ("mm_token_type_ids",)
+
 # Arguments that have one position, not one row, per element.
 WITHOUT_ROWS = ("cache_position",)
 
@@ -91,7 +94,9 @@ def _row_dim(name: str, value: Tensor, rows: int) -> int | None:
 def _reasons(name: str, value: Any, rows: int) -> list[str]:
     if value is None or isinstance(value, (bool, int, float, str, Cache, torch.dtype, torch.device)):
         return []
-    if any(word in name for word in MULTIMODAL_WORDS):
+    if name == "mm_encoder_outputs" and value == {}:
+        return []  # a prompt of text alone
+    if name not in OF_THE_PROMPT and any(word in name for word in MULTIMODAL_WORDS):
         return [f"argument {name}: its rows are not those of the prompt"]
     if isinstance(value, Tensor):
         if name in WITHOUT_ROWS or not value.dim() or _row_dim(name, value, rows) is not None:

@@ -178,6 +178,23 @@ def test_the_slower_product_is_not_used(everywhere, monkeypatch):
     assert not usages[0] and torch.equal(found, functional.linear(states, module.weight, module.bias))
 
 
+@pytest.mark.parametrize(("name", "owner", "product"), [("llama", functional, "linear"), ("gpt2", torch, "addmm")])
+def test_a_product_that_the_program_has_replaced_is_called(name, owner, product, everywhere, monkeypatch):
+    original, calls = getattr(owner, product), []
+
+    def counting(*args):
+        calls.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(owner, product, counting)
+    architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == name)
+    with fastgen.disabled():
+        architecture.model().generate(**architecture.inputs(), max_new_tokens=3)
+    expected = len(calls)
+    architecture.model().generate(**architecture.inputs(), max_new_tokens=3)
+    assert len(calls) == 2 * expected > 0
+
+
 def test_both_products_are_measured_for_real(monkeypatch, tmp_path):
     monkeypatch.setattr(choice, "_known", {})
     monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path)))

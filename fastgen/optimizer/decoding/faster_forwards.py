@@ -11,10 +11,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fastgen.ops import cpu_linear
 from fastgen.ops.transforms import is_watched
@@ -58,8 +60,10 @@ def faster_forwards(
 
 
 def linears() -> dict[type[nn.Module], Forward]:
-    """The forward of `nn.Linear`, where this machine has one that may be faster."""
-    return {} if cpu_linear.machine_reasons() else {nn.Linear: linear}
+    """The forward of `nn.Linear`, where this machine has one that may be faster, and torch's product is torch's own."""
+    if cpu_linear.machine_reasons() or not isinstance(functional.linear, BuiltinFunctionType):
+        return {}
+    return {nn.Linear: linear}
 
 
 def linear(module: nn.Linear, rows: Tensor, usage: Counter[str]) -> Tensor | None:

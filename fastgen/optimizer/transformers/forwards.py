@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import BuiltinFunctionType
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from fastgen.optimizer.decoding.faster_forwards import Forward, linears, multipl
 def forwards() -> dict[type[nn.Module], Forward]:
     """The forwards by the type of their module."""
     products = linears()
-    if products:
+    if products and isinstance(torch.addmm, BuiltinFunctionType):
         products[Conv1D] = conv1d
     return {NewGELUActivation: new_gelu, **products}
 

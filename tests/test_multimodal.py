@@ -1,4 +1,4 @@
-"""Models that also take images: prompts of text alone are shared as in other models, images are left alone."""
+"""Models that also take images: prompts of text and of images are shared as in other models."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from architectures import Architecture
 from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, lively, padded
 from torch import nn
 from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GemmaConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -21,11 +24,14 @@ from transformers import (
     PaliGemmaForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SiglipVisionConfig,
 )
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
+BOTH = pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 IMAGE, VIDEO, BEGIN, END = 95, 96, 97, 98
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 99}
@@ -84,29 +90,114 @@ def text(*lengths: int) -> dict[str, torch.Tensor]:
     return inputs
 
 
+@BOTH
 @pytest.mark.parametrize("make", (llava, gemma3, paligemma, qwen2_vl))
-@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 def test_a_prompt_of_text_is_shared(make, arguments):
     report = assert_same(ready(make), text(9, 7), **arguments)
     assert is_shared(report, PROMPT)
 
 
-@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
-def test_images_in_a_prompt_are_left_alone(arguments):
-    inputs = text(9, 7)
-    inputs["input_ids"][:, 3:7] = IMAGE
-    inputs["pixel_values"] = Architecture("", "vision").inputs()["pixel_values"]
-    assert left_alone_because(assert_same(ready(llava), inputs, **arguments), "its rows are not those of the prompt")
+def blip2() -> nn.Module:
+    text = {"vocab_size": 99, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"model_type": "opt", "word_embed_proj_dim": 32, "max_position_embeddings": 64}
+    return Blip2ForConditionalGeneration(
+        Blip2Config(
+            vision_config=SIZES | {"image_size": 16, "patch_size": 8},
+            qformer_config=TEXT | {"encoder_hidden_size": 32},
+            text_config=text,
+            num_query_tokens=4,
+            image_token_id=IMAGE,
+        )
+    )
 
 
-@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def idefics3() -> nn.Module:
+    vision = SIZES | {"image_size": 16, "patch_size": 4}
+    config = Idefics3Config(vision_config=vision, text_config=LlamaConfig(**TEXT), image_token_id=IMAGE, scale_factor=2)
+    return Idefics3ForConditionalGeneration(config)
+
+
+def qwen3_vl() -> nn.Module:
+    """Its images also go into the first layers."""
+    rotary = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 4, "patch_size": 8}
+    config = Qwen3VLConfig(
+        text_config=TEXT | {"num_key_value_heads": 2, "head_dim": 8, "rope_parameters": rotary},
+        vision_config=vision
+        | {"out_hidden_size": 32, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 4},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=BEGIN,
+        vision_end_token_id=END,
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def with_images(*lengths: int, images: int = 1, axes: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+    """Each image has four tokens. axes: what the model expects around the channels, height and width of images."""
+    inputs = text(*lengths)
+    for image in range(images):
+        inputs["input_ids"][:, 3 + 5 * image : 7 + 5 * image] = IMAGE
+    inputs["pixel_values"] = torch.randn(len(lengths) * images, *axes, 3, 16, 16)
+    return inputs
+
+
+def with_patches() -> dict[str, torch.Tensor]:
+    """For Qwen, an image of one token to each row; its pixels are rows of patches."""
+    inputs = text(9, 9)
+    inputs["input_ids"][:, 3:6] = torch.tensor([BEGIN, IMAGE, END])
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
+    return inputs | {"pixel_values": torch.randn(8, 384), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
+
+
+IMAGES = {
+    llava: lambda: with_images(9, 7),
+    paligemma: lambda: with_images(9, 7),
+    gemma3: lambda: with_images(9, 7),
+    blip2: lambda: with_images(9, 7),
+    idefics3: lambda: with_images(9, 7, axes=(1,)),
+    qwen2_vl: with_patches,
+    qwen3_vl: with_patches,
+}
+
+
+@BOTH
+@pytest.mark.parametrize("make", IMAGES)
+def test_images_in_a_prompt_are_shared(make, arguments):
+    torch.manual_seed(0)
+    assert is_shared(assert_same(ready(make), IMAGES[make](), **arguments), PROMPT)
+
+
+@BOTH
+def test_several_images_in_each_prompt(arguments):
+    assert is_shared(assert_same(ready(llava), with_images(15, 13, images=2), **arguments), PROMPT)
+
+
+@BOTH
+def test_other_numbers_of_images_in_each_prompt_are_left_alone(arguments):
+    inputs = with_images(15, 15, images=2)
+    inputs["input_ids"][0, 8:12] = 7
+    inputs["pixel_values"] = inputs["pixel_values"][:3]
+    report = assert_same(ready(llava), inputs, **arguments)
+    assert left_alone_because(report, "not every row of the prompt has the same number of images")
+
+
+@pytest.mark.parametrize("different", (True, False))
+def test_prompts_that_the_caller_has_repeated(different):
+    inputs = {name: value.repeat_interleave(3, dim=0) for name, value in with_images(9, 7).items()}
+    if different:
+        inputs["pixel_values"] = torch.randn(6, 3, 16, 16)
+    report = assert_same(ready(llava), inputs, max_new_tokens=5, do_sample=False)
+    if different:
+        assert left_alone_because(report, "the rows of an input have different images")
+    else:
+        assert is_shared(report, PROMPT)
+
+
+@BOTH
 def test_text_after_images_that_the_model_remembers_positions_of(arguments):
-    model, images, words = ready(qwen2_vl), text(9, 9), text(9, 7)
-    images["input_ids"][:, 3:6] = torch.tensor([BEGIN, IMAGE, END])
-    images["mm_token_type_ids"] = (images["input_ids"] == IMAGE).long()
-    images |= {"pixel_values": torch.randn(8, 384), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
+    model, words = ready(qwen2_vl), text(9, 7)
     words["mm_token_type_ids"] = torch.zeros_like(words["input_ids"])
     for _ in range(2):
-        report = assert_same(model, images, **arguments)
-        assert left_alone_because(report, "its rows are not those of the prompt")
+        assert is_shared(assert_same(model, with_patches(), **arguments), PROMPT)
         assert is_shared(assert_same(model, words, **arguments), PROMPT)

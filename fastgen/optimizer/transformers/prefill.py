@@ -20,7 +20,7 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET, report
 from fastgen.optimizer.decoding import gain
-from fastgen.optimizer.transformers import cache_layers, compiled, model_state, modules, rows, verification
+from fastgen.optimizer.transformers import cache_layers, compiled, images, model_state, modules, rows, verification
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 
@@ -179,7 +179,7 @@ def unsupported_reasons(
     reasons += rows.unsupported_reasons(arguments, row_count)
     if not reasons and not compared and not rows.groups_are_equal_sync(arguments, row_count, fan_out):
         reasons.append("the rows of an input differ from each other")
-    return reasons
+    return reasons or images.unsupported_reasons_sync(arguments, model.config, row_count, fan_out)
 
 
 def returned_cache_reasons(outputs: ModelOutput) -> list[str]:

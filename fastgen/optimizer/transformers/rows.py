@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
+from fastgen.optimizer.transformers import images
+
 # Arguments whose rows belong to images, videos or sounds in a prompt and not to the prompt's own rows.
 MULTIMODAL_WORDS = ("pixel", "image", "video", "audio", "mm_", "input_features", "input_values", "vision", "speech")
 
@@ -32,6 +34,8 @@ def one_per_input(arguments: dict[str, Any], rows: int, fan_out: int) -> dict[st
             dim = _row_dim(name, value, rows)
             first = torch.arange(0, rows, fan_out, device=value.device)
             return value if dim is None else value.index_select(dim, first)
+        if name == images.NAME:
+            return images.one_per_input(value, rows, fan_out)
         if isinstance(value, ModelOutput):
             return type(value)(**{key: reduce(f"{name}.{key}", part) for key, part in value.items()})
         return value
@@ -92,10 +96,12 @@ def _row_dim(name: str, value: Tensor, rows: int) -> int | None:
 
 
 def _reasons(name: str, value: Any, rows: int) -> list[str]:
-    if value is None or isinstance(value, (bool, int, float, str, Cache, torch.dtype, torch.device)):
+    if (
+        name == images.NAME
+        or value is None
+        or isinstance(value, (bool, int, float, str, Cache, torch.dtype, torch.device))
+    ):
         return []
-    if name == "mm_encoder_outputs" and value == {}:
-        return []  # a prompt of text alone
     if name not in OF_THE_PROMPT and any(word in name for word in MULTIMODAL_WORDS):
         return [f"argument {name}: its rows are not those of the prompt"]
     if isinstance(value, Tensor):

@@ -1,0 +1,53 @@
+"""`mm_encoder_outputs`: what the library has encoded of a prompt's images and videos before the prefill.
+
+The items (images, videos) of an input stand together and are repeated for each of its rows: A B A B for two rows.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import ModelOutput
+
+NAME = "mm_encoder_outputs"
+
+
+def unsupported_reasons_sync(arguments: dict[str, Any], config: Any, rows: int, fan_out: int) -> list[str]:
+    """Why these items cannot be reduced to those of one row per input; empty if they can. Reads the device."""
+    for modality, output in (arguments.get(NAME) or {}).items():
+        items = getattr(output, "pooler_output", None)
+        token_id = getattr(config, f"{modality}_token_id", None)
+        deep = getattr(output, "deepstack_features", None)
+        if items is None or token_id is None or arguments.get("inputs_embeds") is not None:
+            return [f"argument {NAME}: its {modality}s are not known to be those of the prompt's rows"]
+        if deep is not None and not isinstance(deep[0][0], Tensor):
+            return [f"argument {NAME}: the features of its {modality}s are in an order of the model's own"]
+        wanted = (arguments["input_ids"] == token_id).sum(-1).tolist()
+        lengths = iter([len(item) for item in items])
+        if len(items) % rows or wanted != [sum(islice(lengths, len(items) // rows)) for _ in range(rows)]:
+            return [f"argument {NAME}: not every row of the prompt has the same number of {modality}s"]
+        each = len(items) // rows
+        first = [index - row % fan_out * each for row in range(rows) for index in range(row * each, (row + 1) * each)]
+        if not all(torch.equal(item, items[index]) for item, index in zip(items, first)):
+            return [f"argument {NAME}: the rows of an input have different {modality}s"]
+    return []
+
+
+def one_per_input(outputs: dict[str, ModelOutput], rows: int, fan_out: int) -> dict[str, ModelOutput]:
+    """The same outputs with the items of the first row of each input only."""
+
+    def first(items: Any) -> Any:
+        each = len(items) // rows
+        chosen = [row * each + item for row in range(0, rows, fan_out) for item in range(each)]
+        return items[chosen] if isinstance(items, Tensor) else [items[index] for index in chosen]
+
+    reduced = {}
+    for modality, output in outputs.items():
+        changed = {"pooler_output": first(output.pooler_output)}
+        if getattr(output, "deepstack_features", None) is not None:
+            changed["deepstack_features"] = [first(features) for features in output.deepstack_features]
+        reduced[modality] = type(output)(**{**output, **changed})
+    return reduced

@@ -33,7 +33,8 @@ def compile_cpp(output: Path, *arguments: str | Path) -> Path:
 
 
 def compile_library(output: Path, *arguments: str | Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(compile_cpp(output, "-shared", "-fPIC", *arguments)))
+    """The library; its own functions come before those of the real CUDA, which a build of torch for GPUs has loaded."""
+    return ctypes.CDLL(str(compile_cpp(output, "-shared", "-fPIC", "-Wl,-Bsymbolic", *arguments)))
 
 
 def cuda_on_host(library: ctypes.CDLL) -> Callable:

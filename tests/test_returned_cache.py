@@ -28,6 +28,7 @@ from parity import (
     tiny,
     token_ids,
 )
+from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -154,6 +155,7 @@ def test_static_cache_is_left_alone(models, name):
         assert left_alone_because(report, "StaticCache")
 
 
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="the older backends need other packages")
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 def test_quantized_cache_is_left_alone(models, arguments):
     quantized = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}

@@ -20,6 +20,9 @@ def states(groups: int = 1, own: bool = True) -> TwoPartStates:
     return TwoPartStates(shared, rows, 3, Counter(), groups=groups)
 
 
+FLAT = states(groups=2).reshape(36, 7, 4)
+
+
 def repeat_kv(tensor: torch.Tensor, groups: int) -> torch.Tensor:
     rows, heads, length, width = tensor.shape
     tensor = tensor[:, :, None, :, :].expand(rows, heads, groups, length, width)
@@ -27,6 +30,7 @@ def repeat_kv(tensor: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 QUERY = torch.randn(6, 3, 1, 4, generator=torch.Generator().manual_seed(7))
+FLAT_QUERY = QUERY.flatten(0, 1)
 WEIGHTS = torch.rand(6, 3, 1, 7, generator=torch.Generator().manual_seed(8))
 IN_PARTS = {
     "matmul transpose": lambda tensor: torch.matmul(QUERY, tensor.transpose(2, 3)),
@@ -42,6 +46,14 @@ IN_PARTS = {
     ),
     "repeat_kv": lambda tensor: QUERY.repeat(1, 2, 1, 1) @ repeat_kv(tensor, 2).transpose(2, 3),
     "repeat_interleave": lambda tensor: QUERY.repeat(1, 2, 1, 1) @ tensor.repeat_interleave(2, dim=1).transpose(2, 3),
+    "bmm": lambda tensor: torch.bmm(FLAT_QUERY, tensor.reshape(18, -1, 4).transpose(1, 2)),
+    "bmm with weights": lambda tensor: WEIGHTS.flatten(0, 1).bmm(tensor.reshape(18, 7, 4)),
+    "bmm of grouped heads": lambda tensor: torch.bmm(
+        FLAT_QUERY.repeat(2, 1, 1), tensor.repeat_interleave(2, dim=1).reshape(36, -1, 4).mT
+    ),
+    "baddbmm": lambda tensor: torch.ones(18, 1, 7).baddbmm(
+        batch1=FLAT_QUERY, batch2=tensor.reshape(18, -1, 4).transpose(-1, -2), beta=0.5, alpha=2.0
+    ),
     "names of arguments": lambda tensor: torch.matmul(
         input=QUERY.repeat(1, 2, 1, 1),
         other=torch.transpose(input=torch.repeat_interleave(input=tensor, repeats=2, dim=1), dim0=2, dim1=3),
@@ -55,7 +67,10 @@ WHOLE = {
     "radd": lambda tensor: 1 + tensor,
     "einsum": lambda tensor: torch.einsum("bhqd,bhkd->bhqk", QUERY, tensor),
     "cat": lambda tensor: torch.cat([tensor, tensor], dim=2),
-    "reshape": lambda tensor: tensor.reshape(18, 7, 4),
+    "reshape": lambda tensor: tensor.reshape(6, 21, 4),
+    "flat and sliced": lambda tensor: tensor.reshape(18, -1, 4)[:, :3],
+    "flat, of other rows": lambda tensor: torch.bmm(tensor.reshape(18, 7, 4), torch.ones(18, 4, 2)),
+    "baddbmm in place": lambda tensor: torch.zeros(18, 1, 7).baddbmm_(FLAT_QUERY, tensor.reshape(18, 7, 4).mT),
     "view": lambda tensor: tensor.view(6, 3, 28),
     "other transpose": lambda tensor: tensor.transpose(1, 2),
     "permute": lambda tensor: tensor.permute(0, 2, 1, 3),
@@ -99,7 +114,15 @@ def test_everything_else_gets_the_whole_tensor_and_is_counted(name):
 
 
 def test_shapes_and_types_are_those_of_the_whole_tensor_and_cost_nothing():
-    for tensor in (states(), states(groups=2), states(own=False), states().transpose(2, 3), states()[:, :, None]):
+    for tensor in (
+        states(),
+        states(groups=2),
+        states(own=False),
+        states().transpose(2, 3),
+        states()[:, :, None],
+        FLAT,
+        FLAT.mT,
+    ):
         expected = tensor.whole()
         assert tensor.shape == expected.shape and tensor.size(1) == expected.size(1)
         assert tensor.dim() == tensor.ndim == expected.dim() and tensor.numel() == expected.numel()

@@ -26,6 +26,10 @@ PLAIN = "plain"  # [rows, kv_heads, length, head_dim]
 TRANSPOSED = "transposed"  # [rows, kv_heads, head_dim, length]
 UNSQUEEZED = "unsqueezed"  # [rows, kv_heads, 1, length, head_dim]: repeat_kv, first step
 EXPANDED = "expanded"  # [rows, kv_heads, groups, length, head_dim]: repeat_kv, second step
+FLAT = "flat"  # [rows * kv_heads, length, head_dim]: for a product of three dimensions
+FLAT_TRANSPOSED = "flat, transposed"  # [rows * kv_heads, head_dim, length]
+
+_TRANSPOSES = {PLAIN: TRANSPOSED, TRANSPOSED: PLAIN, FLAT: FLAT_TRANSPOSED, FLAT_TRANSPOSED: FLAT}
 
 
 class TwoPartStates(Tensor):
@@ -68,6 +72,8 @@ class TwoPartStates(Tensor):
             TRANSPOSED: ((rows, heads * groups, width, length), (heads * groups * block, block, 1, width)),
             UNSQUEEZED: ((rows, heads, 1, length, width), (heads * block, block, block, width, 1)),
             EXPANDED: ((rows, heads, groups, length, width), (heads * block, block, 0, width, 1)),
+            FLAT: ((rows * heads * groups, length, width), (block, width, 1)),
+            FLAT_TRANSPOSED: ((rows * heads * groups, width, length), (block, 1, width)),
         }[form]
         self = Tensor._make_wrapper_subclass(cls, size, strides, dtype=shared.dtype, device=shared.device)
         self.shared, self.own, self.fan_out, self.usage = shared, own, fan_out, usage
@@ -88,8 +94,10 @@ class TwoPartStates(Tensor):
         """The tensor in one piece, `[rows, …]` in its form; costs what the parts were meant to save."""
         if self.base is not None:
             states = self.base.whole()
-            if self.form == TRANSPOSED:
-                return states.transpose(2, 3)
+            if self.form in (FLAT, FLAT_TRANSPOSED):
+                states = states.flatten(0, 1)
+            if self.form in (TRANSPOSED, FLAT_TRANSPOSED):
+                return states.transpose(-2, -1)
             if self.form in (UNSQUEEZED, EXPANDED):
                 return states.unsqueeze(2).expand(self.shape)
             return states
@@ -160,6 +168,26 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
     return weighted_values(input, other.shared, other.own, other.fan_out)
 
 
+def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
+    if isinstance(input, TwoPartStates) or not isinstance(input, Tensor) or not _is_in_parts(mat2):
+        return NotImplemented
+    if mat2.form not in (FLAT, FLAT_TRANSPOSED) or input.dim() != 3 or input.dtype != mat2.dtype:
+        return NotImplemented
+    if input.shape[0] != mat2.shape[0] or input.shape[2] != mat2.shape[1]:
+        return NotImplemented
+    rows = input.unflatten(0, (mat2.shared.shape[0] * mat2.fan_out, -1))
+    mat2.usage["bmm"] += 1
+    multiply = query_key_scores if mat2.form == FLAT_TRANSPOSED else weighted_values
+    return multiply(rows, mat2.shared, mat2.own, mat2.fan_out).flatten(0, 1)
+
+
+def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if isinstance(input, TwoPartStates):
+        return NotImplemented
+    product = _bmm(batch1, batch2)
+    return product if product is NotImplemented else beta * input + alpha * product
+
+
 def _is_in_parts(states: Any) -> bool:
     return isinstance(states, TwoPartStates) and states.in_parts
 
@@ -171,9 +199,10 @@ def _rows_fit(rows: Tensor, states: TwoPartStates) -> bool:
 
 
 def _transpose(input: TwoPartStates, dim0: int, dim1: int) -> Tensor:
-    if not input.in_parts or input.dim() != 4 or {dim0 % 4, dim1 % 4} != {2, 3}:
+    dims = input.dim()
+    if not input.in_parts or input.form not in _TRANSPOSES or {dim0 % dims, dim1 % dims} != {dims - 2, dims - 1}:
         return NotImplemented
-    return input.view_as_form(TRANSPOSED if input.form == PLAIN else PLAIN, input.groups)
+    return input.view_as_form(_TRANSPOSES[input.form], input.groups)
 
 
 def _getitem(states: TwoPartStates, index: Any) -> Tensor:
@@ -198,6 +227,8 @@ def _reshape(states: TwoPartStates, *shape: Any) -> Tensor:
     rows, heads, *rest = states.shape
     if not states.in_parts or states.form not in (PLAIN, EXPANDED):
         return NotImplemented
+    if states.form == PLAIN and shape in ((rows * heads, *rest), (rows * heads, -1, rest[-1])):
+        return states.view_as_form(FLAT, states.groups)
     if states.form == EXPANDED and shape == (rows, heads * states.groups, *rest[1:]):
         return _repeated(states, states.groups) if states.groups > 1 else states.view_as_form(PLAIN)
     return states if shape == states.shape else NotImplemented
@@ -235,7 +266,11 @@ _HANDLERS: dict[Callable, Callable] = {
     Tensor.__matmul__: _matmul,
     torch.transpose: _transpose,
     Tensor.transpose: _transpose,
-    Tensor.mT.__get__: lambda states: _transpose(states, 2, 3),
+    Tensor.mT.__get__: lambda states: _transpose(states, -2, -1),
+    torch.bmm: _bmm,
+    Tensor.bmm: _bmm,
+    torch.baddbmm: _baddbmm,
+    Tensor.baddbmm: _baddbmm,
     Tensor.__getitem__: _getitem,
     Tensor.expand: _expand,
     Tensor.reshape: _reshape,

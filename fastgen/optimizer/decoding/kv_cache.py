@@ -113,6 +113,14 @@ class SharedKeyValues:
         self.own[0].append(keys)
         self.own[1].append(values)
 
+    def drop(self, count: int) -> bool:
+        """Forgets the first `count` positions; False if that would leave nothing of the shared part."""
+        self._take_back()
+        if self.shared is None or count >= self.shared[0].shape[2]:
+            return False
+        self.shared = tuple(shared[:, :, count:] for shared in self.shared)
+        return True
+
     def states(self) -> tuple[Tensor, Tensor]:
         """Keys and values `[inputs * fan_out, kv_heads, length, head_dim]`; the same tensors until the next change."""
         if self.was_read_whole:

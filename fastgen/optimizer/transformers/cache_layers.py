@@ -1,8 +1,9 @@
 """The layers that fastgen puts into a transformers `DynamicCache` after a prefill with one row per input.
 
-A layer is what the decoding loop and the models know, a `DynamicLayer`; its keys and values are a `SharedKeyValues`.
-It becomes a plain `DynamicLayer`, with everything that the library does to those, as soon as somebody asks for what
-two parts or the rows' buffer cannot give; and after `generate`, so that a returned cache is what the library returns.
+A layer is what the decoding loop and the models know, a `DynamicLayer` or `DynamicSlidingWindowLayer`; its keys and
+values are a `SharedKeyValues`. It becomes a plain layer of the library, with everything that the library does to those,
+as soon as somebody asks for what two parts or the rows' buffer cannot give; and after `generate`, so that a returned
+cache is what the library returns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 from fastgen.optimizer.decoding.kv_cache import SharedKeyValues, sharing_pays, writing_in_place_pays
 
@@ -26,10 +33,11 @@ class SharedLayer(DynamicLayer):
     own_code: the attention is not the library's, and may expect of its keys all that holds for those of a plain layer.
     """
 
+    plain: type[DynamicLayer] = DynamicLayer
+
     def __init__(self, layer: DynamicLayer, states: SharedKeyValues, own_code: bool) -> None:
+        self.__dict__ |= {name: value for name, value in vars(layer).items() if name not in ("keys", "values")}
         self._states, self._own_code = states, own_code
-        self.dtype, self.device = layer.dtype, layer.device
-        self.is_initialized = True
 
     @property
     def keys(self) -> Tensor:
@@ -79,17 +87,45 @@ class SharedLayer(DynamicLayer):
         return self._own_code and self._states.was_read_whole
 
     def become_plain(self) -> None:
-        """Makes this layer a `DynamicLayer` with the same content, in the memory of what was read of it whole."""
+        """Makes this layer the library's with the same content, in the memory of what was read of it whole."""
         keys, values = self._states.whole()
-        layer = DynamicLayer()
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-        self.__class__, self.__dict__ = DynamicLayer, vars(layer)
+        del self._states, self._own_code
+        self.__class__ = self.plain
+        self.keys, self.values = keys, values
 
     def __reduce_ex__(self, protocol: int) -> Any:
         """What is copied or pickled is a plain layer."""
         self.become_plain()
         return self.__reduce_ex__(protocol)
+
+
+class SharedSlidingLayer(SharedLayer, DynamicSlidingWindowLayer):
+    """A `DynamicSlidingWindowLayer`: positions that no row sees any more are dropped for all rows at once."""
+
+    plain = DynamicSlidingWindowLayer
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        unseen = self._states.length - (self.sliding_window - 1)
+        if self._plain_is_due() or (unseen > 0 and not self._states.drop(unseen)):
+            self.become_plain()
+            return self.update(key_states, value_states, *args, **kwargs)
+        self.cumulative_length += key_states.shape[-2]
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return self.cumulative_length
+
+    def _read(self, name: str, index: int) -> Tensor:
+        self.become_plain()  # the library keeps one position less than the last update has returned
+        return getattr(self, name)
+
+    def become_plain(self) -> None:
+        super().become_plain()
+        self.keys = self.keys[:, :, 1 - self.sliding_window :]
+        self.values = self.values[:, :, 1 - self.sliding_window :]
+
+
+SHARED = {DynamicLayer: SharedLayer, DynamicSlidingWindowLayer: SharedSlidingLayer}
 
 
 def unsupported_reasons(cache: object) -> list[str]:
@@ -143,15 +179,15 @@ def share(
 ) -> Sharing:
     """Makes a cache of `inputs` rows one of `inputs * fan_out` rows, in which what is equal is kept once.
 
-    Layers other than `DynamicLayer` (sliding window, linear attention, …) are repeated row by row, as the library would
-    have filled them. limit: the number of positions that can be added to each row. own_code: code that is not the
-    library's works with the cache; layers that keep nothing once are left plain. keep: keep what is equal once (True),
-    or never (False), instead of where it pays.
+    Layers of other classes (linear attention, …) are repeated row by row, as the library would have filled them. limit:
+    the number of positions that can be added to each row. own_code: code that is not the library's works with the
+    cache; layers that keep nothing once are left plain. keep: keep what is equal once (True), or never (False), instead
+    of where it pays.
     """
     sharing = Sharing()
     for part, is_cross in zip(parts(cache), (False, True)):
         for index, layer in enumerate(part.layers):
-            if type(layer) is not DynamicLayer:
+            if not _can_share(layer):
                 rows = torch.arange(inputs, device=getattr(layer, "device", None))
                 layer.reorder_cache(rows.repeat_interleave(fan_out))
                 sharing.others[type(layer).__name__] += 1
@@ -161,7 +197,8 @@ def share(
                 sharing.cross += kept and is_cross
                 sharing.prompt += kept and not is_cross
                 sharing.short += not kept and keep is None
-                if not kept and (own_code or not writing_in_place_pays(layer.keys, fan_out, limit_of_rows)):
+                written = type(layer) is DynamicLayer and writing_in_place_pays(layer.keys, fan_out, limit_of_rows)
+                if not kept and (own_code or not written):
                     layer.batch_repeat_interleave(fan_out)
                     continue
                 prompt = (layer.keys, layer.values)
@@ -169,9 +206,14 @@ def share(
                     prompt = tuple(states.clone() for states in prompt)
                 usage: Counter[str] = Counter()
                 states = SharedKeyValues(*prompt, fan_out, limit_of_rows, kept, usage)
-                part.layers[index] = SharedLayer(layer, states, own_code)
+                part.layers[index] = SHARED[type(layer)](layer, states, own_code)
                 sharing.usages.append(usage)
     return sharing
+
+
+def _can_share(layer: Any) -> bool:
+    """Not where the library keeps what a sliding window has left behind, to go back to it."""
+    return type(layer) in SHARED and not getattr(layer, "record_past", False)
 
 
 def restore(cache: Cache) -> None:

@@ -1,0 +1,148 @@
+"""Layers with a sliding window keep the prompt once per input, as long as a row sees some of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parity import (
+    BEAMS,
+    PROMPT,
+    SAMPLES,
+    assert_equal_caches,
+    assert_equal_outputs,
+    assert_same,
+    compared,
+    is_shared,
+    lively,
+    padded,
+    run_both,
+    token_ids,
+)
+from torch import nn
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+pytestmark = pytest.mark.usefixtures("share_always")
+
+BOTH = pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+MODELS = {
+    "mistral": lambda window: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)),
+    "gemma2": lambda window: Gemma2ForCausalLM(Gemma2Config(**SIZES, **MIXED, sliding_window=window)),
+    "gemma3": lambda window: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **MIXED, sliding_window=window)),
+    "gpt_oss": lambda window: GptOssForCausalLM(
+        GptOssConfig(**SIZES, **MIXED, sliding_window=window, num_local_experts=2, num_experts_per_tok=1)
+    ),
+}
+LENGTH = 9
+# A prompt longer than the window, as long, as long as what a layer keeps, shorter; all of it out of sight at the end.
+WINDOWS = {"long prompt": 7, "as long": LENGTH, "kept": LENGTH + 1, "crossed": LENGTH + 3, "never": 99, "gone": 3}
+
+
+def model_of(name: str, window: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = lively(MODELS[name](window)).eval()
+    model.generation_config.update(pad_token_id=1, eos_token_id=2)
+    return model
+
+
+@BOTH
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("name", MODELS)
+def test_windows_and_prompts_of_all_lengths(name, window, arguments):
+    both = compared(model_of(name, window), padded(LENGTH, 5), **arguments)
+    assert is_shared(both.report, PROMPT)
+    assert "once per input, 2 layers" in both.report.shared[1] and not both.report.fallbacks
+    assert_equal_caches(both.stock.past_key_values, both.fast.past_key_values)
+
+
+@BOTH
+@pytest.mark.parametrize("attention", ("eager", "sdpa"))
+@pytest.mark.parametrize("window", (7, LENGTH + 3))
+def test_attention_implementations(window, attention, arguments):
+    model = model_of("mistral", window)
+    model.set_attn_implementation(attention)
+    assert is_shared(assert_same(model, padded(LENGTH, 5), **arguments), PROMPT)
+
+
+@BOTH
+@pytest.mark.parametrize("window", (7, LENGTH + 3))
+def test_bfloat16(window, arguments):
+    model = model_of("mistral", window).bfloat16()
+    tokens = token_ids(1, 40, seed=3)[0].tolist()
+    given = {"prefix_allowed_tokens_fn": lambda batch, ids: [tokens[ids.shape[0]]]}
+    assert is_shared(assert_same(model, padded(LENGTH, 5), 0.25, **arguments, **given), PROMPT)
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+def test_the_returned_cache_takes_the_next_token(window):
+    model = model_of("mistral", window)
+    both = compared(model, padded(LENGTH, 5), **BEAMS)
+    logits = []
+    for output in (both.stock, both.fast):
+        cache = output.past_key_values
+        with torch.no_grad():
+            logits.append(model(output.sequences[:, -1:], past_key_values=cache, use_cache=True).logits)
+    assert_equal_outputs(*logits)
+    assert_equal_caches(both.stock.past_key_values, both.fast.past_key_values)
+
+
+@pytest.mark.parametrize("window", (7, LENGTH + 3))
+def test_a_custom_loop_may_move_rows_from_input_to_input(window):
+    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        outputs = model._prefill(input_ids, generation_config, kwargs)
+        for _ in range(4):
+            kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
+            order = torch.arange(len(input_ids)).flip(0)
+            input_ids = torch.cat([input_ids, outputs.logits[:, -1].argmax(-1, keepdim=True)], dim=1)[order]
+            kwargs["past_key_values"].reorder_cache(order)
+            inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
+            outputs = model(**inputs, return_dict=True)
+        return outputs.logits
+
+    model = model_of("mistral", window)
+    both = run_both(lambda: model.generate(token_ids(2, LENGTH), custom_generate=loop, **SAMPLES))
+    assert_equal_outputs(both.stock, both.fast)
+
+
+def test_assisted_decoding_keeps_what_the_window_has_left_behind():
+    model, assistant = model_of("mistral", 7), model_of("mistral", 5)
+    assert_same(
+        model,
+        {"input_ids": token_ids(1, LENGTH)},
+        assistant_model=assistant,
+        max_new_tokens=7,
+        do_sample=False,
+    )
+
+
+@BOTH
+def test_a_cache_of_the_caller(arguments):
+    model = model_of("mistral", 7)
+    both = run_both(
+        lambda: model.generate(
+            **padded(LENGTH, 5),
+            past_key_values=DynamicCache(config=model.config),
+            return_dict_in_generate=True,
+            **arguments,
+        )
+    )
+    assert_equal_outputs(both.stock, both.fast)

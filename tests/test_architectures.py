@@ -15,10 +15,8 @@ TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 
 # Left alone, or only the prefill is run once per input: nothing in their caches can be kept once per input.
 LEFT_ALONE = {"minimax", "nllb-moe", "recurrent_gemma"}
-ONLY_PREFILL = {
-    "openai-gpt", "mistral", "gemma3_text", "cohere2", "exaone4", "llama4_text", "mamba", "falcon_mamba",
-}  # fmt: skip
-READ_WHOLE = {"bloom", "xglm", "trocr", "led", "mvp", "fsmt", "vit-trocr", "deepseek_v3"}
+ONLY_PREFILL = {"openai-gpt", "mamba", "falcon_mamba"}
+READ_WHOLE = {"deepseek_v3"}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)

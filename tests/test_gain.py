@@ -43,15 +43,18 @@ def test_the_reason_gives_the_numbers():
 
 
 def test_the_same_model_shares_longer_prompts_of_more_rows():
-    report = assert_same(tiny("gpt2"), {"input_ids": token_ids(8, 60)}, **SAMPLES)
+    report = assert_same(tiny("gpt2"), {"input_ids": token_ids(16, 60)}, **SAMPLES)
     assert report.shared[0] == PREFILL
+
+
+MORE_BEAMS = BEAMS | {"num_beams": 8}
 
 
 def test_a_prompt_of_a_few_tokens_has_a_long_encoder_output_too():
     model = tiny("bart", "seq2seq", max_position_embeddings=4096)
     with torch.no_grad():
-        assert assert_same(model, {"input_ids": token_ids(4, 40)}, **BEAMS).shared == []
-        assert assert_same(model, {"input_ids": token_ids(4, 4000)}, **BEAMS | {"max_new_tokens": 2}).shared
+        assert assert_same(model, {"input_ids": token_ids(4, 40)}, **MORE_BEAMS).shared == []
+        assert assert_same(model, {"input_ids": token_ids(4, 4000)}, **MORE_BEAMS | {"max_new_tokens": 2}).shared
 
 
 def test_always_and_never_do_not_ask_what_pays():
@@ -90,3 +93,9 @@ def test_the_size_is_looked_up_again_when_the_type_of_the_weights_changes():
     model = nn.Linear(1024, 1024)
     assert gain.size_of(model).is_large
     assert not gain.size_of(model.bfloat16()).is_large
+
+
+def test_the_weights_of_an_encoder_do_not_count_because_it_runs_once_per_input_anyway():
+    few, many = (tiny("bart", "seq2seq", encoder_layers=layers) for layers in (1, 4))
+    assert gain.size_of(few).weights == gain.size_of(many).weights
+    assert gain.size_of(few).modules < gain.size_of(many).modules

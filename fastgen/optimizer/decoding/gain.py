@@ -20,13 +20,13 @@ MIN_LARGE_PER_MODULE = 1 << 16
 
 # What a prefill with one row per input costs, in multiplications that take as long (see benchmarks/bench_small.py).
 COST = 1 << 22
-COST_PER_MODULE = 1 << 19
+COST_PER_MODULE = 1 << 20
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """modules: how many. weights: elements that every token is multiplied with. large: elements of large weights in
-    fp32 on a CPU.
+    """modules: how many. weights: elements that a token of a prefill is multiplied with. large: elements of large weights
+    in fp32 on a CPU.
     """
 
     modules: int
@@ -66,9 +66,16 @@ def _measured(model: nn.Module) -> ModelSize:
     modules, weights = list(model.modules()), list(model.parameters())
     # Tokens look up one row of an embedding; the output layer, of the same shape, sees the last token only.
     looked_up = {module.weight.shape for module in modules if isinstance(module, nn.Embedding)}
-    used = [weight.numel() for weight in weights if weight.dim() > 1 and weight.shape not in looked_up]
+    before = set(model.get_encoder().parameters()) if _has_encoder(model) else set()  # runs once per input anyway
+    prefill = [weight for weight in weights if weight.dim() > 1 and weight not in before]
+    used = [weight.numel() for weight in prefill if weight.shape not in looked_up]
     large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype == torch.float32]
     return ModelSize(len(modules), sum(used), sum(size for size in large if size >= product.MIN_ELEMENTS))
+
+
+def _has_encoder(model: nn.Module) -> bool:
+    """Whether this is a model of transformers that gives its decoder the states of an encoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)) and hasattr(model, "get_encoder")
 
 
 def sharing_is_asked_for() -> bool | None:

@@ -25,8 +25,8 @@ COST_PER_MODULE = 1 << 20
 
 @dataclass(frozen=True)
 class ModelSize:
-    """modules: how many. weights: elements that a token of a prefill is multiplied with. large: elements of large weights
-    in fp32 on a CPU.
+    """modules: how many. weights: elements that a token of a prefill is multiplied with. large: elements of large
+    weights in fp32 on a CPU.
     """
 
     modules: int

@@ -70,6 +70,26 @@ def padded(*lengths: int, side: str = "left", seed: int = 1) -> dict[str, torch.
     return {"input_ids": input_ids, "attention_mask": mask}
 
 
+def moves_rows(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """A `custom_generate` that moves rows from input to input after each step; returns the last logits."""
+    outputs = model._prefill(input_ids, generation_config, kwargs)
+    for _ in range(4):
+        kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
+        order = torch.arange(len(input_ids)).flip(0)
+        input_ids = torch.cat([input_ids, outputs.logits[:, -1].argmax(-1, keepdim=True)], dim=1)[order]
+        kwargs["past_key_values"].reorder_cache(order)
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
+        outputs = model(**inputs, return_dict=True)
+    return outputs.logits
+
+
 def run_both(call: Callable[[], Any]) -> Both:
     """Calls twice from the same random state, without and with fastgen; the random states afterwards are equal."""
     torch.manual_seed(7)

@@ -9,7 +9,18 @@ import pytest
 import torch
 import wrapt
 from accelerate import hooks as accelerate_hooks
-from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, run_both, tiny, token_ids
+from parity import (
+    BEAMS,
+    PROMPT,
+    SAMPLES,
+    assert_same,
+    is_shared,
+    left_alone_because,
+    moves_rows,
+    run_both,
+    tiny,
+    token_ids,
+)
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -191,19 +202,7 @@ def test_hooks_of_accelerate_itself_change_nothing():
 
 def test_rows_moved_from_input_to_input():
     model = tiny("llama")
-
-    def resample(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        outputs = model._prefill(input_ids, generation_config, kwargs)
-        for _ in range(4):
-            kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
-            order = torch.arange(len(input_ids)).flip(0)
-            input_ids = torch.cat([input_ids, outputs.logits[:, -1].argmax(-1, keepdim=True)], dim=1)[order]
-            kwargs["past_key_values"].reorder_cache(order)
-            inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
-            outputs = model(**inputs, return_dict=True)
-        return outputs.logits
-
-    both = run_both(lambda: model.generate(token_ids(2, 9), custom_generate=resample, **SAMPLES))
+    both = run_both(lambda: model.generate(token_ids(2, 9), custom_generate=moves_rows, **SAMPLES))
     torch.testing.assert_close(both.fast, both.stock, atol=1e-4, rtol=1e-4)
     assert is_shared(both.report)
 

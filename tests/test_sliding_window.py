@@ -14,6 +14,7 @@ from parity import (
     compared,
     is_shared,
     lively,
+    moves_rows,
     padded,
     run_both,
     token_ids,
@@ -107,19 +108,8 @@ def test_the_returned_cache_takes_the_next_token(window):
 
 @pytest.mark.parametrize("window", (7, LENGTH + 3))
 def test_a_custom_loop_may_move_rows_from_input_to_input(window):
-    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        outputs = model._prefill(input_ids, generation_config, kwargs)
-        for _ in range(4):
-            kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
-            order = torch.arange(len(input_ids)).flip(0)
-            input_ids = torch.cat([input_ids, outputs.logits[:, -1].argmax(-1, keepdim=True)], dim=1)[order]
-            kwargs["past_key_values"].reorder_cache(order)
-            inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
-            outputs = model(**inputs, return_dict=True)
-        return outputs.logits
-
     model = model_of("mistral", window)
-    both = run_both(lambda: model.generate(token_ids(2, LENGTH), custom_generate=loop, **SAMPLES))
+    both = run_both(lambda: model.generate(token_ids(2, LENGTH), custom_generate=moves_rows, **SAMPLES))
     assert_equal_outputs(both.stock, both.fast)
 
 

@@ -76,8 +76,8 @@ class _Record:
     patch: Patch
     state: str = "pending"
     reason: str = ""
-    target: Target | None = None
     untested: bool = False
+    target: Target | None = None
 
     def set(self, state: str, reason: str) -> None:
         self.state, self.reason = state, reason

@@ -26,10 +26,10 @@ def unsupported_reasons_sync(arguments: dict[str, Any], config: Any, rows: int, 
         if deep is not None and not isinstance(deep[0][0], Tensor):
             return [f"argument {NAME}: the features of its {modality}s are in an order of the model's own"]
         wanted = (arguments["input_ids"] == token_id).sum(-1).tolist()
+        each, left = divmod(len(items), rows)
         lengths = iter([len(item) for item in items])
-        if len(items) % rows or wanted != [sum(islice(lengths, len(items) // rows)) for _ in range(rows)]:
+        if left or wanted != [sum(islice(lengths, each)) for _ in range(rows)]:
             return [f"argument {NAME}: not every row of the prompt has the same number of {modality}s"]
-        each = len(items) // rows
         first = [index - row % fan_out * each for row in range(rows) for index in range(row * each, (row + 1) * each)]
         if not all(torch.equal(item, items[index]) for item, index in zip(items, first)):
             return [f"argument {NAME}: the rows of an input have different {modality}s"]

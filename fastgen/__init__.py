@@ -79,9 +79,9 @@ def explain() -> Report | None:
 
     Print it to read it; `as_dict()` is for JSON. None if there was none; a call inside `disabled()` is not seen.
     """
-    from fastgen.optimizer import report
+    from fastgen.optimizer.decoding import generation
 
-    return report.last()
+    return generation.last_report()
 
 
 start_logging(CONFIG.log)

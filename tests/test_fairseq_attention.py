@@ -15,7 +15,7 @@ from fairseq_parity import compare, generate
 from torch.nn import functional
 
 import fastgen
-from fastgen.optimizer import report
+from fastgen.optimizer.decoding.generation import generating
 from fastgen.optimizer.fairseq.decoder import Written
 from fastgen.optimizer.fairseq.states import DecodingState, ModelPlan
 
@@ -110,8 +110,8 @@ def test_encoder_attention_inside_a_generation(padded, masked):
     with mock.patch.object(
         functional, "multi_head_attention_forward", side_effect=AssertionError("torch's was called")
     ):
-        with report.recording("test") as record:
-            record.shared.append("as in a generation")
+        with generating("test") as generation:
+            generation.shares = True
             found, weights = call()
         with pytest.raises(AssertionError, match="torch's was called"):
             call()
@@ -125,9 +125,9 @@ def test_attention_that_is_trained_is_left_alone():
     with (
         mock.patch.object(functional, "multi_head_attention_forward", side_effect=LookupError),
         pytest.raises(LookupError),
-        report.recording("test") as record,
+        generating("test") as generation,
     ):
-        record.shared.append("as in a generation")
+        generation.shares = True
         attention(query, query, query, need_weights=False)
 
 

@@ -9,8 +9,8 @@ pytest.importorskip("fairseq")
 
 from fairseq_models import CASES
 
-from fastgen.optimizer import report
 from fastgen.optimizer.decoding import row_caches
+from fastgen.optimizer.decoding.generation import generating
 from fastgen.optimizer.decoding.row_caches import RowCaches
 from fastgen.optimizer.decoding.step_history import StepHistory
 from fastgen.optimizer.fairseq import states
@@ -132,8 +132,8 @@ def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays(monkeyp
     for pays in (True, False):
         monkeypatch.setattr(states, "sharing_pays", lambda keys, fan_out, pays=pays: pays)
         state = DecodingState(plan(case.models[0]), fan_out=3, limit=9)
-        with torch.no_grad(), report.recording("test") as record, filling(state):
-            record.shared.append("as in a generation")
+        with torch.no_grad(), generating("test") as generation, filling(state):
+            generation.shares = True
             decoder.forward(tokens, features_only=True)
         assert state.is_filled
         state.start_rows()

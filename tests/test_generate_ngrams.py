@@ -21,7 +21,8 @@ from transformers import (
 
 import fastgen
 from fastgen.ops import no_repeat_ngram as op
-from fastgen.optimizer import PATCH_SET, report
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding.generation import generating
 from fastgen.optimizer.transformers import no_repeat_ngram as patch
 
 VOCABULARY = 12
@@ -188,10 +189,10 @@ class TestLeftToTheLibrary:
 
     def test_encoder_tokens_of_another_type(self, calls):
         processor = EncoderNoRepeatNGramLogitsProcessor(2, torch.tensor([[1, 2, 3]], dtype=torch.int32))
-        with report.recording("model") as record:
+        with generating("model") as generation:
             found = processor(torch.tensor([[1]]), torch.zeros(1, 5))
         assert found.isinf().nonzero().tolist() == [[0, 2]] and not calls
-        assert record.fallbacks == [
+        assert generation.report.fallbacks == [
             "n-gram blocking: encoder_input_ids has dtype torch.int32 (supported: torch.int64, as input_ids)"
         ]
 

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import threading
-import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen import ops
-
-logger = logging.getLogger("fastgen")
 
 
 @dataclass(repr=False)
@@ -23,10 +16,7 @@ class Report:
 
     inputs, rows: 0 where fastgen did not come to see them. shared: what was kept or computed once per input, in words.
     fallbacks: what was left to the original, with the reason. usages: for each layer, calls of each operation on shared
-    states, see `TwoPartStates`; the first one is of the whole call. caches: those with shared states, as long as they
-    live. own_code: code that is not the host's works with the cache. keep: what is equal is kept once wherever it can
-    be (True), nowhere (False), or where it pays (None). call: what the call was given, where it has to be compared with
-    the original before anything is shared.
+    states, see `TwoPartStates`; the first one is of the whole call.
     """
 
     model: str
@@ -35,11 +25,6 @@ class Report:
     shared: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     usages: list[Counter[str]] = field(default_factory=lambda: [Counter()])
-    user_gave_cache: bool = False
-    own_code: bool = False
-    keep: bool | None = None
-    call: Any = field(default=None, compare=False)
-    caches: list[weakref.ref[Any]] = field(default_factory=list, compare=False)
 
     @property
     def kernels(self) -> Counter[str]:
@@ -101,48 +86,3 @@ class Report:
 
 def _why_not(kernel: ops.Kernel) -> str:
     return "; ".join(kernel.reasons) or f"nothing to do ({kernel.task})"
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.running: list[Report] = []
-        self.last: Report | None = None
-
-
-_thread = _Thread()
-
-
-@contextmanager
-def recording(model: str) -> Iterator[Report]:
-    """Records a `generate` of this thread; the innermost that runs is `running()`, the last that ended is `last()`."""
-    report = Report(model)
-    _thread.running.append(report)
-    try:
-        yield report
-    finally:
-        _thread.running.pop()
-        _thread.last = report
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("generate: %s", report.summary())
-
-
-def running() -> Report | None:
-    """The report of the `generate` that runs in this thread, or None outside of one."""
-    return _thread.running[-1] if _thread.running else None
-
-
-def count(kernel: str) -> None:
-    """Counts a call of a kernel in the `generate` that runs in this thread, if one does."""
-    if _thread.running:
-        _thread.running[-1].usages[0][kernel] += 1
-
-
-def fell_back(reasons: list[str]) -> None:
-    """As `Report.fell_back`, of the `generate` that runs in this thread, if one does."""
-    if _thread.running:
-        _thread.running[-1].fell_back(reasons)
-
-
-def last() -> Report | None:
-    """The report of the last `generate` that ended in this thread, or None."""
-    return _thread.last

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
-from fastgen.optimizer import report
+from fastgen.optimizer.decoding import generation
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
 from fastgen.optimizer.fairseq.states import CrossStates, DecodingState, attention_reasons, being_filled
 
@@ -44,8 +44,8 @@ def forward(
             attended, weights = cross_attention(self, query, states, state.fan_out, wanted)
             return attended, weights if weights is None or need_head_weights else weights.mean(dim=0)
     elif state is None and not (need_weights or need_head_weights or static_kv or before_softmax):
-        record = report.running()
-        if record is not None and record.shared and not encoder_reasons(self, query):
+        running = generation.current()
+        if running is not None and running.shares and not encoder_reasons(self, query):
             return whole_attention(self, query, key, value, key_padding_mask, attn_mask), None
     return original(
         self,
@@ -72,7 +72,7 @@ def own_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor
     keys, values = state.append(attention, keys, values)
     queries = _split_heads(attention, attention.q_proj(query))
     scale, prompt = attention.scaling, state.prompt(attention)
-    report.count("scaled_dot_product_attention" if prompt is None else "shared_attention")
+    generation.count("scaled_dot_product_attention" if prompt is None else "shared_attention")
     if prompt is None:
         attended = functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
     else:
@@ -92,7 +92,7 @@ def cross_attention(
     folded = attention.q_proj(query).view(length, inputs, fan_out, heads, -1)
     folded = folded.permute(1, 3, 2, 0, 4).reshape(inputs, heads, fan_out * length, -1)  # [B, H, M*L, D]
     weights = None
-    report.count("matmul" if need_weights else "shared_attention")
+    generation.count("matmul" if need_weights else "shared_attention")
     if need_weights:
         scores = query_key_scores(folded * attention.scaling, states.keys, None, 1)  # [B, H, M*L, S]
         if states.mask is not None:
@@ -138,7 +138,7 @@ def whole_attention(
     if state is not None and state.has_self(attention):
         state.set_prompt(attention, keys, values)
     mask = _whole_mask(key_padding_mask, attn_mask, queries.dtype)
-    report.count("scaled_dot_product_attention")
+    generation.count("scaled_dot_product_attention")
     attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     return _project(attention.out_proj, _join_heads(attended))
 

@@ -11,14 +11,16 @@ from fairseq.modules.fairseq_dropout import FairseqDropout
 from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment, SequenceGenerator
 from torch import Tensor
 
-from fastgen.optimizer import PATCH_SET, report
+from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.optimizer.decoding.gain import size_of
+from fastgen.optimizer.decoding.generation import Generation, generating
 from fastgen.optimizer.fairseq import prompt as prompts
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
 from fastgen.optimizer.fairseq.loop import Loop, Sentences, forces_as_upstream
 from fastgen.optimizer.fairseq.replaced import is_of_fairseq
 from fastgen.optimizer.fairseq.states import DecodingState, ModelPlan, plan
+from fastgen.optimizer.report import Report
 from fastgen.patching import is_from_elsewhere
 
 _SOURCES = ("src_tokens", "source", "features")
@@ -32,25 +34,26 @@ def generate(
     constraints: Tensor | None = None,
     bos_token: int | None = None,
 ) -> list[list[dict[str, Tensor]]]:
-    with report.recording(type(self.model.single_model).__name__) as record:
+    with generating(type(self.model.single_model).__name__) as generation:
         plans = [plan(model) for model in self.model.models]
         reasons = unsupported_reasons(self, sample, constraints, bos_token, plans)
         reasons += prefix_reasons_sync(self, prefix_tokens)
         if reasons:
-            record.fallbacks += [f"loop and caches: {reason}" for reason in reasons]
+            generation.report.fallbacks += [f"loop and caches: {reason}" for reason in reasons]
             return original(self, sample, prefix_tokens, constraints, bos_token)
         inputs = source_of(sample["net_input"]).shape[0]
-        record.inputs, record.rows = inputs, inputs * self.beam_size
-        _describe(record, plans)
+        generation.sees(inputs, inputs * self.beam_size)
+        generation.shares = True
+        _describe(generation.report, plans)
         models = [model for model in (*self.model.models, self.lm_model) if model is not None]
         large = [model for model in models if size_of(model).is_large]
-        with faster_forwards(large, linears(), record.usages), _undone(self, record):
+        with faster_forwards(large, linears(), generation.report.usages), _undone(self, generation):
             self.search.init_constraints(constraints, self.beam_size)
-            return start(self, sample, prefix_tokens, bos_token, plans, record).run()
+            return start(self, sample, prefix_tokens, bos_token, plans, generation.report).run()
 
 
 @contextmanager
-def _undone(generator: SequenceGenerator, record: report.Report) -> Iterator[None]:
+def _undone(generator: SequenceGenerator, generation: Generation) -> Iterator[None]:
     """After an error of fastgen's own fairseq does the work again, from the same random numbers on; it is said so."""
     devices = {parameter.device for model in generator.model.models for parameter in model.parameters()}
     gpus = [device for device in devices if device.type == "cuda"]
@@ -62,8 +65,9 @@ def _undone(generator: SequenceGenerator, record: report.Report) -> Iterator[Non
             torch.set_rng_state(before[0])
             for device, state in zip(gpus, before[1]):
                 torch.cuda.set_rng_state(state, device)
-            record.shared.clear()
-            record.fell_back([f"loop and caches: {type(error).__name__}: {error}"])
+            generation.shares = False
+            generation.report.shared.clear()
+            generation.report.fell_back([f"loop and caches: {type(error).__name__}: {error}"])
         raise
 
 
@@ -73,7 +77,7 @@ def start(
     prefix_tokens: Tensor | None,
     bos_token: int | None,
     plans: list[ModelPlan],
-    record: report.Report,
+    record: Report,
 ) -> Loop:
     """Encodes the sources, and makes ready the loop that decodes them."""
     net_input = sample["net_input"]
@@ -194,7 +198,7 @@ def prefix_reasons_sync(generator: SequenceGenerator, prefix_tokens: Tensor | No
     return []
 
 
-def _describe(record: report.Report, plans: list[ModelPlan]) -> None:
+def _describe(record: Report, plans: list[ModelPlan]) -> None:
     record.shared.append("beams: one read of the device in each step")
     own = sum(len(one.self_attention) for one in plans)
     cross = sum(len(one.cross_attention) for one in plans)

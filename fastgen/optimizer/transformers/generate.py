@@ -6,42 +6,44 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from fastgen.optimizer import report
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.decoding.gain import size_of
+from fastgen.optimizer.decoding.generation import Generation, generating
 from fastgen.optimizer.transformers import cache_layers, compiled, forwards, verification
 from fastgen.patching import disabled
 
 
 def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    with report.recording(type(self).__name__) as record:
+    with generating(type(self).__name__) as generation:
         if reasons := verification.refused_reasons(self):
-            record.fallbacks += reasons
+            generation.report.fallbacks += reasons
             with disabled():
                 return original(self, *args, **kwargs)
-        record.user_gave_cache = kwargs.get("past_key_values") is not None
-        record.own_code = not verification.is_part_of_transformers(self)
-        record.call = verification.call_to_verify(original, self, args, kwargs)
+        generation.user_gave_cache = kwargs.get("past_key_values") is not None
+        generation.own_code = not verification.is_part_of_transformers(self)
+        generation.call = verification.call_to_verify(original, self, args, kwargs)
         if any(callable(value) for value in (kwargs.get("custom_generate"), *args[8:])):
-            record.own_code, record.keep = True, False
-            record.fallbacks.append("keys and values repeated for each row, in plain layers for custom_generate")
+            generation.own_code, generation.keep = True, False
+            generation.report.fallbacks.append(
+                "keys and values repeated for each row, in plain layers for custom_generate"
+            )
         try:
-            with _faster_forwards(self, args, kwargs, record):
+            with _faster_forwards(self, args, kwargs, generation):
                 result = original(self, *args, **kwargs)
         finally:
-            record.call = None  # it holds the model and all arguments
-            for known in record.caches:
+            generation.call = None  # it holds the model and all arguments
+            for known in generation.caches:
                 if (cache := known()) is not None:  # one that is returned, or that somebody has kept
                     cache_layers.restore(cache)
-        if not record.rows:
-            record.fallbacks.append("prefill and caches: this way of decoding makes its prefill itself")
+        if not generation.rows:
+            generation.report.fallbacks.append("prefill and caches: this way of decoding makes its prefill itself")
     return result
 
 
 def _faster_forwards(
-    model: Any, args: tuple, kwargs: dict[str, Any], record: report.Report
+    model: Any, args: tuple, kwargs: dict[str, Any], generation: Generation
 ) -> AbstractContextManager[None]:
     """Products and activations inside this call, of models so large that it pays to look at all their modules."""
     if not size_of(model).is_large or compiled.reasons(model) or compiled.call_reasons(model, args, kwargs):
         return nullcontext()
-    return faster_forwards([model], forwards.forwards(), record.usages)
+    return faster_forwards([model], forwards.forwards(), generation.report.usages)

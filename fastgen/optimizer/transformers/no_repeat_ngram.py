@@ -21,7 +21,8 @@ from fastgen.ops.no_repeat_ngram import no_repeat_ngram_ as ban_in_place
 from fastgen.ops.no_repeat_ngram.implementations import implementation_for
 from fastgen.ops.no_repeat_ngram.problem import TOKEN_DTYPES, unsupported_reasons
 from fastgen.ops.transforms import is_watched
-from fastgen.optimizer import PATCH_SET, report
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding import generation
 
 GROUP = "transformers.no_repeat_ngram"
 
@@ -70,7 +71,7 @@ class WritingProcessors(LogitsProcessorList):
             if _patch_name(processor) is None or _reasons(processor, input_ids, scores):
                 break
             if _can_ban(processor, input_ids):
-                report.count(implementation_for(scores.device.type).counted_as)
+                generation.count(implementation_for(scores.device.type).counted_as)
                 ban_in_place(input_ids, scores, processor.ngram_size, encoder_tokens=_encoder_tokens(processor))
             done += 1
         return LogitsProcessorList(self[done:])(input_ids, scores, **kwargs)
@@ -89,13 +90,13 @@ def _patch_name(processor: Any) -> str | None:
 def no_repeat_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
     """`__call__` of both processors: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
     if reasons := _reasons(self, input_ids, scores):
-        report.fell_back([f"n-gram blocking: {reason}" for reason in reasons])
+        generation.fell_back([f"n-gram blocking: {reason}" for reason in reasons])
         return original(self, input_ids, scores)
     if not _can_ban(self, input_ids):
         return original(self, input_ids, scores)
     if PATCH_SET.newer_than_tested("transformers") and type(self) not in _verified:
         return _verify(original, self, input_ids, scores)
-    report.count(implementation_for(scores.device.type).counted_as)
+    generation.count(implementation_for(scores.device.type).counted_as)
     return ban(input_ids, scores, self.ngram_size, encoder_tokens=_encoder_tokens(self))
 
 

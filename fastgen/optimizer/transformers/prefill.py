@@ -18,8 +18,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
-from fastgen.optimizer import PATCH_SET, report
+from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding.generation import Generation, current
 from fastgen.optimizer.transformers import cache_layers, compiled, images, model_state, modules, rows, verification
 
 CACHE_NAMES = ("past_key_values", "cache_params")
@@ -42,35 +43,35 @@ def prefill(
     *args: Any,
     **kwargs: Any,
 ) -> ModelOutput:
-    record = report.running()
-    if record is None:  # a model's own loop, after which nobody would put plain caches back
+    generation = current()
+    if generation is None:  # a model's own loop, after which nobody would put plain caches back
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     arguments = {"input_ids": input_ids, **model_kwargs}
     fan_out, compared, reasons = rows_per_input(self, arguments, generation_config)
-    record.rows, record.inputs = input_ids.shape[0], input_ids.shape[0] // fan_out
+    generation.sees(input_ids.shape[0] // fan_out, input_ids.shape[0])
     # Looking at all modules of the model comes last: it takes longest.
-    reasons = reasons or unsupported_reasons(self, arguments, fan_out, compared, record)
-    reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], record)
+    reasons = reasons or unsupported_reasons(self, arguments, fan_out, compared, generation)
+    reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], generation)
     if not reasons:
-        given = rows.one_per_input(arguments, record.rows, fan_out)
+        given = rows.one_per_input(arguments, generation.rows, fan_out)
         used = {name: value for name, value in given.items() if name != "input_ids"}
         empty_cache = copy.deepcopy(_cache(arguments))
         before = model_state.tensors(self) if model_state.known_reasons(self) is None else None
         outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
-        reasons = [] if before is None else model_state.learn(self, before, record.inputs)
+        reasons = [] if before is None else model_state.learn(self, before, generation.inputs)
         if not reasons and _leaves_cache_to_model(arguments):
             reasons = model_state.refuse(self, returned_cache_reasons(outputs))
-        reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, fan_out, record)
+        reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, fan_out, generation)
         if reasons:
             model_kwargs |= {name: empty_cache for name in CACHE_NAMES if model_kwargs.get(name) is not None}
     if reasons:
-        record.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
+        generation.report.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     for name in model_kwargs.keys() - used.keys():
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow
         if value is not given.get(name):
-            model_kwargs[name] = rows.repeat(name, value, record.inputs, fan_out)
+            model_kwargs[name] = rows.repeat(name, value, generation.inputs, fan_out)
     return outputs
 
 
@@ -110,12 +111,12 @@ def _expand_or_reasons(
     generation_config: Any,
     arguments: dict[str, Any],
     fan_out: int,
-    record: report.Report,
+    generation: Generation,
 ) -> list[str]:
     """Expands the outputs in place; if that fails, switches the patches off and returns why."""
     limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
     try:
-        expand(outputs, _cache(arguments), record.inputs, fan_out, limit, record)
+        expand(outputs, _cache(arguments), fan_out, limit, generation)
     except torch.cuda.OutOfMemoryError:
         raise  # the original would need more
     except Exception as error:
@@ -127,24 +128,24 @@ def _expand_or_reasons(
     return []
 
 
-def expand(
-    outputs: ModelOutput, given: Cache | None, inputs: int, fan_out: int, limit: int, record: report.Report
-) -> None:
-    """Makes the outputs of a forward of `inputs` rows those of `inputs * fan_out` rows, and fills the record.
+def expand(outputs: ModelOutput, given: Cache | None, fan_out: int, limit: int, generation: Generation) -> None:
+    """Makes the outputs of a forward of one row per input those of `fan_out` rows per input, and tells the report.
 
     given: the cache that the forward was given. Some forwards fill it and do not return it (BERT with
     `is_decoder=False`). limit: the number of tokens that can be generated, at least 1.
     """
-    record.shared.append("prefill: one row per input")
+    report, inputs = generation.report, generation.inputs
+    generation.shares = True
+    report.shared.append("prefill: one row per input")
     caches = [value for value in outputs.values() if isinstance(value, Cache)]
     if given is not None and not any(given in (cache, *cache_layers.parts(cache)) for cache in caches):
         caches.append(given)
     for cache in caches:
-        record.caches.append(ref(cache))
-        sharing = cache_layers.share(cache, inputs, fan_out, limit, record.own_code, record.keep)
-        record.usages += sharing.usages
-        record.shared += sharing.shared_descriptions()
-        record.fallbacks += sharing.repeated_descriptions()
+        generation.caches.append(ref(cache))
+        sharing = cache_layers.share(cache, inputs, fan_out, limit, generation.own_code, generation.keep)
+        report.usages += sharing.usages
+        report.shared += sharing.shared_descriptions()
+        report.fallbacks += sharing.repeated_descriptions()
     for name, value in tuple(outputs.items()):
         if name == "logits":
             outputs[name] = value[:, -1:].repeat_interleave(fan_out, dim=0)
@@ -153,7 +154,7 @@ def expand(
 
 
 def unsupported_reasons(
-    model: Any, arguments: dict[str, Any], fan_out: int, compared: bool, record: report.Report
+    model: Any, arguments: dict[str, Any], fan_out: int, compared: bool, generation: Generation
 ) -> list[str]:
     """Why this prefill has to run with all rows; empty if one row per input gives the same. May read the device.
 
@@ -170,7 +171,7 @@ def unsupported_reasons(
     if model.config.model_type in COUPLED_MODELS:
         reasons.append(f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}")
     reasons += model_state.known_reasons(model) or []
-    if record.user_gave_cache:
+    if generation.user_gave_cache:
         reasons.append("past_key_values was given by the caller")
     elif (cache := _cache(arguments)) is not None:
         reasons += cache_layers.unsupported_reasons(cache)

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
 from transformers import __version__ as transformers_version
 
-from fastgen.optimizer import PATCH_SET, report
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding.generation import Generation, generating
 from fastgen.patching import disabled, warn
 
 STEPS = 4
@@ -72,14 +73,14 @@ def call_to_verify(original: Callable, model: Any, args: tuple, kwargs: dict[str
     return Call(model, arguments, original)
 
 
-def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, record: report.Report) -> list[str]:
+def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, generation: Generation) -> list[str]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
-    call = record.call
-    if is_tested(model) or (call is None and record.keep is not None):  # the latter in `compare`
+    call = generation.call
+    if is_tested(model) or (call is None and generation.keep is not None):  # the latter in `compare`
         return []
     if call is None or call.model is not model:
         return [f"{_subject(model)} is not verified yet, and this call has nothing to compare"]
-    key = _key(call, generation_config, record)
+    key = _key(call, generation_config, generation)
     if key in _verified:
         return []
     unfit = [f"a call with {name} cannot be repeated" for name, value in call.arguments.items() if _has_state(value)]
@@ -152,13 +153,13 @@ def compare(call: Call, random_states: tuple) -> str | None:
     except Exception:  # which the call that follows will raise as well, if it is the program's
         return None
     for keep in (True, False):
-        with report.recording(type(model).__name__) as record:
-            record.own_code, record.keep = not is_part_of_transformers(model), keep
+        with generating(type(model).__name__) as generation:
+            generation.own_code, generation.keep = not is_part_of_transformers(model), keep
             try:
                 found = first_steps()
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
-        if not record.shared:
+        if not generation.shares:
             return None
         if difference := _difference(found, expected, dtype):
             return difference
@@ -191,7 +192,7 @@ class _StopAfter(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.steps <= 0, dtype=torch.bool, device=input_ids.device)
 
 
-def _key(call: Call, generation_config: Any, record: report.Report) -> tuple:
+def _key(call: Call, generation_config: Any, generation: Generation) -> tuple:
     """What decides which code a model runs, and whether a comparison shows it.
 
     The classes of its modules with their forwards, its attention and dtype, the names of what its forward is given;
@@ -199,7 +200,7 @@ def _key(call: Call, generation_config: Any, record: report.Report) -> tuple:
     """
     model, beams = call.model, generation_config.num_beams or 1
     code = frozenset((type(module), type(module).forward) for module in model.modules())
-    several = (beams > 1, (generation_config.num_return_sequences or 1) > 1, record.inputs > 1)
+    several = (beams > 1, (generation_config.num_return_sequences or 1) > 1, generation.inputs > 1)
     attention = getattr(model.config, "_attn_implementation", None)
     own = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(generation_config).keys()
     return type(model), code, attention, model.dtype, frozenset(call.arguments.keys() - own), *several

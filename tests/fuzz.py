@@ -73,7 +73,9 @@ def compare(case: Case) -> Outcome:
 
 
 def _arguments(case: Case) -> dict[str, Any]:
-    arguments = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **case.arguments}
+    arguments = dict(case.arguments)
+    if not case.tokens_only:
+        arguments |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     if case.is_half:
         tokens = torch.randint(5, 90, (4, 16), generator=torch.Generator().manual_seed(case.seed)).tolist()
         arguments["prefix_allowed_tokens_fn"] = lambda batch, ids: [tokens[batch % 4][ids.shape[0] % 16]]

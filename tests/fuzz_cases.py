@@ -71,6 +71,7 @@ class Case:
     inputs: dict[str, torch.Tensor]
     arguments: dict[str, Any]
     words: list[str] = field(default_factory=list)  # what is special about it
+    tokens_only: bool = False  # not the scores, attentions and caches, with which loops are the library's
 
     def __str__(self) -> str:
         shapes = {name: tuple(value.shape) for name, value in self.inputs.items()}
@@ -123,6 +124,12 @@ def draw(seed: int) -> Case:
     _draw_decoding(random, case)
     _draw_options(random, case)
     _draw_inputs(random, case)
+    case.tokens_only = random.random() < 0.4
+    if case.tokens_only and random.random() < 0.6:  # rows end at many different steps
+        case.arguments |= {
+            "eos_token_id": random.sample(range(2, 90), 10),
+            "max_new_tokens": random.choice((7, 12, 30)),
+        }
     return case
 
 

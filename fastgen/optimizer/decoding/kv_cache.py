@@ -74,6 +74,11 @@ class RowBuffer:
         if moved.numel():
             generated[moved] = generated.index_select(0, beam_idx[moved])
 
+    def keep(self, rows: Tensor) -> None:
+        """Drops all rows but these (int64)."""
+        if self.buffer is not None:
+            self.buffer = self.buffer.index_select(0, rows)
+
 
 class SharedKeyValues:
     """The keys and values of one layer for `inputs * fan_out` rows, of which the first part is equal in each group.
@@ -142,6 +147,15 @@ class SharedKeyValues:
         self._take_back()
         for own in self.own:
             own.reorder(beam_idx)
+
+    def keep(self, places: Tensor, rows: Tensor) -> None:
+        """Drops the inputs that are not at `places`; `rows` are theirs (int64 both)."""
+        self._take_back()
+        if self.shared is not None:
+            self.shared = tuple(shared.index_select(0, places) for shared in self.shared)
+        self.group = self.group[: rows.shape[0]]
+        for own in self.own:
+            own.keep(rows)
 
     def expand(self) -> None:
         """Keeps the shared part for each row, for code that cannot work on two parts or where sharing is no gain."""

@@ -24,7 +24,7 @@ PATCHES = (
     Patch(
         "transformers.sample",
         "transformers.generation.utils:GenerationMixin._sample",
-        "fastgen.optimizer.transformers.no_repeat_ngram:loop",
+        "fastgen.optimizer.transformers.greedy:sample",
         tested=_TESTED,
         parameters=("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
         group="transformers.loops",
@@ -32,7 +32,7 @@ PATCHES = (
     Patch(
         "transformers.beam_search",
         "transformers.generation.utils:GenerationMixin._beam_search",
-        "fastgen.optimizer.transformers.no_repeat_ngram:loop",
+        "fastgen.optimizer.transformers.beam_search:beam_search",
         tested=_TESTED,
         parameters=("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
         group="transformers.loops",

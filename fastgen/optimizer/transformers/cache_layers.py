@@ -8,7 +8,9 @@ cache is what the library returns.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,9 @@ from transformers.cache_utils import (
 )
 
 from fastgen.optimizer.decoding.kv_cache import SharedKeyValues, sharing_pays, writing_in_place_pays
+
+# Under which of these a model has its cache.
+NAMES = ("past_key_values", "cache_params")
 
 
 class SharedLayer(DynamicLayer):
@@ -82,6 +87,14 @@ class SharedLayer(DynamicLayer):
             self.reorder_cache(beam_idx)
         else:
             self._states.reorder(beam_idx.to(self.device))
+
+    def keep_inputs(self, places: Tensor, rows: Tensor) -> None:
+        """Drops the inputs that are not at `places`; `rows` are theirs, both int64."""
+        if self._plain_is_due():
+            self.become_plain()
+            self.reorder_cache(rows)
+        else:
+            self._states.keep(places, rows)
 
     def _plain_is_due(self) -> bool:
         return self._own_code and self._states.was_read_whole
@@ -143,8 +156,9 @@ def unsupported_types(cache: object) -> list[str]:
             return [f"past_key_values is a {type(part).__name__} (supported: DynamicCache, EncoderDecoderCache of two)"]
         if getattr(part, "offloading", False):
             return ["past_key_values is offloaded to the CPU"]
-        if any(type(layer).__module__ != DynamicLayer.__module__ for layer in part.layers):
-            names = sorted({type(layer).__name__ for layer in part.layers})
+        foreign = [layer for layer in part.layers if type(layer).__module__ not in (DynamicLayer.__module__, __name__)]
+        if foreign:
+            names = sorted({type(layer).__name__ for layer in foreign})
             return [f"past_key_values has layers that a model defines for itself ({', '.join(names)})"]
     return []
 
@@ -214,6 +228,43 @@ def share(
 def _can_share(layer: Any) -> bool:
     """Not where the library keeps what a sliding window has left behind, to go back to it."""
     return type(layer) in SHARED and not getattr(layer, "record_past", False)
+
+
+def cache_of(arguments: dict[str, Any]) -> Cache | None:
+    """The cache among the arguments or outputs of a forward."""
+    return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
+
+
+def undo_of(cache: Cache) -> Callable[[], None]:
+    """A function that makes this cache, which `unsupported_types` allows and which is empty, again what it is now."""
+    before = [(part, [_copied(layer) for layer in part.layers]) for part in parts(cache)]
+    is_updated = dict(getattr(cache, "is_updated", {}))
+
+    def undo() -> None:
+        for part, layers in before:
+            part.layers = layers
+        if isinstance(cache, EncoderDecoderCache):
+            cache.is_updated = is_updated
+
+    return undo
+
+
+def _copied(layer: Any) -> Any:
+    """A copy that shares no list or dictionary with the layer."""
+    copied = copy.copy(layer)
+    containers = {name: copy.copy(value) for name, value in vars(layer).items() if isinstance(value, (dict, list))}
+    vars(copied).update(containers)
+    return copied
+
+
+def keep_inputs(cache: Cache, places: Tensor, rows: Tensor) -> None:
+    """Drops the inputs that are not at `places` (int64) among those of the cache; `rows` are theirs."""
+    for part in parts(cache):
+        for layer in part.layers:
+            if isinstance(layer, SharedLayer):
+                layer.keep_inputs(places, rows)
+            else:
+                layer.reorder_cache(rows)
 
 
 def restore(cache: Cache) -> None:

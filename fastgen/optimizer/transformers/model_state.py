@@ -50,6 +50,12 @@ def refuse(model: nn.Module, reasons: list[str]) -> list[str]:
     return reasons
 
 
+def rows_reasons(model: nn.Module, sizes: set[int]) -> list[str]:
+    """What the model's modules hold that may be of the rows: tensors that are as long as one of `sizes`."""
+    names = {name.rstrip(".") for (_, name), value in tensors(model).items() if sizes.intersection(value.shape[:2])}
+    return [f"the model keeps states of its rows in {name}" for name in sorted(names)]
+
+
 def _tensors_in(attribute: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(attribute, Tensor):
         yield "", attribute

@@ -30,20 +30,11 @@ GROUP = "transformers.no_repeat_ngram"
 _verified: set[type] = set()
 
 
-def loop(
-    original: Callable,
-    self: Any,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: Any,
-    generation_config: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """`GenerationMixin._sample` and `_beam_search`: their first processors may write into the scores they are given."""
-    if not _sharing_reasons(logits_processor, generation_config) and any(map(_patch_name, logits_processor[:1])):
-        logits_processor = WritingProcessors(logits_processor)
-    return original(self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
+def writing_processors(processors: LogitsProcessorList, generation_config: Any) -> LogitsProcessorList:
+    """The processors of a decoding loop, of which the first may write into the scores they are given."""
+    if not _sharing_reasons(processors, generation_config) and any(map(_patch_name, processors[:1])):
+        return WritingProcessors(processors)
+    return processors
 
 
 def _sharing_reasons(processors: LogitsProcessorList, generation_config: Any) -> list[str]:

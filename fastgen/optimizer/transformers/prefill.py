@@ -7,7 +7,6 @@ logits are given to all rows: what is equal stays stored once (FastSeq §4.1), t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -21,17 +20,9 @@ from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.generation import Generation, current
-from fastgen.optimizer.transformers import cache_layers, compiled, images, model_state, modules, rows, verification
-
-CACHE_NAMES = ("past_key_values", "cache_params")
+from fastgen.optimizer.transformers import cache_layers, eligibility, images, model_state, rows, verification
 
 ONE_ROW = "one row per input, nothing to share"
-
-# Models in which the rows of a batch have an influence on each other.
-COUPLED_MODELS = {
-    "nllb-moe": "the capacity of its experts depends on the number of rows",
-    "big_bird": "its sparse attention draws random numbers for each row",
-}
 
 
 def prefill(
@@ -55,15 +46,16 @@ def prefill(
     if not reasons:
         given = rows.one_per_input(arguments, generation.rows, fan_out)
         used = {name: value for name, value in given.items() if name != "input_ids"}
-        empty_cache = copy.deepcopy(_cache(arguments))
+        given_cache = cache_layers.cache_of(arguments)
+        empty = None if given_cache is None else cache_layers.undo_of(given_cache)
         before = model_state.tensors(self) if model_state.known_reasons(self) is None else None
         outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
         reasons = [] if before is None else model_state.learn(self, before, generation.inputs)
         if not reasons and _leaves_cache_to_model(arguments):
             reasons = model_state.refuse(self, returned_cache_reasons(outputs))
         reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, fan_out, generation)
-        if reasons:
-            model_kwargs |= {name: empty_cache for name in CACHE_NAMES if model_kwargs.get(name) is not None}
+        if reasons and empty is not None:
+            empty()
     if reasons:
         generation.report.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -116,7 +108,7 @@ def _expand_or_reasons(
     """Expands the outputs in place; if that fails, switches the patches off and returns why."""
     limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
     try:
-        expand(outputs, _cache(arguments), fan_out, limit, generation)
+        expand(outputs, cache_layers.cache_of(arguments), fan_out, limit, generation)
     except torch.cuda.OutOfMemoryError:
         raise  # the original would need more
     except Exception as error:
@@ -164,16 +156,10 @@ def unsupported_reasons(
     reasons = []
     if row_count % fan_out:
         reasons.append(f"{row_count} rows are no multiple of {fan_out} beams or samples")
-    if torch.is_grad_enabled():
-        reasons.append("gradients are recorded, but shared caches are written in place")
-    reasons += modules.unsupported_reasons(model)
-    reasons += compiled.reasons(model)
-    if model.config.model_type in COUPLED_MODELS:
-        reasons.append(f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}")
-    reasons += model_state.known_reasons(model) or []
+    reasons += eligibility.model_reasons(model)
     if generation.user_gave_cache:
         reasons.append("past_key_values was given by the caller")
-    elif (cache := _cache(arguments)) is not None:
+    elif (cache := cache_layers.cache_of(arguments)) is not None:
         reasons += cache_layers.unsupported_reasons(cache)
     elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
         reasons.append("the model makes its own cache")
@@ -185,13 +171,9 @@ def unsupported_reasons(
 
 def returned_cache_reasons(outputs: ModelOutput) -> list[str]:
     """Why the rows of the cache that a forward has made itself (all do so in transformers 5.0) cannot be expanded."""
-    cache = _cache(outputs)
+    cache = cache_layers.cache_of(outputs)
     return ["the model returns no cache"] if cache is None else cache_layers.unsupported_types(cache)
 
 
 def _leaves_cache_to_model(arguments: dict[str, Any]) -> bool:
-    return _cache(arguments) is None and arguments.get("use_cache", True)
-
-
-def _cache(arguments: dict[str, Any]) -> Cache | None:
-    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+    return cache_layers.cache_of(arguments) is None and arguments.get("use_cache", True)

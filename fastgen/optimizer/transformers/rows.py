@@ -28,14 +28,19 @@ def unsupported_reasons(arguments: dict[str, Any], rows: int) -> list[str]:
 
 def one_per_input(arguments: dict[str, Any], rows: int, fan_out: int) -> dict[str, Any]:
     """The same arguments with the first row of each input only."""
+    taken = take(arguments, rows, torch.arange(0, rows, fan_out))
+    if taken.get(images.NAME) is not None:
+        taken[images.NAME] = images.one_per_input(taken[images.NAME], rows, fan_out)
+    return taken
+
+
+def take(arguments: dict[str, Any], rows: int, kept: Tensor) -> dict[str, Any]:
+    """The same arguments with these of their rows (int64) only; images stay, no decoding step looks at them."""
 
     def reduce(name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             dim = _row_dim(name, value, rows)
-            first = torch.arange(0, rows, fan_out, device=value.device)
-            return value if dim is None else value.index_select(dim, first)
-        if name == images.NAME:
-            return images.one_per_input(value, rows, fan_out)
+            return value if dim is None else value.index_select(dim, kept.to(value.device))
         if isinstance(value, ModelOutput):
             return type(value)(**{key: reduce(f"{name}.{key}", part) for key, part in value.items()})
         return value

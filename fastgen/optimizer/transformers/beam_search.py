@@ -1,0 +1,170 @@
+"""`GenerationMixin._beam_search`: the library's rules and numbers with fewer copies, and without finished inputs.
+
+The library moves all tokens of all candidates four times in every step. Here only those of the beams that go on are
+moved, and those of a hypothesis when it becomes one of the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
+from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
+
+# What the library adds to the score of a candidate that is out of the race, and gives to places that are free.
+OUT = -1.0e9
+# Above this score nothing that is out of the race comes near.
+LOWEST = OUT / 2
+
+
+def beam_search(
+    original: Callable,
+    self: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> Any:
+    reasons = loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    if reasons or generation_config.do_sample or generation_config.low_memory:
+        processors = writing_processors(logits_processor, generation_config)
+        return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
+    fan_out = generation_config.num_beams
+    step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], fan_out)
+    with undone_after_errors(model_kwargs):
+        return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
+
+
+class BeamSearch:
+    """The search for the outputs of B inputs, with M beams each.
+
+    scores: sums of log-probabilities of the beams, the best first, `[B, M]`. best: the tokens of the M best hypotheses,
+    prompt included, `[B, M, max_length]`; best_scores, lengths, complete: their scores, their numbers of generated
+    tokens, and whether they have ended, `[B, M]`. can_improve: whether a beam may still become one of them, `[B, 1]`.
+    places: which inputs of the batch these are, `[B]`.
+    """
+
+    def __init__(self, input_ids: Tensor, config: Any, step: DecodeStep) -> None:
+        self.config, self.step, self.num_beams = config, step, config.num_beams
+        rows, self.prompt_length = input_ids.shape
+        inputs, device, eos = rows // self.num_beams, input_ids.device, config._eos_token_tensor
+        self.num_candidates = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.num_beams
+        self.input_ids = input_ids
+        self.scores = torch.zeros((inputs, self.num_beams), device=device)
+        self.scores[:, 1:] = OUT  # all beams begin alike: only the first one's candidates count
+        fill = (config._pad_token_tensor or eos[0]) if eos is not None else -1
+        self.best = torch.full((inputs, self.num_beams, config.max_length), fill, dtype=torch.int64, device=device)
+        self.best[:, :, : self.prompt_length] = input_ids.view(inputs, self.num_beams, -1)
+        self.best_scores = torch.full_like(self.scores, OUT)
+        self.lengths = torch.zeros_like(self.scores, dtype=torch.int64)
+        self.complete = torch.zeros_like(self.scores, dtype=torch.bool)
+        self.can_improve = torch.ones((inputs, 1), dtype=torch.bool, device=device)
+        self.stops_when_full = config.early_stopping is True
+        self.places = torch.arange(inputs, device=device)
+        self.results: tuple[Tensor, Tensor] | None = None  # best and lengths of all inputs, once some have left
+
+    def run(self, stopping_criteria: Any) -> Tensor:
+        """The sequences `[inputs * num_return_sequences, length]`, as the library returns them."""
+        stop = False
+        while not stop:
+            log_probs = functional.log_softmax(self.step.logits(self.input_ids), dim=-1)
+            log_probs = self.step.process(self.input_ids, log_probs)
+            log_probs = log_probs.view(*self.scores.shape, -1) + self.scores[:, :, None]
+            stop, is_final = self.advance(log_probs, stopping_criteria)
+            left = self.config.max_length - self.input_ids.shape[1]
+            if not stop and any(is_final) and self.step.leaving_pays(sum(is_final), len(is_final), left):
+                self.keep([place for place, final in enumerate(is_final) if not final])
+        self.store()
+        best, lengths = self.results
+        wanted = self.config.num_return_sequences
+        length = self.prompt_length + int(lengths[:, :wanted].max())
+        return best[:, :wanted, :length].flatten(0, 1)
+
+    def advance(self, scores: Tensor, stopping_criteria: Any) -> tuple[bool, list[bool]]:
+        """Takes the best of all next tokens, with these scores `[B, M, vocabulary_size]`.
+
+        Returns whether the search has ended, and for each input whether its hypotheses can change no more.
+        """
+        first_rows = torch.arange(0, self.input_ids.shape[0], self.num_beams, device=scores.device)
+        candidates, index = torch.topk(scores.flatten(1), k=self.num_candidates)  # [B, C]
+        parents = first_rows[:, None] + index // scores.shape[2]
+        tokens = index % scores.shape[2]
+        length = self.input_ids.shape[1] + 1
+        # The criteria look at the last token and at the length, so that one column stands for all.
+        ended = stopping_criteria(tokens.view(-1, 1).expand(-1, length), None).view(tokens.shape)
+        going_on = candidates + ended.to(torch.float32) * OUT
+        chosen = torch.topk(going_on, k=self.num_beams)[1]
+        self.scores = going_on.gather(1, chosen)
+        entering = self.enter(candidates, ended, length - self.prompt_length)
+        stop, is_final = self.judge(ended, length - self.prompt_length)
+        unmoved = entering == torch.arange(self.num_beams, device=entering.device)
+        stop, unmoved, *is_final = torch.cat([stop.view(1), unmoved.all().view(1), is_final.flatten()]).tolist()
+        if not unmoved:
+            self.move_best(entering, parents, tokens)
+        if not stop:
+            beam_idx = parents.gather(1, chosen).flatten()
+            next_tokens = tokens.gather(1, chosen).view(-1, 1)
+            self.input_ids = torch.cat([self.input_ids.index_select(0, beam_idx), next_tokens], dim=1)
+            self.step.reorder(beam_idx)
+        return stop, is_final
+
+    def enter(self, candidates: Tensor, ended: Tensor, generated: int) -> Tensor:
+        """The M best, `[B, M]`, of the best so far (numbers 0 to M - 1) and the candidates `[B, C]` (from M on)."""
+        ended = ended.clone()
+        ended[:, self.num_beams :] = False  # the others are there so that enough go on
+        scores = candidates / (generated**self.config.length_penalty)
+        is_full = self.complete.all(dim=-1, keepdim=True) & self.stops_when_full
+        scores += is_full.to(torch.float32) * OUT
+        scores += (~self.can_improve).to(torch.float32) * OUT
+        scores += (~ended) * OUT
+        merged = torch.cat([self.best_scores, scores], dim=1)
+        entering = torch.topk(merged, k=self.num_beams)[1]
+        self.best_scores = merged.gather(1, entering)
+        self.complete = torch.cat([self.complete, ended], dim=1).gather(1, entering)
+        lengths = torch.full_like(ended, generated, dtype=torch.int64)
+        self.lengths = torch.cat([self.lengths, lengths], dim=1).gather(1, entering)
+        return entering
+
+    def judge(self, ended: Tensor, generated: int) -> tuple[Tensor, Tensor]:
+        """Whether the search has ended, and for each input, `[B, 1]`, whether its hypotheses can change no more."""
+        config = self.config
+        if config.early_stopping == "never" and config.length_penalty > 0.0:
+            generated = config.max_length - self.prompt_length
+        best_possible = self.scores[:, :1] / (generated**config.length_penalty)
+        worst = self.best_scores.amin(dim=1, keepdim=True)
+        to_beat = torch.where(self.complete, worst, OUT)
+        self.can_improve = self.can_improve & (best_possible > to_beat).any(dim=-1, keepdim=True)
+        is_full = self.complete.all(dim=-1, keepdim=True) & self.stops_when_full
+        stop = ~self.can_improve.any() | is_full.all() | ended.all()
+        return stop, (~self.can_improve | is_full) & (worst > LOWEST)
+
+    def move_best(self, entering: Tensor, parents: Tensor, tokens: Tensor) -> None:
+        """Writes the tokens of the best hypotheses, see `enter`; the candidates continue the rows `parents`."""
+        length = self.input_ids.shape[1] + 1
+        continued = torch.cat([self.input_ids[parents], tokens[:, :, None]], dim=2)  # [B, C, length]
+        merged = torch.cat([self.best[:, :, :length], continued], dim=1)
+        self.best[:, :, :length] = merged.gather(1, entering[:, :, None].expand(-1, -1, length))
+
+    def keep(self, places: list[int]) -> None:
+        """Drops the inputs that are not at `places`."""
+        self.store()
+        kept = torch.tensor(places, device=self.places.device)
+        self.step.keep(kept)
+        self.input_ids = self.input_ids.index_select(0, rows_of(kept, self.num_beams))
+        for name in ("scores", "best", "best_scores", "lengths", "complete", "can_improve", "places"):
+            setattr(self, name, getattr(self, name).index_select(0, kept))
+
+    def store(self) -> None:
+        """Puts what was found into the results."""
+        if self.results is None:  # all inputs are there
+            self.results = self.best, self.lengths
+        else:
+            for results, found in zip(self.results, (self.best, self.lengths)):
+                results[self.places] = found

@@ -1,0 +1,183 @@
+"""The forwards of one decoding loop of transformers, and what goes from one to the next.
+
+Between two steps rows can change places, and inputs that are finished can leave: the library carries them along to the
+end, fairseq and CTranslate2 do not.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation import logits_process as processors_of
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding.generation import Generation, current
+from fastgen.optimizer.transformers import cache_layers, eligibility, model_state, rows, verification
+from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
+
+# Processors that treat every row for itself, from what it holds.
+BY_ROW = (
+    processors_of.MinLengthLogitsProcessor,
+    processors_of.MinNewTokensLengthLogitsProcessor,
+    processors_of.TemperatureLogitsWarper,
+    processors_of.RepetitionPenaltyLogitsProcessor,
+    processors_of.NoRepeatNGramLogitsProcessor,
+    processors_of.SequenceBiasLogitsProcessor,
+    processors_of.NoBadWordsLogitsProcessor,
+    processors_of.ForcedBOSTokenLogitsProcessor,
+    processors_of.ForcedEOSTokenLogitsProcessor,
+    processors_of.InfNanRemoveLogitsProcessor,
+    processors_of.ExponentialDecayLengthPenalty,
+    processors_of.LogitNormalization,
+    processors_of.SuppressTokensAtBeginLogitsProcessor,
+    processors_of.SuppressTokensLogitsProcessor,
+    processors_of.WhisperTimeStampLogitsProcessor,
+)
+
+# The arguments that a step has had since transformers 5.3.
+_STEPS_ARE_KNOWN = (
+    "is_first_iteration" in inspect.signature(GenerationMixin._prefill).parameters
+    and "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
+
+# Steps are looked back upon to guess how many there will be: at least so many.
+FEW_STEPS = 8
+
+
+def loop_reasons(
+    model: Any, stopping_criteria: Any, generation_config: Any, synced_gpus: bool, arguments: dict[str, Any]
+) -> list[str]:
+    """Why a loop of the library cannot be replaced by one of fastgen; empty if it can."""
+    generation, reasons = current(), []
+    if (cache := cache_layers.cache_of(arguments)) is not None:
+        reasons += cache_layers.unsupported_types(cache)
+    if generation is None or generation.own_code or not verification.is_tested(model):
+        reasons.append("the loop, the model or its version is not known")
+    elif generation.user_gave_cache:
+        reasons.append("past_key_values was given by the caller")
+    if not _STEPS_ARE_KNOWN:
+        reasons.append("this version of transformers makes its steps in another way")
+    if synced_gpus or generation_config.return_dict_in_generate or getattr(generation_config, "is_assistant", False):
+        reasons.append("synced_gpus, return_dict_in_generate or an assistant")
+    if any(type(criterion) not in (EosTokenCriteria, MaxLengthCriteria) for criterion in stopping_criteria):
+        reasons.append("a stopping criterion other than length and end tokens")
+    return reasons
+
+
+@contextmanager
+def undone_after_errors(arguments: dict[str, Any]) -> Iterator[None]:
+    """Inside this context a loop that fails leaves the cache empty, for the library's loop to begin anew."""
+    cache = cache_layers.cache_of(arguments)
+    undo = None if cache is None else cache_layers.undo_of(cache)
+    try:
+        yield
+    except Exception:
+        if undo is not None:
+            undo()
+        raise
+
+
+class DecodeStep:
+    """What a loop of `rows` rows asks the model; rows of an input stand next to each other, `fan_out` of them.
+
+    arguments: the `model_kwargs` of the library's loops.
+    """
+
+    def __init__(
+        self, model: Any, generation_config: Any, processors: Any, arguments: dict[str, Any], rows: int, fan_out: int
+    ) -> None:
+        self.model, self.generation_config = model, generation_config
+        self.processors = writing_processors(processors, generation_config)
+        self.arguments, self.rows, self.fan_out = arguments, rows, fan_out
+        self.generation: Generation = current()
+        self.steps = 0
+        self._staying: list[str] | None = None
+
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Of the next token after input_ids `[rows, length]`: `[rows, vocabulary_size]` in float32, the model's own."""
+        model = self.model
+        if self.steps == 0:
+            outputs = model._prefill(input_ids, self.generation_config, self.arguments, is_first_iteration=True)
+        else:
+            length = 1 if self.arguments["use_cache"] else None
+            inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **self.arguments)
+            outputs = model(**inputs, return_dict=True)
+        self.steps += 1
+        self.arguments = model._update_model_kwargs_for_generation(
+            outputs, self.arguments, is_encoder_decoder=model.config.is_encoder_decoder
+        )
+        return outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device)
+
+    def process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """What the processors make of scores `[rows, vocabulary_size]`, which they may overwrite."""
+        return self.processors(input_ids, scores)
+
+    def reorder(self, beam_idx: Tensor) -> None:
+        """Row i goes on with the keys of row `beam_idx[i]`."""
+        name = next((name for name in cache_layers.NAMES if name in self.arguments), None)
+        if name is None:
+            return
+        cache = self.arguments[name]
+        if hasattr(self.model, "_reorder_cache"):
+            self.arguments[name] = self.model._reorder_cache(cache, beam_idx)
+        else:
+            cache.reorder_cache(beam_idx)
+
+    def leaving_pays(self, leaving: int, inputs: int, steps_left: int) -> bool:
+        """Whether `leaving` of `inputs` inputs should leave now, with at most `steps_left` steps to come."""
+        if leaving * 8 < inputs or not self.arguments.get("use_cache"):
+            return False
+        steps = min(steps_left, max(self.steps, FEW_STEPS))
+        if gain.prefill_reasons(gain.size_of(self.model), leaving * self.fan_out * steps):
+            return False
+        if self._staying is None:
+            self._staying = self._staying_reasons()
+            if self._staying:
+                self.generation.report.fell_back([f"finished inputs stay: {reason}" for reason in self._staying])
+            else:
+                self.generation.report.shared.append("finished inputs: leave the batch")
+        return not self._staying
+
+    def _staying_reasons(self) -> list[str]:
+        """Why finished inputs have to stay in the batch; empty if what remains does not depend on them."""
+        foreign = next((processor for processor in self.processors if type(processor) not in BY_ROW), None)
+        reasons = [] if foreign is None else [f"{type(foreign).__name__} may know the rows by their place"]
+        if hasattr(self.model, "_reorder_cache"):
+            reasons.append("the model moves its cache itself")
+        reasons = reasons or eligibility.model_reasons(self.model)
+        reasons = reasons or model_state.rows_reasons(self.model, {self.rows, self.rows // self.fan_out})
+        cache = cache_layers.cache_of(self.arguments)
+        reasons = reasons or (["there is no cache"] if cache is None else cache_layers.unsupported_types(cache))
+        return reasons or rows.unsupported_reasons(self.arguments, self.rows)
+
+    def keep(self, places: Tensor) -> None:
+        """Drops the inputs that are not at `places` (int64) among those that are there."""
+        kept = rows_of(places, self.fan_out)
+        self.arguments = rows.take(self.arguments, self.rows, kept)
+        for name in cache_layers.NAMES:
+            if self.arguments.get(name) is not None:
+                cache_layers.keep_inputs(self.arguments[name], places, kept)
+        self.processors = type(self.processors)(_of_rows(one, kept) for one in self.processors)
+        self.rows = kept.shape[0]
+
+
+def _of_rows(processor: Any, kept: Tensor) -> Any:
+    """A processor for these rows only: that of repetitions knows how long the padding of each row is."""
+    lengths = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(lengths, Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = lengths.index_select(0, kept.to(lengths.device))
+    return processor
+
+
+def rows_of(places: Tensor, fan_out: int) -> Tensor:
+    """The rows of the inputs at `places`, in their order."""
+    return (places[:, None] * fan_out + torch.arange(fan_out, device=places.device)).flatten()

@@ -1,0 +1,89 @@
+"""`GenerationMixin._sample` where it takes the likeliest token: inputs that are finished leave the batch.
+
+Where tokens are drawn all rows stay, so that a seed gives the same ones. On a GPU the library's loop stays, which reads
+the device one step late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria
+
+from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
+from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
+
+
+def sample(
+    original: Callable,
+    self: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    if (
+        streamer is not None
+        or not _can_end_early(input_ids, stopping_criteria, generation_config)
+        or loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    ):
+        return original(
+            self,
+            input_ids,
+            writing_processors(logits_processor, generation_config),
+            stopping_criteria,
+            generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+    step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], 1)
+    with undone_after_errors(model_kwargs):
+        return greedy(input_ids, generation_config, step, stopping_criteria)
+
+
+def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:
+    """Whether some of several rows may end before others, on a CPU, without a compiled model."""
+    has_end = any(type(criterion) is EosTokenCriteria for criterion in stopping_criteria)
+    several = input_ids.shape[0] > 1 and input_ids.device.type == "cpu"
+    return has_end and several and not config.do_sample and config.compile_config is None
+
+
+def greedy(input_ids: Tensor, config: Any, step: DecodeStep, stopping_criteria: Any) -> Tensor:
+    """The sequences `[rows, length]`, as the library returns them."""
+    pad = config._pad_token_tensor
+    places = torch.arange(input_ids.shape[0])
+    going_on = torch.ones(input_ids.shape[0], dtype=torch.bool)
+    ended: list[tuple[Tensor, Tensor]] = []  # rows that have left: their places, and their tokens
+    while True:
+        logits = step.logits(input_ids)
+        scores = step.process(input_ids, logits.clone()) if step.processors else logits
+        tokens = torch.where(going_on, scores.argmax(dim=-1), pad)
+        input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)
+        going_on &= ~stopping_criteria(input_ids, None)
+        if not going_on.any():
+            break
+        if step.generation.rows and step.steps == 1:
+            step.fan_out = step.generation.fan_out
+        by_input = going_on.view(-1, step.fan_out).any(dim=1)
+        kept = by_input.nonzero().flatten()
+        left = config.max_length - input_ids.shape[1]
+        if len(kept) < len(by_input) and step.leaving_pays(len(by_input) - len(kept), len(by_input), left):
+            gone = rows_of((~by_input).nonzero().flatten(), step.fan_out)
+            ended.append((places[gone], input_ids[gone]))
+            kept_rows = rows_of(kept, step.fan_out)
+            step.keep(kept)
+            input_ids, going_on, places = input_ids[kept_rows], going_on[kept_rows], places[kept_rows]
+    if not ended:
+        return input_ids
+    output = input_ids.new_empty((len(places) + sum(len(rows) for rows, _ in ended), input_ids.shape[1]))
+    for rows, found in [*ended, (places, input_ids)]:
+        output[rows, : found.shape[1]] = found
+        output[rows, found.shape[1] :] = pad
+    return output

@@ -1,0 +1,148 @@
+"""Finished inputs leave the batch in beam search and greedy decoding; the outputs stay those of the library."""
+
+from __future__ import annotations
+
+from random import Random
+from unittest import mock
+
+import pytest
+import torch
+from parity import padded, run_both, tiny, token_ids
+from sharing import sharing
+from transformers import LogitsProcessor
+from transformers.generation.utils import GenerationMixin
+
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.transformers import decode_step
+from fastgen.optimizer.transformers.beam_search import BeamSearch
+
+LEFT = "finished inputs: leave the batch"
+MODELS = ("bart", "t5", "marian", "gpt2", "llama", "gemma2", "bloom")
+ENDS = {"eos_token_id": list(range(3, 90, 6)), "max_new_tokens": 30, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _share():
+    with sharing("always"):
+        yield
+
+
+def kind(name: str) -> str:
+    return "seq2seq" if name in ("bart", "t5", "marian") else "causal"
+
+
+def inputs_of(name: str, seed: int = 1) -> dict[str, torch.Tensor]:
+    lengths = [Random(seed).randint(2, 7) for _ in range(5)]
+    return padded(*lengths, side="left" if kind(name) == "causal" else "right", seed=seed)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_are_those_of_all_inputs_together(name, num_beams):
+    model, left = tiny(name, kind(name)), 0
+    for seed in range(6):
+        stock, fast, report = run_both(
+            lambda seed=seed: model.generate(**inputs_of(name, seed), **ENDS, num_beams=num_beams)
+        )
+        assert torch.equal(stock, fast)
+        left += LEFT in report.shared
+    assert left
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_steps_get_fewer_rows(num_beams):
+    rows, logits = [], decode_step.DecodeStep.logits
+
+    def counted(self: decode_step.DecodeStep, input_ids: torch.Tensor) -> torch.Tensor:
+        found = logits(self, input_ids)
+        rows.append(len(found))
+        return found
+
+    with mock.patch.object(decode_step.DecodeStep, "logits", counted):
+        tiny("llama").generate(**inputs_of("llama"), **ENDS, num_beams=num_beams)
+    assert rows[0] == 5 * num_beams and rows[-1] < rows[0] and rows == sorted(rows, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3, "early_stopping": True},
+        {"num_beams": 3, "early_stopping": "never", "length_penalty": 0.0},
+        {"num_beams": 4, "num_return_sequences": 4, "length_penalty": -1.0},
+        {"num_beams": 2, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+        {"num_beams": 3, "repetition_penalty": 1.4},  # which knows the padding of each row
+        {"repetition_penalty": 1.4, "bad_words_ids": [[7], [11, 12]]},
+        {"no_repeat_ngram_size": 1, "suppress_tokens": [20, 21]},
+        {"num_beams": 3, "forced_eos_token_id": 5, "exponential_decay_length_penalty": (3, 1.2)},
+    ],
+)
+@pytest.mark.parametrize("name", ["bart", "llama"])
+def test_options(name, options):
+    model, left = tiny(name, kind(name)), 0
+    for seed in range(5):
+        stock, fast, report = run_both(lambda seed=seed: model.generate(**inputs_of(name, seed), **ENDS, **options))
+        assert torch.equal(stock, fast)
+        left += LEFT in report.shared
+    assert left
+
+
+class ByPlace(LogitsProcessor):
+    """Forbids each row another token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[torch.arange(len(scores)), torch.arange(len(scores)) + 30] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_processor_of_the_program_keeps_all_rows(num_beams):
+    model = tiny("gpt2")
+    stock, fast, report = run_both(
+        lambda: model.generate(**inputs_of("gpt2"), **ENDS, num_beams=num_beams, logits_processor=[ByPlace()])
+    )
+    assert torch.equal(stock, fast) and LEFT not in report.shared
+    assert "finished inputs stay: ByPlace may know the rows by their place" in report.fallbacks
+
+
+def test_repeated_rows_of_a_caller_leave_together():
+    model = tiny("llama")
+    input_ids = token_ids(4, 5).repeat_interleave(3, dim=0)
+    stock, fast, report = run_both(lambda: model.generate(input_ids, **ENDS))
+    assert torch.equal(stock, fast) and {LEFT, "prefill: one row per input"} <= set(report.shared)
+
+
+@pytest.mark.parametrize("others", [{"do_sample": True}, {"return_dict_in_generate": True}, {"num_beams": 1}])
+def test_one_row_and_what_returns_more_than_tokens_stay_with_the_library(others):
+    model = tiny("gpt2")
+    arguments = {**ENDS, "num_beams": 3, **others}
+    input_ids = token_ids(1 if others == {"num_beams": 1} else 4, 5)
+    with mock.patch.object(decode_step.DecodeStep, "logits", side_effect=AssertionError):
+        run_both(lambda: model.generate(input_ids, **arguments))
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
+    failed = []
+    monkeypatch.setattr(PATCH_SET, "strict", False)
+    monkeypatch.setattr(PATCH_SET, "_replacement_failed", lambda record, error: failed.append(str(error)))
+    monkeypatch.setattr(decode_step, "rows_of", None)  # fails when the first input leaves, with caches full of keys
+    model, arguments = tiny("llama"), {**ENDS, "num_beams": num_beams}
+    if num_beams > 1:
+        arguments["early_stopping"] = True
+    stock, fast, report = run_both(lambda: model.generate(**inputs_of("llama"), **arguments))
+    assert torch.equal(stock, fast) and LEFT in report.shared and failed == ["'NoneType' object is not callable"]
+
+
+def test_the_librarys_own_search_is_not_run():
+    model = tiny("bart", "seq2seq")
+    with mock.patch.object(GenerationMixin, "_update_finished_beams", side_effect=AssertionError):
+        model.generate(**inputs_of("bart"), **ENDS, num_beams=3)
+
+
+def test_all_of_a_search_are_left_in_their_places():
+    """Of the inputs that left first the results stand where they belong."""
+    model, kept = tiny("llama"), []
+    keep = BeamSearch.keep
+    with mock.patch.object(BeamSearch, "keep", lambda self, places: kept.append(places) or keep(self, places)):
+        _, fast, _ = run_both(lambda: model.generate(**inputs_of("llama"), **ENDS, num_beams=2, early_stopping=True))
+    assert len(fast) == 5 and len(kept) > 1

@@ -4,7 +4,7 @@
 
 For each shape: microseconds of `shared_attention` (prompt once per input, own part per row) and of
 `scaled_dot_product_attention` on keys that hold the prompt for every row, and the elements of keys that sharing saves;
-`kv_cache.MIN_SAVED_ELEMENTS` is chosen from them.
+`gain.MIN_SAVED_ELEMENTS` is chosen from them.
 """
 
 from __future__ import annotations

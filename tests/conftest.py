@@ -47,12 +47,12 @@ def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Prompts are computed once, and their keys repeated for each row: as plain layers, or written in place."""
     from sharing import sharing
 
-    from fastgen.optimizer.decoding import gain, kv_cache
+    from fastgen.optimizer.decoding import gain
 
     monkeypatch.setattr(gain, "COST", 0)
     monkeypatch.setattr(gain, "COST_PER_MODULE", 0)
     if request.param == "in place":
-        monkeypatch.setattr(kv_cache, "MIN_ELEMENTS_TO_WRITE_IN_PLACE", 0)
+        monkeypatch.setattr(gain, "MIN_ELEMENTS_TO_WRITE_IN_PLACE", 0)
     with sharing("auto"):
         yield
 

@@ -35,7 +35,7 @@ from torch import nn
 import fastgen
 from fastgen.ops import cpu_linear
 from fastgen.ops.cpu_linear import product
-from fastgen.optimizer.decoding import gain, kv_cache
+from fastgen.optimizer.decoding import gain
 
 HALF_TOLERANCE = 0.25
 TIE = 1e-4
@@ -133,7 +133,7 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
         if case.context in ("repeated keys", "keys written in place"):  # the prompt once, and its keys for each row
             stack.enter_context(patch.multiple(gain, COST=0, COST_PER_MODULE=0))
         if case.context == "keys written in place":
-            stack.enter_context(patch.object(kv_cache, "MIN_ELEMENTS_TO_WRITE_IN_PLACE", 0))
+            stack.enter_context(patch.object(gain, "MIN_ELEMENTS_TO_WRITE_IN_PLACE", 0))
         if case.context == "inference mode":
             stack.enter_context(torch.inference_mode())
         elif case.context == "autocast":

@@ -9,7 +9,7 @@ import torch
 from architecture_parity import MODES, measure, shares
 from architectures import ARCHITECTURES
 
-from fastgen.optimizer.decoding import kv_cache
+from fastgen.optimizer.decoding import layer_states
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 
@@ -61,7 +61,7 @@ def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeyp
     architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == name)
     model, inputs = architecture.model(), architecture.inputs()
     kept, reordered = [], []
-    init, index_select = kv_cache.SharedKeyValues.__init__, torch.Tensor.index_select
+    init, index_select = layer_states.LayerStates.__init__, torch.Tensor.index_select
 
     def remember(self, *args):
         init(self, *args)
@@ -71,7 +71,7 @@ def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeyp
         reordered.append(tensor)
         return index_select(tensor, dim, index)
 
-    monkeypatch.setattr(kv_cache.SharedKeyValues, "__init__", remember)
+    monkeypatch.setattr(layer_states.LayerStates, "__init__", remember)
     monkeypatch.setattr(torch.Tensor, "index_select", record)
     model.generate(**inputs, num_beams=3, max_new_tokens=6)
     shared = [states for layer in kept for states in layer.shared]
@@ -81,5 +81,5 @@ def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeyp
         assert states.untyped_storage().nbytes() == states.numel() * states.element_size()
         storage = states.untyped_storage().data_ptr()
         assert all(tensor.untyped_storage().data_ptr() != storage for tensor in reordered)
-    own_lengths = {layer.own[0].length for layer in kept if layer.own[0].length}
+    own_lengths = {length for layer in kept for length in layer.cache.lengths if length}
     assert own_lengths == {5}  # the last of 6 tokens is never computed upon

@@ -1,4 +1,4 @@
-"""Caches of a decoding: written in place, moved together, kept once per input; against plain concatenation."""
+"""What a generation of fairseq remembers between its steps."""
 
 from __future__ import annotations
 
@@ -9,74 +9,10 @@ pytest.importorskip("fairseq")
 
 from fairseq_models import CASES
 
-from fastgen.optimizer.decoding import row_caches
 from fastgen.optimizer.decoding.generation import generating
-from fastgen.optimizer.decoding.row_caches import RowCaches
 from fastgen.optimizer.decoding.step_history import StepHistory
 from fastgen.optimizer.fairseq import states
 from fastgen.optimizer.fairseq.states import DecodingState, filling, plan
-
-LAYERS, ROWS, HEADS, WIDTH = 3, 6, 2, 4
-
-
-def random_states(rows: int, length: int = 1) -> torch.Tensor:
-    return torch.randn(rows, HEADS, length, WIDTH)
-
-
-class Concatenated:
-    """What the caches have to be equal to."""
-
-    def __init__(self) -> None:
-        self.states = [[torch.empty(ROWS, HEADS, 0, WIDTH) for _ in range(2)] for _ in range(LAYERS)]
-
-    def append(self, layer: int, *new: torch.Tensor) -> None:
-        self.states[layer] = [torch.cat([old, one], dim=2) for old, one in zip(self.states[layer], new)]
-
-    def reorder(self, order: torch.Tensor) -> None:
-        self.states = [[one.index_select(0, order) for one in layer] for layer in self.states]
-
-
-@pytest.mark.parametrize("looked_at", (0, 1 << 30), ids=("only rows that move", "all rows"))
-@pytest.mark.parametrize("limit", (40, 3), ids=("grows", "limit too small"))
-def test_row_caches_hold_what_concatenation_holds(monkeypatch, looked_at, limit):
-    monkeypatch.setattr(row_caches, "MIN_ELEMENTS_TO_LOOK_AT", looked_at)
-    torch.manual_seed(0)
-    caches, expected = RowCaches(LAYERS, limit), Concatenated()
-    rows = ROWS
-    for step in range(38):
-        for layer in range(LAYERS):
-            new = random_states(rows), random_states(rows)
-            found = caches.append(layer, *new)
-            expected.append(layer, *new)
-            for one, other in zip(found, expected.states[layer]):
-                assert torch.equal(one, other)
-        if step in (10, 30):
-            rows -= 2
-        order = torch.randint(0, len(expected.states[0][0]), (rows,))
-        caches.reorder(order)
-        expected.reorder(order)
-
-
-def test_row_caches_are_written_in_place_and_start_small():
-    caches = RowCaches(LAYERS, 5000)
-    caches.append(0, random_states(ROWS), random_states(ROWS))
-    buffer = caches.buffer
-    assert buffer.shape[4] < 100
-    for _ in range(20):
-        keys, _ = caches.append(0, random_states(ROWS), random_states(ROWS))
-        caches.reorder(torch.tensor([1, 0, 3, 2, 5, 4]))
-    assert caches.buffer is buffer and keys.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-
-
-def test_reorder_leaves_what_is_equal_in_all_rows():
-    """Rows that change places within an input do not move its prompt."""
-    caches = RowCaches(1, 10)
-    keys, _ = caches.append(0, random_states(ROWS, 3), random_states(ROWS, 3))
-    caches.fixed, before = 3, keys.clone()
-    caches.append(0, *(torch.arange(ROWS).view(ROWS, 1, 1, 1) * torch.ones(1, HEADS, 1, WIDTH) for _ in range(2)))
-    caches.reorder(torch.tensor([1, 1, 2, 3, 4, 5]))
-    assert torch.equal(caches.buffer[0, 0, :, :, :3], before)
-    assert caches.buffer[0, 0, :, 0, 3, 0].tolist() == [1, 1, 2, 3, 4, 5]
 
 
 def test_history_finds_values_of_ancestors():

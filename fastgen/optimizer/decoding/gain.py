@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastgen.config import CONFIG
 from fastgen.ops.cpu_linear import product
@@ -21,6 +21,14 @@ MIN_LARGE_PER_MODULE = 1 << 16
 # What a prefill with one row per input costs, in multiplications that take as long (see benchmarks/bench_small.py).
 COST = 1 << 22
 COST_PER_MODULE = 1 << 20
+
+# A shared prompt costs a second attention product for every layer and step. It pays where it saves at least this many
+# elements of keys per layer (on a 2-core CPU the break-even is near 0.5 million, see benchmarks/bench_attention.py).
+MIN_SAVED_ELEMENTS = 1 << 19
+
+# From here on it pays, on a CPU, to write what rows generate in place instead of copying all keys at every step: beams
+# break even near 0.2 million elements, samples near 0.03 million.
+MIN_ELEMENTS_TO_WRITE_IN_PLACE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -93,3 +101,22 @@ def prefill_reasons(size: ModelSize, saved_tokens: int) -> list[str]:
         return []
     millions = f"{saved / 1e6:.1f} million multiplications, its cost is that of {cost / 1e6:.1f}"
     return [f"too small to gain: one row per input would save {saved_tokens} tokens, {millions}"]
+
+
+def sharing_pays(keys: Tensor, fan_out: int, is_cross: bool = False) -> bool:
+    """Whether keeping these keys `[inputs, kv_heads, length, head_dim]` once per input is faster.
+
+    is_cross: they are those of a cross-attention, which has one part only. Where they are repeated instead, they are
+    still never reordered.
+    """
+    asked = sharing_is_asked_for()
+    if asked is not None:
+        return asked
+    least = MIN_SAVED_ELEMENTS // 4 if is_cross else MIN_SAVED_ELEMENTS
+    return keys.numel() * (fan_out - 1) >= least
+
+
+def writing_in_place_pays(keys: Tensor, fan_out: int, limit: int) -> bool:
+    """Whether keys `[inputs, kv_heads, length, head_dim]`, repeated and then `limit` longer, are worth a buffer."""
+    inputs, kv_heads, length, width = keys.shape
+    return inputs * fan_out * kv_heads * (length + limit // 2) * width >= MIN_ELEMENTS_TO_WRITE_IN_PLACE

@@ -20,8 +20,8 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from fastgen.optimizer.decoding.kv_cache import sharing_pays
-from fastgen.optimizer.decoding.row_caches import RowCaches
+from fastgen.optimizer.decoding.decoding_cache import DecodingCache
+from fastgen.optimizer.decoding.gain import sharing_pays
 from fastgen.patching import SwitchedOff
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -149,15 +149,15 @@ class DecodingState(dict):
         super().__init__()
         self.plan = plan
         self.fan_out = fan_out
-        self._rows: dict[tuple[int, int], RowCaches] = {}
-        self._slots: dict[MultiheadAttention, tuple[RowCaches, int]] = {}
-        self._prompts: dict[MultiheadAttention, tuple[Tensor, Tensor]] = {}
+        self._caches: list[DecodingCache] = []
+        self._slots: dict[MultiheadAttention, tuple[DecodingCache, int]] = {}
         self._crosses: dict[MultiheadAttention, CrossStates | None] = dict.fromkeys(plan.cross_attention)
         self._padding: Tensor | None = None
         self._mask: Tensor | None = None
-        for shape, attentions in _by_shape(plan.self_attention):
-            caches = self._rows[shape] = RowCaches(len(attentions), limit)
-            self._slots |= {attention: (caches, layer) for layer, attention in enumerate(attentions)}
+        for attentions in _by_shape(plan.self_attention):
+            cache = DecodingCache(len(attentions), fan_out, limit)
+            self._caches.append(cache)
+            self._slots |= {attention: (cache, layer) for layer, attention in enumerate(attentions)}
         self._keys = {
             attention._get_full_incremental_state_key("attn_state") for attention in (*self._slots, *self._crosses)
         }
@@ -175,32 +175,33 @@ class DecodingState(dict):
 
     def append(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Adds what each row has computed, `[rows, heads, length, head_dim]`, and returns all that is its own."""
-        caches, layer = self._slots[attention]
-        return caches.append(layer, keys, values)
+        cache, layer = self._slots[attention]
+        cache.append(layer, keys, values)
+        return cache.own(layer)
 
     def prompt(self, attention: MultiheadAttention) -> tuple[Tensor, Tensor] | None:
         """Keys and values before the rows' own, `[inputs, heads, length, head_dim]`; None if there are none."""
-        return self._prompts.get(attention)
+        cache, layer = self._slots[attention]
+        return cache.shared[layer]
 
     def set_prompt(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> None:
         """Takes keys and values of a prompt, `[inputs, heads, length, head_dim]`."""
-        self._prompts[attention] = (keys.contiguous(), values.contiguous())
+        cache, layer = self._slots[attention]
+        cache.shared[layer] = (keys.contiguous(), values.contiguous())
 
     @property
     def is_filled(self) -> bool:
-        return len(self._prompts) == len(self._slots)
+        return all(shared is not None for cache in self._caches for shared in cache.shared)
 
     def forget_prompt(self) -> None:
-        self._prompts.clear()
+        for cache in self._caches:
+            cache.shared = [None] * len(cache.shared)
 
     def start_rows(self) -> None:
         """Gives the prompt to all rows; where it is too short for sharing to pay, it becomes the rows' own."""
-        for attention, (keys, values) in list(self._prompts.items()):
-            if not sharing_pays(keys, self.fan_out):
-                repeated = (states.repeat_interleave(self.fan_out, dim=0) for states in (keys, values))
-                self.append(attention, *repeated)
-                self._slots[attention][0].fixed = keys.shape[2]
-                del self._prompts[attention]
+        for cache, layer in self._slots.values():
+            if not sharing_pays(cache.shared[layer][0], self.fan_out):
+                cache.repeat_shared(layer)
 
     def cross(self, attention: MultiheadAttention) -> CrossStates | None:
         """What was kept of the encoder's output for this layer, None before its first step."""
@@ -226,11 +227,12 @@ class DecodingState(dict):
 
     def reorder(self, order: Tensor, kept: Tensor | None) -> None:
         """Row i becomes what row `order[i]` was; `kept` are the inputs that remain (int64), None if all do."""
-        for caches in self._rows.values():
-            caches.reorder(order)
+        for cache in self._caches:
+            if kept is None:
+                cache.reorder(order)
+            else:
+                cache.keep(kept, order)
         if kept is not None:
-            for attention, (keys, values) in self._prompts.items():
-                self._prompts[attention] = (keys.index_select(0, kept), values.index_select(0, kept))
             for attention, states in self._crosses.items():
                 if states is not None:
                     self._crosses[attention] = states.of_inputs(kept)
@@ -256,10 +258,9 @@ def being_filled() -> DecodingState | None:
     return _filling.get()
 
 
-def _by_shape(
-    attentions: list[MultiheadAttention],
-) -> Iterator[tuple[tuple[int, int], list[MultiheadAttention]]]:
+def _by_shape(attentions: list[MultiheadAttention]) -> list[list[MultiheadAttention]]:
     """Pruned heads make layers of different shapes, which cannot lie in one buffer."""
-    shapes = {(attention.num_heads, attention.head_dim) for attention in attentions}
-    for shape in sorted(shapes):
-        yield shape, [one for one in attentions if (one.num_heads, one.head_dim) == shape]
+    alike: dict[tuple[int, int], list[MultiheadAttention]] = {}
+    for attention in attentions:
+        alike.setdefault((attention.num_heads, attention.head_dim), []).append(attention)
+    return list(alike.values())

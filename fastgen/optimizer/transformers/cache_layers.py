@@ -1,7 +1,7 @@
 """The layers that fastgen puts into a transformers `DynamicCache` after a prefill with one row per input.
 
 A layer is what the decoding loop and the models know, a `DynamicLayer` or `DynamicSlidingWindowLayer`; its keys and
-values are a `SharedKeyValues`. It becomes a plain layer of the library, with everything that the library does to those,
+values are a `LayerStates`. It becomes a plain layer of the library, with everything that the library does to those,
 as soon as somebody asks for what two parts or the rows' buffer cannot give; and after `generate`, so that a returned
 cache is what the library returns.
 """
@@ -24,7 +24,9 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from fastgen.optimizer.decoding.kv_cache import SharedKeyValues, sharing_pays, writing_in_place_pays
+from fastgen.optimizer.decoding.decoding_cache import DecodingCache
+from fastgen.optimizer.decoding.gain import sharing_pays, writing_in_place_pays
+from fastgen.optimizer.decoding.layer_states import LayerStates
 
 # Under which of these a model has its cache.
 NAMES = ("past_key_values", "cache_params")
@@ -40,7 +42,7 @@ class SharedLayer(DynamicLayer):
 
     plain: type[DynamicLayer] = DynamicLayer
 
-    def __init__(self, layer: DynamicLayer, states: SharedKeyValues, own_code: bool) -> None:
+    def __init__(self, layer: DynamicLayer, states: LayerStates, own_code: bool) -> None:
         self.__dict__ |= {name: value for name, value in vars(layer).items() if name not in ("keys", "values")}
         self._states, self._own_code = states, own_code
 
@@ -86,15 +88,12 @@ class SharedLayer(DynamicLayer):
             self.become_plain()
             self.reorder_cache(beam_idx)
         else:
-            self._states.reorder(beam_idx.to(self.device))
+            self._states.reorder(beam_idx)
 
-    def keep_inputs(self, places: Tensor, rows: Tensor) -> None:
-        """Drops the inputs that are not at `places`; `rows` are theirs, both int64."""
-        if self._plain_is_due():
-            self.become_plain()
-            self.reorder_cache(rows)
-        else:
-            self._states.keep(places, rows)
+    def take_back(self) -> DecodingCache:
+        """Takes back what `update` has returned, for the rows of this cache to be moved."""
+        self._states.take_back()
+        return self._states.cache
 
     def _plain_is_due(self) -> bool:
         return self._own_code and self._states.was_read_whole
@@ -200,6 +199,7 @@ def share(
     """
     sharing = Sharing()
     for part, is_cross in zip(parts(cache), (False, True)):
+        alike: dict[tuple, list[int]] = {}
         for index, layer in enumerate(part.layers):
             if not _can_share(layer):
                 rows = torch.arange(inputs, device=getattr(layer, "device", None))
@@ -207,22 +207,39 @@ def share(
                 sharing.others[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
                 kept = sharing_pays(layer.keys, fan_out, is_cross) if keep is None else keep
-                limit_of_rows = 0 if is_cross else limit
                 sharing.cross += kept and is_cross
                 sharing.prompt += kept and not is_cross
                 sharing.short += not kept and keep is None
-                written = type(layer) is DynamicLayer and writing_in_place_pays(layer.keys, fan_out, limit_of_rows)
+                written = type(layer) is DynamicLayer and writing_in_place_pays(layer.keys, fan_out, limit)
                 if not kept and (own_code or not written):
                     layer.batch_repeat_interleave(fan_out)
                     continue
-                prompt = (layer.keys, layer.values)
-                if own_code:  # which may have kept what it saw, and write into it
-                    prompt = tuple(states.clone() for states in prompt)
-                usage: Counter[str] = Counter()
-                states = SharedKeyValues(*prompt, fan_out, limit_of_rows, kept, usage)
-                part.layers[index] = SHARED[type(layer)](layer, states, own_code)
-                sharing.usages.append(usage)
+                kind = (kept, layer.keys.shape, layer.values.shape, layer.keys.dtype, layer.keys.device)
+                alike.setdefault(kind, []).append(index)
+        for (kept, *_), indices in alike.items():
+            limit_of_rows = 0 if is_cross else limit
+            sharing.usages += _put_in(part.layers, indices, kept, inputs, fan_out, limit_of_rows, own_code)
     return sharing
+
+
+def _put_in(
+    layers: list[Any], indices: list[int], kept: bool, inputs: int, fan_out: int, limit: int, own_code: bool
+) -> list[Counter[str]]:
+    """Puts shared layers in the place of these layers, all of one kind; returns what counts the use of their states."""
+    group = torch.arange(inputs, device="cpu").repeat_interleave(fan_out)
+    states = DecodingCache(len(indices), fan_out, limit if kept else limit + layers[indices[0]].keys.shape[2])
+    usages = []
+    for place, index in enumerate(indices):
+        layer = layers[index]
+        prompt = (layer.keys, layer.values)
+        if own_code:  # which may have kept what it saw, and write into it
+            prompt = tuple(part.clone() for part in prompt)
+        states.shared[place] = tuple(part.contiguous() for part in prompt)
+        if not kept:
+            states.repeat_shared(place)
+        usages.append(Counter())
+        layers[index] = SHARED[type(layer)](layer, LayerStates(states, place, group, usages[-1]), own_code)
+    return usages
 
 
 def _can_share(layer: Any) -> bool:
@@ -257,14 +274,31 @@ def _copied(layer: Any) -> Any:
     return copied
 
 
+def reorder(cache: Cache, beam_idx: Tensor) -> None:
+    """As `cache.reorder_cache`, for rows that stay with their inputs: one move for all layers that are alike."""
+    if beam_idx.device.type == "cpu" and torch.equal(beam_idx, torch.arange(beam_idx.shape[0])):
+        return
+    for states in _decoding_caches(cache, beam_idx):
+        states.reorder(beam_idx)
+
+
 def keep_inputs(cache: Cache, places: Tensor, rows: Tensor) -> None:
     """Drops the inputs that are not at `places` (int64) among those of the cache; `rows` are theirs."""
+    for states in _decoding_caches(cache, rows):
+        states.keep(places, rows)
+
+
+def _decoding_caches(cache: Cache, rows: Tensor) -> list[DecodingCache]:
+    """The caches behind the shared layers; the rows of the other layers are moved here."""
+    found = {}
     for part in parts(cache):
         for layer in part.layers:
             if isinstance(layer, SharedLayer):
-                layer.keep_inputs(places, rows)
+                states = layer.take_back()
+                found[id(states)] = states
             else:
                 layer.reorder_cache(rows)
+    return list(found.values())
 
 
 def restore(cache: Cache) -> None:

@@ -129,7 +129,7 @@ class DecodeStep:
         if hasattr(self.model, "_reorder_cache"):
             self.arguments[name] = self.model._reorder_cache(cache, beam_idx)
         else:
-            cache.reorder_cache(beam_idx)
+            cache_layers.reorder(cache, beam_idx)
 
     def leaving_pays(self, leaving: int, inputs: int, steps_left: int) -> bool:
         """Whether `leaving` of `inputs` inputs should leave now, with at most `steps_left` steps to come."""

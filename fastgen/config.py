@@ -15,7 +15,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 _ON = ("1", "true", "yes", "on")
 _OFF = ("0", "false", "no", "off")
@@ -68,15 +68,14 @@ def read(environ: Mapping[str, str]) -> Config:
     A typing error in a shell profile must not stop a program that only imports fastgen.
     """
     readable = {}
-    for variable in ("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_STRICT", "FASTGEN_SHARE", "FASTGEN_LOG"):
-        if variable in environ:
-            one = {variable: environ[variable]}
-            try:
-                Config.from_environ(one)
-            except ValueError as error:
-                warnings.warn(f"fastgen ignores {error}", RuntimeWarning, stacklevel=2)
-            else:
-                readable |= one
+    for variable in sorted(environ.keys() & {f"FASTGEN_{field.name.upper()}" for field in fields(Config)}):
+        one = {variable: environ[variable]}
+        try:
+            Config.from_environ(one)
+        except ValueError as error:
+            warnings.warn(f"fastgen ignores {error}", RuntimeWarning, stacklevel=2)
+        else:
+            readable |= one
     return Config.from_environ(readable)
 
 

@@ -1,5 +1,7 @@
 """What the FASTGEN_* variables mean, and what a typing error in one of them does."""
 
+from dataclasses import fields
+
 import pytest
 from python_process import run_code, run_python
 
@@ -36,6 +38,13 @@ def test_an_error_names_the_variable_the_value_and_what_is_accepted(variable, va
     with pytest.raises(ValueError) as error:
         Config.from_environ({variable: value})
     assert str(error.value) == f"{variable}={value!r} (accepted: {accepted})"
+
+
+def test_every_variable_is_read():
+    environ = {f"FASTGEN_{field.name.upper()}": "1" for field in fields(Config)}
+    environ |= {"FASTGEN_SHARE": "never", "FASTGEN_LOG": "info", "FASTGEN_CACHE": "/tmp/a"}
+    assert read(environ) == Config.from_environ(environ)
+    assert read({"FASTGEN_CACHE": "/tmp/a", "HOME": "/tmp/b"}) == Config(cache="/tmp/a")
 
 
 def test_an_unreadable_variable_warns_and_leaves_the_others_in_effect():

@@ -9,7 +9,9 @@ from fastgen.config import Config, read
 
 
 def test_nothing_set_means_the_defaults():
-    assert Config.from_environ({}) == Config(disable=False, auto=True, strict=False, share="auto", cache=None, log=None)
+    assert Config.from_environ({}) == Config(
+        disable=False, auto=True, strict=False, share="auto", pack=True, cache=None, log=None
+    )
     empty = dict.fromkeys(("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_SHARE", "FASTGEN_CACHE", "FASTGEN_LOG"), "")
     assert Config.from_environ(empty) == Config()
 
@@ -19,6 +21,7 @@ def test_each_variable_sets_its_own_field():
     assert Config.from_environ({"FASTGEN_AUTO": "0"}) == Config(auto=False)
     assert Config.from_environ({"FASTGEN_STRICT": "True"}) == Config(strict=True)
     assert Config.from_environ({"FASTGEN_SHARE": "Never"}) == Config(share="never")
+    assert Config.from_environ({"FASTGEN_PACK": "0"}) == Config(pack=False)
     assert Config.from_environ({"FASTGEN_CACHE": "/tmp/a"}) == Config(cache="/tmp/a")
     assert Config.from_environ({"FASTGEN_LOG": "DEBUG"}) == Config(log="debug")
     assert Config.from_environ({"FASTGEN_DISABLE": "0", "FASTGEN_STRICT": "off"}) == Config()
@@ -31,6 +34,7 @@ def test_each_variable_sets_its_own_field():
         ("FASTGEN_AUTO", "never", "1 or 0"),
         ("FASTGEN_STRICT", "2", "1 or 0"),
         ("FASTGEN_SHARE", "1", "auto, always, never"),
+        ("FASTGEN_PACK", "half", "1 or 0"),
         ("FASTGEN_LOG", "loud", "debug, info, warning, error"),
     ],
 )

@@ -1,6 +1,8 @@
-"""Products through oneDNN: the same numbers, only where that is faster, and only in fp32."""
+"""Products through oneDNN: the same numbers, and only where that is faster."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
@@ -20,6 +22,9 @@ from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.transformers.forwards import forwards
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+
+
+BF16 = torch.bfloat16 in op.dtypes()
 
 
 @pytest.fixture
@@ -43,6 +48,25 @@ def test_products_are_those_of_torch(rows, with_bias, kind, everywhere):
     assert usages == [{"cpu_linear": 1}]
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_bf16_goes_through_it_where_the_cpu_has_instructions_for_it(with_bias, everywhere):
+    torch.manual_seed(0)
+    states, module = torch.randn(4, 48).bfloat16(), nn.Linear(48, 1003, with_bias).bfloat16()
+    with torch.no_grad():
+        expected = module(states)
+        with faster_forwards([module], forwards(), usages := []):
+            found = module(states)
+    assert usages == [{"cpu_linear": 1} if BF16 else {}]
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_bf16_weights_count_as_large_where_they_are_multiplied(monkeypatch):
+    monkeypatch.setattr(op, "dtypes", lambda: (torch.float32,))
+    assert not gain.size_of(nn.Linear(1024, 1024).bfloat16()).is_large
+    monkeypatch.setattr(op, "dtypes", lambda: (torch.float32, torch.bfloat16))
+    assert gain.size_of(nn.Linear(1024, 1024).bfloat16()).is_large
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart", "t5", "whisper", "llama"])
@@ -77,7 +101,8 @@ def test_small_products_other_types_gradients_autocast_and_strided_rows_are_left
         assert not op.can_multiply(states[:1], weight, None)
         assert not op.can_multiply(states.t().contiguous().t(), weight, None)
         assert not op.can_multiply(states.double(), weight.double(), None)
-        assert not op.can_multiply(states.bfloat16(), weight.bfloat16(), None)
+        assert not op.can_multiply(states, weight.bfloat16(), None)
+        assert op.can_multiply(states.bfloat16(), weight.bfloat16(), None) == BF16
         assert not op.can_multiply(states, weight, torch.randn(1, 1024))
         assert not op.can_multiply(states[:, :100], weight, None)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -104,22 +129,24 @@ def timed(monkeypatch, tmp_path):
         measured.append((function, tuple(rows.shape)))
         return seconds[function]
 
-    monkeypatch.setattr(choice, "_seconds", timed)
-    monkeypatch.setattr(choice, "_known", {})
+    monkeypatch.setattr(choice, "seconds_of", timed)
+    later_process(monkeypatch)
     monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path / "new folder")))
     return seconds, measured
 
 
 WEIGHT = torch.zeros(1024, 512)
+KIND = kept.Kind(4, 512, 1024, False, False, "torch.float32", torch.get_num_threads())
 
 
 def faster(rows: int = 3, weight: torch.Tensor = WEIGHT, bias: torch.Tensor | None = None) -> bool:
+    kind = cpu_linear.kind_of(torch.zeros(rows, weight.shape[1], dtype=weight.dtype), weight, bias)
     with torch.no_grad():
-        return cpu_linear.is_faster(torch.zeros(rows, weight.shape[1]), weight, bias)
+        return cpu_linear.is_faster(kind, weight, bias, lambda: [torch.zeros(9)])
 
 
 def later_process(monkeypatch) -> None:
-    monkeypatch.setattr(choice, "_known", {})
+    monkeypatch.setattr(choice, "ANSWERS", kept.Answers("oneDNN is faster", (bool,)))
 
 
 def test_each_kind_of_product_is_measured_once_in_all_processes(timed, monkeypatch):
@@ -128,6 +155,7 @@ def test_each_kind_of_product_is_measured_once_in_all_processes(timed, monkeypat
     assert measured == [(functional.linear, (4, 512)), (cpu_linear.cpu_linear, (4, 512))] * choice.ROUNDS
     seconds[cpu_linear.cpu_linear] = 0.95  # too little to be more than chance
     assert faster(3) and not faster(5) and not faster(3, WEIGHT.t()) and not faster(3, bias=torch.zeros(1024))
+    assert not faster(3, WEIGHT.bfloat16())
     assert not faster(1000) and measured[-1][1] == (choice.MOST_ROWS, 512)
     measured.clear()
     later_process(monkeypatch)
@@ -143,12 +171,17 @@ def test_each_kind_of_product_is_measured_once_in_all_processes(timed, monkeypat
 
 def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed, monkeypatch):
     assert faster()
-    kept.add(kept.Kind(4, 512, 1024, False, False, torch.get_num_threads()), False)
+    kept.Answers("oneDNN is faster", (bool,)).add(KIND, False)
     later_process(monkeypatch)
     assert faster()
 
 
-@pytest.mark.parametrize("damage", [b"{", b"[1]", b"1", b'{"product": {"rows": 4}}', b"\xff", b'{"product": null}'])
+ANOTHER_TYPE = json.dumps({"product": KIND._asdict(), "oneDNN is faster": 0}).encode()
+
+
+@pytest.mark.parametrize(
+    "damage", [b"{", b"[1]", b"1", b'{"product": {"rows": 4}}', b"\xff", b'{"product": null}', ANOTHER_TYPE]
+)
 def test_damaged_lines_are_measured_again(timed, monkeypatch, damage):
     assert faster()
     [line] = kept.path().read_bytes().splitlines()
@@ -196,7 +229,7 @@ def test_a_product_that_the_program_has_replaced_is_called(name, owner, product,
 
 
 def test_both_products_are_measured_for_real(monkeypatch, tmp_path):
-    monkeypatch.setattr(choice, "_known", {})
+    later_process(monkeypatch)
     monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path)))
     found = faster()
-    assert kept.load() == {kept.Kind(4, 512, 1024, False, False, torch.get_num_threads()): found}
+    assert choice.ANSWERS.load() == {KIND: found}

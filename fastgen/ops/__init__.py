@@ -37,10 +37,10 @@ def kernels() -> list[Kernel]:
     from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, reasons
 
     attention = ("scaled_dot_product_attention", "matmul", "shared_attention")
-    products = f"fp32 products with weights of {MIN_ELEMENTS:,} numbers or more in which it is faster than BLAS"
+    products = f"products with weights of {MIN_ELEMENTS:,} numbers or more in which it is faster than BLAS"
     return [
         Kernel("shared attention", "torch", task="rows that share keys and values", counted_as=attention),
-        Kernel("cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear",)),
+        Kernel("cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear", "cpu_linear, packed")),
         Kernel(
             "fused activation",
             "torch",

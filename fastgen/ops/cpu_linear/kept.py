@@ -1,4 +1,4 @@
-"""What was measured on this machine, in a file of the user's cache folder: a line of JSON for each kind of product.
+"""What was measured on this machine, in a file of the user's cache folder: a line of JSON for each answer.
 
 Lines are only added, each in one write: of processes that measure the same at the same time, the first one's counts.
 A folder that cannot be written, or a damaged line, only means that a process measures again.
@@ -31,27 +31,45 @@ class Kind(NamedTuple):
     out_features: int
     transposed: bool
     bias: bool
+    dtype: str
     threads: int
 
 
-def load() -> dict[Kind, bool]:
-    """For each kind of product whether oneDNN is faster."""
-    found: dict[Kind, bool] = {}
-    with suppress(OSError):
-        for line in path().read_bytes().splitlines():
-            with suppress(ValueError, TypeError, KeyError):
-                values = json.loads(line)
-                found.setdefault(Kind(**values["product"]), bool(values["oneDNN is faster"]))
-    return found
+class Answers:
+    """The answers to one question about kinds of products, of this process and of earlier ones."""
 
+    def __init__(self, question: str, accepted: tuple[type, ...]) -> None:
+        self.question, self.accepted = question, accepted
+        self.known: dict[Kind, bool | int | None] = {}
+        self.is_loaded = False
 
-def add(kind: Kind, faster: bool) -> None:
-    """Keeps one kind for later processes."""
-    line = json.dumps({"product": kind._asdict(), "oneDNN is faster": faster}) + "\n"
-    with suppress(OSError):
-        path().parent.mkdir(parents=True, exist_ok=True)
-        with path().open("ab", buffering=0) as file:
-            file.write(line.encode())
+    def knows(self, kind: Kind) -> bool:
+        """Whether `known` has it; the first time, that is filled from the file."""
+        if not self.is_loaded:
+            self.known.update(self.load())
+            self.is_loaded = True
+        return kind in self.known
+
+    def load(self) -> dict[Kind, bool | int | None]:
+        """What the file says."""
+        found: dict[Kind, bool | int | None] = {}
+        with suppress(OSError):
+            for line in path().read_bytes().splitlines():
+                with suppress(ValueError, TypeError, KeyError):
+                    values = json.loads(line)
+                    if type(values[self.question]) in self.accepted:
+                        found.setdefault(Kind(**values["product"]), values[self.question])
+        return found
+
+    def add(self, kind: Kind, answer: bool | int | None) -> None:
+        """Keeps an answer, here and for later processes, unless another thread was first."""
+        if self.known.setdefault(kind, answer) is not answer:
+            return
+        line = json.dumps({"product": kind._asdict(), self.question: answer}) + "\n"
+        with suppress(OSError):
+            path().parent.mkdir(parents=True, exist_ok=True)
+            with path().open("ab", buffering=0) as file:
+                file.write(line.encode())
 
 
 def path() -> Path:

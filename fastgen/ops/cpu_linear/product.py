@@ -26,9 +26,16 @@ def machine_reasons() -> list[str]:
     return []
 
 
+@functools.cache
+def dtypes() -> tuple[torch.dtype, ...]:
+    """What oneDNN multiplies on this machine: bf16 where the CPU has instructions for it."""
+    bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return (torch.float32, torch.bfloat16) if bf16 is not None and bf16() else (torch.float32,)
+
+
 def can_multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `cpu_linear` takes these: rows `[…, in_features]`, weight `[out_features, in_features]` or its view."""
-    if not all(_is_plain(tensor) for tensor in (rows, weight) + (() if bias is None else (bias,))):
+    if not all(_is_plain(tensor, rows.dtype) for tensor in (rows, weight) + (() if bias is None else (bias,))):
         return False
     # oneDNN's product has no derivative, no batching rule, no form in TorchScript, and another name. Asked before the
     # sizes, because torch.jit.trace warns of every comparison of them.
@@ -45,12 +52,12 @@ def can_multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return fits and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
-def _is_plain(tensor: object) -> bool:
+def _is_plain(tensor: object, dtype: torch.dtype) -> bool:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
         return False
-    return tensor.is_cpu and tensor.dtype == torch.float32
+    return tensor.is_cpu and tensor.dtype == dtype and dtype in dtypes()
 
 
 def cpu_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`rows @ weight.T + bias`: rows `[…, in_features]`, weight `[out_features, in_features]`, all fp32 on a CPU."""
+    """`rows @ weight.T + bias`: rows `[…, in_features]`, weight `[out_features, in_features]`, which may be packed."""
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")

@@ -20,16 +20,22 @@ from torch.nn import functional
 
 from fastgen.ops import cpu_linear
 from fastgen.ops.transforms import is_watched
-
-# Given a module, its input and a counter of kernels: what its forward returns, or None to leave it to the library.
-Forward = Callable[[nn.Module, Tensor, Counter], Tensor | None]
+from fastgen.optimizer.decoding.packed_weights import CopiesOfCall, WeightCopy, WeightsOfModel
 
 _LOCK = threading.Lock()
 
 
+class Call:
+    """One call of `generate` in its thread; usage: counts kernels."""
+
+    def __init__(self, models: Iterable[nn.Module], usage: Counter[str]) -> None:
+        self.models, self.usage = tuple(models), usage
+        self.copies = CopiesOfCall()
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.usages: list[Counter[str]] = []  # of the calls of generate that run in this thread
+        self.calls: list[Call] = []
 
 
 _thread = _Thread()
@@ -40,23 +46,31 @@ def faster_forwards(
     models: Iterable[nn.Module], forwards: dict[type[nn.Module], Forward], usages: list[Counter[str]]
 ) -> Iterator[None]:
     """Inside this context, in this thread, modules of these types have these forwards; appends a count to `usages`."""
+    usages.append(Counter())
+    call = Call(models, usages[-1])
     chosen = [
-        (module, forward)
-        for model in models
+        (module, forward, weights)
+        for model in call.models
+        for weights in (WeightsOfModel(model),)
         for module in model.modules()
         if (forward := forwards.get(type(module))) is not None
     ]
-    usages.append(Counter())
-    _thread.usages.append(usages[-1])
+    _thread.calls.append(call)
     with _LOCK:
-        put_on = [found for module, forward in chosen if (found := _put_on(module, forward)) is not None]
+        put_on = [found for one in chosen if (found := _put_on(*one)) is not None]
     try:
         yield
     finally:
-        _thread.usages.pop()
+        _thread.calls.pop()
         with _LOCK:
             for forward in put_on:
                 forward.take_off()
+
+
+def expect_steps(model: nn.Module, steps: int) -> None:
+    """Says how many forwards of this model its call of `generate` makes at most; until then nothing is packed."""
+    if _thread.calls and any(model is one for one in _thread.calls[-1].models):
+        _thread.calls[-1].copies.steps = steps
 
 
 def linears() -> dict[type[nn.Module], Forward]:
@@ -66,25 +80,32 @@ def linears() -> dict[type[nn.Module], Forward]:
     return {nn.Linear: linear}
 
 
-def linear(module: nn.Linear, rows: Tensor, usage: Counter[str]) -> Tensor | None:
-    """Of `nn.Linear`: a large product in fp32 on a CPU."""
-    return multiply(rows, module.weight, module.bias, usage)
+def linear(forward: ModuleForward, rows: Tensor, call: Call) -> Tensor | None:
+    """Of `nn.Linear`: a large product on a CPU."""
+    return multiply(forward, rows, forward.module.weight, forward.module.bias, call)
 
 
-def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, usage: Counter[str]) -> Tensor | None:
-    """`rows @ weight.T + bias` through `cpu_linear`, or None; counted as "cpu_linear"."""
-    product = rows, weight, bias
-    if not cpu_linear.can_multiply(*product) or is_watched() or not cpu_linear.is_faster(*product):
+def multiply(forward: ModuleForward, rows: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor | None:
+    """`rows @ weight.T + bias` through `cpu_linear`, or None; counted as "cpu_linear" or "cpu_linear, packed"."""
+    if not cpu_linear.can_multiply(rows, weight, bias) or is_watched():
         return None
-    usage["cpu_linear"] += 1
-    return cpu_linear.cpu_linear(*product)
+    kind = cpu_linear.kind_of(rows, weight, bias)
+    faster = cpu_linear.is_faster(kind, weight, bias, lambda: forward.copy.weights.others(weight))
+    packed = call.copies.packed(forward.copy, kind, rows, weight, bias, faster)
+    if packed is not None:
+        call.usage["cpu_linear, packed"] += 1
+        return cpu_linear.cpu_linear(rows, packed, bias)
+    if not faster:
+        return None
+    call.usage["cpu_linear"] += 1
+    return cpu_linear.cpu_linear(rows, weight, bias)
 
 
-def _put_on(module: nn.Module, faster: Forward) -> ModuleForward | None:
+def _put_on(module: nn.Module, faster: Forward, weights: WeightsOfModel) -> ModuleForward | None:
     """The forward that is on the module, with one more user; None if the program has put one of its own there."""
     forward = vars(module).get("forward")
     if forward is None and type(module).forward.__module__ == type(module).__module__:
-        forward = module.forward = ModuleForward(module, faster)
+        forward = module.forward = ModuleForward(module, faster, weights)
     if not isinstance(forward, ModuleForward):
         return None
     forward.users += 1
@@ -99,22 +120,30 @@ def has_faster_forward(module: nn.Module) -> bool:
 class ModuleForward:
     """The forward of one module while `users` calls of `generate` run; other threads get the library's result."""
 
-    def __init__(self, module: nn.Module, faster: Forward) -> None:
+    def __init__(self, module: nn.Module, faster: Forward, weights: WeightsOfModel) -> None:
         self.module, self.faster = module, faster
+        self.copy = WeightCopy(weights)
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and _thread.usages and len(args) == 1 and not kwargs:
-            output = self.faster(self.module, args[0], _thread.usages[-1])
+        if not torch.compiler.is_compiling() and _thread.calls and len(args) == 1 and not kwargs:
+            output = self.faster(self, args[0], _thread.calls[-1])
             if output is not None:
                 return output
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def take_off(self) -> None:
         self.users -= 1
-        if not self.users and vars(self.module).get("forward") is self:
+        if self.users:
+            return
+        self.copy.drop()
+        if vars(self.module).get("forward") is self:
             del self.module.forward
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In a copy of the module, or in a file, its class's own forward stands here."""
         return getattr, (self.module, "forward")
+
+
+# Given the forward of a module, its input and the call: what it returns, or None to leave it to the library.
+Forward = Callable[[ModuleForward, Tensor, Call], Tensor | None]

@@ -34,16 +34,17 @@ MIN_ELEMENTS_TO_WRITE_IN_PLACE = 1 << 17
 @dataclass(frozen=True)
 class ModelSize:
     """modules: how many. weights: elements that a token of a prefill is multiplied with. large: elements of large
-    weights in fp32 on a CPU.
+    weights that oneDNN may multiply with, on a CPU. bytes: of all weights.
     """
 
     modules: int
     weights: int
     large: int
+    bytes: int
 
     @property
     def is_large(self) -> bool:
-        """Whether large products, in fp32 on a CPU, are what the model's time goes into."""
+        """Whether large products that oneDNN may compute are what the model's time goes into."""
         return self.large >= max(MIN_LARGE_PER_MODULE * self.modules, 1)
 
 
@@ -77,8 +78,9 @@ def _measured(model: nn.Module) -> ModelSize:
     before = set(model.get_encoder().parameters()) if _has_encoder(model) else set()  # runs once per input anyway
     prefill = [weight for weight in weights if weight.dim() > 1 and weight not in before]
     used = [weight.numel() for weight in prefill if weight.shape not in looked_up]
-    large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype == torch.float32]
-    return ModelSize(len(modules), sum(used), sum(size for size in large if size >= product.MIN_ELEMENTS))
+    large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype in product.dtypes()]
+    large = [elements for elements in large if elements >= product.MIN_ELEMENTS]
+    return ModelSize(len(modules), sum(used), sum(large), sum(weight.nbytes for weight in weights))
 
 
 def _has_encoder(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor
 
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
+from fastgen.optimizer.decoding.faster_forwards import expect_steps, faster_forwards, linears
 from fastgen.optimizer.decoding.gain import size_of
 from fastgen.optimizer.decoding.generation import Generation, generating
 from fastgen.optimizer.fairseq import prompt as prompts
@@ -85,6 +85,7 @@ def start(
     inputs, device = source.shape[0], source.device
     rows = inputs * generator.beam_size
     max_len = max_len_sync(generator, net_input)
+    expect_steps(generator.model.models[0], max_len + 1)
     input_of_row = torch.arange(inputs, device=device).repeat_interleave(generator.beam_size)
     outputs = EncoderOutputs(generator.model, plans, net_input, input_of_row)
     tokens = torch.full((rows, max_len + 2), generator.pad, dtype=torch.int64, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import BuiltinFunctionType
 
 import torch
@@ -12,7 +11,7 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from fastgen.ops.transforms import is_transformed, is_watched
-from fastgen.optimizer.decoding.faster_forwards import Forward, linears, multiply
+from fastgen.optimizer.decoding.faster_forwards import Call, Forward, ModuleForward, linears, multiply
 
 
 def forwards() -> dict[type[nn.Module], Forward]:
@@ -23,12 +22,12 @@ def forwards() -> dict[type[nn.Module], Forward]:
     return {NewGELUActivation: new_gelu, **products}
 
 
-def conv1d(module: Conv1D, rows: Tensor, usage: Counter[str]) -> Tensor | None:
+def conv1d(forward: ModuleForward, rows: Tensor, call: Call) -> Tensor | None:
     """Of GPT-2's `Conv1D`, a linear layer whose weight is `[in_features, out_features]`."""
-    return multiply(rows, module.weight.t(), module.bias, usage)
+    return multiply(forward, rows, forward.module.weight.t(), forward.module.bias, call)
 
 
-def new_gelu(module: NewGELUActivation, input: Tensor, usage: Counter[str]) -> Tensor | None:
+def new_gelu(forward: ModuleForward, input: Tensor, call: Call) -> Tensor | None:
     """Of GPT-2, GPT-J, T5 v1.1 and others: one pass over the tensor instead of eight.
 
     In half precision the original rounds after each of its steps, which this does not repeat.
@@ -37,5 +36,5 @@ def new_gelu(module: NewGELUActivation, input: Tensor, usage: Counter[str]) -> T
         return None
     if is_transformed() or is_watched():
         return None
-    usage["fused activation"] += 1
+    call.usage["fused activation"] += 1
     return functional.gelu(input, approximate="tanh")

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding.faster_forwards import expect_steps
 from fastgen.optimizer.decoding.generation import Generation, current
 from fastgen.optimizer.transformers import cache_layers, eligibility, images, model_state, rows, verification
 
@@ -37,6 +38,7 @@ def prefill(
     generation = current()
     if generation is None:  # a model's own loop, after which nobody would put plain caches back
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    expect_steps(self, (generation_config.max_length or 0) - input_ids.shape[1])
     arguments = {"input_ids": input_ids, **model_kwargs}
     fan_out, compared, reasons = rows_per_input(self, arguments, generation_config)
     generation.sees(input_ids.shape[0] // fan_out, input_ids.shape[0])

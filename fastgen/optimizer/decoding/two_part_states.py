@@ -78,7 +78,20 @@ class TwoPartStates(Tensor):
         self = Tensor._make_wrapper_subclass(cls, size, strides, dtype=shared.dtype, device=shared.device)
         self.shared, self.own, self.fan_out, self.usage = shared, own, fan_out, usage
         self.form, self.groups, self.base, self.memory = form, groups, base, None
+        self._size = torch.Size(size)
         return self
+
+    # What attention asks for all the time, and what a tensor's own attributes would take microseconds to tell.
+    shape = property(lambda self: self._size)
+    ndim = property(lambda self: len(self._size))
+    dtype = property(lambda self: self.shared.dtype)
+    device = property(lambda self: self.shared.device)
+
+    def dim(self) -> int:
+        return len(self._size)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._size if dim is None else self._size[dim]
 
     @property
     def in_parts(self) -> bool:

@@ -73,6 +73,7 @@ EXTRAS = {
     "metrics": ["rouge-score", "sacrebleu"],
     "audio": ["soundfile", "soxr"],
     "bench": ["matplotlib", "psutil"],
+    "peers": ["ctranslate2>=4.8"],
     "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft", "accelerate", "num2words"],
 }
 EXTRAS["test"].append("psutil")  # finds the processes that a command leaves behind

@@ -1,9 +1,14 @@
-"""Stock transformers and fastgen, alternately in one process, on random weights of real size.
+"""Stock transformers and fastgen, and CTranslate2 on request, in turns in one process, on random weights of real size.
 
-    python benchmarks/bench_generate.py [CASE …] [--repeats 3] [--device cpu] [--dtype float32] [--json FILE]
+    python benchmarks/bench_generate.py [CASE …] [--peers] [--floors FILE] [--repeats 3] [--json FILE]
 
-For each case: median seconds of both, their ratio, the memory that one call adds at its peak, and whether the outputs
-are equal. Each repeat runs stock and fastgen directly after each other; the order changes from repeat to repeat.
+For each case: median seconds of each, the medians of the ratios to fastgen, how far fastgen is from the machine's limit
+(limits.py), the memory that one call adds at its peak, and whether fastgen's outputs are those of stock. Each repeat
+runs all of them directly after each other; the order rotates from repeat to repeat.
+
+--peers runs CTranslate2 where it is installed (`pip install '.[peers]'`) and has the model (peers.py), and tells how
+many of its rows are those of stock; its sums are in another order, and its samples have their own random numbers.
+--floors takes a file of the ratios to reach (floors.json); the status is 1 where one is missed, or an output differs.
 """
 
 from __future__ import annotations
@@ -13,107 +18,20 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 
+import peers
 import torch
 import transformers
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
+from floors import Floors, below, read_floors
+from generate_cases import CASES, Inputs
+from limits import Rates, Size, limit, measure_rates
+from machine import cpu, describe_cpu
 
 import fastgen
 
-
-@dataclass
-class Case:
-    """A model, its inputs and the arguments of `generate`; floor is the ratio that is promised on a 2-core CPU."""
-
-    make: Callable[[], tuple[torch.nn.Module, dict]]
-    arguments: dict = field(default_factory=dict)
-    floor: float = 1.0
-
-
-def bart_base() -> tuple[torch.nn.Module, dict]:
-    config = BartConfig(
-        vocab_size=50265,
-        d_model=768,
-        encoder_layers=6,
-        decoder_layers=6,
-        encoder_attention_heads=12,
-        decoder_attention_heads=12,
-        encoder_ffn_dim=3072,
-        decoder_ffn_dim=3072,
-        forced_eos_token_id=None,
-    )
-    return BartForConditionalGeneration(config), {"input_ids": torch.randint(10, 50000, (4, 512))}
-
-
-def bart_base_short() -> tuple[torch.nn.Module, dict]:
-    model, _ = bart_base()
-    return model, {"input_ids": torch.randint(10, 50000, (1, 16))}
-
-
-def whisper_tiny() -> tuple[torch.nn.Module, dict]:
-    config = WhisperConfig(
-        d_model=384,
-        encoder_layers=4,
-        decoder_layers=4,
-        encoder_attention_heads=6,
-        decoder_attention_heads=6,
-        encoder_ffn_dim=1536,
-        decoder_ffn_dim=1536,
-        vocab_size=51865,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-    return WhisperForConditionalGeneration(config), {"input_features": torch.randn(8, 80, 3000)}
-
-
-def gpt2_small() -> tuple[torch.nn.Module, dict]:
-    return GPT2LMHeadModel(GPT2Config(pad_token_id=50256)), {"input_ids": torch.randint(10, 50000, (4, 512))}
-
-
-def gpt2_small_short() -> tuple[torch.nn.Module, dict]:
-    model, _ = gpt2_small()
-    return model, {"input_ids": torch.randint(10, 50000, (1, 16))}
-
-
-def llama_like() -> tuple[torch.nn.Module, dict]:
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=768,
-        num_hidden_layers=8,
-        num_attention_heads=12,
-        num_key_value_heads=3,
-        intermediate_size=2048,
-        pad_token_id=0,
-    )
-    input_ids = torch.randint(10, 32000, (4, 512))
-    attention_mask = torch.ones_like(input_ids)
-    input_ids[1, :100], attention_mask[1, :100] = 0, 0
-    return LlamaForCausalLM(config), {"input_ids": input_ids, "attention_mask": attention_mask}
-
-
-BEAMS = {"num_beams": 4, "do_sample": False}
-SAMPLES = {"num_return_sequences": 16, "do_sample": True}
-CASES = {
-    "bart-beam4": Case(bart_base, {**BEAMS, "no_repeat_ngram_size": 3}, floor=1.5),
-    "whisper-beam5": Case(whisper_tiny, {"num_beams": 5, "do_sample": False, "max_new_tokens": 48}, floor=3.8),
-    "gpt2-beam4": Case(gpt2_small, BEAMS, floor=3.8),
-    "gpt2-sample16": Case(gpt2_small, SAMPLES, floor=9.0),
-    "llama-sample16": Case(llama_like, SAMPLES, floor=6.0),
-    "llama-beam4": Case(llama_like, BEAMS, floor=2.7),
-    "bart-greedy-short": Case(bart_base_short, {"do_sample": False}, floor=0.97),
-    "gpt2-greedy-short": Case(gpt2_small_short, {"do_sample": False}, floor=0.97),
-}
+Tokens = list[list[int]]
 
 
 class PeakMemory:
@@ -149,88 +67,205 @@ class PeakMemory:
 
 @dataclass
 class Result:
+    """Medians of one case. seconds and added_mb: of stock, ctranslate2 and fastgen; ratios: others to fastgen.
+
+    equal: fastgen's outputs are those of stock. peer_equal: how many of CTranslate2's are, where they are comparable.
+    """
+
     case: str
-    stock_seconds: float
-    fastgen_seconds: float
-    ratio: float
-    floor: float
-    stock_added_mb: float
-    fastgen_added_mb: float
+    seconds: dict[str, float]
+    ratios: dict[str, float]
+    limit_seconds: float
+    times_limit: float
+    added_mb: dict[str, float]
     equal: bool
+    peer_equal: str | None
 
 
-def run(name: str, repeats: int, device: str, dtype: torch.dtype) -> Result:
-    case = CASES[name]
-    torch.manual_seed(0)
-    model, inputs = case.make()
-    model = model.to(device=device, dtype=dtype).eval()
-    inputs = {key: value.to(device, dtype if value.is_floating_point() else None) for key, value in inputs.items()}
-    arguments = {"max_new_tokens": 32, **case.arguments}
-    if "eos_token_id" not in arguments:
-        arguments["eos_token_id"] = None  # random weights: every case generates as many tokens as it may
+def timed(call: Callable[[], object], device: str) -> float:
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
-    def generate(seed: int) -> tuple[float, torch.Tensor]:
-        torch.manual_seed(seed)
-        start = time.perf_counter()
-        output = model.generate(**inputs, **arguments)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start, output
 
-    def stock(seed: int) -> tuple[float, torch.Tensor]:
+def new_tokens(output: torch.Tensor, arguments: dict, pad: int) -> Tokens:
+    """What each row generated, without the end token and what pads it."""
+    rows = output[:, -arguments["max_new_tokens"] :].tolist()
+    end = arguments["eos_token_id"]
+    return rows if end is None else [[token for token in row if token not in (end, pad)] for row in rows]
+
+
+def prompt_lengths(inputs: Inputs) -> list[int]:
+    """Positions of each input that are no padding; Whisper's encoder halves its features."""
+    if "input_features" in inputs:
+        features = inputs["input_features"]
+        return [features.shape[-1] // 2] * len(features)
+    return inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).sum(1).tolist()
+
+
+def limit_seconds(model: torch.nn.Module, inputs: Inputs, arguments: dict, rows: Tokens, rates: Rates) -> float:
+    prompts = prompt_lengths(inputs)
+    returned = len(rows) // len(prompts)
+    ends = arguments["eos_token_id"] is not None  # the end token is generated too
+    new = [len(row) + ends for row in rows[::returned]]
+    rows_per_input = arguments.get("num_beams", 1) * returned
+    return limit(Size.of(model), prompts, new, rows_per_input, rates, model.dtype.itemsize)
+
+
+class Comparison:
+    """One case on its model: the ways to run it, and what they took and gave."""
+
+    def __init__(self, name: str, device: str, dtype: torch.dtype) -> None:
+        self.name, self.device, case = name, device, CASES[name]
+        torch.manual_seed(0)
+        model, inputs = case.make()
+        self.model = model.to(device=device, dtype=dtype).eval()
+        kinds = {key: dtype if value.is_floating_point() else None for key, value in inputs.items()}
+        self.inputs = {key: value.to(device, kinds[key]) for key, value in inputs.items()}
+        self.arguments = {"max_new_tokens": 32, "eos_token_id": None, **case.arguments}
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.peer_tokens: Tokens = []
+        self.ways = {"fastgen": self.fastgen, "stock": self.stock}
+
+    def add_peer(self) -> None:
+        """CTranslate2, where it is installed and has the model."""
+        call = peers.ctranslate2_call(self.model, self.inputs, self.arguments) if peers.installed() else None
+        if call is None:
+            return
+
+        def peer() -> None:
+            self.peer_tokens = call()
+
+        self.ways["ctranslate2"] = peer
+
+    def fastgen(self) -> None:
+        self.outputs["fastgen"] = self.model.generate(**self.inputs, **self.arguments)
+
+    def stock(self) -> None:
         with fastgen.disabled():
-            return generate(seed)
+            self.outputs["stock"] = self.model.generate(**self.inputs, **self.arguments)
 
-    added = {}
-    for kind, call in (("fastgen", generate), ("stock", stock)):  # warms both up
-        with PeakMemory(device) as memory:
-            call(0)
-        added[kind] = memory.added / 1e6
-    seconds: dict[str, list[float]] = {"stock": [], "fastgen": []}
-    equal = True
-    for repeat in range(repeats):
-        outputs = {}
-        order = [("stock", stock), ("fastgen", generate)]
-        for kind, call in order if repeat % 2 == 0 else order[::-1]:
-            elapsed, outputs[kind] = call(repeat)
-            seconds[kind].append(elapsed)
-        equal = equal and torch.equal(outputs["stock"], outputs["fastgen"])
-    ratio = statistics.median(a / b for a, b in zip(seconds["stock"], seconds["fastgen"]))
-    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
-    return Result(
-        name, medians["stock"], medians["fastgen"], ratio, case.floor, added["stock"], added["fastgen"], equal
+    def run(self, repeats: int, rates: Rates) -> Result:
+        added = {way: self._added_mb(call) for way, call in self.ways.items()}  # warms all up
+        seconds: dict[str, list[float]] = {way: [] for way in self.ways}
+        equal = True
+        for repeat in range(repeats * self._more_repeats()):
+            first = repeat % len(self.ways)
+            for way, call in [*self.ways.items()][first:] + [*self.ways.items()][:first]:
+                torch.manual_seed(repeat)
+                seconds[way].append(timed(call, self.device))
+            equal = equal and torch.equal(self.outputs["stock"], self.outputs["fastgen"])
+        return self._result(seconds, added, equal, rates)
+
+    def _result(self, seconds: dict[str, list[float]], added: dict[str, float], equal: bool, rates: Rates) -> Result:
+        medians = {way: statistics.median(values) for way, values in seconds.items()}
+        ours = seconds.pop("fastgen")
+        ratios = {way: statistics.median(a / b for a, b in zip(values, ours)) for way, values in seconds.items()}
+        tokens = new_tokens(self.outputs["stock"], self.arguments, self.model.config.pad_token_id)
+        least = limit_seconds(self.model, self.inputs, self.arguments, tokens, rates)
+        times = medians["fastgen"] / least
+        return Result(self.name, medians, ratios, least, times, added, equal, self._peer_equal(tokens))
+
+    def _added_mb(self, call: Callable[[], None]) -> float:
+        with PeakMemory(self.device) as memory:
+            call()
+        return memory.added / 1e6
+
+    def _more_repeats(self) -> int:
+        """Calls of one row are short, and their times noisy."""
+        return 4 if len(prompt_lengths(self.inputs)) == 1 else 1
+
+    def _peer_equal(self, stock: Tokens) -> str | None:
+        if not self.peer_tokens or self.arguments["do_sample"]:
+            return None
+        equal = sum(theirs == tokens for theirs, tokens in zip(self.peer_tokens, stock, strict=True))
+        return f"{equal} of {len(stock)}"
+
+
+COLUMNS = (
+    ("stock s", 7),
+    ("CT2 s", 7),
+    ("fastgen s", 9),
+    ("x limit", 7),
+    ("vs stock", 8),
+    ("floor", 5),
+    ("vs CT2", 6),
+    ("floor", 5),
+    ("stock MB", 8),
+    ("fastgen MB", 10),
+    ("equal", 5),
+    ("CT2 equal", 9),
+)
+
+
+def line(case: str, cells: Iterable[object]) -> str:
+    return " ".join([f"{case:19}", *(f"{cell!s:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))])
+
+
+def row(result: Result, floors: Floors) -> str:
+    """A line of the table; "-" where there is no figure."""
+
+    def figure(values: Mapping[str, float], of: str, digits: int) -> str:
+        return f"{values[of]:.{digits}f}" if of in values else "-"
+
+    wanted = floors.get(result.case, {})
+    seconds = [figure(result.seconds, way, 3) for way in ("stock", "ctranslate2", "fastgen")]
+    ratios = [figure(values, way, 2) for way in ("stock", "ctranslate2") for values in (result.ratios, wanted)]
+    added = [figure(result.added_mb, way, 0) for way in ("stock", "fastgen")]
+    return line(
+        result.case, [*seconds, f"{result.times_limit:.2f}", *ratios, *added, result.equal, result.peer_equal or "-"]
     )
 
 
-def main() -> int:
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Floors]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs per case (default 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns per case (default 3); of one row: times four")
+    parser.add_argument("--peers", action="store_true", help="also run CTranslate2, on the CPU in float32")
+    parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach, such as benchmarks/floors.json")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    args = parser.parse_args()
-    unknown = sorted(set(args.cases) - set(CASES))
-    if unknown:
+    args = parser.parse_args(argv)
+    if unknown := sorted(set(args.cases) - set(CASES)):
         parser.error(f"CASE {unknown[0]!r}: choose from {', '.join(CASES)}")
-    transformers.logging.set_verbosity_error()
+    if args.peers and (args.device, args.dtype) != ("cpu", "float32"):
+        parser.error(f"--peers: with --device cpu and --dtype float32 only, not {args.device} and {args.dtype}")
+    try:
+        return args, read_floors(args.floors, CASES) if args.floors else {}
+    except (OSError, ValueError) as error:
+        parser.error(f"--floors: {error}")
+
+
+def print_head(rates: Rates) -> None:
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
-    columns = ("stock s", "fastgen s", "ratio", "floor", "stock MB", "fastgen MB", "equal")
-    print("{:20} {:>9} {:>9} {:>7} {:>6} {:>9} {:>10} {}".format("case", *columns))
+    print(f"{describe_cpu()}; limit: {rates.flops / 1e9:.0f} GFLOP/s, {rates.bytes / 1e9:.1f} GB/s")
+    print(line("case", (name for name, _ in COLUMNS)))
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, floors = parse(argv)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    dtype = getattr(torch, args.dtype)
+    rates = measure_rates(args.device, dtype)
+    print_head(rates)
     results = []
     for name in args.cases or CASES:
-        repeats = args.repeats if CASES[name].floor > 1 else 4 * args.repeats
-        result = run(name, repeats, args.device, getattr(torch, args.dtype))
-        results.append(result)
-        print(
-            f"{name:20} {result.stock_seconds:9.3f} {result.fastgen_seconds:9.3f} {result.ratio:6.2f}x "
-            f"{result.floor:5.2f}x {result.stock_added_mb:9.0f} {result.fastgen_added_mb:10.0f} {result.equal}",
-            flush=True,
-        )
+        comparison = Comparison(name, args.device, dtype)
+        if args.peers:
+            comparison.add_peer()
+        results.append(comparison.run(args.repeats, rates))
+        print(row(results[-1], floors), flush=True)
     if args.json:
+        told = {"cpu": cpu(), "rates": asdict(rates), "results": [asdict(result) for result in results]}
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump([asdict(result) for result in results], file, indent=1)
-    return 0 if all(result.equal for result in results) else 1
+            json.dump(told, file, indent=1)
+    missed = [sentence for result in results for sentence in below(result.case, result.ratios, floors)]
+    print("\n".join(missed), end="\n" * bool(missed))
+    return 0 if not missed and all(result.equal for result in results) else 1
 
 
 if __name__ == "__main__":

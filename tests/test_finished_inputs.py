@@ -10,7 +10,6 @@ import torch
 from parity import padded, run_both, tiny, token_ids
 from sharing import sharing
 from transformers import LogitsProcessor
-from transformers.generation.utils import GenerationMixin
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.transformers import decode_step
@@ -133,10 +132,15 @@ def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
     assert torch.equal(stock, fast) and LEFT in report.shared and failed == ["'NoneType' object is not callable"]
 
 
-def test_the_librarys_own_search_is_not_run():
-    model = tiny("bart", "seq2seq")
-    with mock.patch.object(GenerationMixin, "_update_finished_beams", side_effect=AssertionError):
+@pytest.mark.parametrize("owner", ["model", "class"])
+def test_a_method_of_the_librarys_loop_that_a_program_has_replaced_is_called(monkeypatch, owner):
+    model, called = tiny("bart", "seq2seq"), []
+    update = model._update_finished_beams
+    for expected in (0, 1):
         model.generate(**inputs_of("bart"), **ENDS, num_beams=3)
+        assert bool(called) == expected
+        replaced = model if owner == "model" else type(model)
+        monkeypatch.setattr(replaced, "_update_finished_beams", lambda *_, **given: called.append(1) or update(**given))
 
 
 def test_all_of_a_search_are_left_in_their_places():

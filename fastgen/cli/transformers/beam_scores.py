@@ -1,8 +1,8 @@
 """The scores of finished beams without those of every token at every step.
 
 generate returns `sequences_scores` only together with `output_scores`, which keeps a tensor [rows, vocabulary] for each
-step: gigabytes for a batch of summaries. The loop of beam search keeps the few that are wanted up to date in its method
-`_update_finished_beams` (transformers 5.0 to 5.23), where they can be taken from.
+step: gigabytes for a batch of summaries. fastgen's beam search gives out the few that are wanted; the library's keeps
+them up to date in its method `_update_finished_beams` (transformers 5.0 to 5.23), where they can be taken from.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import transformers
+
+from fastgen.optimizer.transformers import beam_search
 
 METHOD = "_update_finished_beams"
 ARGUMENTS = {"output_scores", "return_dict_in_generate"}
@@ -34,8 +36,10 @@ def taken(model: transformers.PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         last[:] = [updated[1]]
         return updated
 
+    token = beam_search.SCORES.set(last)
     setattr(model, METHOD, watched)  # of this object: others of its class, and their threads, do not see it
     try:
         yield last
     finally:
         delattr(model, METHOD)
+        beam_search.SCORES.reset(token)

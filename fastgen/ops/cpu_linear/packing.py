@@ -29,21 +29,51 @@ ANSWERS = Answers("products after which packing pays", (int, type(None)))
 
 
 class PackedWeight:
-    """A packed copy of a weight, good as long as that is the same, as far as torch tells.
+    """A packed copy of a weight.
 
-    It tells of every change but those through `.data`, so a copy has to be short-lived. A tensor that was made in
-    inference mode tells nothing and must not come here.
+    Within a call it is taken for good as long as the weight is the same as far as torch tells, which is of every change
+    but those through `.data`. Between calls only the numbers tell. A tensor that was made in inference mode tells
+    nothing and must not come here.
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self.source = weight.detach()  # keeps the memory, so that nothing else can have its address
-        self.state = _state(weight)
+        self.nbytes = weight.nbytes
         # From a transposed weight oneDNN packs slowly.
-        self.tensor = torch.ops.mkldnn._reorder_linear_weight(self.source.contiguous())
+        self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+        self._take(weight, _fingerprint(weight))
+
+    def _take(self, weight: Tensor, fingerprint: Tensor | None) -> None:
+        self.state, self.fingerprint = _state(weight), fingerprint
+        self.held: Tensor | None = weight.detach()  # so that nothing else can have its address
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether this is still the weight that was packed, unchanged."""
-        return self.state == _state(weight)
+        """Whether this is still the weight that was packed, unchanged since it was looked at."""
+        return self.held is not None and self.state == _state(weight)
+
+    def look_at(self, weight: Tensor) -> None:
+        """Reads all of the weight; from now on this is a copy of it if its numbers are those that were packed."""
+        fingerprint = _fingerprint(weight)
+        if self.fingerprint is not None and torch.equal(fingerprint, self.fingerprint):
+            self._take(weight, fingerprint)
+        else:
+            self.held = None
+
+    def let_go(self) -> bool:
+        """Holds the weight's memory no longer; False if numbers cannot tell later whether it has changed."""
+        self.held = None
+        return self.fingerprint is not None
+
+
+def _fingerprint(weight: Tensor) -> Tensor | None:
+    """The bits of the weight's product with random numbers: other numbers, or in another order, give others.
+
+    A change too small to show in it is too small to show in other products. None where sums would be rounded to half
+    precision.
+    """
+    if weight.dtype != torch.float32:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    return torch.mv(weight.detach(), torch.rand(weight.shape[1], generator=generator)).view(torch.int32)
 
 
 def _state(weight: Tensor) -> tuple:

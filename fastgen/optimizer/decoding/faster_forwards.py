@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from fastgen.ops import cpu_linear
 from fastgen.ops.transforms import is_watched
-from fastgen.optimizer.decoding.packed_weights import CopiesOfCall, WeightCopy, WeightsOfModel
+from fastgen.optimizer.decoding.packed_weights import CopiesOfCall, WeightsOfModel, weights_of
 
 _LOCK = threading.Lock()
 
@@ -51,7 +51,7 @@ def faster_forwards(
     chosen = [
         (module, forward, weights)
         for model in call.models
-        for weights in (WeightsOfModel(model),)
+        for weights in (weights_of(model),)
         for module in model.modules()
         if (forward := forwards.get(type(module))) is not None
     ]
@@ -122,7 +122,7 @@ class ModuleForward:
 
     def __init__(self, module: nn.Module, faster: Forward, weights: WeightsOfModel) -> None:
         self.module, self.faster = module, faster
-        self.copy = WeightCopy(weights)
+        self.copy = weights.copy_of(module)
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ class ModuleForward:
         self.users -= 1
         if self.users:
             return
-        self.copy.drop()
+        self.copy.end_of_calls()
         if vars(self.module).get("forward") is self:
             del self.module.forward
 

@@ -1,17 +1,15 @@
-"""Packed copies of a model's weights while calls of `generate` run.
+"""Packed copies of a model's weights, for the calls of `generate` of this process.
 
-A call packs a weight after as many products with it as packing costs, if twice as many can still follow: then it gains
-if it makes all its steps, and otherwise loses little. No copy outlives the calls, because between them a weight may
-change and say nothing.
-
-AMD EPYC (family 25), two threads, seconds without and with: GPT-2 small, 4 × 32, 4 beams, 96 new tokens 13.3 and 12.6;
-a Llama of 8 layers of 768, 4 × 512, 4 beams, 128 new tokens 13.9 and 13.1.
+A weight is packed after as many products with it, over all calls, as packing costs. A copy stays with the model; all
+copies take at most half of the bytes of its weights. torch does not tell of every change of a weight, so each call
+looks at all of a weight before it uses a copy of it, which takes as long as a product with one row.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
@@ -22,50 +20,88 @@ from fastgen.optimizer.decoding.gain import size_of
 
 OTHERS = 12 << 20  # elements; more than caches hold
 
+# From so many products to come it pays to look whether a copy is still that of the weight.
+MIN_PRODUCTS_TO_LOOK = 8
+
 
 class WeightsOfModel:
     """What the copies of one model share: room for half of its weights."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self._model = ref(model)
+        self.size = size_of(model)
         self.lock = threading.Lock()
-        self.room = size_of(model).bytes // 2 if CONFIG.pack else 0  # bytes
+        self.room = self.size.bytes // 2 if CONFIG.pack else 0  # bytes
+        self.copies: WeakKeyDictionary[nn.Module, WeightCopy] = WeakKeyDictionary()
+
+    def copy_of(self, module: nn.Module) -> WeightCopy:
+        return self.copies.get(module) or self.copies.setdefault(module, WeightCopy(self))
 
     def others(self, weight: Tensor) -> list[Tensor]:
         """What is read between two products with this weight: other weights, as many as caches hold, or all."""
         found, elements = [], 0
-        for other in self.model.parameters():
+        for other in self._model().parameters():
             if elements < OTHERS and other.is_cpu and other.is_contiguous() and other.data_ptr() != weight.data_ptr():
                 found.append(other.detach().view(-1)[: OTHERS - elements])
                 elements += found[-1].numel()
         return found
 
 
+_known: WeakKeyDictionary[nn.Module, WeightsOfModel] = WeakKeyDictionary()
+
+
+def weights_of(model: nn.Module) -> WeightsOfModel:
+    """Those of earlier calls, unless the model has changed its type, device or size since."""
+    known = _known.get(model)
+    if known is None or known.size != size_of(model):
+        forget_copies(model)
+        known = _known[model] = WeightsOfModel(model)
+    return known
+
+
+def forget_copies(model: nn.Module) -> None:
+    """Gives back the memory of a model that has left the CPU, say."""
+    if (known := _known.pop(model, None)) is not None:
+        known.copies.clear()
+
+
 class WeightCopy:
-    """The packed copy of one module's weight, or the place for it."""
+    """The packed copy of one module's weight, or the place for it; products: of all calls, by kind."""
 
     def __init__(self, weights: WeightsOfModel) -> None:
         self.weights = weights
         self.packed: PackedWeight | None = None
+        self.products: Counter[Kind] = Counter()
 
     def has_room(self, weight: Tensor) -> bool:
         return self.packed is not None or weight.nbytes <= self.weights.room
 
-    def of(self, weight: Tensor, make: bool) -> Tensor | None:
-        """The copy of this weight, made if there is none and room for one; None also if the weight has changed."""
+    def of(self, weight: Tensor, look: bool) -> Tensor | None:
+        """The copy of this weight, made if there is none and room for one; None also if the weight has changed.
+
+        look: at the whole weight, as the first product of a call has to.
+        """
         with self.weights.lock:
-            if self.packed is None and make and self.has_room(weight):
+            if self.packed is None and self.has_room(weight):
                 self.packed = PackedWeight(weight)
-                self.weights.room -= weight.nbytes
+                self.weights.room -= self.packed.nbytes
+            elif self.packed is not None and look:
+                self.packed.look_at(weight)
             if self.packed is None or self.packed.is_of(weight):
                 return None if self.packed is None else self.packed.tensor
         self.drop()
         return None
 
+    def end_of_calls(self) -> None:
+        """No call uses the copy any more."""
+        if self.packed is not None and not self.packed.let_go():
+            self.drop()
+
     def drop(self) -> None:
         with self.weights.lock:
+            self.products.clear()
             if self.packed is not None:
-                self.weights.room += self.packed.source.nbytes
+                self.weights.room += self.packed.nbytes
                 self.packed = None
 
 
@@ -75,28 +111,35 @@ class CopiesOfCall:
     def __init__(self) -> None:
         self.steps = 0
         self.products: Counter[WeightCopy | tuple[WeightCopy, Kind]] = Counter()
+        self.used: set[WeightCopy] = set()
         self.trials: dict[Kind, tuple[WeightCopy, Trial]] = {}
 
     def packed(
         self, copy: WeightCopy, kind: Kind, rows: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool
     ) -> Tensor | None:
         """The packed weight for this product, or None; onednn: which product is faster without it."""
-        # So many products at least come before a copy, and twice as many after it.
-        if self.steps < 3 * cpu_linear.MIN_PRODUCTS or weight.is_inference() or not copy.has_room(weight):
+        if self.steps < 2 * cpu_linear.MIN_PRODUCTS or weight.is_inference() or not copy.has_room(weight):
             return None
         self.products[copy] += 1
         self.products[copy, kind] += 1
-        done = self.products[copy, kind]
+        copy.products[kind] += 1
         if not cpu_linear.is_known(kind):
-            self._try(done, copy, kind, rows, weight, bias, onednn)
+            self._try(self.products[copy, kind], copy, kind, rows, weight, bias, onednn)
             return None
         pays_after = cpu_linear.pays_after(kind)
-        if pays_after is None or done <= pays_after:
+        if pays_after is None or not self._pays(copy, copy.products[kind], pays_after):
             return None
-        packed = copy.of(weight, make=self.steps - self.products[copy] >= 2 * pays_after)
-        if packed is None:
-            self.products[copy, kind] = 0  # the weight has changed, or too few products follow
+        packed = copy.of(weight, look=copy not in self.used)
+        if packed is not None:
+            self.used.add(copy)
         return packed
+
+    def _pays(self, copy: WeightCopy, done: int, pays_after: int) -> bool:
+        """Whether a copy is worth to be looked at in this call, or to be made."""
+        left = self.steps - self.products[copy]
+        if copy.packed is None:
+            return done > pays_after and 2 * left >= pays_after
+        return copy in self.used or left >= MIN_PRODUCTS_TO_LOOK
 
     def _try(
         self, done: int, copy: WeightCopy, kind: Kind, rows: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool

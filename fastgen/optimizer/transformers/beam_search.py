@@ -7,6 +7,7 @@ moved, and those of a hypothesis when it becomes one of the best.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +22,19 @@ OUT = -1.0e9
 # Above this score nothing that is out of the race comes near.
 LOWEST = OUT / 2
 
+# The methods of the library's loop whose work is done here.
+METHODS = (
+    "_update_finished_beams",
+    "_get_top_k_continuations",
+    "_get_running_beams_for_next_iteration",
+    "_check_early_stop_heuristic",
+    "_beam_search_has_unfinished_sequences",
+    "_gather_beams",
+)
+
+# A list that gets the scores of the best hypotheses, `[inputs, num_beams]`, the best first; for those who want no more.
+SCORES: ContextVar[list[Tensor] | None] = ContextVar("fastgen_beam_scores", default=None)
+
 
 def beam_search(
     original: Callable,
@@ -32,7 +46,8 @@ def beam_search(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
-    reasons = loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    methods = METHODS if SCORES.get() is None else METHODS[1:]  # who takes the scores here watches the first as well
+    reasons = loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs, methods)
     if reasons or generation_config.do_sample or generation_config.low_memory:
         processors = writing_processors(logits_processor, generation_config)
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
@@ -68,7 +83,7 @@ class BeamSearch:
         self.can_improve = torch.ones((inputs, 1), dtype=torch.bool, device=device)
         self.stops_when_full = config.early_stopping is True
         self.places = torch.arange(inputs, device=device)
-        self.results: tuple[Tensor, Tensor] | None = None  # best and lengths of all inputs, once some have left
+        self.results: tuple[Tensor, ...] | None = None  # of all inputs: best, lengths and best_scores
 
     def run(self, stopping_criteria: Any) -> Tensor:
         """The sequences `[inputs * num_return_sequences, length]`, as the library returns them."""
@@ -82,10 +97,12 @@ class BeamSearch:
             if not stop and any(is_final) and self.step.leaving_pays(sum(is_final), len(is_final), left):
                 self.keep([place for place, final in enumerate(is_final) if not final])
         self.store()
-        best, lengths = self.results
-        wanted = self.config.num_return_sequences
-        length = self.prompt_length + int(lengths[:, :wanted].max())
-        return best[:, :wanted, :length].flatten(0, 1)
+        best, lengths, scores = self.results
+        if (wanted := SCORES.get()) is not None:
+            wanted[:] = [scores]
+        returned = self.config.num_return_sequences
+        length = self.prompt_length + int(lengths[:, :returned].max())
+        return best[:, :returned, :length].flatten(0, 1)
 
     def advance(self, scores: Tensor, stopping_criteria: Any) -> tuple[bool, list[bool]]:
         """Takes the best of all next tokens, with these scores `[B, M, vocabulary_size]`.
@@ -164,7 +181,7 @@ class BeamSearch:
     def store(self) -> None:
         """Puts what was found into the results."""
         if self.results is None:  # all inputs are there
-            self.results = self.best, self.lengths
+            self.results = self.best, self.lengths, self.best_scores
         else:
-            for results, found in zip(self.results, (self.best, self.lengths)):
+            for results, found in zip(self.results, (self.best, self.lengths, self.best_scores)):
                 results[self.places] = found

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation import logits_process as processors_of
+from transformers.generation import utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fastgen.optimizer.decoding import gain
@@ -48,15 +49,29 @@ _STEPS_ARE_KNOWN = (
     and "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 )
 
+_NO_CODE = compile("", "", "exec")
+
 # Steps are looked back upon to guess how many there will be: at least so many.
 FEW_STEPS = 8
 
 
 def loop_reasons(
-    model: Any, stopping_criteria: Any, generation_config: Any, synced_gpus: bool, arguments: dict[str, Any]
+    model: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool,
+    arguments: dict[str, Any],
+    methods: tuple[str, ...] = (),
 ) -> list[str]:
-    """Why a loop of the library cannot be replaced by one of fastgen; empty if it can."""
+    """Why a loop of the library cannot be replaced by one of fastgen; empty if it can.
+
+    arguments: the `model_kwargs` of the loop. methods: those that the library's loop calls, and fastgen's does not.
+    """
     generation, reasons = current(), []
+    for name in ("_has_unfinished_sequences", *methods):
+        function = getattr(type(model), name, None)
+        if name in vars(model) or getattr(function, "__code__", _NO_CODE).co_filename != utils.__file__:
+            reasons.append(f"the model or the program has a {name} of its own")
     if (cache := cache_layers.cache_of(arguments)) is not None:
         reasons += cache_layers.unsupported_types(cache)
     if generation is None or generation.own_code or not verification.is_tested(model):

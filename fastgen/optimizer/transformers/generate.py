@@ -9,6 +9,7 @@ from typing import Any
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.decoding.gain import size_of
 from fastgen.optimizer.decoding.generation import Generation, generating
+from fastgen.optimizer.decoding.packed_weights import forget_copies
 from fastgen.optimizer.transformers import cache_layers, compiled, forwards, verification
 from fastgen.patching import disabled
 
@@ -44,6 +45,9 @@ def _faster_forwards(
     model: Any, args: tuple, kwargs: dict[str, Any], generation: Generation
 ) -> AbstractContextManager[None]:
     """Products and activations inside this call, of models so large that it pays to look at all their modules."""
-    if not size_of(model).is_large or compiled.reasons(model) or compiled.call_reasons(model, args, kwargs):
+    if not size_of(model).is_large:
+        forget_copies(model)
+        return nullcontext()
+    if compiled.reasons(model) or compiled.call_reasons(model, args, kwargs):
         return nullcontext()
     return faster_forwards([model], forwards.forwards(), generation.report.usages)

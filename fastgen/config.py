@@ -4,7 +4,7 @@ FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
 FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `with fastgen.enabled():` do.
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
 FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as without it); or always, or never.
-FASTGEN_PACK=0     make no packed copies of weights during a `generate` on a CPU.
+FASTGEN_PACK=0     make no packed copies of weights on a CPU.
 FASTGEN_CACHE=DIR  the folder that keeps what was measured on this machine (~/.cache/fastgen without it).
 FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a line for each `generate`), info,
                    warning or error.

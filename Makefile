@@ -8,7 +8,7 @@ FAIRSEQ_NEEDS := cffi cython "hydra-core>=1.3.2" omegaconf regex sacrebleu bitar
 # Errors of the CUDA interface are left out: torch asks it for what older drivers do not have.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: demo test fuzz test-gpu sanitize lint table bench clean
+.PHONY: demo test fuzz soak test-gpu sanitize lint table bench clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -21,6 +21,10 @@ test: $(VENV)/test.installed
 # 20,000 random calls of generate against the unpatched library; `make test` runs two minutes of them.
 fuzz: $(VENV)/test.installed
 	cd tests && FASTGEN_STRICT=1 OMP_NUM_THREADS=1 ../$(BIN)/python fuzz.py --comparisons 20000
+
+# 2,000 calls on models that change between the calls; `make test` runs 80 of them.
+soak: $(VENV)/test.installed
+	cd tests && FASTGEN_STRICT=1 OMP_NUM_THREADS=1 ../$(BIN)/python soak.py
 
 # Says so where there is no GPU.
 test-gpu: $(VENV)/test.installed

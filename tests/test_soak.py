@@ -1,0 +1,40 @@
+"""The soak test in short, and whether it would find what it looks for."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("peft")
+
+from soak import soak
+
+import fastgen
+from fastgen.ops.cpu_linear.packing import PackedWeight
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_models_that_change_between_calls_give_the_results_of_the_library():
+    result = soak(calls=80)
+    assert not result.differences and not result.has_grown
+    assert result.counts["equal, shared"] > 40
+
+
+def test_soak_finds_packed_weights_that_are_stale(monkeypatch):
+    def trust(self, weight):
+        self._take(weight, self.fingerprint)
+
+    monkeypatch.setattr(PackedWeight, "look_at", trust)
+    assert any(line.startswith("different") for line in soak(calls=40).differences)
+
+
+def test_soak_finds_what_grows(monkeypatch):
+    kept, explain = [], fastgen.explain
+    monkeypatch.setattr(fastgen, "explain", lambda: kept.append(kept_memory()) or explain())
+
+    def kept_memory():
+        import torch
+
+        return torch.zeros(1 << 16)
+
+    assert soak(calls=20).has_grown

@@ -49,6 +49,10 @@ _STEPS_ARE_KNOWN = (
     and "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 )
 
+# What the library's beam search moves; before transformers 5.13 it forgot the states of Mamba.
+_TEXTS = "".join(map(str, inspect.unwrap(GenerationMixin._beam_search).__code__.co_consts))
+_MOVED = utils.ALL_CACHE_NAMES if "cannot be reordered" in _TEXTS else ("past_key_values",)
+
 _NO_CODE = compile("", "", "exec")
 
 # Steps are looked back upon to guess how many there will be: at least so many.
@@ -136,15 +140,19 @@ class DecodeStep:
         return self.processors(input_ids, scores)
 
     def reorder(self, beam_idx: Tensor) -> None:
-        """Row i goes on with the keys of row `beam_idx[i]`."""
-        name = next((name for name in cache_layers.NAMES if name in self.arguments), None)
+        """Row i goes on with the keys of row `beam_idx[i]`; ValueError where the library raises it, too."""
+        name = next((name for name in _MOVED if name in self.arguments), None)
         if name is None:
             return
         cache = self.arguments[name]
         if hasattr(self.model, "_reorder_cache"):
             self.arguments[name] = self.model._reorder_cache(cache, beam_idx)
-        else:
+        elif not cache_layers.unsupported_types(cache):
             cache_layers.reorder(cache, beam_idx)
+        elif hasattr(cache, "reorder_cache"):
+            cache.reorder_cache(beam_idx)
+        else:
+            raise ValueError(f"{name} is a {type(cache).__name__}, whose rows cannot be moved")
 
     def leaving_pays(self, leaving: int, inputs: int, steps_left: int) -> bool:
         """Whether `leaving` of `inputs` inputs should leave now, with at most `steps_left` steps to come."""

@@ -9,8 +9,7 @@ import torch
 from fastgen.cli.errors import RunError
 from fastgen.cli.transformers.batches import pad_text
 from fastgen.cli.transformers.items import Batch, Generated, Line, NotGenerated
-from fastgen.cli.transformers.model import WithinMemory
-from fastgen.patching.out_of_memory import is_out_of_memory
+from fastgen.cli.transformers.model import WithinMemory, is_out_of_memory
 
 
 def batch_of(lengths: list[int], left: bool = False, first: int = 1) -> Batch:

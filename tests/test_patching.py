@@ -337,12 +337,3 @@ def test_a_module_that_no_finder_knows_is_patched_too(fast):
         assert only_state(armed(make_patch("made_by_hand:function", fast))).state == "applied"
     finally:
         del sys.modules["made_by_hand"]
-
-
-def test_a_replacement_that_runs_out_of_memory_is_not_followed_by_the_original(host, write):
-    """The original would need more, and whoever halves a batch would wait twice."""
-    fast = write('def fast(original, x):\n    raise RuntimeError("[enforce fail] can\'t allocate memory")\n', "fast")
-    patch_set = armed(make_patch(f"{host.__name__}:function", f"{fast}:fast"))
-    with pytest.raises(RuntimeError, match="allocate"):
-        host.function(1)
-    assert only_state(patch_set).state == "applied"

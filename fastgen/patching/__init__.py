@@ -3,7 +3,6 @@
 patch.py          Patch and PatchState, the data
 target.py         finds what a patch replaces, checks that it is what the patch was written for, puts and takes back
 patch_set.py      PatchSet: applies groups of patches when their host has been imported, reverts them, keeps states
-out_of_memory.py  errors after which nothing is tried again
 import_hooks.py   calls back after a host was imported, without importing anything before
 """
 

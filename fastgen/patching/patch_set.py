@@ -21,7 +21,6 @@ from types import ModuleType
 
 from fastgen.patching.import_hooks import call_after_import
 from fastgen.patching.lock import LOCK
-from fastgen.patching.out_of_memory import is_out_of_memory
 from fastgen.patching.patch import Patch, PatchState, PatchStates
 from fastgen.patching.target import Target, Unmet, find_target, untested_reason
 
@@ -280,7 +279,7 @@ class PatchSet:
                     replacement = _load(record.patch.replacement)
                 return replacement(original, *args, **kwargs)
             except Exception as error:
-                if called or self.strict or is_from_elsewhere(error, *own) or is_out_of_memory(error):
+                if called or self.strict or is_from_elsewhere(error, *own):
                     raise
                 traceback.clear_frames(error.__traceback__)  # frees what the replacement had allocated
                 ours = error

@@ -18,9 +18,10 @@ from fastgen.cli.transformers.items import Batch, Generated, NotGenerated
 from fastgen.cli.transformers.loading import LoadedModel
 from fastgen.cli.transformers.records import reason
 from fastgen.cli.transformers.transfer import Transfer
-from fastgen.patching.out_of_memory import is_out_of_memory
 
 NO_SEQUENCES = np.empty((0, 0), np.int64)
+# What allocators say that raise a plain RuntimeError.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,13 @@ class WithinMemory:
             rows = min(rows, max(1, self.cells // max(batch.lengths)))
         for start in range(0, len(batch), rows):
             yield _part(batch, start, start + rows, self._left)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left, however its allocator says so."""
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        return True
+    return any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def _part(batch: Batch, start: int, stop: int, left: bool) -> Batch:

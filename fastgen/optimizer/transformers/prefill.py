@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
@@ -21,7 +22,6 @@ from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.faster_forwards import expect_steps
 from fastgen.optimizer.decoding.generation import Generation, current
 from fastgen.optimizer.transformers import cache_layers, eligibility, images, model_state, rows, verification
-from fastgen.patching.out_of_memory import is_out_of_memory
 
 ONE_ROW = "one row per input, nothing to share"
 
@@ -111,8 +111,10 @@ def _expand_or_reasons(
     limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
     try:
         expand(outputs, cache_layers.cache_of(arguments), fan_out, limit, generation)
+    except torch.cuda.OutOfMemoryError:
+        raise  # the original would need more
     except Exception as error:
-        if CONFIG.strict or is_out_of_memory(error):
+        if CONFIG.strict:
             raise
         reason = f"{type(model).__name__}: {type(error).__name__}: {error}"
         PATCH_SET.fail("transformers.shared_caches", reason)

@@ -31,6 +31,17 @@ def one_layer(keys: torch.Tensor, values: torch.Tensor, fan_out: int, limit: int
     return LayerStates(cache, 0, torch.arange(len(keys)).repeat_interleave(fan_out), Counter())
 
 
+def two_layers() -> tuple[DecodingCache, list[LayerStates]]:
+    """A cache of one input with two rows, of which each has one position of its own."""
+    cache = DecodingCache(2, 2, 10)
+    layers = []
+    for layer in range(2):
+        cache.shared[layer] = random_states(1, 5)
+        layers.append(LayerStates(cache, layer, torch.zeros(2, dtype=torch.int64), Counter()))
+        layers[-1].append(*random_states(2))
+    return cache, layers
+
+
 def test_tokens_are_written_in_place_until_the_buffer_is_full():
     cache = DecodingCache(1, 2, limit=100)
     addresses, written = set(), []
@@ -177,12 +188,7 @@ def test_states_stand_for_the_content_until_it_changes_and_for_themselves_afterw
 
 
 def test_a_layer_that_was_read_whole_keeps_what_was_written_while_others_move():
-    cache = DecodingCache(2, 2, 10)
-    layers = []
-    for layer in range(2):
-        cache.shared[layer] = random_states(1, 5)
-        layers.append(LayerStates(cache, layer, torch.zeros(2, dtype=torch.int64), Counter()))
-        layers[-1].append(*random_states(2))
+    cache, layers = two_layers()
     layers[1].states()[0].zero_()
     buffer = cache.buffers[0]
     layers[0].reorder(torch.tensor([1, 0]))
@@ -194,12 +200,7 @@ def test_a_layer_that_was_read_whole_keeps_what_was_written_while_others_move():
 
 
 def test_buffers_are_moved_in_place_while_nobody_else_holds_them():
-    cache = DecodingCache(2, 2, 10)
-    layers = []
-    for layer in range(2):
-        cache.shared[layer] = random_states(1, 5)
-        layers.append(LayerStates(cache, layer, torch.zeros(2, dtype=torch.int64), Counter()))
-        layers[-1].append(*random_states(2))
+    cache, layers = two_layers()
     buffer = cache.buffers[0]
     for layer in layers:
         layer.states()

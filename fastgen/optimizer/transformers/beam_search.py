@@ -137,8 +137,7 @@ class BeamSearch:
         ended = ended.clone()
         ended[:, self.num_beams :] = False  # the others are there so that enough go on
         scores = candidates / (generated**self.config.length_penalty)
-        is_full = self.complete.all(dim=-1, keepdim=True) & self.stops_when_full
-        scores += is_full.to(torch.float32) * OUT
+        scores += self.is_full().to(torch.float32) * OUT
         scores += (~self.can_improve).to(torch.float32) * OUT
         scores += (~ended) * OUT
         merged = torch.cat([self.best_scores, scores], dim=1)
@@ -149,6 +148,10 @@ class BeamSearch:
         self.lengths = torch.cat([self.lengths, lengths], dim=1).gather(1, entering)
         return entering
 
+    def is_full(self) -> Tensor:
+        """For each input, `[B, 1]`, whether it takes no further hypotheses because there are enough."""
+        return self.complete.all(dim=-1, keepdim=True) & self.stops_when_full
+
     def judge(self, ended: Tensor, generated: int) -> tuple[Tensor, Tensor]:
         """Whether the search has ended, and for each input, `[B, 1]`, whether its hypotheses can change no more."""
         config = self.config
@@ -158,7 +161,7 @@ class BeamSearch:
         worst = self.best_scores.amin(dim=1, keepdim=True)
         to_beat = torch.where(self.complete, worst, OUT)
         self.can_improve = self.can_improve & (best_possible > to_beat).any(dim=-1, keepdim=True)
-        is_full = self.complete.all(dim=-1, keepdim=True) & self.stops_when_full
+        is_full = self.is_full()
         stop = ~self.can_improve.any() | is_full.all() | ended.all()
         return stop, (~self.can_improve | is_full) & (worst > LOWEST)
 

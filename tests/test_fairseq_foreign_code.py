@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("fairseq")
 
 from fairseq import search
+from fairseq.models.transformer.transformer_decoder import TransformerDecoderBase
 from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq_models import CASES, Case
@@ -106,6 +108,19 @@ def test_attention_of_the_user_keeps_its_forward(name):
     both = compare(case)
     with pytest.raises(AssertionError):
         assert_same_hypotheses(plain, both.fast)
+
+
+def test_what_the_user_put_around_the_decoder_sees_all_rows(case, monkeypatch):
+    original, rows = TransformerDecoderBase.extract_features, []
+
+    @functools.wraps(original)
+    def extract_features(self, tokens, encoder_out=None, *args, **kwargs):
+        rows.append((len(tokens), encoder_out["encoder_out"][0].shape[1]))
+        return original(self, tokens, encoder_out, *args, **kwargs)
+
+    monkeypatch.setattr(TransformerDecoderBase, "extract_features", extract_features)
+    compare(case)
+    assert rows and all(tokens == encoded for tokens, encoded in rows)
 
 
 def test_error_of_the_search_comes_through_and_the_next_call_works(case):

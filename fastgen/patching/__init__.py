@@ -7,7 +7,7 @@ import_hooks.py   calls back after a host was imported, without importing anythi
 """
 
 from fastgen.patching.patch import Patch, PatchState, PatchStates, table
-from fastgen.patching.patch_set import PatchSet, SwitchedOff, disabled, is_from_elsewhere, switched, warn
+from fastgen.patching.patch_set import PatchSet, SwitchedOff, disabled, switched, warn
 
 __all__ = [
     "Patch",
@@ -16,7 +16,6 @@ __all__ = [
     "PatchStates",
     "SwitchedOff",
     "disabled",
-    "is_from_elsewhere",
     "switched",
     "table",
     "warn",

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 
+from fastgen.origin import is_from_elsewhere
 from fastgen.patching.import_hooks import call_after_import
 from fastgen.patching.lock import LOCK
 from fastgen.patching.patch import Patch, PatchState, PatchStates
@@ -59,16 +60,6 @@ def warn(message: str) -> None:
 
 class SwitchedOff(RuntimeError):
     """Raised by a replacement that cannot go on because its patches were taken back; the original does the work."""
-
-
-def is_from_elsewhere(error: Exception, *packages: str) -> bool:
-    """Whether code of the program, called back by a replacement, had a part in the error: then it is not fastgen's.
-
-    Only frames inside of the replacement count, of code that is not of these packages, fastgen, torch or Python itself.
-    """
-    known = {"fastgen", "torch", *packages} | sys.stdlib_module_names
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").partition(".")[0] not in known for frame, _ in frames)
 
 
 @dataclass

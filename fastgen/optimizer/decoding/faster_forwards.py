@@ -21,6 +21,7 @@ from torch.nn import functional
 from fastgen.ops import cpu_linear
 from fastgen.ops.transforms import is_watched
 from fastgen.optimizer.decoding.packed_weights import CopiesOfCall, WeightsOfModel, weights_of
+from fastgen.origin import comes_with
 
 _LOCK = threading.Lock()
 
@@ -47,6 +48,7 @@ def faster_forwards(
 ) -> Iterator[None]:
     """Inside this context, in this thread, modules of these types have these forwards; appends a count to `usages`."""
     usages.append(Counter())
+    forwards = {kind: forward for kind, forward in forwards.items() if comes_with(kind.forward, kind)}
     call = Call(models, usages[-1])
     chosen = [
         (module, forward, weights)
@@ -104,7 +106,7 @@ def multiply(forward: ModuleForward, rows: Tensor, weight: Tensor, bias: Tensor 
 def _put_on(module: nn.Module, faster: Forward, weights: WeightsOfModel) -> ModuleForward | None:
     """The forward that is on the module, with one more user; None if the program has put one of its own there."""
     forward = vars(module).get("forward")
-    if forward is None and type(module).forward.__module__ == type(module).__module__:
+    if forward is None:
         forward = module.forward = ModuleForward(module, faster, weights)
     if not isinstance(forward, ModuleForward):
         return None

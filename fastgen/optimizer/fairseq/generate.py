@@ -18,10 +18,9 @@ from fastgen.optimizer.decoding.generation import Generation, generating
 from fastgen.optimizer.fairseq import prompt as prompts
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
 from fastgen.optimizer.fairseq.loop import Loop, Sentences, forces_as_upstream
-from fastgen.optimizer.fairseq.replaced import is_of_fairseq
 from fastgen.optimizer.fairseq.states import DecodingState, ModelPlan, plan
 from fastgen.optimizer.report import Report
-from fastgen.patching import is_from_elsewhere
+from fastgen.origin import comes_with, is_from_elsewhere
 
 _SOURCES = ("src_tokens", "source", "features")
 
@@ -161,10 +160,10 @@ def unsupported_reasons(
     reasons = []
     if PATCH_SET.newer_than_tested("fairseq"):
         reasons.append("this version of fairseq is newer than those that fastgen was tested with")
-    if not is_of_fairseq(generator, "finalize_hypos"):
+    if not comes_with(generator.finalize_hypos, SequenceGenerator):
         reasons.append(f"generator {type(generator).__name__} has a finalize_hypos of its own")
     for name in ("reorder_incremental_state", "reorder_encoder_out"):
-        if not is_of_fairseq(generator.model, name):
+        if not comes_with(getattr(generator.model, name), SequenceGenerator):
             reasons.append(f"the ensemble has a {name} of its own")
     if type(generator.model) not in (EnsembleModel, EnsembleModelWithAlignment):
         reasons.append(f"models in a {type(generator.model).__name__} (supported: EnsembleModel)")

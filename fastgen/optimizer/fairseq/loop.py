@@ -20,8 +20,8 @@ from fastgen.optimizer.fairseq import hypotheses
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
 from fastgen.optimizer.fairseq.hypotheses import Collected, Hypothesis, Scoring
 from fastgen.optimizer.fairseq.prompt import Prompt, skips_search
-from fastgen.optimizer.fairseq.replaced import is_of_fairseq
 from fastgen.optimizer.fairseq.states import DecodingState
+from fastgen.origin import comes_with
 
 
 @dataclass
@@ -254,7 +254,7 @@ class Loop:
 
 
 def forces_as_upstream(generator: SequenceGenerator) -> bool:
-    return is_of_fairseq(generator, "_prefix_tokens")
+    return comes_with(generator._prefix_tokens, SequenceGenerator)
 
 
 def _flags_sync(flags: Tensor) -> list[list[bool]]:

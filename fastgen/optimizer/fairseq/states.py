@@ -22,8 +22,10 @@ from torch.nn.modules import module as torch_module
 
 from fastgen.optimizer.decoding.decoding_cache import DecodingCache
 from fastgen.optimizer.decoding.gain import sharing_pays
+from fastgen.origin import PYTHON, packages_of
 from fastgen.patching import SwitchedOff
 
+_KNOWN_PACKAGES = PYTHON | {"fairseq", "torch"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -73,12 +75,13 @@ def plan(model: nn.Module) -> ModelPlan:
     result.others = [module for module in decoder.modules() if module not in known and _has_state(module)]
     result.watched = _is_watched(decoder)
     crosses = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
+    reorder = getattr(getattr(model, "encoder", None), "reorder_encoder_out", None)
     result.by_input = not (
         result.watched
         or decoder.cross_self_attention
         or len(crosses) > len(result.cross_attention)
-        or not _is_from_fairseq(type(decoder).extract_features)
-        or not _is_from_fairseq(getattr(type(getattr(model, "encoder", None)), "reorder_encoder_out", None))
+        or reorder is None
+        or not packages_of(decoder.extract_features) | packages_of(reorder) <= _KNOWN_PACKAGES
     )
     if not known:
         names = sorted({reason for layer in decoder.layers for reason in attention_reasons(layer.self_attn)})
@@ -123,10 +126,6 @@ def attention_reasons(attention: Any) -> list[str]:
 
 def _is_own(module: nn.Module, base: type, name: str) -> bool:
     return name in vars(module) or getattr(type(module), name) is not getattr(base, name)
-
-
-def _is_from_fairseq(function: Any) -> bool:
-    return getattr(function, "__module__", "").startswith("fairseq.")
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.generation import Generation, current
 from fastgen.optimizer.transformers import cache_layers, eligibility, model_state, rows, verification
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
+from fastgen.origin import comes_with
 
 # Processors that treat every row for itself, from what it holds.
 BY_ROW = (
@@ -53,8 +54,6 @@ _STEPS_ARE_KNOWN = (
 _TEXTS = "".join(map(str, inspect.unwrap(GenerationMixin._beam_search).__code__.co_consts))
 _MOVED = utils.ALL_CACHE_NAMES if "cannot be reordered" in _TEXTS else ("past_key_values",)
 
-_NO_CODE = compile("", "", "exec")
-
 # Steps are looked back upon to guess how many there will be: at least so many.
 FEW_STEPS = 8
 
@@ -73,8 +72,7 @@ def loop_reasons(
     """
     generation, reasons = current(), []
     for name in ("_has_unfinished_sequences", *methods):
-        function = getattr(type(model), name, None)
-        if name in vars(model) or getattr(function, "__code__", _NO_CODE).co_filename != utils.__file__:
+        if not comes_with(getattr(model, name, None), GenerationMixin):
             reasons.append(f"the model or the program has a {name} of its own")
     if (cache := cache_layers.cache_of(arguments)) is not None:
         reasons += cache_layers.unsupported_types(cache)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,21 +12,20 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen.ops.transforms import is_watched
+from fastgen.optimizer.transformers.verification import is_part_of_transformers
+from fastgen.origin import PYTHON, packages_of
 
 # Packages whose modules and forwards treat every row alike, whatever the number of rows.
-_KNOWN_PACKAGES = (
+_KNOWN_PACKAGES = PYTHON | {
     "transformers", "torch", "torchvision", "torchaudio", "timm", "peft", "accelerate", "bitsandbytes", "torchao",
     "optimum", "hqq", "gptqmodel", "auto_gptq", "awq", "kernels", "liger_kernel", "fastgen",
-)  # fmt: skip
-
-# Python's own wrappers, which are as good as what they wrap.
-_NEUTRAL = sys.stdlib_module_names - {"__main__"} | {"typing_extensions"}
+}  # fmt: skip
 
 # Methods of the model itself that a program may have replaced.
 _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
-# Packages whose hooks care for no row: captured outputs, weight normalisation, pruning, moving weights to a device.
-_KNOWN_HOOKS = ("transformers", "torch", "accelerate")
+# Packages whose hooks care for no row: captured outputs, weight norms, pruning, moves to a device, partials of these.
+_KNOWN_HOOKS = {"transformers", "torch", "accelerate", "functools"}
 
 
 def unsupported_reasons(model: nn.Module) -> list[str]:
@@ -37,20 +34,18 @@ def unsupported_reasons(model: nn.Module) -> list[str]:
     modules = dict(model.named_modules())
     training = next((name for name, module in modules.items() if module.training), None)
     if training is not None:
-        where = f"module {training}" if training else "the model"
-        reasons.append(f"{where} is in training mode, where dropout differs from row to row")
+        reasons.append(f"{_named(training)} is in training mode, where dropout differs from row to row")
     hooks = [found for module in modules.values() for found in _hooks(module)]
     hooks += [*module_hooks._global_forward_pre_hooks.values(), *module_hooks._global_forward_hooks.values()]
-    hook = next((name for name in map(_qualified_name, hooks) if name.partition(".")[0] not in _KNOWN_HOOKS), None)
-    if hook is not None:
-        reasons.append(f"the model has a forward hook, which would see fewer rows: {hook}")
+    names = [_qualified_name(hook) for hook in hooks if not packages_of(hook) <= _KNOWN_HOOKS]
+    reasons += [f"the model has a forward hook, which would see fewer rows: {name}" for name in names[:1]]
     if is_watched() or torch._C._len_torch_dispatch_stack():
         reasons.append("a mode of torch that the program has entered would see fewer rows")
     foreign = [reason for name, module in modules.items() for reason in _replaced_forward(name, module)]
-    if "transformers" in _packages(type(model)):  # other classes are verified
-        foreign += [reason for name, module in modules.items() for reason in _foreign_class(name, module)]
-        attention = next((name for module in modules.values() if (name := _foreign_attention(module))), None)
-        foreign += [f"attention function {attention}"] if attention else []
+    if is_part_of_transformers(model):  # other classes are verified
+        first = {type(module): name for name, module in reversed(modules.items())}  # of each class
+        foreign += [reason for kind, name in first.items() for reason in _foreign_class(name, kind)]
+        foreign += [f"attention function {name}" for name in _foreign_attentions(modules.values())]
         foreign = foreign[:1] + [name for name in _METHODS if not _is_known(getattr(model, name, None))]
     return reasons + [f"{code} is not the library's, and may treat rows differently" for code in foreign]
 
@@ -61,59 +56,34 @@ def _replaced_forward(name: str, module: nn.Module) -> list[str]:
     return [] if all(map(_is_known, forwards)) else [f"the forward of {_named(name)}"]
 
 
-def _foreign_class(name: str, module: nn.Module) -> list[str]:
+def _foreign_class(name: str, kind: type[nn.Module]) -> list[str]:
     """A module of the program's own in a model of the library, or a class whose forward the program has replaced."""
-    if not _is_known(type(module)):
-        return [f"{_named(name)} ({type(module).__module__}.{type(module).__qualname__})"]
-    if isinstance(module, torch.jit.ScriptModule):  # its class has no forward to look at
+    if not _is_known(kind):
+        return [f"{_named(name)} ({kind.__module__}.{kind.__qualname__})"]
+    if issubclass(kind, torch.jit.ScriptModule):  # it has no forward to look at
         return [f"{_named(name)} (TorchScript)"]
-    known = _is_known(type(module).forward) and _is_known(type(module).__call__)
-    return [] if known else [f"the forward of {_named(name)}"]
+    return [] if _is_known(kind.forward) and _is_known(kind.__call__) else [f"the forward of {_named(name)}"]
 
 
 def _named(name: str) -> str:
     return f"module {name}" if name else "the model"
 
 
-def _foreign_attention(module: nn.Module) -> str | None:
-    """The name of an attention or mask function that the program has registered, if the module is set to it."""
-    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if not isinstance(name, str):
-        return None
-    known = all(_is_known(functions.get(name)) for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
-    return None if known else name
+def _foreign_attentions(modules: Iterable[nn.Module]) -> list[str]:
+    """The names of attention and mask functions that the program has registered, if a module is set to them."""
+    names = {str(getattr(getattr(module, "config", None), "_attn_implementation", None)) for module in modules}
+    registered = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    return sorted(name for name in names if not all(_is_known(functions.get(name)) for functions in registered))
 
 
 def _is_known(code: object) -> bool:
-    return _packages(code) <= _NEUTRAL.union(_KNOWN_PACKAGES)
-
-
-def _packages(code: object) -> set[str]:
-    """The packages of a class, or of all functions and objects that a call runs through.
-
-    A function's globals tell, because `functools.wraps` gives a wrapper the `__module__` of what it wraps.
-    """
-    packages = set()
-    while code is not None:
-        kind = type(code)  # not isinstance, to which wrapt's proxies say that they are what they wrap
-        if kind is types.MethodType or issubclass(kind, functools.partial):
-            code = code.__func__ if kind is types.MethodType else code.func
-            continue
-        if kind is types.FunctionType:
-            module, code = code.__globals__.get("__name__"), vars(code).get("__wrapped__")
-        elif issubclass(kind, (type, types.BuiltinFunctionType)):
-            module, code = code.__module__, None
-        else:
-            module, code = kind.__module__, getattr(code, "__wrapped__", None)
-        packages.add(str(module).partition(".")[0])
-    return packages
+    return packages_of(code) <= _KNOWN_PACKAGES
 
 
 def _hooks(module: nn.Module) -> list[object]:
-    """Its forward hooks, and the classes of what accelerate runs before and after its forward."""
-    placed = vars(module).get("_hf_hook")
-    classes = [] if placed is None else [type(hook) for hook in _single_hooks(placed)]
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *classes]
+    """Its forward hooks, and what accelerate runs before and after its forward."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return hooks + _single_hooks(vars(module)["_hf_hook"]) if "_hf_hook" in vars(module) else hooks
 
 
 def _single_hooks(placed: Any) -> list[Any]:

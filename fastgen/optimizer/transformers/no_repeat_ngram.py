@@ -23,6 +23,7 @@ from fastgen.ops.no_repeat_ngram.problem import TOKEN_DTYPES, unsupported_reason
 from fastgen.ops.transforms import is_watched
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import generation
+from fastgen.origin import comes_with
 
 GROUP = "transformers.no_repeat_ngram"
 
@@ -44,13 +45,9 @@ def _sharing_reasons(processors: LogitsProcessorList, generation_config: Any) ->
         reasons.append("this loop was not read")
     if generation_config.output_logits:
         reasons.append("they are returned")
-    if type(processors) is not LogitsProcessorList or _file_of(LogitsProcessorList.__call__) != logits_process.__file__:
+    if type(processors) is not LogitsProcessorList or not comes_with(LogitsProcessorList.__call__, LogitsProcessorList):
         reasons.append("the list of processors is not the library's own")
     return reasons
-
-
-def _file_of(function: Callable) -> str | None:
-    return getattr(getattr(function, "__code__", None), "co_filename", None)
 
 
 class WritingProcessors(LogitsProcessorList):

@@ -23,6 +23,7 @@ from transformers import __version__ as transformers_version
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.generation import Generation, generating
+from fastgen.origin import packages_of
 from fastgen.patching import disabled, warn
 
 STEPS = 4
@@ -55,7 +56,7 @@ def is_tested(model: Any) -> bool:
 
 
 def is_part_of_transformers(model: Any) -> bool:
-    return type(model).__module__.split(".")[0] == "transformers"
+    return packages_of(type(model)) == {"transformers"}
 
 
 def refused_reasons(model: Any) -> list[str]:

@@ -110,13 +110,25 @@ def test_repeated_rows_of_a_caller_leave_together():
     assert torch.equal(stock, fast) and {LEFT, "prefill: one row per input"} <= set(report.shared)
 
 
-@pytest.mark.parametrize("others", [{"do_sample": True}, {"return_dict_in_generate": True}, {"num_beams": 1}])
-def test_one_row_and_what_returns_more_than_tokens_stay_with_the_library(others):
+LEAVES_LOOP = "the loop is the library's: return_dict_in_generate"
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"do_sample": True}, []),
+        ({"return_dict_in_generate": True}, [LEAVES_LOOP]),
+        ({"num_beams": 1}, []),
+        ({"num_beams": 1, "return_dict_in_generate": True}, []),
+    ],
+)
+def test_one_row_and_what_returns_more_than_tokens_stay_with_the_library(others, told):
     model = tiny("gpt2")
     arguments = {**ENDS, "num_beams": 3, **others}
-    input_ids = token_ids(1 if others == {"num_beams": 1} else 4, 5)
+    input_ids = token_ids(4 if arguments["num_beams"] > 1 else 1, 5)
     with mock.patch.object(decode_step.DecodeStep, "logits", side_effect=AssertionError):
-        run_both(lambda: model.generate(input_ids, **arguments))
+        report = run_both(lambda: model.generate(input_ids, **arguments)).report
+    assert [item for item in report.fallbacks if "loop" in item] == told
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

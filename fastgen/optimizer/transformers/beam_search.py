@@ -47,8 +47,8 @@ def beam_search(
     **model_kwargs: Any,
 ) -> Any:
     methods = METHODS if SCORES.get() is None else METHODS[1:]  # who takes the scores here watches the first as well
-    reasons = loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs, methods)
-    if reasons or generation_config.do_sample or generation_config.low_memory:
+    is_other = generation_config.do_sample or generation_config.low_memory
+    if is_other or loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs, methods):
         processors = writing_processors(logits_processor, generation_config)
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
     fan_out = generation_config.num_beams

@@ -20,7 +20,7 @@ from transformers.generation import utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fastgen.optimizer.decoding import gain
-from fastgen.optimizer.decoding.generation import Generation, current
+from fastgen.optimizer.decoding.generation import Generation, current, fell_back
 from fastgen.optimizer.transformers import cache_layers, eligibility, model_state, rows, verification
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 from fastgen.origin import comes_with
@@ -66,7 +66,7 @@ def loop_reasons(
     arguments: dict[str, Any],
     methods: tuple[str, ...] = (),
 ) -> list[str]:
-    """Why a loop of the library cannot be replaced by one of fastgen; empty if it can.
+    """Why a loop of the library cannot be replaced by one of fastgen, as the report tells; empty if it can.
 
     arguments: the `model_kwargs` of the loop. methods: those that the library's loop calls, and fastgen's does not.
     """
@@ -77,15 +77,16 @@ def loop_reasons(
     if (cache := cache_layers.cache_of(arguments)) is not None:
         reasons += cache_layers.unsupported_types(cache)
     if generation is None or generation.own_code or not verification.is_tested(model):
-        reasons.append("the loop, the model or its version is not known")
+        reasons.append("the model's code, or this version of transformers, was not tested")
     elif generation.user_gave_cache:
         reasons.append("past_key_values was given by the caller")
     if not _STEPS_ARE_KNOWN:
         reasons.append("this version of transformers makes its steps in another way")
-    if synced_gpus or generation_config.return_dict_in_generate or getattr(generation_config, "is_assistant", False):
-        reasons.append("synced_gpus, return_dict_in_generate or an assistant")
+    reasons += ["synced_gpus"] if synced_gpus else []
+    reasons += [name for name in ("return_dict_in_generate", "is_assistant") if getattr(generation_config, name, False)]
     if any(type(criterion) not in (EosTokenCriteria, MaxLengthCriteria) for criterion in stopping_criteria):
         reasons.append("a stopping criterion other than length and end tokens")
+    fell_back([f"the loop is the library's: {reason}" for reason in reasons])
     return reasons
 
 

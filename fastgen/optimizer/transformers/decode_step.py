@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -146,12 +147,17 @@ class DecodeStep:
         cache = self.arguments[name]
         if hasattr(self.model, "_reorder_cache"):
             self.arguments[name] = self.model._reorder_cache(cache, beam_idx)
-        elif not cache_layers.unsupported_types(cache):
+        elif cache is not None and not self._cache_reasons:
             cache_layers.reorder(cache, beam_idx)
         elif hasattr(cache, "reorder_cache"):
             cache.reorder_cache(beam_idx)
         else:
             raise ValueError(f"{name} is a {type(cache).__name__}, whose rows cannot be moved")
+
+    @cached_property
+    def _cache_reasons(self) -> list[str]:
+        """Why fastgen cannot move the rows of the cache; asked after the first step, when it has its layers."""
+        return cache_layers.unsupported_types(cache_layers.cache_of(self.arguments))
 
     def leaving_pays(self, leaving: int, inputs: int, steps_left: int) -> bool:
         """Whether `leaving` of `inputs` inputs should leave now, with at most `steps_left` steps to come."""
@@ -176,9 +182,7 @@ class DecodeStep:
             reasons.append("the model moves its cache itself")
         reasons = reasons or eligibility.model_reasons(self.model)
         reasons = reasons or model_state.rows_reasons(self.model, {self.rows, self.rows // self.fan_out})
-        cache = cache_layers.cache_of(self.arguments)
-        reasons = reasons or (["there is no cache"] if cache is None else cache_layers.unsupported_types(cache))
-        return reasons or rows.unsupported_reasons(self.arguments, self.rows)
+        return reasons or self._cache_reasons or rows.unsupported_reasons(self.arguments, self.rows)
 
     def keep(self, places: Tensor) -> None:
         """Drops the inputs that are not at `places` (int64) among those that are there."""

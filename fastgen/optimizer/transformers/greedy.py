@@ -60,7 +60,7 @@ def greedy(input_ids: Tensor, config: Any, step: DecodeStep, stopping_criteria: 
     pad = config._pad_token_tensor
     places = torch.arange(input_ids.shape[0])
     going_on = torch.ones(input_ids.shape[0], dtype=torch.bool)
-    ended: list[tuple[Tensor, Tensor]] = []  # rows that have left: their places, and their tokens
+    left_behind: list[tuple[Tensor, Tensor]] = []  # before inputs left: the places of all rows, and their tokens
     while True:
         logits = step.logits(input_ids)
         scores = step.process(input_ids, logits.clone()) if step.processors else logits
@@ -75,15 +75,13 @@ def greedy(input_ids: Tensor, config: Any, step: DecodeStep, stopping_criteria: 
         kept = by_input.nonzero().flatten()
         left = config.max_length - input_ids.shape[1]
         if len(kept) < len(by_input) and step.leaving_pays(len(by_input) - len(kept), len(by_input), left):
-            gone = rows_of((~by_input).nonzero().flatten(), step.fan_out)
-            ended.append((places[gone], input_ids[gone]))
+            left_behind.append((places, input_ids))
             kept_rows = rows_of(kept, step.fan_out)
             step.keep(kept)
             input_ids, going_on, places = input_ids[kept_rows], going_on[kept_rows], places[kept_rows]
-    if not ended:
+    if not left_behind:
         return input_ids
-    output = input_ids.new_empty((len(places) + sum(len(rows) for rows, _ in ended), input_ids.shape[1]))
-    for rows, found in [*ended, (places, input_ids)]:
+    output = pad.repeat(len(left_behind[0][0]), input_ids.shape[1])
+    for rows, found in [*left_behind, (places, input_ids)]:
         output[rows, : found.shape[1]] = found
-        output[rows, found.shape[1] :] = pad
     return output

@@ -1,6 +1,7 @@
 """Installation of fastgen: kernels are built where there is a compiler, and nothing fails where there is none."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,12 @@ def kernel(name, source, **options):
     return Extension(name, [source], depends=["csrc/no_repeat_ngram.h"], optional=True, **options)
 
 
+def few_rows(instructions, *flags):
+    """Registers as vectors, which Microsoft's compiler does not know, for x86 processors."""
+    name, options = f"fastgen.ops.cpu_linear._few_rows_{instructions}", ["-O3", "-std=c++17", "-ffp-contract=fast"]
+    return kernel(name, "csrc/few_rows.cpp", extra_compile_args=[*options, *flags])
+
+
 KERNELS = [
     kernel(
         "fastgen.ops.no_repeat_ngram._cpu",
@@ -59,6 +66,11 @@ KERNELS = [
         extra_link_args=[] if IS_WINDOWS else ["-pthread"],
     )
 ]
+if platform.machine() in ("x86_64", "AMD64") and not IS_WINDOWS:
+    KERNELS += [
+        few_rows("avx2", "-mavx2", "-mfma", "-DWIDTH=8"),
+        few_rows("avx512", "-mavx512f", "-mfma", "-DWIDTH=16"),
+    ]
 if nvcc():
     KERNELS.append(kernel("fastgen.ops.no_repeat_ngram._cuda", "csrc/no_repeat_ngram.cu"))
 

@@ -145,9 +145,9 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
         elif case.context == "poisoned memory":  # what is read unwritten is NaN
             torch.use_deterministic_algorithms(True, warn_only=True)
             stack.callback(torch.use_deterministic_algorithms, False)
-        elif case.context == "oneDNN":
-            stack.enter_context(patch.multiple(product, MIN_ELEMENTS=0, MIN_ELEMENTS_OF_ONE_ROW=0))
-            stack.enter_context(patch.object(cpu_linear, "is_faster", lambda *tensors: True))
+        elif case.context in (cpu_linear.ONEDNN, cpu_linear.FEW_ROWS):
+            stack.enter_context(patch.object(product, "MIN_ELEMENTS", 0))
+            stack.enter_context(patch.object(cpu_linear, "fastest", lambda *tensors: case.context))
             stack.enter_context(patch.object(gain.ModelSize, "is_large", True))
         elif case.context in ("replaced forward", "hook of accelerate"):
             _steer(stack, model, by_hook=case.context != "replaced forward")

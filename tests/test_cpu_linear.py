@@ -1,8 +1,9 @@
-"""Products through oneDNN: the same numbers, and only where that is faster."""
+"""Products through oneDNN and of few rows: the same numbers, and only where that is the fastest."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 import fastgen
 from fastgen.config import Config
 from fastgen.ops import cpu_linear
-from fastgen.ops.cpu_linear import choice, kept
+from fastgen.ops.cpu_linear import choice, few_rows, kept
 from fastgen.ops.cpu_linear import product as op
 from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
@@ -27,11 +28,16 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 BF16 = torch.bfloat16 in op.dtypes()
 
 
-@pytest.fixture
-def everywhere(monkeypatch):
+no_few_rows = pytest.mark.skipif(bool(few_rows.machine_reasons()), reason=f"few rows: {few_rows.machine_reasons()}")
+
+
+@pytest.fixture(params=[cpu_linear.ONEDNN, pytest.param(cpu_linear.FEW_ROWS, marks=no_few_rows)])
+def everywhere(request, monkeypatch):
+    """All products go this way; returns what they are counted as."""
     monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(cpu_linear, "is_faster", lambda *product: True)
+    monkeypatch.setattr(cpu_linear, "fastest", lambda *product: request.param)
     monkeypatch.setattr(gain, "MIN_LARGE_PER_MODULE", 0)
+    return f"cpu_linear, {request.param}"
 
 
 @pytest.mark.parametrize("rows", [(2, 1), (4, 1), (3, 5), (64, 1), (200,)])
@@ -45,20 +51,21 @@ def test_products_are_those_of_torch(rows, with_bias, kind, everywhere):
         expected = module(states)
         with faster_forwards([module], forwards(), usages := []):
             found = module(states)
-    assert usages == [{"cpu_linear": 1}]
+    assert usages == [{everywhere: 1}]
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_bf16_goes_through_it_where_the_cpu_has_instructions_for_it(with_bias, everywhere):
+def test_bf16_goes_through_onednn_where_the_cpu_has_instructions_for_it(with_bias, everywhere, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "fastest", lambda *product: cpu_linear.ONEDNN)
     torch.manual_seed(0)
     states, module = torch.randn(4, 48).bfloat16(), nn.Linear(48, 1003, with_bias).bfloat16()
     with torch.no_grad():
         expected = module(states)
         with faster_forwards([module], forwards(), usages := []):
             found = module(states)
-    assert usages == [{"cpu_linear": 1} if BF16 else {}]
+    assert usages == [{"cpu_linear, oneDNN": 1} if BF16 else {}]
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
@@ -76,13 +83,13 @@ def test_generation_uses_it_and_gives_the_same_tokens(name, mode, everywhere):
     parity = measure(architecture.model(), architecture.inputs(), mode)
     assert parity.tokens_equal
     assert parity.largest_score_difference < 1e-4
-    assert parity.report.kernels["cpu_linear"] > 0
+    assert parity.report.kernels[everywhere] > 0
 
 
 def test_other_machines_are_left_alone(everywhere, monkeypatch):
     monkeypatch.setattr(cpu_linear, "machine_reasons", lambda: ["this build of torch has no oneDNN"])
     architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == "gpt2")
-    assert measure(architecture.model(), architecture.inputs(), "greedy").report.kernels["cpu_linear"] == 0
+    assert measure(architecture.model(), architecture.inputs(), "greedy").report.kernels[everywhere] == 0
 
 
 def test_small_models_are_left_alone(monkeypatch):
@@ -98,7 +105,7 @@ def test_small_products_other_types_gradients_autocast_and_strided_rows_are_left
     with torch.no_grad():
         assert op.can_multiply(states, weight, None)
         assert not op.can_multiply(states, weight[:100], None)
-        assert not op.can_multiply(states[:1], weight, None)
+        assert op.can_multiply(states[:1], weight, None)
         assert not op.can_multiply(states.t().contiguous().t(), weight, None)
         assert not op.can_multiply(states.double(), weight.double(), None)
         assert not op.can_multiply(states, weight.bfloat16(), None)
@@ -113,98 +120,123 @@ def test_a_forward_after_generate_is_the_library_s(everywhere):
     architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == "gpt2")
     model = architecture.model()
     model.generate(**architecture.inputs(), max_new_tokens=3)
-    used = fastgen.explain().kernels["cpu_linear"]
+    used = fastgen.explain().kernels[everywhere]
     with torch.no_grad():
         model(**architecture.inputs())
-    assert used == fastgen.explain().kernels["cpu_linear"] > 0
+    assert used == fastgen.explain().kernels[everywhere] > 0
 
 
 @pytest.fixture
 def timed(monkeypatch, tmp_path):
-    """What each product takes, by its function; nothing is known from before."""
-    seconds = {functional.linear: 1.0, cpu_linear.cpu_linear: 0.5}
+    """What each way takes, by its name; nothing is known from before."""
+    seconds = {cpu_linear.BLAS: 1.0, cpu_linear.ONEDNN: 0.5, cpu_linear.FEW_ROWS: 0.7}
+    found = {name: partial(functional.linear) for name in seconds}
     measured = []
 
     def timed(function, rows, weight, bias):
-        measured.append((function, tuple(rows.shape)))
-        return seconds[function]
+        name = next(name for name, way in found.items() if way is function)
+        measured.append((name, tuple(rows.shape)))
+        return seconds[name]
 
+    monkeypatch.setattr(choice, "ways", lambda dtype: found)
     monkeypatch.setattr(choice, "seconds_of", timed)
-    later_process(monkeypatch)
+    later_process()
     monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path / "new folder")))
-    return seconds, measured
+    yield seconds, measured, found
+    later_process()
 
 
 WEIGHT = torch.zeros(1024, 512)
 KIND = kept.Kind(4, 512, 1024, False, False, "torch.float32", torch.get_num_threads())
 
 
-def faster(rows: int = 3, weight: torch.Tensor = WEIGHT, bias: torch.Tensor | None = None) -> bool:
+def fastest(rows: int = 3, weight: torch.Tensor = WEIGHT, bias: torch.Tensor | None = None) -> str:
     kind = cpu_linear.kind_of(torch.zeros(rows, weight.shape[1], dtype=weight.dtype), weight, bias)
     with torch.no_grad():
-        return cpu_linear.is_faster(kind, weight, bias, lambda: [torch.zeros(9)])
+        return cpu_linear.fastest(kind, weight, bias, lambda: [torch.zeros(9)])
 
 
-def later_process(monkeypatch) -> None:
-    monkeypatch.setattr(choice, "ANSWERS", kept.Answers("oneDNN is faster", (bool,)))
+def later_process() -> None:
+    choice.answers.cache_clear()
 
 
-def test_each_kind_of_product_is_measured_once_in_all_processes(timed, monkeypatch):
-    seconds, measured = timed
-    assert faster(3) and faster(4)  # both count as 4 rows
-    assert measured == [(functional.linear, (4, 512)), (cpu_linear.cpu_linear, (4, 512))] * choice.ROUNDS
-    seconds[cpu_linear.cpu_linear] = 0.95  # too little to be more than chance
-    assert faster(3) and not faster(5) and not faster(3, WEIGHT.t()) and not faster(3, bias=torch.zeros(1024))
-    assert not faster(3, WEIGHT.bfloat16())
-    assert not faster(1000) and measured[-1][1] == (choice.MOST_ROWS, 512)
+def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
+    seconds, measured, _ = timed
+    bias = torch.zeros(1024)
+    assert fastest(3) == fastest(4) == "oneDNN"  # both count as 4 rows
+    assert measured == [("BLAS", (4, 512)), ("oneDNN", (4, 512)), ("few rows", (4, 512))] * choice.ROUNDS
+    seconds["oneDNN"] = 0.8
+    assert fastest(3) == "oneDNN" and fastest(5) == fastest(3, WEIGHT.t()) == "few rows"
+    seconds |= {"oneDNN": 0.95, "few rows": 0.95}  # too little to be more than chance
+    assert fastest(3, bias=bias) == fastest(3, WEIGHT.bfloat16()) == "BLAS"
+    assert fastest(1000) == "BLAS" and measured[-1][1] == (choice.MOST_ROWS, 512)
     measured.clear()
-    later_process(monkeypatch)
-    assert faster(4) and not faster(8) and not faster(3, WEIGHT.t()) and not faster(3, bias=torch.zeros(1024))
-    assert not faster(300) and not measured
+    later_process()
+    assert fastest(4) == "oneDNN" and fastest(8) == fastest(3, WEIGHT.t()) == "few rows"
+    assert fastest(3, bias=bias) == fastest(300) == "BLAS" and not measured
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert not faster(4) and measured
+        assert fastest(4) == "BLAS" and measured
     finally:
         torch.set_num_threads(threads)
 
 
-def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed, monkeypatch):
-    assert faster()
-    kept.Answers("oneDNN is faster", (bool,)).add(KIND, False)
-    later_process(monkeypatch)
-    assert faster()
+def test_where_there_are_other_ways_it_is_measured_again(timed):
+    _, measured, found = timed
+    assert fastest() == "oneDNN"
+    del found["few rows"]
+    measured.clear()
+    later_process()
+    assert fastest() == "oneDNN" and measured
 
 
-ANOTHER_TYPE = json.dumps({"product": KIND._asdict(), "oneDNN is faster": 0}).encode()
+def test_a_way_that_gives_wrong_numbers_is_not_used(timed, caplog):
+    found = timed[2]
+    found["oneDNN"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) + 1
+    assert fastest(weight=torch.ones(1024, 512)) == "few rows"
+    assert "products of the kind 'oneDNN' are wrong for (1024, 512) and not used" in caplog.text
+    found["few rows"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) * torch.nan
+    assert fastest(5, torch.ones(1024, 512)) == "BLAS"
+
+
+def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed):
+    assert fastest() == "oneDNN"
+    kept.Answers(QUESTION, str).add(KIND, "BLAS")
+    later_process()
+    assert fastest() == "oneDNN"
+
+
+QUESTION = "fastest of BLAS, oneDNN, few rows"
+UNKNOWN = json.dumps({"product": KIND._asdict(), QUESTION: "another"}).encode()
 
 
 @pytest.mark.parametrize(
-    "damage", [b"{", b"[1]", b"1", b'{"product": {"rows": 4}}', b"\xff", b'{"product": null}', ANOTHER_TYPE]
+    "damage", [b"{", b"[1]", b"1", b'{"product": {"rows": 4}}', b"\xff", b'{"product": null}', UNKNOWN]
 )
-def test_damaged_lines_are_measured_again(timed, monkeypatch, damage):
-    assert faster()
+def test_damaged_lines_are_measured_again(timed, damage):
+    assert fastest() == "oneDNN"
     [line] = kept.path().read_bytes().splitlines()
     kept.path().write_bytes(damage + b"\n" + line + b"\n")
     timed[1].clear()
-    later_process(monkeypatch)
-    assert faster() and not timed[1]
+    later_process()
+    assert fastest() == "oneDNN" and not timed[1]
     kept.path().write_bytes(damage + line[:40])
-    later_process(monkeypatch)
-    assert faster() and timed[1]
+    later_process()
+    assert fastest() == "oneDNN" and timed[1]
 
 
 def test_a_folder_that_cannot_be_written_only_means_that_nothing_is_kept(timed, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path / "file" / "folder")))
-    assert faster()
-    later_process(monkeypatch)
+    assert fastest() == "oneDNN"
+    later_process()
     timed[1].clear()
-    assert faster() and timed[1]
+    assert fastest() == "oneDNN" and timed[1]
 
 
 def test_the_slower_product_is_not_used(everywhere, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "is_faster", lambda *product: False)
+    monkeypatch.setattr(cpu_linear, "fastest", lambda *product: cpu_linear.BLAS)
     states, module = torch.randn(4, 48), nn.Linear(48, 1003)
     with torch.no_grad(), faster_forwards([module], forwards(), usages := []):
         found = module(states)
@@ -228,8 +260,9 @@ def test_a_product_that_the_program_has_replaced_is_called(name, owner, product,
     assert len(calls) == 2 * expected > 0
 
 
-def test_both_products_are_measured_for_real(monkeypatch, tmp_path):
-    later_process(monkeypatch)
+def test_all_ways_are_measured_for_real(monkeypatch, tmp_path):
+    later_process()
     monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path)))
-    found = faster()
-    assert choice.ANSWERS.load() == {KIND: found}
+    found = fastest(weight=torch.ones(1024, 512))
+    assert choice.answers(torch.float32).load() == {KIND: found}
+    later_process()

@@ -14,6 +14,8 @@ from ngram_definition import Case, buffer, on, same, wrapped
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastgen import ops
+from fastgen.ops import libraries
+from fastgen.ops.libraries import load, load_reasons
 from fastgen.ops.no_repeat_ngram import implementations, native, no_repeat_ngram, no_repeat_ngram_, reference
 from fastgen.ops.no_repeat_ngram.implementations import Implementation, implementation_for, reasons
 
@@ -93,7 +95,7 @@ def four_threads():
 
 def test_many_rows_on_the_threads_of_torch(four_threads, monkeypatch):
     asked = []
-    if not native.load_reasons("_cpu"):
+    if not load_reasons(native.CPU):
         run = native._cpu()
         monkeypatch.setattr(
             native, "_cpu", lambda: lambda problem, threads: asked.append(threads) or run(problem, threads)
@@ -101,7 +103,7 @@ def test_many_rows_on_the_threads_of_torch(four_threads, monkeypatch):
     case = Case(wrapped([0, 1, 2, 1, 3], 13, 1 << 15, torch.int64, shift=1), torch.zeros(13, 5), 3)
     expected = case.expected()
     assert same(no_repeat_ngram_(*case.arguments()), expected)
-    assert asked == [4] or native.load_reasons("_cpu")
+    assert asked == [4] or load_reasons(native.CPU)
 
 
 ACCEPTED = (
@@ -167,7 +169,7 @@ class TestChoice:
 
     @pytest.fixture(autouse=True)
     def _forget(self):
-        caches = (reasons, implementation_for, native.load, native._cpu)
+        caches = (reasons, implementation_for, load, native._cpu)
         for cache in caches:
             cache.cache_clear()
         yield
@@ -187,7 +189,7 @@ class TestChoice:
         return put
 
     def test_what_was_built_is_used(self):
-        expected = "torch" if native.load_reasons("_cpu") else "C++"
+        expected = "torch" if load_reasons(native.CPU) else "C++"
         assert implementation_for("cpu").name == expected
         assert implementation_for("cuda").name in ("CUDA", "Triton", "torch")
         assert implementation_for("mps").name == "torch"
@@ -219,17 +221,17 @@ class TestChoice:
         assert implementation_for("cpu").name == "torch"
 
     def test_a_library_that_was_not_built(self, first):
-        missing = first(machine_reasons=lambda: native.load_reasons("_missing"))
+        missing = first(machine_reasons=lambda: load_reasons("fastgen.ops._missing"))
         assert reasons(missing) == ["not built at installation"]
         assert implementation_for("cpu").name == "torch"
         with pytest.raises(OSError, match="not built at installation"):
-            native.load("_missing")
+            load("fastgen.ops._missing")
 
     def test_a_library_that_cannot_be_loaded(self, first, tmp_path, monkeypatch):
         path = tmp_path / "_cpu.so"
         path.write_bytes(b"no library" * 10)
-        monkeypatch.setattr(native, "find_spec", lambda name: ModuleSpec(name, None, origin=str(path)))
-        [reason] = reasons(first(machine_reasons=lambda: native.load_reasons("_cpu")))
+        monkeypatch.setattr(libraries, "find_spec", lambda name: ModuleSpec(name, None, origin=str(path)))
+        [reason] = reasons(first(machine_reasons=lambda: load_reasons(native.CPU)))
         assert str(path) in reason
         assert implementation_for("cpu").name == "torch"
 
@@ -242,7 +244,7 @@ class TestChoice:
         found = {kernel.implementation: kernel for kernel in ops.kernels() if kernel.name == "no-repeat n-gram"}
         assert list(found) == ["CUDA", "Triton", "C++", "torch"]
         assert str(found["torch"]) == "no-repeat n-gram (torch): usable"
-        assert found["C++"].reasons == tuple(native.load_reasons("_cpu"))
+        assert found["C++"].reasons == tuple(load_reasons(native.CPU))
         if not torch.cuda.is_available():
             assert found["Triton"].reasons == ("torch finds no GPU",)
             assert found["CUDA"].reasons in (("torch finds no GPU",), ("not built at installation",))

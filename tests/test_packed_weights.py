@@ -22,7 +22,7 @@ from fastgen.optimizer.transformers.forwards import forwards
 
 pytestmark = pytest.mark.skipif(bool(cpu_linear.machine_reasons()), reason="this build of torch has no oneDNN")
 
-PACKED, PLAIN = "cpu_linear, packed", "cpu_linear"
+PACKED, PLAIN = "cpu_linear, packed", "cpu_linear, oneDNN"
 STATES = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
 
 
@@ -30,7 +30,7 @@ STATES = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
 def onednn(monkeypatch):
     """Everything goes through oneDNN."""
     monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(cpu_linear, "is_faster", lambda *product: True)
+    monkeypatch.setattr(cpu_linear, "fastest", lambda *product: cpu_linear.ONEDNN)
     monkeypatch.setattr(gain, "MIN_LARGE_PER_MODULE", 0)
 
 
@@ -89,7 +89,6 @@ class Products:
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_products_with_packed_weights_are_those_of_torch(rows, with_bias, kind, mode, packed, monkeypatch):
-    monkeypatch.setattr(op, "MIN_ELEMENTS_OF_ONE_ROW", 0)
     module = nn.Linear(48, 1003, with_bias) if kind == "linear" else Conv1D(1003, 48)
     with mode(), Products(model_of(module)) as products:
         assert products.of(module, 5, torch.randn(*rows, 48)) == {PLAIN: 3, PACKED: 2}
@@ -297,7 +296,7 @@ def measured(onednn, monkeypatch, tmp_path):
 
 
 def later_process(monkeypatch) -> None:
-    monkeypatch.setattr(packing, "ANSWERS", kept.Answers(packing.ANSWERS.question, packing.ANSWERS.accepted))
+    monkeypatch.setattr(packing, "ANSWERS", kept.Answers(packing.ANSWERS.question, packing.ANSWERS.is_answer))
 
 
 def test_the_call_that_measures_and_those_of_later_processes_use_the_same_products(measured, monkeypatch):
@@ -344,5 +343,5 @@ def test_a_part_of_a_large_weight_is_enough_to_measure(measured, monkeypatch):
     assert trial.packed.nbytes < 4 * 1100
     monkeypatch.undo()
     for _ in range(packing.ROUNDS):
-        trial.time(states, module.weight.detach(), module.bias.detach(), onednn=True)
+        trial.time(states, module.weight.detach(), module.bias.detach(), fastest=cpu_linear.ONEDNN)
     assert len(trial.seconds) == packing.ROUNDS

@@ -33,14 +33,19 @@ def kernels() -> list[Kernel]:
         missing = ("torch is not installed",)
         names = ("shared attention", "cpu linear", "fused activation", "no-repeat n-gram")
         return [Kernel(name, "all", missing) for name in names]
+    from fastgen.ops.cpu_linear import few_rows
     from fastgen.ops.cpu_linear.product import MIN_ELEMENTS, machine_reasons
     from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, reasons
 
     attention = ("scaled_dot_product_attention", "matmul", "shared_attention")
-    products = f"products with weights of {MIN_ELEMENTS:,} numbers or more in which it is faster than BLAS"
+    products = f"products with weights of {MIN_ELEMENTS:,} numbers or more, where it is the fastest"
+    few = f"{products}, in fp32"
     return [
         Kernel("shared attention", "torch", task="rows that share keys and values", counted_as=attention),
-        Kernel("cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear", "cpu_linear, packed")),
+        Kernel("cpu linear", "C++", tuple(few_rows.machine_reasons()), few, ("cpu_linear, few rows",)),
+        Kernel(
+            "cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear, oneDNN", "cpu_linear, packed")
+        ),
         Kernel(
             "fused activation",
             "torch",

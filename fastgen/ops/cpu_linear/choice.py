@@ -1,30 +1,32 @@
-"""Which of BLAS and oneDNN is faster, measured once for each kind of product and kept.
+"""Which way of multiplying is the fastest, measured once for each kind of product and kept.
 
-No rule tells it. AMD EPYC (family 25, 32 MB of L3 cache), two threads, weights as GPT-2 keeps them and not in a cache,
-ms, BLAS and oneDNN: 4 × [768 → 3072] 1.8 and 1.0, 8 × [3072 → 768] 1.5 and 2.3 (in the cache 1.4 and 1.2), 64 ×
-[768 → 3072] 3.7 and 4.9; with one thread 1.9 and 1.4, 1.5 and 1.3, 4.7 and 7.3.
+No rule tells it, see few_rows.py and packing.py for what was measured.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fastgen.ops.cpu_linear.kept import Answers, Kind
-from fastgen.ops.cpu_linear.product import cpu_linear
+from fastgen.ops.cpu_linear.product import BLAS, ways
+
+logger = logging.getLogger("fastgen")
 
 # Products of more rows are bound by arithmetic: they are as those of so many.
 MOST_ROWS = 256
-# oneDNN has to be so much faster, or what is measured is chance.
+# Another way has to be so much faster than BLAS, or what is measured is chance.
 GAIN = 1.1
 ROUNDS = 3
 SECONDS = 0.04  # after which no further round begins
 
-ANSWERS = Answers("oneDNN is faster", (bool,))
+# Numbers that differ by more than this part of the largest are wrong.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
 def kind_of(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Kind:
@@ -35,30 +37,52 @@ def kind_of(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Kind:
     return Kind(count, in_features, out_features, transposed, bias is not None, dtype, threads)
 
 
-def is_faster(kind: Kind, weight: Tensor, bias: Tensor | None, others: Callable[[], Sequence[Tensor]]) -> bool:
-    """Whether `cpu_linear` is faster than BLAS for products of this kind.
+@functools.cache
+def answers(dtype: torch.dtype) -> Answers:
+    """What was found for rows of this type, among the ways that there are."""
+    names = tuple(ways(dtype))
+    return Answers(f"fastest of {', '.join(names)}", names.__contains__)
+
+
+def fastest(kind: Kind, weight: Tensor, bias: Tensor | None, others: Callable[[], Sequence[Tensor]]) -> str:
+    """The name of the fastest of `ways` for products of this kind.
 
     What is not known yet is measured, for some 30 milliseconds. The answer stays the same from then on, in later
     processes too, so that they compute the same bits. others: what a model reads between two products with this weight.
     """
-    if not ANSWERS.knows(kind):
-        ANSWERS.add(kind, _measured(kind, weight, bias, others()))
-    return ANSWERS.known[kind]
+    found = answers(weight.dtype)
+    if not found.knows(kind):
+        found.add(kind, _measured(kind, weight, bias, others()))
+    return found.known[kind]
 
 
-def _measured(kind: Kind, weight: Tensor, bias: Tensor | None, others: Sequence[Tensor]) -> bool:
+def _measured(kind: Kind, weight: Tensor, bias: Tensor | None, others: Sequence[Tensor]) -> str:
     """Before each product the others are read, as in a model: the weight comes from where it comes from there."""
-    rows = weight.new_ones(kind.rows, kind.in_features)
-    seconds = dict.fromkeys((functional.linear, cpu_linear), float("inf"))
+    numbers = torch.arange(kind.rows * kind.in_features) % 13 - 6
+    rows = numbers.to(weight.dtype).view(kind.rows, kind.in_features)
+    multiply = _right_ways(rows, weight, bias)
+    seconds = dict.fromkeys(multiply, float("inf"))
     end = time.perf_counter() + SECONDS
     for _ in range(ROUNDS):
-        for product in seconds:
+        for name in seconds:
             for other in others:
                 other.sum()
-            seconds[product] = min(seconds[product], seconds_of(product, rows, weight, bias))
+            seconds[name] = min(seconds[name], seconds_of(multiply[name], rows, weight, bias))
         if time.perf_counter() > end:
             break
-    return seconds[functional.linear] > GAIN * seconds[cpu_linear]
+    best = min(seconds, key=seconds.__getitem__)
+    return best if seconds[BLAS] > GAIN * seconds[best] else BLAS
+
+
+def _right_ways(rows: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Callable[..., Tensor]]:
+    """The ways that give these rows the numbers of BLAS."""
+    found = ways(weight.dtype)
+    expected = found[BLAS](rows, weight, bias)
+    most = TOLERANCES[weight.dtype] * expected.abs().max()
+    right = {name: way for name, way in found.items() if (way(rows, weight, bias) - expected).abs().max() <= most}
+    for name in found.keys() - right.keys():
+        logger.warning("products of the kind %r are wrong for %s and not used", name, tuple(weight.shape))
+    return {BLAS: found[BLAS], **right}
 
 
 def seconds_of(product: Callable[..., Tensor], *tensors: Tensor | None) -> float:

@@ -11,9 +11,10 @@ import json
 import os
 import platform
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,9 +39,9 @@ class Kind(NamedTuple):
 class Answers:
     """The answers to one question about kinds of products, of this process and of earlier ones."""
 
-    def __init__(self, question: str, accepted: tuple[type, ...]) -> None:
-        self.question, self.accepted = question, accepted
-        self.known: dict[Kind, bool | int | None] = {}
+    def __init__(self, question: str, is_answer: Callable[[Any], bool]) -> None:
+        self.question, self.is_answer = question, is_answer
+        self.known: dict[Kind, Any] = {}
         self.is_loaded = False
 
     def knows(self, kind: Kind) -> bool:
@@ -50,18 +51,18 @@ class Answers:
             self.is_loaded = True
         return kind in self.known
 
-    def load(self) -> dict[Kind, bool | int | None]:
+    def load(self) -> dict[Kind, Any]:
         """What the file says."""
-        found: dict[Kind, bool | int | None] = {}
+        found: dict[Kind, Any] = {}
         with suppress(OSError):
             for line in path().read_bytes().splitlines():
                 with suppress(ValueError, TypeError, KeyError):
                     values = json.loads(line)
-                    if type(values[self.question]) in self.accepted:
+                    if self.is_answer(values[self.question]):
                         found.setdefault(Kind(**values["product"]), values[self.question])
         return found
 
-    def add(self, kind: Kind, answer: bool | int | None) -> None:
+    def add(self, kind: Kind, answer: Any) -> None:
         """Keeps an answer, here and for later processes, unless another thread was first."""
         if self.known.setdefault(kind, answer) is not answer:
             return

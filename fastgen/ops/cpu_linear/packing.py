@@ -12,11 +12,10 @@ import time
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fastgen.ops.cpu_linear.choice import seconds_of
 from fastgen.ops.cpu_linear.kept import Answers, Kind
-from fastgen.ops.cpu_linear.product import cpu_linear
+from fastgen.ops.cpu_linear.product import onednn_linear, ways
 
 # Of one kind, with one weight, in one call. Known from earlier or not: no copy is used before so many, so that the call
 # that finds out computes the same bits as those after it.
@@ -28,7 +27,7 @@ MAX_TRIAL_ELEMENTS = 1 << 22
 # not see: with products faster by 1.1 to 1.5, calls of GPT-2 and T5 on AMD EPYC took as long as without, or 8 % longer.
 GAIN = 1.5
 
-ANSWERS = Answers("products after which packing pays", (int, type(None)))
+ANSWERS = Answers("products after which packing pays", lambda answer: type(answer) in (int, type(None)))
 
 
 class PackedWeight:
@@ -109,11 +108,11 @@ class Trial:
         self.packing = time.perf_counter() - start
         self.seconds: list[tuple[float, float]] = []  # without and with the copy
 
-    def time(self, rows: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> None:
-        """Times a product, which would go through oneDNN or BLAS; keeps the answer after the last one."""
+    def time(self, rows: Tensor, weight: Tensor, bias: Tensor | None, fastest: str) -> None:
+        """Times a product, which would go the `fastest` of `ways`; keeps the answer after the last one."""
         part, bias = weight[: self.rows], None if bias is None else bias[: self.rows]
-        plain = seconds_of(cpu_linear if onednn else functional.linear, rows, part, bias)
-        self.seconds.append((plain, seconds_of(cpu_linear, rows, self.packed.tensor, bias)))
+        plain = seconds_of(ways(weight.dtype)[fastest], rows, part, bias)
+        self.seconds.append((plain, seconds_of(onednn_linear, rows, self.packed.tensor, bias)))
         if len(self.seconds) == ROUNDS:
             plain, packed = map(min, zip(*self.seconds))
             pays = plain > GAIN * packed

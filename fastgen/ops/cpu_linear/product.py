@@ -1,17 +1,21 @@
-"""What oneDNN can multiply as BLAS does, and the product."""
+"""What can be multiplied in other ways than through BLAS, and the ways."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from fastgen.ops.cpu_linear import few_rows
 from fastgen.ops.transforms import is_transformed
 
-# oneDNN takes some 10 microseconds to be called; a single row gains with a very large weight only.
+# Finding the fastest way and calling it take some 10 microseconds.
 MIN_ELEMENTS = 1 << 19
-MIN_ELEMENTS_OF_ONE_ROW = 1 << 23
+
+BLAS, ONEDNN, FEW_ROWS = "BLAS", "oneDNN", "few rows"
 
 
 @functools.cache
@@ -41,10 +45,7 @@ def can_multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # sizes, because torch.jit.trace warns of every comparison of them.
     if is_transformed():
         return False
-    elements = weight.numel()
-    if weight.dim() != 2 or elements < MIN_ELEMENTS:
-        return False
-    if elements < MIN_ELEMENTS_OF_ONE_ROW and rows.numel() < 2 * weight.shape[1]:
+    if weight.dim() != 2 or weight.numel() < MIN_ELEMENTS:
         return False
     fits = rows.dim() > 1 and rows.is_contiguous() and rows.shape[-1] == weight.shape[1] and rows.numel() > 0
     fits = fits and (weight.is_contiguous() or weight.t().is_contiguous())  # oneDNN refuses overlapping strides
@@ -58,6 +59,15 @@ def _is_plain(tensor: object, dtype: torch.dtype) -> bool:
     return tensor.is_cpu and tensor.dtype == dtype and dtype in dtypes()
 
 
-def cpu_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`rows @ weight.T + bias`: rows `[…, in_features]`, weight `[out_features, in_features]`, which may be packed."""
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+
+
+@functools.cache
+def ways(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
+    """The ways to multiply rows of this type on this machine, by name; all give `rows @ weight.T + bias`."""
+    found = {BLAS: functional.linear, ONEDNN: onednn_linear}
+    if dtype == torch.float32 and not few_rows.machine_reasons():
+        found[FEW_ROWS] = few_rows.few_rows_linear
+    return found

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from fastgen.ops.libraries import load_reasons
 from fastgen.ops.no_repeat_ngram import native, reference
 
 Ban = Callable[[Tensor, Tensor, int, "Tensor | None", "Tensor | None"], None]
@@ -72,9 +73,9 @@ def _triton_reasons() -> list[str]:
 
 
 IMPLEMENTATIONS = (
-    Implementation("CUDA", ("cuda",), native.ban_on_cuda, lambda: native.load_reasons("_cuda") or _gpu_reasons()),
+    Implementation("CUDA", ("cuda",), native.ban_on_cuda, lambda: load_reasons(native.CUDA) or _gpu_reasons()),
     Implementation("Triton", ("cuda",), _ban_with_triton, _triton_reasons),
-    Implementation("C++", ("cpu",), native.ban_on_cpu, lambda: native.load_reasons("_cpu")),
+    Implementation("C++", ("cpu",), native.ban_on_cpu, lambda: load_reasons(native.CPU)),
     Implementation("torch", (), reference.ban, list),
 )
 

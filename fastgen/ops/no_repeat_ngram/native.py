@@ -1,16 +1,16 @@
-"""No-repeat-n-gram in C++ and CUDA: the shared libraries of `csrc/`, bound with ctypes.
-
-They hold no torch header, so that they are built wherever there is a compiler, whichever torch is installed later.
-"""
+"""No-repeat-n-gram in C++ and CUDA: the shared libraries `_cpu` and `_cuda` beside this file."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+from fastgen.ops.libraries import load
+
+CPU, CUDA = f"{__package__}._cpu", f"{__package__}._cuda"
 
 # For each dtype of scores its size in bytes, and the bits of -inf.
 _MINUS_INFINITY = {torch.float32: (4, 0xFF800000), torch.float16: (2, 0xFC00), torch.bfloat16: (2, 0xFF80)}
@@ -65,33 +65,15 @@ def describe(
 
 
 @functools.cache
-def load(name: str) -> ctypes.CDLL:
-    """The library `_cpu` or `_cuda` beside this file. Raises OSError if there is none or it cannot be loaded."""
-    spec = find_spec(f"{__package__}.{name}")
-    if spec is None or spec.origin is None:
-        raise OSError("not built at installation")
-    return ctypes.CDLL(spec.origin)
-
-
-def load_reasons(name: str) -> list[str]:
-    """Why a library cannot be used; empty if it can."""
-    try:
-        load(name)
-    except OSError as error:
-        return [str(error)]
-    return []
-
-
-@functools.cache
 def _cpu() -> ctypes._CFuncPtr:
-    function = load("_cpu").fastgen_no_repeat_ngram_cpu
+    function = load(CPU).fastgen_no_repeat_ngram_cpu
     function.argtypes, function.restype = (ctypes.POINTER(NGramProblem), ctypes.c_int32), None
     return function
 
 
 @functools.cache
 def _cuda() -> ctypes._CFuncPtr:
-    function = load("_cuda").fastgen_no_repeat_ngram_cuda
+    function = load(CUDA).fastgen_no_repeat_ngram_cuda
     function.argtypes = (ctypes.POINTER(NGramProblem), ctypes.c_int32, ctypes.c_void_p)
     function.restype = ctypes.c_char_p
     return function

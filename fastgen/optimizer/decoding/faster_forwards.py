@@ -88,19 +88,19 @@ def linear(forward: ModuleForward, rows: Tensor, call: Call) -> Tensor | None:
 
 
 def multiply(forward: ModuleForward, rows: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor | None:
-    """`rows @ weight.T + bias` through `cpu_linear`, or None; counted as "cpu_linear" or "cpu_linear, packed"."""
+    """`rows @ weight.T + bias` in the fastest way, or None if that is BLAS; counted as "cpu_linear, WAY"."""
     if not cpu_linear.can_multiply(rows, weight, bias) or is_watched():
         return None
     kind = cpu_linear.kind_of(rows, weight, bias)
-    faster = cpu_linear.is_faster(kind, weight, bias, lambda: forward.copy.weights.others(weight))
-    packed = call.copies.packed(forward.copy, kind, rows, weight, bias, faster)
+    fastest = cpu_linear.fastest(kind, weight, bias, lambda: forward.copy.weights.others(weight))
+    packed = call.copies.packed(forward.copy, kind, rows, weight, bias, fastest)
     if packed is not None:
         call.usage["cpu_linear, packed"] += 1
-        return cpu_linear.cpu_linear(rows, packed, bias)
-    if not faster:
+        return cpu_linear.onednn_linear(rows, packed, bias)
+    if fastest == cpu_linear.BLAS:
         return None
-    call.usage["cpu_linear"] += 1
-    return cpu_linear.cpu_linear(rows, weight, bias)
+    call.usage[f"cpu_linear, {fastest}"] += 1
+    return cpu_linear.ways(rows.dtype)[fastest](rows, weight, bias)
 
 
 def _put_on(module: nn.Module, faster: Forward, weights: WeightsOfModel) -> ModuleForward | None:

@@ -115,16 +115,16 @@ class CopiesOfCall:
         self.trials: dict[Kind, tuple[WeightCopy, Trial]] = {}
 
     def packed(
-        self, copy: WeightCopy, kind: Kind, rows: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool
+        self, copy: WeightCopy, kind: Kind, rows: Tensor, weight: Tensor, bias: Tensor | None, fastest: str
     ) -> Tensor | None:
-        """The packed weight for this product, or None; onednn: which product is faster without it."""
+        """The packed weight for this product, or None; fastest: the way without it."""
         if self.steps < 2 * cpu_linear.MIN_PRODUCTS or weight.is_inference() or not copy.has_room(weight):
             return None
         self.products[copy] += 1
         self.products[copy, kind] += 1
         copy.products[kind] += 1
         if not cpu_linear.is_known(kind):
-            self._try(self.products[copy, kind], copy, kind, rows, weight, bias, onednn)
+            self._try(self.products[copy, kind], copy, kind, rows, weight, bias, fastest)
             return None
         pays_after = cpu_linear.pays_after(kind)
         if pays_after is None or not self._pays(copy, copy.products[kind], pays_after):
@@ -142,12 +142,12 @@ class CopiesOfCall:
         return copy in self.used or left >= MIN_PRODUCTS_TO_LOOK
 
     def _try(
-        self, done: int, copy: WeightCopy, kind: Kind, rows: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool
+        self, done: int, copy: WeightCopy, kind: Kind, rows: Tensor, weight: Tensor, bias: Tensor | None, fastest: str
     ) -> None:
         """With the first weight of its kind, so late that calls of a few tokens pay nothing."""
         if kind not in self.trials and done == cpu_linear.TRIAL_AFTER:
             self.trials[kind] = copy, Trial(kind, weight)
         elif kind in self.trials and self.trials[kind][0] is copy:
-            self.trials[kind][1].time(rows, weight, bias, onednn)
+            self.trials[kind][1].time(rows, weight, bias, fastest)
             if cpu_linear.is_known(kind):
                 del self.trials[kind]

@@ -1,0 +1,65 @@
+"""Products of a few rows in fp32 that read each weight once, as it lies in memory: `csrc/few_rows.cpp`.
+
+AMD EPYC (family 25), two threads, weights not in a cache, ms, BLAS, oneDNN, oneDNN with a packed weight, and these:
+TABLE
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.libraries import load, load_reasons
+
+# Built for the instructions that torch calls so.
+_LIBRARIES = {"AVX2": f"{__package__}._few_rows_avx2", "AVX512": f"{__package__}._few_rows_avx512"}
+_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+@functools.cache
+def machine_reasons() -> list[str]:
+    """Why this machine cannot use it; empty if it can."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if instructions not in _LIBRARIES:
+        return [f"the CPU's instructions are {instructions} (supported: {', '.join(_LIBRARIES)})"]
+    return load_reasons(_LIBRARIES[instructions])
+
+
+@functools.cache
+def _function() -> ctypes._CFuncPtr:
+    library = load(_LIBRARIES[torch.backends.cpu.get_cpu_capability()])
+    library.fastgen_few_rows_threads.argtypes = [ctypes.c_void_p] * 3
+    library.fastgen_few_rows_threads(*_openmp())
+    function = library.fastgen_few_rows
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int32] * 2
+    function.restype = None
+    return function
+
+
+def _openmp() -> list[ctypes.c_void_p | None]:
+    """The functions of the OpenMP on which torch runs, or None where that has others."""
+    try:
+        torch_cpu = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
+        return [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p) for name in _OPENMP]
+    except (StopIteration, OSError, AttributeError):
+        return [None] * len(_OPENMP)
+
+
+def few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`rows @ weight.T + bias`, on at most `torch.get_num_threads()` threads.
+
+    rows `[…, in_features]`, bias `[out_features]`, both contiguous; weight `[out_features, in_features]`, contiguous or
+    a transposed view; all of float32, on a CPU. The bits do not depend on the number of rows or threads.
+    """
+    out_features, in_features = weight.shape
+    output = rows.new_empty((*rows.shape[:-1], out_features))
+    _function()(
+        *(rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr()),
+        *(rows.numel() // in_features, in_features, out_features),
+        *(not weight.is_contiguous(), torch.get_num_threads()),
+    )
+    return output

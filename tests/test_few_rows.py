@@ -1,0 +1,94 @@
+"""The products of `csrc/few_rows.cpp`: the numbers of torch, with the same bits for any number of rows and threads."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from host_compiler import CSRC, compile_library, needs_compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from fastgen.ops.cpu_linear import few_rows
+
+needs_library = pytest.mark.skipif(bool(few_rows.machine_reasons()), reason=f"few rows: {few_rows.machine_reasons()}")
+
+ROWS = st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 25, 63, 64, 65, 130))
+IN = st.sampled_from((1, 3, 7, 8, 9, 16, 17, 33, 64, 255, 256, 257, 300, 700))
+OUT = st.sampled_from((1, 2, 5, 12, 13, 16, 24, 31, 32, 33, 96, 97, 193, 511, 513, 1003))
+
+
+@needs_library
+@settings(max_examples=200, deadline=None)
+@given(ROWS, IN, OUT, st.booleans(), st.booleans(), st.integers(1, 3))
+def test_products_are_those_of_torch(rows, in_features, out_features, is_transposed, with_bias, threads):
+    check(rows, in_features, out_features, is_transposed, with_bias, threads)
+
+
+@needs_compiler
+@needs_library
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_wider_registers_are_right_as_well(is_transposed, tmp_path, monkeypatch):
+    """What machines with AVX-512 run, in the instructions of AVX2."""
+    flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-O3", "-Wno-psabi")
+    library = compile_library(tmp_path / "wide.so", *flags, CSRC / "few_rows.cpp")
+    monkeypatch.setattr(few_rows, "load", lambda name: library)
+    monkeypatch.setattr(few_rows, "_function", few_rows._function.__wrapped__)
+    for rows in (1, 4, 12, 16, 25, 65):
+        for in_features, out_features in ((700, 97), (257, 193), (300, 1003), (33, 13)):
+            check(rows, in_features, out_features, is_transposed, True, 2)
+
+
+@needs_library
+def test_without_the_openmp_of_torch_it_runs_in_one_thread(monkeypatch):
+    monkeypatch.setattr(few_rows, "_OPENMP", ("no_such_function",) * 3)
+    assert few_rows._openmp() == [None] * 3
+    monkeypatch.setattr(few_rows, "_function", few_rows._function.__wrapped__)
+    try:
+        check(16, 256, 513, False, True, 2)
+    finally:
+        monkeypatch.undo()
+        few_rows._function.__wrapped__()  # gives the library torch's threads again
+
+
+@needs_library
+def test_inside_another_team_of_threads_nothing_is_left_out():
+    """Where OpenMP gives fewer threads than are asked for, as it does inside a parallel part."""
+    states, weight = torch.randn(16, 256), torch.randn(513, 256)
+    expected, found = few_rows.few_rows_linear(states, weight), []
+    openmp = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(few_rows.few_rows_linear(states, weight)))
+    openmp.GOMP_parallel(run, None, 2, 0)
+    assert len(found) == 2 and all(torch.equal(one, expected) for one in found)
+
+
+def test_other_processors_and_missing_compilers_are_told(monkeypatch):
+    few_rows.machine_reasons.cache_clear()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert few_rows.machine_reasons() == ["the CPU's instructions are DEFAULT (supported: AVX2, AVX512)"]
+    few_rows.machine_reasons.cache_clear()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(few_rows, "load_reasons", lambda name: [f"{name}: not built at installation"])
+    assert few_rows.machine_reasons() == ["fastgen.ops.cpu_linear._few_rows_avx2: not built at installation"]
+    few_rows.machine_reasons.cache_clear()
+
+
+def check(rows, in_features, out_features, is_transposed, with_bias, threads) -> None:
+    weight = torch.randn(in_features, out_features).t() if is_transposed else torch.randn(out_features, in_features)
+    bias = torch.randn(out_features) if with_bias else None
+    states = torch.randn(rows, in_features)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found, last = (
+            few_rows.few_rows_linear(states, weight, bias),
+            few_rows.few_rows_linear(states[-1:], weight, bias),
+        )
+    finally:
+        torch.set_num_threads(before)
+    expected = functional.linear(*(None if each is None else each.double() for each in (states, weight, bias)))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(last, found[-1:])

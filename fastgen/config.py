@@ -5,6 +5,8 @@ FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `wi
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
 FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as without it); or always, or never.
 FASTGEN_PACK=0     make no packed copies of weights on a CPU.
+FASTGEN_CUDA_GRAPHS=auto  record decode steps as CUDA graphs on a GPU (as without it; not yet run on one); or off;
+                   or on: also on a CPU, where a replay is a plain call, which tests use and nothing gains by.
 FASTGEN_CACHE=DIR  the folder that keeps what was measured on this machine (~/.cache/fastgen without it).
 FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a line for each `generate`), info,
                    warning or error.
@@ -21,6 +23,7 @@ from dataclasses import dataclass, fields
 _ON = ("1", "true", "yes", "on")
 _OFF = ("0", "false", "no", "off")
 _SHARING = ("auto", "always", "never")
+_RECORDING = ("auto", "off", "on")
 _LEVELS = ("debug", "info", "warning", "error")
 _HANDLER_NAME = "fastgen"
 
@@ -34,6 +37,7 @@ class Config:
     strict: bool = False
     share: str = "auto"
     pack: bool = True
+    cuda_graphs: str = "auto"
     cache: str | None = None
     log: str | None = None
 
@@ -46,6 +50,7 @@ class Config:
             strict=_flag(environ, "FASTGEN_STRICT", default=False),
             share=_one_of(_SHARING, environ, "FASTGEN_SHARE") or "auto",
             pack=_flag(environ, "FASTGEN_PACK", default=True),
+            cuda_graphs=_one_of(_RECORDING, environ, "FASTGEN_CUDA_GRAPHS") or "auto",
             cache=environ.get("FASTGEN_CACHE") or None,
             log=_one_of(_LEVELS, environ, "FASTGEN_LOG"),
         )

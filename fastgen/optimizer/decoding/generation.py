@@ -27,7 +27,8 @@ class Generation:
     user_gave_cache: the caller passed one. own_code: code that is not the host's works with the cache. keep: what is
     equal is kept once wherever it can be (True), nowhere (False), or where it pays (None). call: what the call was
     given, where it has to be compared with the original before anything is shared. caches: those with shared states, as
-    long as they live. shares: something was computed or kept once per input, or the loop is fastgen's.
+    long as they live. shares: something was computed or kept once per input, or the loop is fastgen's. recorded: the
+    decode steps that are recorded, to be told when the call ends.
     """
 
     report: Report
@@ -39,6 +40,7 @@ class Generation:
     call: Any = None
     caches: list[weakref.ref[Any]] = field(default_factory=list)
     shares: bool = False
+    recorded: Any = None
 
     @property
     def fan_out(self) -> int:

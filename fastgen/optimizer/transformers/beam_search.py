@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fastgen.optimizer.decoding.late_flag import LateFlag
+from fastgen.optimizer.transformers import recorded_steps
 from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 
@@ -52,8 +54,9 @@ def beam_search(
         processors = writing_processors(logits_processor, generation_config)
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
     fan_out = generation_config.num_beams
-    step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], fan_out)
-    with undone_after_errors(model_kwargs):
+    records = recorded_steps.can_record(self, generation_config, input_ids, model_kwargs)
+    step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], fan_out, records)
+    with undone_after_errors(self, model_kwargs):
         return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
 
 
@@ -63,7 +66,8 @@ class BeamSearch:
     scores: sums of log-probabilities of the beams, the best first, `[B, M]`. best: the tokens of the M best hypotheses,
     prompt included, `[B, M, max_length]`; best_scores, lengths, complete: their scores, their numbers of generated
     tokens, and whether they have ended, `[B, M]`. can_improve: whether a beam may still become one of them, `[B, 1]`.
-    places: which inputs of the batch these are, `[B]`.
+    places: which inputs of the batch these are, `[B]`. late_end: where the end is read one step late, because the host
+    is not to wait for the device; has_ended: whether the search was over before this step, on the device.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: DecodeStep) -> None:
@@ -83,7 +87,10 @@ class BeamSearch:
         self.can_improve = torch.ones((inputs, 1), dtype=torch.bool, device=device)
         self.stops_when_full = config.early_stopping is True
         self.places = torch.arange(inputs, device=device)
+        self.numbers = torch.arange(self.num_beams, device=device)
         self.results: tuple[Tensor, ...] | None = None  # of all inputs: best, lengths and best_scores
+        self.late_end = LateFlag(device) if step.ends_late else None
+        self.has_ended = torch.zeros((), dtype=torch.bool, device=device)
 
     def run(self, stopping_criteria: Any) -> Tensor:
         """The sequences `[inputs * num_return_sequences, length]`, as the library returns them."""
@@ -121,8 +128,12 @@ class BeamSearch:
         self.scores = going_on.gather(1, chosen)
         entering = self.enter(candidates, ended, length - self.prompt_length)
         stop, is_final = self.judge(ended, length - self.prompt_length)
-        unmoved = entering == torch.arange(self.num_beams, device=entering.device)
-        stop, unmoved, *is_final = torch.cat([stop.view(1), unmoved.all().view(1), is_final.flatten()]).tolist()
+        if self.late_end is None:
+            unmoved = entering == self.numbers
+            stop, unmoved, *is_final = torch.cat([stop.view(1), unmoved.all().view(1), is_final.flatten()]).tolist()
+        else:
+            self.has_ended = stop
+            stop, unmoved, is_final = self.late_end.exchange(stop) or length >= self.config.max_length, False, []
         if not unmoved:
             self.move_best(entering, parents, tokens)
         if not stop:
@@ -142,6 +153,8 @@ class BeamSearch:
         scores += (~ended) * OUT
         merged = torch.cat([self.best_scores, scores], dim=1)
         entering = torch.topk(merged, k=self.num_beams)[1]
+        if self.late_end is not None:  # after the end nothing enters any more
+            entering = torch.where(self.has_ended, self.numbers, entering)
         self.best_scores = merged.gather(1, entering)
         self.complete = torch.cat([self.complete, ended], dim=1).gather(1, entering)
         lengths = torch.full_like(ended, generated, dtype=torch.int64)

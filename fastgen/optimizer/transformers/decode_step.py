@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.generation import Generation, current, fell_back
-from fastgen.optimizer.transformers import cache_layers, eligibility, model_state, rows, verification
+from fastgen.optimizer.transformers import (
+    cache_layers,
+    eligibility,
+    model_state,
+    recorded_steps,
+    rows,
+    verification,
+)
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 from fastgen.origin import comes_with
 
@@ -31,6 +38,12 @@ BY_ROW = (
     processors_of.MinLengthLogitsProcessor,
     processors_of.MinNewTokensLengthLogitsProcessor,
     processors_of.TemperatureLogitsWarper,
+    processors_of.TopKLogitsWarper,
+    processors_of.TopPLogitsWarper,
+    processors_of.MinPLogitsWarper,
+    processors_of.TypicalLogitsWarper,
+    processors_of.EpsilonLogitsWarper,
+    processors_of.EtaLogitsWarper,
     processors_of.RepetitionPenaltyLogitsProcessor,
     processors_of.NoRepeatNGramLogitsProcessor,
     processors_of.SequenceBiasLogitsProcessor,
@@ -92,13 +105,14 @@ def loop_reasons(
 
 
 @contextmanager
-def undone_after_errors(arguments: dict[str, Any]) -> Iterator[None]:
+def undone_after_errors(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     """Inside this context a loop that fails leaves the cache empty, for the library's loop to begin anew."""
     cache = cache_layers.cache_of(arguments)
     undo = None if cache is None else cache_layers.undo_of(cache)
     try:
         yield
     except Exception:
+        recorded_steps.forget(model)
         if undo is not None:
             undo()
         raise
@@ -107,33 +121,61 @@ def undone_after_errors(arguments: dict[str, Any]) -> Iterator[None]:
 class DecodeStep:
     """What a loop of `rows` rows asks the model; rows of an input stand next to each other, `fan_out` of them.
 
-    arguments: the `model_kwargs` of the library's loops.
+    arguments: the `model_kwargs` of the library's loops. records: the steps are recorded if they turn out to be fit.
     """
 
     def __init__(
-        self, model: Any, generation_config: Any, processors: Any, arguments: dict[str, Any], rows: int, fan_out: int
+        self,
+        model: Any,
+        generation_config: Any,
+        processors: Any,
+        arguments: dict[str, Any],
+        rows: int,
+        fan_out: int,
+        records: bool = False,
     ) -> None:
         self.model, self.generation_config = model, generation_config
         self.processors = writing_processors(processors, generation_config)
         self.arguments, self.rows, self.fan_out = arguments, rows, fan_out
         self.generation: Generation = current()
         self.steps = 0
+        self.records = records
+        self.recorded: recorded_steps.RecordedSteps | None = None
         self._staying: list[str] | None = None
+
+    @property
+    def ends_late(self) -> bool:
+        """Whether the loop reads its end one step late: not where a processor could tell that there was a step more."""
+        return self.records and all(type(processor) in BY_ROW for processor in self.processors)
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Of the next token after input_ids `[rows, length]`: `[rows, vocabulary_size]` in float32, the model's own."""
         model = self.model
         if self.steps == 0:
             outputs = model._prefill(input_ids, self.generation_config, self.arguments, is_first_iteration=True)
+        elif self.recorded is not None:
+            outputs = self.recorded.run(self._inputs(input_ids, self.recorded.cache_with_room()))
         else:
-            length = 1 if self.arguments["use_cache"] else None
-            inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **self.arguments)
-            outputs = model(**inputs, return_dict=True)
+            outputs = model(**self._inputs(input_ids, None), return_dict=True)
+            if self.records and self.steps == 1:
+                self._begin_recording(input_ids, outputs.logits)
         self.steps += 1
         self.arguments = model._update_model_kwargs_for_generation(
             outputs, self.arguments, is_encoder_decoder=model.config.is_encoder_decoder
         )
         return outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device)
+
+    def _inputs(self, input_ids: Tensor, cache: Any) -> dict[str, Any]:
+        """The arguments of the model's forward, with this cache instead of the loop's own if one is given."""
+        arguments = self.arguments if cache is None else {**self.arguments, recorded_steps.NAME: cache}
+        length = 1 if arguments["use_cache"] else None
+        return self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **arguments)
+
+    def _begin_recording(self, input_ids: Tensor, logits: Tensor) -> None:
+        """logits: what the model has just given."""
+        left = self.generation_config.max_length - input_ids.shape[1]
+        prepare = partial(self._inputs, input_ids)
+        self.recorded = recorded_steps.begin(self.model, self.arguments, self.rows, left, prepare, logits)
 
     def process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """What the processors make of scores `[rows, vocabulary_size]`, which they may overwrite."""
@@ -141,6 +183,9 @@ class DecodeStep:
 
     def reorder(self, beam_idx: Tensor) -> None:
         """Row i goes on with the keys of row `beam_idx[i]`; ValueError where the library raises it, too."""
+        if self.recorded is not None:
+            self.recorded.reorder(beam_idx)
+            return
         name = next((name for name in _MOVED if name in self.arguments), None)
         if name is None:
             return
@@ -161,7 +206,7 @@ class DecodeStep:
 
     def leaving_pays(self, leaving: int, inputs: int, steps_left: int) -> bool:
         """Whether `leaving` of `inputs` inputs should leave now, with at most `steps_left` steps to come."""
-        if leaving * 8 < inputs or not self.arguments.get("use_cache"):
+        if leaving * 8 < inputs or not self.arguments.get("use_cache") or self.recorded is not None:
             return False
         steps = min(steps_left, max(self.steps, FEW_STEPS))
         if gain.prefill_reasons(gain.size_of(self.model), leaving * self.fan_out * steps):

@@ -1,0 +1,147 @@
+"""Keys and values whose shapes and addresses stay while tokens are added, so that a decode step can be recorded.
+
+Seamless, "Updating and retrieving KV cache": the position is a tensor, and attention sees the whole capacity with a
+mask that hides what is not there yet. What rows share is stored once, as in `DecodingCache`. Knows no host library.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgen.optimizer.decoding.decoding_cache import DecodingCache, KeysAndValues
+from fastgen.optimizer.decoding.two_part_states import TwoPartStates
+
+SMALLEST_CAPACITY = 32
+
+
+def capacity_for(needed: int, most: int) -> int:
+    """Room for twice the positions that are needed, or for `most` if that is less: one of a few sizes.
+
+    There are four to eight sizes between a power of two and the next, so that many calls have the same.
+    """
+    wanted = max(needed, min(most, 2 * needed))
+    step = max(SMALLEST_CAPACITY, 1 << max((wanted - 1).bit_length() - 3, 0))
+    return -(-wanted // step) * step
+
+
+@dataclass(frozen=True)
+class Content:
+    """The keys and values of layers that are alike.
+
+    shared: of each layer `[inputs, kv_heads, shared_length, head_dim]`, or empty where nothing is kept once. own: of
+    each layer `[rows, kv_heads, own_length, head_dim]`, or empty where rows have nothing of their own. fan_out, fixed:
+    as in `DecodingCache`.
+    """
+
+    shared: list[KeysAndValues]
+    own: list[KeysAndValues]
+    fan_out: int = 1
+    fixed: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.own[0][0].shape[2] if self.own else 0
+
+    def without_last(self) -> Content:
+        """The same before the last position was added."""
+        own = [tuple(states[:, :, :-1] for states in pair) for pair in self.own]
+        return Content(self.shared, own, self.fan_out, self.fixed)
+
+    def kinds(self) -> set[tuple]:
+        """What a `StaticCache` has to be made for, of each layer: one kind where all layers are alike."""
+        layers = zip(self.shared or self.own, self.own or self.shared)
+        return {tuple(map(_kind, shared)) + tuple(_kind(states[:, :, :0]) for states in own) for shared, own in layers}
+
+
+class StaticCache(DecodingCache):
+    """A `DecodingCache` with room for `capacity` own positions, for any content of the same kind.
+
+    place: where the next position goes, `[1]`. seq_lengths: how many positions each layer holds, `[layers]`. A step
+    reads both, and writes the second; `advance` counts afterwards.
+    """
+
+    def __init__(self, content: Content, capacity: int) -> None:
+        super().__init__(len(content.shared or content.own), content.fan_out, capacity)
+        for layer, pair in enumerate(content.shared):
+            self.shared[layer] = tuple(states.new_empty(states.shape) for states in pair)
+        for states in content.own[0] if content.own else ():
+            rows, heads, _, width = states.shape
+            self.buffers.append(states.new_zeros((len(content.own), rows, heads, capacity, width)))
+        self._use(self.buffers)
+        device = (content.shared or content.own)[0][0].device
+        self.place = torch.zeros(1, dtype=torch.int64, device=device)
+        self.seq_lengths = torch.zeros(len(self.lengths), dtype=torch.int64, device=device)
+
+    @property
+    def shared_length(self) -> int:
+        return 0 if self.shared[0] is None else self.shared[0][0].shape[2]
+
+    @property
+    def length(self) -> int:
+        """How many own positions there are."""
+        return self.lengths[0]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.buffers, *(states for pair in self.shared if pair is not None for states in pair)]
+
+    def fill(self, content: Content) -> None:
+        """Copies this content, and zeros behind it: what is hidden has the weight 0, which NaN would survive."""
+        for mine, pair in zip(self.shared, content.shared):
+            for states, given in zip(mine, pair):
+                states.copy_(given)
+        for layer, pair in enumerate(content.own):
+            for states, given in zip(self._by_layer[layer], pair):
+                states[:, :, : content.length] = given
+                states[:, :, content.length :] = 0
+        self.fixed = content.fixed
+        self.lengths = [content.length] * len(self.lengths)
+        self.expect_next()
+
+    def content(self) -> Content:
+        own = [self.own(layer) for layer in range(len(self.lengths))] if self.buffers else []
+        return Content([pair for pair in self.shared if pair is not None], own, self.fan_out, self.fixed)
+
+    def expect_next(self) -> None:
+        """Sets the tensors for the next position: before it is added, or added once more."""
+        self.place.fill_(self.length)
+        self.seq_lengths.fill_(self.shared_length + self.length)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Writes what each row has computed, `[rows, kv_heads, 1, head_dim]`, at `place`."""
+        for mine, added in zip(self._by_layer[layer], (keys, values)):
+            mine.index_copy_(2, self.place, added)
+        self.seq_lengths[layer].add_(1)
+
+    def advance(self) -> None:
+        """Counts the position that was added to each layer."""
+        self.lengths = [self.length + 1] * len(self.lengths)
+        self.expect_next()
+
+    def states(self, layer: int) -> KeysAndValues:
+        """Keys and values `[rows, kv_heads, shared_length + capacity, head_dim]`."""
+        return self._joined(self.shared[layer], self._by_layer[layer] if self.buffers else None)
+
+    def whole(self, layer: int) -> KeysAndValues:
+        """Keys and values `[rows, kv_heads, length, head_dim]` of the positions that are there, in their own memory."""
+        joined = self._joined(self.shared[layer], self.own(layer) if self.buffers else None)
+        return tuple(states.whole() if isinstance(states, TwoPartStates) else states.clone() for states in joined)
+
+    def _joined(self, shared: KeysAndValues | None, own: KeysAndValues | None) -> KeysAndValues:
+        if shared is None:
+            return own
+        if own is None and self.fan_out == 1:
+            return shared
+        parts = zip(shared, own or (None, None))
+        return tuple(TwoPartStates(one, other, self.fan_out, Counter()) for one, other in parts)
+
+    def _not_held_elsewhere(self) -> list[Tensor]:
+        return self.buffers  # they must not move, and only recorded steps have views of them
+
+
+def _kind(states: Tensor) -> tuple:
+    return states.shape, states.dtype, states.device

@@ -143,52 +143,43 @@ class Recording:
 
 
 class Recordings:
-    """The recordings of one model that no call uses, the latest last.
+    """The recordings of one model on one device, for one call after the other: their graphs share memory.
 
-    A call takes one and gives it back. state: what of the model they were made for. refused: why none is to be made.
+    A call that holds `in_use` takes recordings and gives them back. refused: why none is to be made any more.
     """
 
-    def __init__(self, capture: PlainCall | CudaGraph) -> None:
-        self.capture = capture
-        self.state: Any = None
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.capture = CudaGraph(device) if device.type == "cuda" else PlainCall()
+        self.in_use = threading.Lock()
         self.refused: list[str] = []
-        self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
-        self._version = 0
-        self._lock = threading.Lock()
+        self._state: Any = None
+        self._kept: OrderedDict[Hashable, Recording] = OrderedDict()  # the latest last
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def version_for(self, state: Any) -> int:
-        """A number for the model's state, which goes into the keys; forgets what was made for another state."""
-        with self._lock:
-            if state != self.state:
-                self._forget()
-                self.state = state
-            return self._version
+    def expect(self, state: Any) -> None:
+        """Forgets what was recorded when the model's state was another."""
+        if state != self._state:
+            self.forget()
+            self._state = state
 
-    def take(self, key: tuple) -> Recording | None:
-        with self._lock:
-            return self._kept.pop(key, None)
+    def take(self, key: Hashable) -> Recording | None:
+        return self._kept.pop(key, None)
 
-    def give_back(self, key: tuple, recording: Recording) -> None:
-        """key: begins with the version. Drops those that were not used for longest, if there are too many."""
-        with self._lock:
-            if key[0] == self._version and recording.is_recorded:
-                self._kept[key] = recording
-                self._kept.move_to_end(key)
-            while self._kept and (len(self._kept) > MOST_RECORDINGS or self._bytes() > MOST_BYTES):
-                self._kept.popitem(last=False)
+    def give_back(self, key: Hashable, recording: Recording) -> None:
+        """Keeps it for other calls; drops those that were not used for longest, if there are too many."""
+        if recording.is_recorded:
+            self._kept[key] = recording
+        while self._kept and (len(self) > MOST_RECORDINGS or self.nbytes > MOST_BYTES):
+            self._kept.popitem(last=False)
 
     def forget(self) -> None:
-        with self._lock:
-            self._forget()
-
-    def _forget(self) -> None:
         self._kept.clear()
-        self._version += 1
 
-    def _bytes(self) -> int:
+    @property
+    def nbytes(self) -> int:
         return sum(recording.nbytes for recording in self._kept.values())
 
 

@@ -56,7 +56,7 @@ def beam_search(
     fan_out = generation_config.num_beams
     records = recorded_steps.can_record(self, generation_config, input_ids, model_kwargs)
     step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], fan_out, records)
-    with undone_after_errors(self, model_kwargs):
+    with undone_after_errors(model_kwargs):
         return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
 
 

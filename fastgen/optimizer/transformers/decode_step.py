@@ -105,14 +105,14 @@ def loop_reasons(
 
 
 @contextmanager
-def undone_after_errors(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
+def undone_after_errors(arguments: dict[str, Any]) -> Iterator[None]:
     """Inside this context a loop that fails leaves the cache empty, for the library's loop to begin anew."""
     cache = cache_layers.cache_of(arguments)
     undo = None if cache is None else cache_layers.undo_of(cache)
     try:
         yield
     except Exception:
-        recorded_steps.forget(model)
+        recorded_steps.abandon()
         if undo is not None:
             undo()
         raise

@@ -49,7 +49,7 @@ def sample(
         )
     step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], 1, records)
     loop = in_recorded_steps if records else greedy
-    with undone_after_errors(self, model_kwargs):
+    with undone_after_errors(model_kwargs):
         return loop(input_ids, generation_config, step, stopping_criteria)
 
 
@@ -62,7 +62,8 @@ def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bo
 
 def in_recorded_steps(input_ids: Tensor, config: Any, step: DecodeStep, stopping_criteria: Any) -> Tensor:
     """The sequences `[rows, length]`, as the library returns them, greedy or drawn; all rows stay to the end."""
-    pad, device = config._pad_token_tensor, input_ids.device
+    device = input_ids.device
+    pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
     going_on = torch.ones(input_ids.shape[0], dtype=torch.bool, device=device)
     late_end = LateFlag(device) if step.ends_late else None
     random = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator

@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 from fastgen.config import CONFIG
 from fastgen.optimizer.decoding.fingerprint import fingerprint
-from fastgen.optimizer.decoding.generation import Generation, count, current, fell_back
-from fastgen.optimizer.decoding.recorded_step import CudaGraph, PlainCall, Recording, Recordings, differs_sync
+from fastgen.optimizer.decoding.generation import count, current, fell_back
+from fastgen.optimizer.decoding.recorded_step import Recording, Recordings, differs_sync
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for
 from fastgen.optimizer.transformers import eligibility, model_state
 from fastgen.optimizer.transformers.static_layers import (
@@ -36,7 +36,7 @@ NAME = "past_key_values"
 # Recording takes the time of some steps.
 MIN_STEPS = 6
 
-# The library's static caches as `FixedLayer` follows them, since transformers 5.10.
+# The library's static caches as `FixedLayer` follows them.
 _LAYERS_ARE_KNOWN = (
     "query_length" in inspect.signature(CacheLayerMixin.get_mask_sizes).parameters
     and "cumulative_length" in StaticLayer.__annotations__
@@ -68,9 +68,7 @@ def _unsupported_reasons(model: Any, generation_config: Any, prompt_length: int,
         reasons.append("autocast keeps copies of weights that a recording would outlive")
     if getattr(model, "hf_quantizer", None) is not None:
         reasons.append("the model is quantized")
-    if model.device.type == "cuda" and torch.cuda.current_stream(model.device) != torch.cuda.default_stream(
-        model.device
-    ):
+    if model.device.type == "cuda" and torch.cuda.current_stream(model.device).cuda_stream:
         reasons.append("the program computes on a stream of its own")
     if hasattr(model, "_reorder_cache"):
         reasons.append("the model moves its cache itself")
@@ -84,27 +82,28 @@ def _unsupported_reasons(model: Any, generation_config: Any, prompt_length: int,
 
 
 class RecordedSteps:
-    """The steps of one call from the second one on; most: the number of own positions that a row can reach."""
+    """The steps of one call from the second one on.
 
-    def __init__(self, model: Any, cache: Cache, arguments: dict[str, Any], most: int, generation: Generation) -> None:
-        self.model, self.most, self.generation = model, most, generation
+    cache: the call's own. most: the number of own positions that a row can reach.
+    """
+
+    def __init__(self, model: Any, recordings: Recordings, cache: Cache, arguments: dict[str, Any], most: int) -> None:
+        self.model, self.recordings, self.most = model, recordings, most
         self.original = ref(cache)
-        self.recordings = _recordings_of(model)
-        version = self.recordings.version_for(fingerprint(model))
-        given = frozenset(name for name, value in arguments.items() if value is not None)
-        self.call_key = (version, given, *_settings())
+        self.given = frozenset(name for name, value in arguments.items() if value is not None)
         self.key: tuple = ()
-        self.recording: Recording
+        self.recording: Recording | None = None
 
     def begin(self, contents: list[Content], prepare: Prepare, expected: Tensor) -> list[str]:
         """Takes or makes a recording and lets it repeat the step that has just given `expected`; returns why not."""
         cache = self.original()
+        self.recordings.expect(fingerprint(self.model))
         self._use([contents[0].without_last(), *contents[1:]], cache)
         if self._replayed(prepare(self.recording.cache), expected) is None:
+            self.recording = None
             return self.recordings.refused or ["the arguments of its forward are not those of earlier calls"]
         self.recording.caches[0].advance()
         take_over(cache, self.recording.cache)
-        self.generation.recorded = self
         return []
 
     def cache_with_room(self) -> Cache:
@@ -131,16 +130,26 @@ class RecordedSteps:
         self.recording.caches[0].reorder(beam_idx)
 
     def end(self) -> None:
-        """The call is over: its cache, if anybody has kept it, becomes plain, and others may use the recording."""
-        if (original := self.original()) is not None:
-            make_plain(original)
-        self.recordings.give_back(self.key, self.recording)
+        """The call is over: its cache, if anybody has kept it, becomes plain, and other calls may use the recording."""
+        try:
+            if (original := self.original()) is not None:
+                make_plain(original)
+            if self.recording is not None:
+                self.recordings.give_back(self.key, self.recording)
+        finally:
+            self.recordings.in_use.release()
+
+    def abandon(self) -> None:
+        """The call has failed: the recordings give their memory back."""
+        self.recording = None
+        self.recordings.forget()
+        self.recordings.in_use.release()
 
     def _use(self, contents: list[Content], cache: Cache) -> None:
         """Moves the contents to the buffers of a recording with room for more."""
         capacity = capacity_for(contents[0].length + 1, self.most)
         kinds = tuple(frozenset(content.kinds()) for content in contents)
-        self.key = (*self.call_key, capacity, kinds, tuple(content.fan_out for content in contents))
+        self.key = (self.given, _settings(), capacity, kinds, tuple(content.fan_out for content in contents))
         self.recording = self.recordings.take(self.key) or self._new(contents, capacity, cache)
         for states, content in zip(self.recording.caches, contents):
             states.fill(content)
@@ -168,15 +177,12 @@ class RecordedSteps:
         except Exception as error:
             self._refuse(f"{type(error).__name__}: {error}")
             return None
-        if (
-            outputs is not None
-            and expected is not None
-            and differs_sync(outputs.logits, expected, _tolerance(expected))
-        ):
+        if outputs is None:
+            return None
+        if expected is not None and differs_sync(outputs.logits, expected, _tolerance(expected)):
             self._refuse("a replay gave other logits than the forward")
             return None
-        if outputs is not None:
-            count(self.recordings.capture.name)
+        count(self.recordings.capture.name)
         return outputs
 
     def _refuse(self, reason: str) -> None:
@@ -198,22 +204,29 @@ def can_record(model: Any, generation_config: Any, input_ids: Tensor, arguments:
 def begin(
     model: Any, arguments: dict[str, Any], rows: int, steps_left: int, prepare: Prepare, expected: Tensor
 ) -> RecordedSteps | None:
-    """The recorded steps of a call of which the first one, with these arguments, has given the logits `expected`."""
-    generation, cache = current(), arguments.get(NAME)
+    """The recorded steps of a call of which the first one, with these arguments, has given the logits `expected`.
+
+    They are the generation's as well, which ends them.
+    """
+    generation, cache, recordings = current(), arguments.get(NAME), _recordings_of(model)
     contents, reasons = ([], ["there is no cache"]) if cache is None else contents_or_reasons(cache)
     reasons = reasons or model_state.rows_reasons(model, {rows, generation.inputs})
+    if not reasons and not recordings.in_use.acquire(blocking=False):
+        reasons = ["another call uses the model's recordings"]
     if not reasons:
-        steps = RecordedSteps(model, cache, arguments, contents[0].length + steps_left, generation)
+        steps = RecordedSteps(model, recordings, cache, arguments, contents[0].length + steps_left)
+        generation.recorded = steps
         reasons = steps.begin(contents, prepare, expected)
     _tell(reasons)
     return None if reasons else steps
 
 
-def forget(model: Any) -> None:
-    """After an error: the model's recordings give their memory back."""
-    current().recorded = None
-    if model in _known:
-        _known[model].forget()
+def abandon() -> None:
+    """After an error in the loop of the call that runs."""
+    generation = current()
+    if generation.recorded is not None:
+        generation.recorded.abandon()
+        generation.recorded = None
 
 
 def _tell(reasons: list[str]) -> None:
@@ -225,23 +238,16 @@ def _without_cache(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recordings_of(model: Any) -> Recordings:
-    if model not in _known:
-        _known[model] = Recordings(CudaGraph(model.device) if model.device.type == "cuda" else PlainCall())
+    if model not in _known or _known[model].device != model.device:
+        _known[model] = Recordings(model.device)
     return _known[model]
 
 
 def _settings() -> tuple:
     """What of torch decides which kernels run, and whether tensors may be written outside of inference mode."""
-    attention = torch.backends.cuda
-    return (
-        torch.is_inference_mode_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        attention.flash_sdp_enabled(),
-        attention.mem_efficient_sdp_enabled(),
-        attention.math_sdp_enabled(),
-        attention.cudnn_sdp_enabled(),
-    )
+    attention = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math")]
+    precision = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    return torch.is_inference_mode_enabled(), *precision, *attention
 
 
 def _tolerance(logits: Tensor) -> float:

@@ -1,0 +1,34 @@
+"""Recorded steps on the CPU, where a replay is a plain call, for models of any size and calls of a few tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from fastgen.optimizer.decoding import static_cache
+from fastgen.optimizer.report import Report
+from fastgen.optimizer.transformers import recorded_steps
+
+RECORDED = "decode step, static"
+
+
+@contextmanager
+def recording(cuda_graphs: str = "on", smallest_capacity: int = 8) -> Iterator[None]:
+    """As under FASTGEN_CUDA_GRAPHS; buffers begin so small that calls outgrow them."""
+    config = dataclasses.replace(recorded_steps.CONFIG, cuda_graphs=cuda_graphs)
+    with (
+        mock.patch.object(recorded_steps, "CONFIG", config),
+        mock.patch.object(static_cache, "SMALLEST_CAPACITY", smallest_capacity),
+    ):
+        yield
+
+
+def replays(report: Report) -> int:
+    return report.kernels[RECORDED]
+
+
+def not_recorded_because(report: Report, reason: str) -> bool:
+    because = f"decode steps are not recorded: {reason}"
+    return not replays(report) and any(fallback.startswith(because) for fallback in report.fallbacks)

@@ -1,0 +1,454 @@
+"""Decode steps that are recorded give the library's tokens; what was recorded is used again, and never when stale."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from parity import padded, run_both, tiny, token_ids, whisper
+from recording import not_recorded_because, recording, replays
+from sharing import sharing
+from torch import nn
+from transformers import LogitsProcessor
+
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding import recorded_step
+from fastgen.optimizer.decoding.late_flag import LateFlag
+from fastgen.optimizer.decoding.recorded_step import PlainCall, Recording, Recordings
+from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for
+from fastgen.optimizer.transformers import recorded_steps
+
+MODELS = ("gpt2", "llama", "llama-eager", "t5", "bart", "whisper")
+BEAMS = {"num_beams": 4, "max_new_tokens": 14}
+GREEDY = {"max_new_tokens": 14, "do_sample": False}
+SAMPLES = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 14}
+ENDS = {"eos_token_id": list(range(3, 90, 6))}
+
+
+@pytest.fixture(autouse=True)
+def _recording():
+    with recording():
+        yield
+
+
+@pytest.fixture(params=("always", "never"))
+def shared(request):
+    """Prompts are kept once per input, or for each row."""
+    with sharing(request.param):
+        yield
+
+
+def model_of(name: str) -> nn.Module:
+    if name == "whisper":
+        return whisper()
+    if name == "llama-eager":
+        return tiny("llama", attn_implementation="eager")
+    return tiny(name, "seq2seq" if name in ("t5", "bart") else "causal")
+
+
+def inputs_of(name: str, rows: int = 3, seed: int = 1) -> dict[str, torch.Tensor]:
+    if name == "whisper":
+        return {"input_features": torch.randn(rows, 8, 40, generator=torch.Generator().manual_seed(seed))}
+    lengths = (3, 7, 5, 6)[:rows]
+    return padded(*lengths, side="right" if name in ("t5", "bart") else "left", seed=seed)
+
+
+def recorded(model: nn.Module, inputs: dict[str, torch.Tensor], **arguments) -> int:
+    """How many steps of this generate were replays; its tokens and random numbers are those of the library."""
+    stock, fast, report = run_both(lambda: model.generate(**inputs, **arguments))
+    assert torch.equal(stock, fast)
+    return replays(report)
+
+
+@pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_the_library(name, arguments, shared):
+    model = model_of(name)
+    for rows in (1, 3):
+        assert recorded(model, inputs_of(name, rows), **arguments)
+
+
+@pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_every_step_after_the_first_is_a_replay_and_buffers_are_outgrown(name, arguments):
+    model = model_of(name)
+    arguments = {**arguments, "max_new_tokens": 40, "eos_token_id": None}
+    assert recorded(model, inputs_of(name), **arguments) == 39
+    assert len(recorded_steps._known[model]) > 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**BEAMS, "early_stopping": True},
+        {**BEAMS, "early_stopping": "never", "length_penalty": 0.0},
+        {**BEAMS, "num_return_sequences": 4, "length_penalty": -1.0},
+        {**BEAMS, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+        {**BEAMS, "repetition_penalty": 1.4},
+        {**GREEDY, "no_repeat_ngram_size": 1, "repetition_penalty": 1.3},
+        {**GREEDY, "min_length": 10},
+        {**SAMPLES, "temperature": 0.7, "top_k": 9},
+        {**SAMPLES, "top_p": 0.8, "min_new_tokens": 5},
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_inputs_end_at_different_steps(name, options):
+    model = model_of(name)
+    assert sum(recorded(model, inputs_of(name, seed=seed), **{**options, **ENDS}) for seed in range(4))
+
+
+@pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
+def test_the_end_is_seen_one_step_late_and_that_step_undone(monkeypatch, arguments):
+    seen, exchange = [], LateFlag.exchange
+    monkeypatch.setattr(LateFlag, "exchange", lambda self, flag: seen.append(exchange(self, flag)) or seen[-1])
+    model = model_of("llama")
+    for seed in range(8):
+        recorded(model, inputs_of("llama", seed=seed), **{**arguments, **ENDS, "early_stopping": True})
+    assert any(seen)
+
+
+class Counting(LogitsProcessor):
+    """Counts its calls, as a program might."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores
+
+
+@pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
+def test_a_processor_of_the_program_sees_no_step_too_many(arguments):
+    model, calls = model_of("llama"), []
+    for seed in range(6):
+        inputs = inputs_of("llama", seed=seed)
+
+        def call(inputs=inputs):
+            counting = Counting()
+            options = {**arguments, **ENDS, "early_stopping": True}
+            tokens = model.generate(**inputs, **options, logits_processor=[counting])
+            calls.append(counting.calls)
+            return tokens
+
+        stock, fast, _ = run_both(call)
+        assert torch.equal(stock, fast) and calls[-1] == calls[-2]
+    assert len(set(calls)) > 1
+
+
+def test_later_calls_use_the_recordings_of_earlier_ones(monkeypatch):
+    made, record = [], Recording.record
+    monkeypatch.setattr(Recording, "record", lambda self, *given: made.append(self) or record(self, *given))
+    for name in ("gpt2", "t5"):
+        model = model_of(name)
+        for seed in range(3):
+            assert recorded(model, inputs_of(name, seed=seed), **BEAMS)
+            if not seed:
+                first = len(made)
+        assert len(made) == first and first
+        made.clear()
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_in_inference_mode_and_out_of_it(name):
+    model = model_of(name)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            assert recorded(model, inputs_of(name), **BEAMS)
+
+
+def in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(1.5)
+
+
+def through_data(weight: nn.Parameter) -> None:
+    weight.data.mul_(1.5)
+
+
+def other_data(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 1.5
+
+
+@pytest.mark.parametrize("change", [in_place, through_data, other_data])
+def test_weights_that_change_between_calls(change):
+    model = model_of("llama")
+    for _ in range(3):
+        assert recorded(model, inputs_of("llama"), **BEAMS)
+        change(model.lm_head.weight)
+        change(model.model.layers[1].self_attn.k_proj.weight)
+
+
+def replace_a_parameter(model: nn.Module) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight * 2)
+
+
+def replace_a_buffer(model: nn.Module) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def add_a_hook(model: nn.Module) -> None:
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    model.eval()
+
+
+def add_an_adapter(model: nn.Module) -> None:
+    peft = pytest.importorskip("peft")
+    model.add_adapter(peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    model.eval()
+
+
+def change_the_configuration(model: nn.Module) -> None:
+    model.config.some_switch = True
+
+
+@pytest.mark.parametrize(
+    "change", [replace_a_parameter, replace_a_buffer, add_a_hook, add_an_adapter, change_the_configuration]
+)
+def test_recordings_of_another_state_are_dropped(change):
+    model = model_of("llama")
+    inputs = inputs_of("llama")
+    recorded(model, inputs, **BEAMS)
+    before = set(map(id, recorded_steps._known[model]._kept.values()))
+    kept = list(recorded_steps._known[model]._kept.values())
+    change(model)
+    recorded(model, inputs, **BEAMS)
+    assert kept and before.isdisjoint(map(id, recorded_steps._known[model]._kept.values()))
+
+
+def test_an_adapter_that_is_switched_off_drops_them_too():
+    model = model_of("llama")
+    add_an_adapter(model)
+    recorded(model, inputs_of("llama"), **BEAMS)
+    kept = list(recorded_steps._known[model]._kept.values())
+    model.disable_adapters()
+    recorded(model, inputs_of("llama"), **BEAMS)
+    assert kept and not set(map(id, kept)) & set(map(id, recorded_steps._known[model]._kept.values()))
+
+
+def test_training_and_foreign_hooks_leave_the_steps_to_the_library():
+    model = model_of("gpt2")
+    assert recorded(model, inputs_of("gpt2"), **GREEDY)
+    model.train()
+    report = run_both(lambda: model.generate(**inputs_of("gpt2"), **GREEDY)).report
+    assert not_recorded_because(report, "the model is in training mode")
+    model.eval()
+    handle = model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
+    assert not recorded(model, inputs_of("gpt2"), **GREEDY)
+    handle.remove()
+    assert recorded(model, inputs_of("gpt2"), **GREEDY)
+
+
+class WrongCapture(PlainCall):
+    """Replays give what the function gives, and one more."""
+
+    def __init__(self, right: int = 0) -> None:
+        self.right = right  # so many captures are right before
+
+    def record(self, run):
+        self.right -= 1
+        if self.right >= 0:
+            return run
+
+        def replay():
+            outputs = run()
+            outputs.logits = outputs.logits + torch.arange(outputs.logits.shape[-1])
+            return outputs
+
+        return replay
+
+
+class FailingCapture(WrongCapture):
+    """As where the forward reads the device."""
+
+    def record(self, run):
+        self.right -= 1
+        if self.right >= 0:
+            return run
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("right", [0, 1], ids=("first capture", "second capture"))
+@pytest.mark.parametrize("capture", [WrongCapture, FailingCapture])
+@pytest.mark.parametrize("arguments", [BEAMS, SAMPLES], ids=("beams", "samples"))
+def test_a_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch, capture, arguments, right):
+    monkeypatch.setattr(recorded_step, "PlainCall", lambda: capture(right))
+    model = model_of("gpt2")
+    inputs = inputs_of("gpt2")
+    with pytest.warns(RuntimeWarning, match="fastgen does not record the decode steps of a model: GPT2LMHeadModel: "):
+        replayed = recorded(model, inputs, **arguments)
+    assert bool(replayed) == bool(right)
+    stock, fast, report = run_both(lambda: model.generate(**inputs, **arguments))  # a second warning would raise
+    assert torch.equal(stock, fast) and not_recorded_because(report, "GPT2LMHeadModel: ")
+    assert not len(recorded_steps._known[model])
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
+    failed = []
+    monkeypatch.setattr(PATCH_SET, "strict", False)
+    monkeypatch.setattr(PATCH_SET, "_replacement_failed", lambda record, error: failed.append(str(error)))
+    monkeypatch.setattr(StaticCache, "content", None)  # fails when the first buffers are full
+    model = model_of("llama")
+    for _ in range(2):
+        assert recorded(model, inputs_of("llama"), **{**GREEDY, "num_beams": num_beams})
+    recordings = recorded_steps._known[model]
+    assert failed == 2 * ["'NoneType' object is not callable"]
+    assert not recordings.in_use.locked() and not len(recordings)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mistral", "a cache with layers of DynamicSlidingWindowLayer"),
+        ("roformer", "the forward of RoFormerForCausalLM may read the device"),
+    ],
+)
+def test_other_models_are_left_as_they_are(name, reason):
+    model = tiny(name)
+    stock, fast, report = run_both(lambda: model.generate(**inputs_of(name), **GREEDY))
+    assert torch.equal(stock, fast) and not_recorded_because(report, reason)
+
+
+@pytest.mark.parametrize("cuda_graphs", ["auto", "off"])
+def test_nothing_is_recorded_on_a_cpu_unless_it_is_asked_for(cuda_graphs):
+    model = model_of("gpt2")
+    with recording(cuda_graphs):
+        for arguments in (BEAMS, SAMPLES):
+            stock, fast, report = run_both(lambda arguments=arguments: model.generate(**inputs_of("gpt2"), **arguments))
+            assert torch.equal(stock, fast) and not replays(report) and "decode" not in str(report.fallbacks)
+
+
+def test_a_cache_that_somebody_has_kept_is_plain_afterwards_and_holds_every_position(monkeypatch):
+    kept, begin = [], recorded_steps.begin
+
+    def remember(model, arguments, *given):
+        kept.append(arguments["past_key_values"])
+        return begin(model, arguments, *given)
+
+    monkeypatch.setattr(recorded_steps, "begin", remember)
+    model = model_of("llama")
+    for share in ("always", "never"):
+        with sharing(share):
+            tokens = model.generate(**inputs_of("llama"), **{**SAMPLES, "eos_token_id": None})
+        cache = kept.pop()
+        with torch.no_grad():
+            mask = inputs_of("llama")["attention_mask"].repeat_interleave(3, dim=0)
+            mask = torch.cat([mask, torch.ones(9, 13, dtype=torch.int64)], dim=1)
+            position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+            whole = model(tokens[:, :-1], attention_mask=mask, position_ids=position_ids).past_key_values
+        for found, expected in zip(cache.layers, whole.layers):
+            assert type(found) is type(expected) and type(found.keys) is torch.Tensor
+            visible = mask.bool()[:, None, :, None]
+            torch.testing.assert_close(found.keys * visible, expected.keys * visible, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(found.values * visible, expected.values * visible, atol=1e-4, rtol=1e-4)
+
+
+def test_a_second_thread_on_the_same_model_goes_on_without_recordings():
+    model = model_of("gpt2")
+    expected = model.generate(**inputs_of("gpt2"), **BEAMS)
+    results = [None] * 4
+
+    def work(index: int) -> None:
+        results[index] = model.generate(**inputs_of("gpt2"), **BEAMS)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(result, expected) for result in results)
+    assert not recorded_steps._known[model].in_use.locked()
+
+
+def test_a_model_that_is_gone_leaves_nothing_behind():
+    model = model_of("gpt2")
+    recorded(model, inputs_of("gpt2"), **BEAMS)
+    buffers = weakref.ref(next(iter(recorded_steps._known[model]._kept.values())).caches[0])
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None and buffers() is None
+
+
+def cache_of_one_layer(rows: int = 2) -> StaticCache:
+    states = torch.zeros(rows, 1, 3, 4)
+    return StaticCache(Content([], [(states, states)]), 8)
+
+
+def recording_of(rows: int = 2) -> Recording:
+    made = Recording(lambda inputs: inputs["number"] + 1, [cache_of_one_layer(rows)], None)
+    made.record({"number": torch.zeros(3)}, PlainCall())
+    return made
+
+
+def test_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
+    recordings = Recordings(torch.device("cpu"))
+    monkeypatch.setattr(recorded_step, "MOST_RECORDINGS", 3)
+    for key in range(3):
+        recordings.give_back(key, recording_of())
+    recordings.give_back(0, recordings.take(0))
+    recordings.give_back(3, recording_of())
+    assert list(recordings._kept) == [2, 0, 3]
+    monkeypatch.setattr(recorded_step, "MOST_BYTES", 2 * recording_of().nbytes)
+    recordings.give_back(4, recording_of())
+    assert list(recordings._kept) == [3, 4] and recordings.nbytes == recorded_step.MOST_BYTES
+    recordings.give_back(5, recording_of(rows=20))
+    assert not len(recordings)
+
+
+def test_a_replay_gets_the_inputs_of_its_call_and_no_others_than_were_recorded():
+    made = recording_of()
+    assert made.replay({"number": torch.arange(3.0)}).tolist() == [1, 2, 3]
+    number = torch.zeros(3)
+    assert made.replay({"number": number}).tolist() == [1, 1, 1]
+    number += 5  # the same tensor with another content
+    assert made.replay({"number": number}).tolist() == [6, 6, 6]
+    assert made.replay({"number": torch.zeros(4)}) is None and not made.is_recorded
+
+
+@pytest.mark.parametrize("shared_length", [0, 4])
+def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(shared_length):
+    torch.manual_seed(0)
+    fan_out, rows = (3, 6) if shared_length else (1, 2)
+    shared = [(torch.randn(2, 2, 4, 3), torch.randn(2, 2, 4, 3)) for _ in range(2)] if shared_length else []
+    own = [(torch.randn(rows, 2, 5, 3), torch.randn(rows, 2, 5, 3)) for _ in range(2)]
+    content = Content(shared, own, fan_out)
+    cache = StaticCache(content, 12)
+    cache.buffers[0].fill_(torch.nan)  # of an earlier call
+    cache.fill(content)
+    addresses = [states.data_ptr() for states in cache.tensors]
+    for _ in range(7):
+        added = [(torch.randn(rows, 2, 1, 3), torch.randn(rows, 2, 1, 3)) for _ in range(2)]
+        for layer, pair in enumerate(added):
+            assert int(cache.seq_lengths[layer]) == shared_length + cache.length
+            cache.append(layer, *pair)
+        cache.advance()
+        order = torch.randint(fan_out, (rows,)) + torch.arange(rows) // fan_out * fan_out
+        cache.reorder(order)
+        own = [tuple(torch.cat(both, dim=2)[order] for both in zip(before, pair)) for before, pair in zip(own, added)]
+        for layer, pair in enumerate(own):
+            whole = cache.whole(layer)
+            assert all(torch.equal(found[:, :, shared_length:], states) for found, states in zip(whole, pair))
+            assert cache.states(layer)[0].shape[2] == shared_length + 12 and not cache.states(layer)[0].isnan().any()
+    assert [states.data_ptr() for states in cache.tensors] == addresses
+
+
+def test_capacities_are_few_and_never_too_small():
+    assert len({capacity_for(needed, 4096) for needed in range(1, 4097)}) < 40
+    for most in (20, 100, 5000):
+        for needed in range(1, most + 1):
+            assert needed <= capacity_for(needed, most) <= max(2 * needed, most) * 1.25 + 32
+
+
+def test_a_late_flag_is_that_of_the_step_before():
+    flag = LateFlag(torch.device("cpu"))
+    seen = [flag.exchange(torch.tensor(value)) for value in (False, True, False, True, True)]
+    assert seen == [False, False, True, False, True]
+
+
+def test_prompts_of_one_row_without_a_mask():
+    assert recorded(model_of("llama"), {"input_ids": token_ids(1, 6)}, **GREEDY)

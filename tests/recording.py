@@ -20,6 +20,7 @@ def recording(cuda_graphs: str = "on", smallest_capacity: int = 8) -> Iterator[N
     config = dataclasses.replace(recorded_steps.CONFIG, cuda_graphs=cuda_graphs)
     with (
         mock.patch.object(recorded_steps, "CONFIG", config),
+        mock.patch.object(recorded_steps, "MIN_STEPS", 1),
         mock.patch.object(static_cache, "SMALLEST_CAPACITY", smallest_capacity),
     ):
         yield

@@ -10,7 +10,7 @@ from fastgen.config import Config, read
 
 def test_nothing_set_means_the_defaults():
     assert Config.from_environ({}) == Config(
-        disable=False, auto=True, strict=False, share="auto", pack=True, cache=None, log=None
+        disable=False, auto=True, strict=False, share="auto", pack=True, cuda_graphs="auto", cache=None, log=None
     )
     empty = dict.fromkeys(("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_SHARE", "FASTGEN_CACHE", "FASTGEN_LOG"), "")
     assert Config.from_environ(empty) == Config()
@@ -22,6 +22,7 @@ def test_each_variable_sets_its_own_field():
     assert Config.from_environ({"FASTGEN_STRICT": "True"}) == Config(strict=True)
     assert Config.from_environ({"FASTGEN_SHARE": "Never"}) == Config(share="never")
     assert Config.from_environ({"FASTGEN_PACK": "0"}) == Config(pack=False)
+    assert Config.from_environ({"FASTGEN_CUDA_GRAPHS": "off"}) == Config(cuda_graphs="off")
     assert Config.from_environ({"FASTGEN_CACHE": "/tmp/a"}) == Config(cache="/tmp/a")
     assert Config.from_environ({"FASTGEN_LOG": "DEBUG"}) == Config(log="debug")
     assert Config.from_environ({"FASTGEN_DISABLE": "0", "FASTGEN_STRICT": "off"}) == Config()
@@ -35,6 +36,7 @@ def test_each_variable_sets_its_own_field():
         ("FASTGEN_STRICT", "2", "1 or 0"),
         ("FASTGEN_SHARE", "1", "auto, always, never"),
         ("FASTGEN_PACK", "half", "1 or 0"),
+        ("FASTGEN_CUDA_GRAPHS", "1", "auto, off, on"),
         ("FASTGEN_LOG", "loud", "debug, info, warning, error"),
     ],
 )
@@ -46,7 +48,7 @@ def test_an_error_names_the_variable_the_value_and_what_is_accepted(variable, va
 
 def test_every_variable_is_read():
     environ = {f"FASTGEN_{field.name.upper()}": "1" for field in fields(Config)}
-    environ |= {"FASTGEN_SHARE": "never", "FASTGEN_LOG": "info", "FASTGEN_CACHE": "/tmp/a"}
+    environ |= {"FASTGEN_SHARE": "never", "FASTGEN_CUDA_GRAPHS": "on", "FASTGEN_LOG": "info", "FASTGEN_CACHE": "/tmp/a"}
     assert read(environ) == Config.from_environ(environ)
     assert read({"FASTGEN_CACHE": "/tmp/a", "HOME": "/tmp/b"}) == Config(cache="/tmp/a")
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_VALUES = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 
 # Describes one call of generate.
 _OF_THE_CALL = "generation_config"
@@ -19,24 +19,28 @@ def fingerprint(model: nn.Module) -> list[Any]:
     Equal as long as none was replaced. A weight that is written in place keeps its address, where recordings read it.
     """
     seen: set[int] = set()
-    return [_described(vars(module), seen) for module in model.modules()]
+    return [_of_items(vars(module), seen) for module in model.modules()]
 
 
-def _described(value: Any, seen: set[int]) -> Any:
-    if isinstance(value, _VALUES):
-        return value
-    if isinstance(value, Tensor) and value.layout == torch.strided:
-        return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, dict):
-        return [(_described(name, seen), _of_attribute(name, item, seen)) for name, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [_described(item, seen) for item in value]
-    return type(value), id(value)
+def _of_items(items: dict[Any, Any], seen: set[int]) -> list[Any]:
+    return [(_described(name, seen), _of_attribute(name, value, seen)) for name, value in items.items()]
 
 
 def _of_attribute(name: Any, value: Any, seen: set[int]) -> Any:
     """A configuration, which may be changed, is described by what it holds, once for all modules that have it."""
-    if not str(name).endswith("config") or name == _OF_THE_CALL or not hasattr(value, "__dict__") or id(value) in seen:
+    if not hasattr(value, "__dict__") or not str(name).endswith("config") or name == _OF_THE_CALL or id(value) in seen:
         return _described(value, seen)
     seen.add(id(value))
-    return id(value), _described(vars(value), seen)
+    return id(value), _of_items(vars(value), seen)
+
+
+def _described(value: Any, seen: set[int]) -> Any:
+    if type(value) in _VALUES:
+        return value
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, dict):
+        return _of_items(value, seen) if value else ()
+    if isinstance(value, (list, tuple)):
+        return [_described(item, seen) for item in value]
+    return type(value), id(value)

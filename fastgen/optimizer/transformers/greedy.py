@@ -70,7 +70,7 @@ def in_recorded_steps(input_ids: Tensor, config: Any, step: DecodeStep, stopping
     logits = step.logits(input_ids)
     with getattr(step.model, "_optimize_model_for_decode", nullcontext)():
         while True:
-            scores = step.process(input_ids, logits.clone())
+            scores = step.process(input_ids, logits.clone()) if step.processors else logits
             before = random.get_state() if late_end is not None and config.do_sample else None
             tokens = _drawn(scores) if config.do_sample else scores.argmax(dim=-1)
             if pad is not None:

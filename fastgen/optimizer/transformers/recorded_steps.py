@@ -24,6 +24,7 @@ from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capaci
 from fastgen.optimizer.transformers import eligibility, model_state
 from fastgen.optimizer.transformers.static_layers import (
     contents_or_reasons,
+    layer_reasons,
     make_plain,
     take_over,
     with_fixed_layers,
@@ -33,8 +34,8 @@ from fastgen.patching import warn
 
 NAME = "past_key_values"
 
-# Recording takes the time of some steps.
-MIN_STEPS = 6
+# To look at the model and to record take the time of some steps (not yet measured on a GPU).
+MIN_STEPS = 16
 
 # The library's static caches as `FixedLayer` follows them.
 _LAYERS_ARE_KNOWN = (
@@ -53,12 +54,14 @@ def are_wanted(device: torch.device) -> bool:
     return device.type in {"auto": ("cuda",), "on": ("cuda", "cpu"), "off": ()}[CONFIG.cuda_graphs]
 
 
-def _unsupported_reasons(model: Any, generation_config: Any, prompt_length: int, use_cache: bool) -> list[str]:
+def _unsupported_reasons(
+    model: Any, generation_config: Any, prompt_length: int, arguments: dict[str, Any]
+) -> list[str]:
     """Why the steps of a call are not recorded, as far as that is known before its prefill; empty if they can be."""
     reasons = []
     if not _LAYERS_ARE_KNOWN:
         reasons.append("this version of transformers has other static caches")
-    if not use_cache or (generation_config.max_length or 0) - prompt_length < MIN_STEPS:
+    if not arguments.get("use_cache") or (generation_config.max_length or 0) - prompt_length < MIN_STEPS:
         reasons.append(f"no cache, or fewer than {MIN_STEPS} steps")
     if not getattr(model, "_can_compile_fullgraph", False):
         reasons.append(f"the forward of {type(model).__name__} may read the device")
@@ -70,6 +73,8 @@ def _unsupported_reasons(model: Any, generation_config: Any, prompt_length: int,
         reasons.append("the model is quantized")
     if model.device.type == "cuda" and torch.cuda.current_stream(model.device).cuda_stream:
         reasons.append("the program computes on a stream of its own")
+    if (cache := arguments.get(NAME)) is not None:
+        reasons += layer_reasons(cache)
     if hasattr(model, "_reorder_cache"):
         reasons.append("the model moves its cache itself")
     if model in _known:
@@ -196,7 +201,7 @@ def can_record(model: Any, generation_config: Any, input_ids: Tensor, arguments:
     """Whether a loop that begins with these `model_kwargs` should try to; tells the report why not."""
     if not are_wanted(input_ids.device):
         return False
-    reasons = _unsupported_reasons(model, generation_config, input_ids.shape[1], bool(arguments.get("use_cache")))
+    reasons = _unsupported_reasons(model, generation_config, input_ids.shape[1], arguments)
     _tell(reasons)
     return not reasons
 

@@ -15,6 +15,8 @@ from fastgen.optimizer.decoding.decoding_cache import KeysAndValues
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache
 from fastgen.optimizer.transformers.cache_layers import SharedLayer, parts
 
+_KINDS = (DynamicLayer, SharedLayer)
+
 
 class FixedLayer(DynamicLayer):
     """Layer `index` of `states` in the place of `layer`, one of those that `contents_or_reasons` allows."""
@@ -52,13 +54,18 @@ class FixedLayer(DynamicLayer):
         return layer
 
 
+def layer_reasons(cache: Cache) -> list[str]:
+    """Why layers of these classes cannot be kept in fixed places; empty if they can."""
+    names = {type(layer).__name__ for part in parts(cache) for layer in part.layers if type(layer) not in _KINDS}
+    return [f"a cache with layers of {', '.join(sorted(names))} (supported: DynamicLayer)"] if names else []
+
+
 def contents_or_reasons(cache: Cache) -> tuple[list[Content], list[str]]:
     """What each part of the cache holds, as views; and why it cannot be kept in fixed places, empty if it can."""
-    contents: list[Content] = []
+    contents, reasons = [], layer_reasons(cache)
+    if reasons:
+        return [], reasons
     for part, is_cross in zip(parts(cache), (False, True)):
-        if any(type(layer) not in (DynamicLayer, SharedLayer) for layer in part.layers):
-            names = sorted({type(layer).__name__ for layer in part.layers})
-            return [], [f"a cache with layers of {', '.join(names)} (supported: DynamicLayer)"]
         if not part.layers or not all(layer.is_initialized for layer in part.layers):
             return [], ["a layer of the cache is empty"]
         if any(isinstance(layer, SharedLayer) and layer._states.was_read_whole for layer in part.layers):

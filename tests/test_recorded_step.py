@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -150,6 +151,14 @@ def test_later_calls_use_the_recordings_of_earlier_ones(monkeypatch):
                 first = len(made)
         assert len(made) == first and first
         made.clear()
+
+
+def test_prompts_of_other_lengths_use_them_too_where_nothing_is_shared():
+    model = model_of("llama")
+    with recording(smallest_capacity=64):
+        for length in (5, 9, 14):
+            assert recorded(model, {"input_ids": token_ids(2, length)}, **BEAMS)
+            assert len(recorded_steps._known[model]) == 1
 
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
@@ -298,6 +307,15 @@ def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
     recordings = recorded_steps._known[model]
     assert failed == 2 * ["'NoneType' object is not callable"]
     assert not recordings.in_use.locked() and not len(recordings)
+
+
+def test_without_memory_for_the_buffers_the_call_goes_on_with_its_own_cache(monkeypatch):
+    monkeypatch.setattr(StaticCache, "fill", mock.Mock(side_effect=torch.cuda.OutOfMemoryError))
+    model = model_of("gpt2")
+    for _ in range(2):
+        stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS))
+        assert torch.equal(stock, fast) and not_recorded_because(report, "its buffers found no memory")
+    assert StaticCache.fill.call_count == 1 and not recorded_steps._known[model].in_use.locked()
 
 
 @pytest.mark.parametrize(

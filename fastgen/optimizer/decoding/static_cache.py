@@ -53,8 +53,9 @@ class Content:
 
     def kinds(self) -> set[tuple]:
         """What a `StaticCache` has to be made for, of each layer: one kind where all layers are alike."""
-        layers = zip(self.shared or self.own, self.own or self.shared)
-        return {tuple(map(_kind, shared)) + tuple(_kind(states[:, :, :0]) for states in own) for shared, own in layers}
+        shared = [tuple(map(_kind, pair)) for pair in self.shared]
+        own = [tuple(_kind(states[:, :, :0]) for states in pair) for pair in self.own]
+        return set(zip(shared or own, own or shared))
 
 
 class StaticCache(DecodingCache):

@@ -221,7 +221,11 @@ def begin(
     if not reasons:
         steps = RecordedSteps(model, recordings, cache, arguments, contents[0].length + steps_left)
         generation.recorded = steps
-        reasons = steps.begin(contents, prepare, expected)
+        try:
+            reasons = steps.begin(contents, prepare, expected)
+        except torch.cuda.OutOfMemoryError:  # the call's own cache is as it was
+            abandon()
+            reasons = recordings.refused = ["its buffers found no memory"]
     _tell(reasons)
     return None if reasons else steps
 

@@ -7,14 +7,13 @@ model's forward is recorded. Not yet run on a GPU.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
+from transformers.cache_utils import Cache, StaticLayer
 
 from fastgen.config import CONFIG
 from fastgen.optimizer.decoding.fingerprint import fingerprint
@@ -37,11 +36,8 @@ NAME = "past_key_values"
 # To look at the model and to record take the time of some steps (not yet measured on a GPU).
 MIN_STEPS = 16
 
-# The library's static caches as `FixedLayer` follows them.
-_LAYERS_ARE_KNOWN = (
-    "query_length" in inspect.signature(CacheLayerMixin.get_mask_sizes).parameters
-    and "cumulative_length" in StaticLayer.__annotations__
-)
+# Static layers have the length that `FixedLayer` gives: a tensor without a dimension, as in transformers 5.17.
+_LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
 
 # Given a cache: the library's arguments of the model's forward with it.
 Prepare = Callable[[Cache], dict[str, Any]]

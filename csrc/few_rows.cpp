@@ -116,13 +116,14 @@ void multiply_with_rows(const Product &product, int64_t from, int64_t to) {
 
 // ---- weight [in_features, out_features]: sums of its rows, that begin with the bias
 
-constexpr int TILE = 2 * WIDTH;      // columns that are summed up in registers
-constexpr int64_t MAX_PANEL = 512;   // columns that are read from one row before the next
-constexpr int64_t SUM_BLOCK = MAX_PANEL / TILE;
+constexpr int TILE = 2 * WIDTH;           // columns that are summed up in registers
+constexpr int64_t MAX_PANEL = 64 * WIDTH; // columns that are read from one row of the weight before the next
+constexpr int64_t FEW_ROWS = 3;           // so few are computed faster than memory gives the weight: all columns ...
+constexpr int64_t FEW_BLOCK = 8;          // ... of so many of its rows are read at the same time
 
 struct Sums {
     const float *rows, *weight, *next;  // as in Dots
-    int64_t in_features, weight_stride, out_features;
+    int64_t in_features, weight_stride, next_stride, out_features;
     int64_t length;                     // rows of the weight in the block
     float *output, *copy;               // copy: the tile's part of the weight, [length][V * WIDTH]
 };
@@ -143,7 +144,7 @@ inline void add_sums(const Sums &sums, int64_t row) {
         Vector weights[V];
         for (int j = 0; j < V; j++) weights[j] = *(const Vector *)(weight + j * WIDTH);
         if (C != READ)
-            for (int j = 0; j < V * WIDTH; j += CACHE_LINE) __builtin_prefetch(sums.next + k * V * WIDTH + j, 0, 2);
+            for (int j = 0; j < V * WIDTH; j += CACHE_LINE) __builtin_prefetch(sums.next + k * sums.next_stride + j, 0, 2);
         if (C == WRITE)
             for (int j = 0; j < V; j++) *(Vector *)(sums.copy + (k * V + j) * WIDTH) = weights[j];
         for (int i = 0; i < R; i++) {
@@ -174,19 +175,22 @@ void multiply_with_columns(const Product &product, int64_t from, int64_t to) {
     const int64_t in = product.in_features, out = product.out_features;
     for (int64_t i = 0; i < product.row_count; i++)
         for (int64_t n = from; n < to; n++) product.output[i * out + n] = product.bias ? product.bias[n] : 0;
-    // While a tile is computed, as much of the next block is fetched: a part of one of its rows.
-    const int64_t panels = (to - from + MAX_PANEL - 1) / MAX_PANEL;
-    const int64_t tiles = ((to - from + panels - 1) / panels + TILE - 1) / TILE, panel = tiles * TILE, block = tiles;
-    float copy[SUM_BLOCK * TILE];
+    const bool is_stream = product.row_count <= FEW_ROWS;
+    const int64_t panels = is_stream ? 1 : (to - from + MAX_PANEL - 1) / MAX_PANEL;
+    const int64_t tiles = ((to - from + panels - 1) / panels + TILE - 1) / TILE, panel = tiles * TILE;
+    // While a tile is computed, its part of the next block is fetched, or as much of one of that block's rows.
+    const int64_t block = is_stream ? FEW_BLOCK : tiles;
+    const int64_t next_stride = is_stream ? out : TILE, next_tile = is_stream ? TILE : out;
+    float copy[MAX_PANEL];
     for (int64_t n = from; n < to; n += panel) {
         const int64_t wide = std::min(panel, to - n);
         for (int64_t k = 0; k < in; k += block) {
             const float *weight = product.weight + k * out + n;
             const float *next = k + block < in ? weight + block * out : product.weight + n + panel;
             const int64_t length = std::min(block, in - k);
-            Sums sums{product.rows + k, weight, next, in, out, out, length, product.output + n, copy};
+            Sums sums{product.rows + k, weight, next, in, out, next_stride, out, length, product.output + n, copy};
             int64_t j = 0;
-            for (; j + TILE <= wide; j += TILE, sums.weight += TILE, sums.output += TILE, sums.next += out)
+            for (; j + TILE <= wide; j += TILE, sums.weight += TILE, sums.output += TILE, sums.next += next_tile)
                 add_sums_of_rows<2>(sums, product.row_count);
             for (; j + WIDTH <= wide; j += WIDTH, sums.weight += WIDTH, sums.output += WIDTH)
                 add_sums_of_rows<1>(sums, product.row_count);

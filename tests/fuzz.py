@@ -147,7 +147,8 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
             stack.callback(torch.use_deterministic_algorithms, False)
         elif case.context in (cpu_linear.ONEDNN, cpu_linear.FEW_ROWS):
             stack.enter_context(patch.object(product, "MIN_ELEMENTS", 0))
-            stack.enter_context(patch.object(cpu_linear, "fastest", lambda *tensors: case.context))
+            way = case.context if case.context in product.ways(torch.float32) else cpu_linear.ONEDNN
+            stack.enter_context(patch.object(cpu_linear, "fastest", lambda *tensors: way))
             stack.enter_context(patch.object(gain.ModelSize, "is_large", True))
         elif case.context in ("replaced forward", "hook of accelerate"):
             _steer(stack, model, by_hook=case.context != "replaced forward")

@@ -33,7 +33,7 @@ def test_products_are_those_of_torch(rows, in_features, out_features, is_transpo
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_wider_registers_are_right_as_well(is_transposed, tmp_path, monkeypatch):
     """What machines with AVX-512 run, in the instructions of AVX2."""
-    flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-O3", "-Wno-psabi")
+    flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi")
     library = compile_library(tmp_path / "wide.so", *flags, CSRC / "few_rows.cpp")
     monkeypatch.setattr(few_rows, "load", lambda name: library)
     monkeypatch.setattr(few_rows, "_function", few_rows._function.__wrapped__)

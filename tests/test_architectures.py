@@ -16,7 +16,6 @@ TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 # Left alone, or only the prefill is run once per input: nothing in their caches can be kept once per input.
 LEFT_ALONE = {"minimax", "nllb-moe", "recurrent_gemma"}
 ONLY_PREFILL = {"openai-gpt", "mamba", "falcon_mamba"}
-READ_WHOLE = {"deepseek_v3"}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
@@ -37,8 +36,7 @@ def expected_sharing(architecture) -> str:
         return "nothing"
     if architecture.id in ONLY_PREFILL:
         return "prefill"
-    parts = "prefill, prompt" if architecture.kind == "causal" else "prefill, cross-attention, prompt"
-    return parts + (" (until read whole)" if architecture.id in READ_WHOLE else "")
+    return "prefill, prompt" if architecture.kind == "causal" else "prefill, cross-attention, prompt"
 
 
 def test_at_least_forty_architectures_are_compared():

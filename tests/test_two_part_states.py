@@ -29,6 +29,13 @@ def repeat_kv(tensor: torch.Tensor, groups: int) -> torch.Tensor:
     return tensor.reshape(rows, heads * groups, length, width)
 
 
+def narrower(tensor: torch.Tensor) -> torch.Tensor:
+    """The first three columns, in parts where the tensor is in parts."""
+    if type(tensor) is torch.Tensor:
+        return tensor[..., :3]
+    return TwoPartStates(tensor.shared[..., :3], tensor.own[..., :3], tensor.fan_out, tensor.usage)
+
+
 QUERY = torch.randn(6, 3, 1, 4, generator=torch.Generator().manual_seed(7))
 FLAT_QUERY = QUERY.flatten(0, 1)
 WEIGHTS = torch.rand(6, 3, 1, 7, generator=torch.Generator().manual_seed(8))
@@ -36,6 +43,9 @@ IN_PARTS = {
     "matmul transpose": lambda tensor: torch.matmul(QUERY, tensor.transpose(2, 3)),
     "matmul transpose negative": lambda tensor: QUERY @ tensor.transpose(-1, -2),
     "matmul mT": lambda tensor: QUERY.matmul(tensor.mT),
+    "sdpa with values of another width": lambda tensor: functional.scaled_dot_product_attention(
+        QUERY, tensor, narrower(tensor)
+    ),
     "weights": lambda tensor: torch.matmul(WEIGHTS, tensor),
     "transposed twice": lambda tensor: WEIGHTS @ tensor.transpose(2, 3).transpose(3, 2),
     "contiguous": lambda tensor: WEIGHTS @ tensor.contiguous(),
@@ -79,6 +89,7 @@ WHOLE = {
     "left": lambda tensor: tensor @ tensor.transpose(2, 3),
     "broadcast rows": lambda tensor: QUERY[:1] @ tensor.transpose(2, 3),
     "index_select": lambda tensor: tensor.index_select(0, torch.tensor([0, 5])),
+    "pad": lambda tensor: functional.pad(tensor, [0, 3]),  # values that are narrower than keys, for flash attention
     "sum": lambda tensor: tensor.sum(),
     "numpy": lambda tensor: torch.from_numpy(tensor.numpy()),
     "tolist": lambda tensor: torch.tensor(tensor.tolist()),

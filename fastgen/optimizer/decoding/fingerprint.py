@@ -17,13 +17,18 @@ def fingerprint(model: nn.Module) -> list[Any]:
     """Of all modules: where their tensors are, their hooks, adapters, training flags and all other attributes.
 
     Equal as long as none was replaced. A weight that is written in place keeps its address, where recordings read it.
+    What fastgen puts on modules for the time of a call is left out.
     """
     seen: set[int] = set()
     return [_of_items(vars(module), seen) for module in model.modules()]
 
 
 def _of_items(items: dict[Any, Any], seen: set[int]) -> list[Any]:
-    return [(_described(name, seen), _of_attribute(name, value, seen)) for name, value in items.items()]
+    return [
+        (_described(name, seen), _of_attribute(name, value, seen))
+        for name, value in items.items()
+        if not type(value).__module__.startswith("fastgen.")
+    ]
 
 
 def _of_attribute(name: Any, value: Any, seen: set[int]) -> Any:

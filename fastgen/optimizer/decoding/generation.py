@@ -10,7 +10,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ class Generation:
     equal is kept once wherever it can be (True), nowhere (False), or where it pays (None). call: what the call was
     given, where it has to be compared with the original before anything is shared. caches: those with shared states, as
     long as they live. shares: something was computed or kept once per input, or the loop is fastgen's. recorded: the
-    decode steps that are recorded, to be told when the call ends.
+    decode steps that are recorded, to be told when the call ends. until_end: contexts that are left when it ends.
     """
 
     report: Report
@@ -41,6 +41,7 @@ class Generation:
     caches: list[weakref.ref[Any]] = field(default_factory=list)
     shares: bool = False
     recorded: Any = None
+    until_end: ExitStack = field(default_factory=ExitStack)
 
     @property
     def fan_out(self) -> int:
@@ -71,6 +72,7 @@ def generating(model: str) -> Iterator[Generation]:
     try:
         yield generation
     finally:
+        generation.until_end.close()
         _current.reset(token)
         _thread.last = generation.report
         if logger.isEnabledFor(logging.DEBUG):

@@ -22,6 +22,7 @@ from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.faster_forwards import expect_steps
 from fastgen.optimizer.decoding.generation import Generation, current
 from fastgen.optimizer.transformers import cache_layers, eligibility, images, model_state, rows, verification
+from fastgen.optimizer.transformers.latent_attention import expanding_in_parts
 
 ONE_ROW = "one row per input, nothing to share"
 
@@ -61,6 +62,7 @@ def prefill(
     if reasons:
         generation.report.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    generation.until_end.enter_context(expanding_in_parts(self))
     for name in model_kwargs.keys() - used.keys():
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, lively, padded
+from parity import BEAMS, CROSS, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, lively, padded
 from torch import nn
 from transformers import (
     Blip2Config,
     Blip2ForConditionalGeneration,
+    Florence2Config,
+    Florence2ForConditionalGeneration,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
@@ -133,6 +135,18 @@ def qwen3_vl() -> nn.Module:
     return Qwen3VLForConditionalGeneration(config)
 
 
+def florence2() -> nn.Module:
+    """An encoder and a decoder; its images of 16 × 16 have five tokens."""
+    text = {"model_type": "bart", "vocab_size": 99, "d_model": 32, "max_position_embeddings": 64}
+    for part in ("encoder", "decoder"):
+        text |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 64}
+    vision = {"depths": (1, 1), "patch_size": (7, 3), "patch_stride": (4, 2), "patch_padding": (3, 1)}
+    vision |= {"patch_prenorm": (False, True), "embed_dim": (16, 32), "num_heads": (2, 4), "num_groups": (2, 4)}
+    vision |= {"window_size": 2, "projection_dim": 32}
+    config = Florence2Config(vision_config=vision, text_config=text, image_token_id=IMAGE)
+    return Florence2ForConditionalGeneration(config)
+
+
 def with_images(*lengths: int, images: int = 1, axes: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
     """Each image has four tokens. axes: what the model expects around the channels, height and width of images."""
     inputs = text(*lengths)
@@ -166,6 +180,14 @@ IMAGES = {
 def test_images_in_a_prompt_are_shared(make, arguments):
     torch.manual_seed(0)
     assert is_shared(assert_same(ready(make), IMAGES[make](), **arguments), PROMPT)
+
+
+@BOTH
+def test_images_that_an_encoder_sees(arguments):
+    inputs = with_images(9, 9)
+    inputs["input_ids"][:, 7] = IMAGE
+    inputs["attention_mask"][1, 8:] = 0
+    assert is_shared(assert_same(ready(florence2), inputs, **arguments), CROSS, PROMPT)
 
 
 @BOTH

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from architectures import SPECIAL, TINY, VOCABULARY, Architecture
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+)
 from transformers.modeling_outputs import ModelOutput
 
 import fastgen
@@ -151,6 +158,8 @@ def assert_equal_caches(stock: Cache, fast: Cache, tolerance: float = 1e-4) -> N
         return
     assert [type(layer) for layer in stock.layers] == [type(layer) for layer in fast.layers]
     for index, (one, other) in enumerate(zip(stock.layers, fast.layers)):
+        if isinstance(one, StaticLayer):
+            assert_equal_outputs(list(vars(one).items()), list(vars(other).items()), tolerance, f"layer {index}")
         if type(one) in (DynamicLayer, DynamicSlidingWindowLayer):
             assert one.get_seq_length() == other.get_seq_length()
             assert vars(one).keys() == vars(other).keys()

@@ -148,13 +148,6 @@ def test_cache_of_the_caller_is_left_alone(models, arguments, content):
     assert_equal_caches(*used)
 
 
-@pytest.mark.parametrize("name", ("llama", "gpt2"))
-def test_static_cache_is_left_alone(models, name):
-    for arguments in (BEAMS, SAMPLES):
-        report = assert_same(models[name], padded(9, 5), **arguments, cache_implementation="static")
-        assert left_alone_because(report, "StaticCache")
-
-
 @pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="the older backends need other packages")
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 def test_quantized_cache_is_left_alone(models, arguments):

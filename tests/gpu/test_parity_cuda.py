@@ -6,6 +6,7 @@ import pytest
 import torch
 from architecture_parity import MODES, measure
 from architectures import ARCHITECTURES
+from parity import PREFILL, SAMPLES, assert_same, padded, tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,3 +43,10 @@ def test_fp16_scores_of_the_first_steps_agree(architecture):
     for mode in MODES:
         parity = measure(model, inputs, mode, new_tokens=2)
         assert parity.largest_score_difference < HALF_TOLERANCE, mode
+
+
+@pytest.mark.parametrize("name", ("static", "offloaded_static"))
+def test_static_caches_whose_steps_the_library_compiles(name):
+    inputs = {key: value.cuda() for key, value in padded(9, 5).items()}
+    report = assert_same(tiny("llama").cuda(), inputs, **SAMPLES, cache_implementation=name)
+    assert report.shared == [PREFILL]

@@ -21,7 +21,15 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.faster_forwards import expect_steps
 from fastgen.optimizer.decoding.generation import Generation, current
-from fastgen.optimizer.transformers import cache_layers, eligibility, images, model_state, rows, verification
+from fastgen.optimizer.transformers import (
+    cache_layers,
+    eligibility,
+    images,
+    model_state,
+    rows,
+    static_prefill,
+    verification,
+)
 from fastgen.optimizer.transformers.latent_attention import expanding_in_parts
 
 ONE_ROW = "one row per input, nothing to share"
@@ -44,15 +52,16 @@ def prefill(
     fan_out, compared, reasons = rows_per_input(self, arguments, generation_config)
     generation.sees(input_ids.shape[0] // fan_out, input_ids.shape[0])
     # Looking at all modules of the model comes last: it takes longest.
-    reasons = reasons or unsupported_reasons(self, arguments, fan_out, compared, generation)
+    reasons = reasons or unsupported_reasons(self, arguments, generation_config, fan_out, compared, generation)
     reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], generation)
     if not reasons:
         given = rows.one_per_input(arguments, generation.rows, fan_out)
         used = {name: value for name, value in given.items() if name != "input_ids"}
         given_cache = cache_layers.cache_of(arguments)
-        empty = None if given_cache is None else cache_layers.undo_of(given_cache)
+        empty = None if given_cache is None else _undo_of(given_cache)
         before = model_state.tensors(self) if model_state.known_reasons(self) is None else None
-        outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
+        with static_prefill.filling_all_rows(given_cache, fan_out):
+            outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
         reasons = [] if before is None else model_state.learn(self, before, generation.inputs)
         if not reasons and _leaves_cache_to_model(arguments):
             reasons = model_state.refuse(self, returned_cache_reasons(outputs))
@@ -62,7 +71,8 @@ def prefill(
     if reasons:
         generation.report.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    generation.until_end.enter_context(expanding_in_parts(self))
+    if generation.caches:  # without them the library may compile the model's forward as it finds it
+        generation.until_end.enter_context(expanding_in_parts(self))
     for name in model_kwargs.keys() - used.keys():
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow
@@ -124,6 +134,11 @@ def _expand_or_reasons(
     return []
 
 
+def _undo_of(cache: Cache) -> Callable[[], None]:
+    """A function that empties this cache, which is empty as yet, for a prefill with all rows."""
+    return cache.reset if static_prefill.is_static(cache) else cache_layers.undo_of(cache)
+
+
 def expand(outputs: ModelOutput, given: Cache | None, fan_out: int, limit: int, generation: Generation) -> None:
     """Makes the outputs of a forward of one row per input those of `fan_out` rows per input, and tells the report.
 
@@ -137,6 +152,9 @@ def expand(outputs: ModelOutput, given: Cache | None, fan_out: int, limit: int, 
     if given is not None and not any(given in (cache, *cache_layers.parts(cache)) for cache in caches):
         caches.append(given)
     for cache in caches:
+        if static_prefill.is_static(cache):
+            report.fallbacks.append("keys and values filled in for each row of the StaticCache")
+            continue
         generation.caches.append(ref(cache))
         sharing = cache_layers.share(cache, inputs, fan_out, limit, generation.own_code, generation.keep)
         report.usages += sharing.usages
@@ -150,7 +168,12 @@ def expand(outputs: ModelOutput, given: Cache | None, fan_out: int, limit: int, 
 
 
 def unsupported_reasons(
-    model: Any, arguments: dict[str, Any], fan_out: int, compared: bool, generation: Generation
+    model: Any,
+    arguments: dict[str, Any],
+    generation_config: Any,
+    fan_out: int,
+    compared: bool,
+    generation: Generation,
 ) -> list[str]:
     """Why this prefill has to run with all rows; empty if one row per input gives the same. May read the device.
 
@@ -163,7 +186,9 @@ def unsupported_reasons(
     reasons += eligibility.model_reasons(model)
     if generation.user_gave_cache:
         reasons.append("past_key_values was given by the caller")
-    elif (cache := cache_layers.cache_of(arguments)) is not None:
+    elif static_prefill.is_static(cache := cache_layers.cache_of(arguments)):
+        reasons += static_prefill.unsupported_reasons(cache, generation_config)
+    elif cache is not None:
         reasons += cache_layers.unsupported_reasons(cache)
     elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
         reasons.append("the model makes its own cache")

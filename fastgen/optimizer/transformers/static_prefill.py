@@ -1,0 +1,52 @@
+"""Static caches that the library makes by name ("static", …): the prefill with one row per input fills all their rows.
+
+Their layers stay the library's own, for which it compiles its steps: keys and values are written for each row, by the
+library's `update`, to where a prefill with all rows writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+from fastgen.optimizer.transformers.cache_layers import parts
+
+
+def is_static(cache: object) -> bool:
+    return all(type(part) is StaticCache for part in parts(cache))
+
+
+def unsupported_reasons(cache: Cache, generation_config: Any) -> list[str]:
+    """Why a prefill with one row per input cannot fill this static cache; empty if it can."""
+    if generation_config.prefill_chunk_size is not None:
+        return ["past_key_values is a StaticCache, for which the library may compile a prefill in chunks"]
+    layers = {type(layer) for part in parts(cache) for layer in part.layers}
+    if foreign := sorted(layer.__name__ for layer in layers - {StaticLayer, StaticSlidingWindowLayer}):
+        return [f"past_key_values is a StaticCache with layers of other kinds ({', '.join(foreign)})"]
+    return ["past_key_values was given with a content"] if cache.get_seq_length() > 0 else []
+
+
+@contextmanager
+def filling_all_rows(cache: object, fan_out: int) -> Iterator[None]:
+    """Inside this context a static cache takes one row per input, and keeps it for each of `fan_out` rows."""
+    layers = [layer for part in parts(cache) for layer in part.layers] if is_static(cache) else []
+    for layer in layers:
+        layer.update = partial(_fill_all_rows, layer.update, fan_out)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.update
+
+
+def _fill_all_rows(
+    update: Callable[..., tuple[Tensor, Tensor]], fan_out: int, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """What `update` returns, `[inputs * fan_out, …]`, of the first row of each input."""
+    repeated = [states.repeat_interleave(fan_out, dim=0) for states in (keys, values)]
+    return tuple(states[::fan_out] for states in update(*repeated, *args, **kwargs))

@@ -1,0 +1,138 @@
+"""Static caches by name: the prefill runs once per input, and all the rest is as the library makes it."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from parity import (
+    BEAMS,
+    PREFILL,
+    SAMPLES,
+    assert_equal_outputs,
+    compared,
+    left_alone_because,
+    padded,
+    run_both,
+    tiny,
+    token_ids,
+    whisper,
+)
+from test_latent_attention import INDEXED, LATENT
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
+
+import fastgen
+from fastgen.optimizer.transformers import model_state
+
+pytestmark = pytest.mark.usefixtures("share_always")
+
+BOTH = pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+STATIC = {"cache_implementation": "static"}
+SEQ2SEQ = ("bart", "t5")
+
+
+def build(name):
+    sizes = {"mistral": {"sliding_window": 6}, "gemma2": {"sliding_window": 11}, "deepseek_v3": LATENT}
+    return tiny(name, "seq2seq" if name in SEQ2SEQ else "causal", **sizes.get(name, {}))
+
+
+@BOTH
+@pytest.mark.parametrize("name", ("llama", "gpt2", "mistral", "gemma2", "deepseek_v3", *SEQ2SEQ))
+def test_the_prefill_runs_once_per_input_and_the_cache_is_that_of_the_library(name, arguments, rows):
+    model, several = build(name), 3 if arguments is BEAMS else 4
+    both = compared(model, padded(9, 5), **arguments, **STATIC)  # compares all that the layers of both caches hold
+    assert both.report.shared == [PREFILL] and both.report.kernels == {}
+    stock, fast = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    assert len(stock) == len(fast) and fast.count(2 * several) < stock.count(2 * several)
+
+
+@BOTH
+def test_layers_that_the_library_moves_to_the_cpu_and_back(arguments):
+    streams = (mock.patch.object(torch, "Stream", mock.MagicMock()), mock.patch("torch.cuda.default_stream"))
+    with streams[0], streams[1]:
+        both = compared(build("llama"), padded(9, 5), **arguments, cache_implementation="offloaded_static")
+    assert both.report.shared == [PREFILL] and both.fast.past_key_values.offloading
+
+
+@BOTH
+def test_whisper(arguments):
+    features = {"input_features": torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1))}
+    assert compared(whisper(), features, **arguments, **STATIC).report.shared == [PREFILL]
+
+
+@BOTH
+def test_the_next_call_may_be_the_librarys(arguments):
+    model, other = build("llama"), {"max_new_tokens": 4, "do_sample": False, "num_beams": 4}
+    with fastgen.disabled():
+        expected = model.generate(**padded(7, 8), **other, **STATIC)
+    assert compared(model, padded(9, 5), **arguments, **STATIC).report.shared == [PREFILL]
+    with fastgen.disabled():
+        assert torch.equal(model.generate(**padded(7, 8), **other, **STATIC), expected)
+
+
+@BOTH
+def test_a_cache_that_the_model_keeps_from_call_to_call(arguments):
+    """As the library did before 5.14: buffers for all rows, which every call writes from the start."""
+    model, kept = build("llama"), []
+    make = model._prepare_static_cache
+
+    def prepare(*args, **kwargs):
+        kept.append(kept[-1] if kept else make(*args, **kwargs))
+        kept[-1].reset()
+        return kept[-1]
+
+    def call():
+        kept.clear()
+        first, second = padded(9, 5), padded(9, 7, seed=2)
+        results = [model.generate(**inputs, **arguments, **STATIC) for inputs in (first, second, first)]
+        with fastgen.disabled():
+            return [*results, model.generate(**second, **arguments, **STATIC)]
+
+    with mock.patch.object(model, "_prepare_static_cache", prepare):
+        both = run_both(call)
+    assert_equal_outputs(both.stock, both.fast)
+    assert both.report.shared == [PREFILL] and len(kept) == 4
+
+
+def test_rows_that_the_caller_repeated():
+    inputs = {"input_ids": token_ids(2, 9).repeat_interleave(3, dim=0)}
+    both = compared(build("llama"), inputs, max_new_tokens=5, do_sample=False, **STATIC)
+    assert both.report.shared == [PREFILL]
+
+
+@BOTH
+def test_a_model_found_to_keep_states_gets_an_empty_cache_and_all_rows(arguments):
+    with mock.patch.object(model_state, "learn", lambda *args: ["found"]):
+        assert left_alone_because(compared(build("llama"), padded(9, 5), **arguments, **STATIC).report, "found")
+
+
+def test_steps_are_compiled_as_often_as_in_the_library():
+    model = build("deepseek_v3")
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    graphs = []
+
+    def call():
+        torch.compiler.reset()
+        counters.clear()
+        result = [model.generate(**padded(9, 5), **SAMPLES, **STATIC, compile_config=config) for _ in range(2)]
+        graphs.append(counters["stats"]["unique_graphs"])
+        return result
+
+    both = run_both(call)
+    assert_equal_outputs(both.stock, both.fast)
+    assert both.report.shared == [PREFILL]
+    assert graphs[0] == graphs[1] > 0
+
+
+@BOTH
+@pytest.mark.parametrize("why", ("chunks", "other kinds"))
+def test_left_alone(why, arguments):
+    model, more = build("llama"), {}
+    if why == "chunks":
+        more = {"prefill_chunk_size": 4}
+    else:
+        model = tiny("deepseek_v32", **LATENT | INDEXED)
+    assert left_alone_because(compared(model, padded(9, 5), **arguments, **STATIC, **more).report, why)

@@ -8,6 +8,7 @@ from parity import BEAMS, PREFILL, PROMPT, SAMPLES, assert_same, is_shared, left
 from python_process import run_code
 from sharing import sharing
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.transformers import compiled, model_state, modules, rows
@@ -99,3 +100,26 @@ def test_the_weights_of_an_encoder_do_not_count_because_it_runs_once_per_input_a
     few, many = (tiny("bart", "seq2seq", encoder_layers=layers) for layers in (1, 4))
     assert gain.size_of(few).weights == gain.size_of(many).weights
     assert gain.size_of(few).modules < gain.size_of(many).modules
+
+
+def fake_keys(*shape: int, **kind) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(shape, **kind)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float16, 2), (torch.bfloat16, 2)])
+@pytest.mark.parametrize(("is_cross", "least"), [(False, 30_000_000), (True, 7_500_000)])
+def test_on_a_gpu_the_bytes_of_keys_and_values_that_are_not_read_count(dtype, size, is_cross, least):
+    length, gpu = least // (2 * 3 * 2 * 5 * 10 * size), {"dtype": dtype, "device": "cuda"}
+    with sharing("auto"):
+        assert gain.sharing_pays(fake_keys(2, 5, length, 10, **gpu), fan_out=4, is_cross=is_cross)
+        assert not gain.sharing_pays(fake_keys(2, 5, length - 1, 10, **gpu), fan_out=4, is_cross=is_cross)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("is_cross", "least"), [(False, 1 << 19), (True, 1 << 17)])
+def test_on_a_cpu_elements_of_keys_count(dtype, is_cross, least):
+    length = least // (4 * 8 * 16)
+    with sharing("auto"):
+        assert gain.sharing_pays(fake_keys(4, 8, length, 16, dtype=dtype), fan_out=2, is_cross=is_cross)
+        assert not gain.sharing_pays(fake_keys(4, 8, length - 1, 16, dtype=dtype), fan_out=2, is_cross=is_cross)

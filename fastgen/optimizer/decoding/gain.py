@@ -22,9 +22,16 @@ MIN_LARGE_PER_MODULE = 1 << 16
 COST = 1 << 22
 COST_PER_MODULE = 1 << 20
 
-# A shared prompt costs a second attention product for every layer and step. It pays where it saves at least this many
-# elements of keys per layer (on a 2-core CPU the break-even is near 0.5 million, see benchmarks/bench_attention.py).
+# A shared prompt costs a second attention product for every layer and step. On a CPU it pays where it saves at least
+# this many elements of keys per layer (2 cores break even near 0.5 million, see benchmarks/bench_attention.py).
 MIN_SAVED_ELEMENTS = 1 << 19
+
+# On a GPU the second product is taken to cost its launches alone, and what is not read to save the time of reading it.
+# Assumed for an A100 or H100, not yet run on a GPU.
+GPU_LAUNCHES = 3  # two products and the softmax over both parts
+GPU_SECONDS_PER_LAUNCH = 5e-6
+GPU_BYTES_PER_SECOND = 2e12
+MIN_SAVED_BYTES = round(GPU_LAUNCHES * GPU_SECONDS_PER_LAUNCH * GPU_BYTES_PER_SECOND)  # of keys and values, per layer
 
 # From here on it pays, on a CPU, to write what rows generate in place instead of copying all keys at every step: beams
 # break even near 0.2 million elements, samples near 0.03 million.
@@ -109,13 +116,16 @@ def sharing_pays(keys: Tensor, fan_out: int, is_cross: bool = False) -> bool:
     """Whether keeping these keys `[inputs, kv_heads, length, head_dim]` once per input is faster.
 
     is_cross: they are those of a cross-attention, which has one part only. Where they are repeated instead, they are
-    still never reordered.
+    still never reordered. Values are taken to be as wide as keys.
     """
     asked = sharing_is_asked_for()
     if asked is not None:
         return asked
-    least = MIN_SAVED_ELEMENTS // 4 if is_cross else MIN_SAVED_ELEMENTS
-    return keys.numel() * (fan_out - 1) >= least
+    if keys.device.type == "cpu":
+        saved, least = keys.numel() * (fan_out - 1), MIN_SAVED_ELEMENTS
+    else:
+        saved, least = 2 * keys.nbytes * (fan_out - 1), MIN_SAVED_BYTES
+    return saved >= (least // 4 if is_cross else least)
 
 
 def writing_in_place_pays(keys: Tensor, fan_out: int, limit: int) -> bool:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from unittest import mock
 
 import peers
 import torch
@@ -32,6 +33,8 @@ from machine import cpu, describe_cpu
 import fastgen
 
 Tokens = list[list[int]]
+
+STAYING = "fastgen with inputs that stay"
 
 
 class PeakMemory:
@@ -67,7 +70,7 @@ class PeakMemory:
 
 @dataclass
 class Result:
-    """Medians of one case. seconds and added_mb: of stock, ctranslate2 and fastgen; ratios: others to fastgen.
+    """Medians of one case. seconds and added_mb: of each way to run it; ratios: others to fastgen.
 
     equal: fastgen's outputs are those of stock. peer_equal: how many of CTranslate2's are, where they are comparable.
     """
@@ -128,6 +131,8 @@ class Comparison:
         self.outputs: dict[str, torch.Tensor] = {}
         self.peer_tokens: Tokens = []
         self.ways = {"fastgen": self.fastgen, "stock": self.stock}
+        if case.leave:
+            self.ways[STAYING] = self.staying
 
     def add_peer(self) -> None:
         """CTranslate2, where it is installed and has the model."""
@@ -146,6 +151,10 @@ class Comparison:
     def stock(self) -> None:
         with fastgen.disabled():
             self.outputs["stock"] = self.model.generate(**self.inputs, **self.arguments)
+
+    def staying(self) -> None:
+        with mock.patch("fastgen.optimizer.transformers.decode_step.DecodeStep.leaving_pays", lambda *_: False):
+            self.model.generate(**self.inputs, **self.arguments)
 
     def run(self, repeats: int, rates: Rates) -> Result:
         added = {way: self._added_mb(call) for way, call in self.ways.items()}  # warms all up
@@ -259,6 +268,8 @@ def main(argv: list[str] | None = None) -> int:
             comparison.add_peer()
         results.append(comparison.run(args.repeats, rates))
         print(row(results[-1], floors), flush=True)
+        if STAYING in results[-1].ratios:
+            print(f"{name}: {results[-1].ratios[STAYING]:.2f} times as fast as {STAYING}")
     if args.json:
         told = {"cpu": cpu(), "rates": asdict(rates), "results": [asdict(result) for result in results]}
         with open(args.json, "w", encoding="utf-8") as file:

@@ -124,7 +124,8 @@ class TestInstallation:
         script(tmp_path / "cuda" / "bin" / "nvcc", 'test "$1" = --list-gpu-code && echo sm_80 && exit; exit 1')
         build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
         run(build, sources, CUDA_HOME=str(tmp_path / "cuda"))
-        assert [library.name.split(".")[0] for library in (sources / "fastgen").rglob("*.so")] == ["_cpu"]
+        built = {library.name.split(".")[0] for library in (sources / "fastgen").rglob("*.so")}
+        assert "_cpu" in built and "_cuda" not in built
         lines = run([sys.executable, "-c", PROGRAM], tmp_path, PYTHONPATH=str(sources)).splitlines()
         assert "no-repeat n-gram (CUDA): not built at installation" in lines
         assert "no-repeat n-gram (C++): usable" in lines

@@ -170,6 +170,7 @@ def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
     seconds |= {"oneDNN": 0.95, "few rows": 0.95}  # too little to be more than chance
     assert fastest(3, bias=bias) == fastest(3, WEIGHT.bfloat16()) == "BLAS"
     assert fastest(1000) == "BLAS" and measured[-1][1] == (choice.MOST_ROWS, 512)
+    assert ("few rows", (choice.MOST_ROWS, 512)) not in measured
     measured.clear()
     later_process()
     assert fastest(4) == "oneDNN" and fastest(8) == fastest(3, WEIGHT.t()) == "few rows"

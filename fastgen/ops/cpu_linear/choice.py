@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fastgen.ops.cpu_linear import few_rows
 from fastgen.ops.cpu_linear.kept import Answers, Kind
-from fastgen.ops.cpu_linear.product import BLAS, ways
+from fastgen.ops.cpu_linear.product import BLAS, FEW_ROWS, ways
 
 logger = logging.getLogger("fastgen")
 
@@ -75,8 +76,9 @@ def _measured(kind: Kind, weight: Tensor, bias: Tensor | None, others: Sequence[
 
 
 def _right_ways(rows: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Callable[..., Tensor]]:
-    """The ways that give these rows the numbers of BLAS."""
-    found = ways(weight.dtype)
+    """The ways that are meant for so many rows and give them the numbers of BLAS."""
+    is_few = len(rows) <= few_rows.MOST_ROWS
+    found = {name: way for name, way in ways(weight.dtype).items() if is_few or name != FEW_ROWS}
     expected = found[BLAS](rows, weight, bias)
     most = TOLERANCES[weight.dtype] * expected.abs().max()
     right = {name: way for name, way in found.items() if (way(rows, weight, bias) - expected).abs().max() <= most}

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from fastgen.ops.libraries import load, load_reasons
 
+# Of more rows a weight is read several times.
+MOST_ROWS = 64
+
 # Built for the instructions that torch calls so.
 _LIBRARIES = {"AVX2": f"{__package__}._few_rows_avx2", "AVX512": f"{__package__}._few_rows_avx512"}
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")

@@ -54,7 +54,7 @@ def kernel(name, source, **options):
 def few_rows(instructions, *flags):
     """Registers as vectors, which Microsoft's compiler does not know, for x86 processors."""
     name, options = f"fastgen.ops.cpu_linear._few_rows_{instructions}", ["-O3", "-std=c++17", "-ffp-contract=fast"]
-    return kernel(name, "csrc/few_rows.cpp", extra_compile_args=[*options, *flags])
+    return Extension(name, ["csrc/few_rows.cpp"], optional=True, extra_compile_args=[*options, *flags])
 
 
 KERNELS = [

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 namespace {
 
@@ -33,6 +34,13 @@ inline float total(const Vector &lanes) {
     Four sum = fours[0];
     for (int i = 1; i < WIDTH / 4; i++) sum += fours[i];
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+// Calls `tile` with the number `left`, from 1 to R, as a constant.
+template <int R, typename Tile>
+inline void with_constant(int64_t left, const Tile &tile) {
+    if (left == R) return tile(std::integral_constant<int, R>());
+    if constexpr (R > 1) with_constant<R - 1>(left, tile);
 }
 
 // ---- weight [out_features, in_features]: dot products
@@ -69,16 +77,10 @@ inline void add_dots(const Dots &dots, int64_t row) {
         for (int j = 0; j < W; j++) sums[i * GROUP + j] = kept[i][j];
 }
 
-template <int R, int W, int F>
-inline void add_last_dots(const Dots &dots, int64_t row, int64_t left) {
-    if (left == R) return add_dots<R, W, F>(dots, row);
-    if constexpr (R > 1) add_last_dots<R - 1, W, F>(dots, row, left);
-}
-
 // All rows and W weights. Of the weights to come, the first tiles fetch one each, or the first tile fetches all.
 template <int W>
 inline void add_dots_of_rows(const Dots &dots, int64_t count) {
-    if (count <= ROWS) return add_last_dots<ROWS, W, W>(dots, 0, count);
+    if (count <= ROWS) return with_constant<ROWS>(count, [&](auto r) { add_dots<r, W, W>(dots, 0); });
     int64_t row = 0;
     if (count < W * ROWS) {
         add_dots<ROWS, W, W>(dots, row);
@@ -87,7 +89,7 @@ inline void add_dots_of_rows(const Dots &dots, int64_t count) {
         for (; row < W * ROWS; row += ROWS) add_dots<ROWS, W, 1>(dots, row);
     }
     for (; row + ROWS <= count; row += ROWS) add_dots<ROWS, W, 0>(dots, row);
-    if (row < count) add_last_dots<ROWS, W, 0>(dots, row, count - row);
+    if (row < count) with_constant<ROWS>(count - row, [&](auto r) { add_dots<r, W, 0>(dots, row); });
 }
 
 void multiply_with_rows(const Product &product, int64_t from, int64_t to) {
@@ -156,19 +158,13 @@ inline void add_sums(const Sums &sums, int64_t row) {
         for (int j = 0; j < V; j++) *(Vector *)(output + i * sums.out_features + j * WIDTH) = kept[i][j];
 }
 
-template <int R, int V, Copy C>
-inline void add_last_sums(const Sums &sums, int64_t row, int64_t left) {
-    if (left == R) return add_sums<R, V, C>(sums, row);
-    if constexpr (R > 1) add_last_sums<R - 1, V, C>(sums, row, left);
-}
-
 template <int V>
 inline void add_sums_of_rows(const Sums &sums, int64_t count) {
-    if (count <= MOST_ROWS) return add_last_sums<MOST_ROWS, V, NONE>(sums, 0, count);
+    if (count <= MOST_ROWS) return with_constant<MOST_ROWS>(count, [&](auto r) { add_sums<r, V, NONE>(sums, 0); });
     int64_t row = MOST_ROWS;
     add_sums<MOST_ROWS, V, WRITE>(sums, 0);
     for (; row + MOST_ROWS <= count; row += MOST_ROWS) add_sums<MOST_ROWS, V, READ>(sums, row);
-    if (row < count) add_last_sums<MOST_ROWS, V, READ>(sums, row, count - row);
+    if (row < count) with_constant<MOST_ROWS>(count - row, [&](auto r) { add_sums<r, V, READ>(sums, row); });
 }
 
 void multiply_with_columns(const Product &product, int64_t from, int64_t to) {

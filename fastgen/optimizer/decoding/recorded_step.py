@@ -108,10 +108,6 @@ class Recording:
         self._replay = None
         self._expect_again()
 
-    def call(self, inputs: Any) -> Any:
-        """The function's output for these inputs, without a replay."""
-        return self.function(inputs)
-
     def replay(self, inputs: Any) -> Any:
         """The output for these inputs, which the next replay overwrites; None if none of such inputs was recorded."""
         if self._replay is None or not self._takes(inputs):

@@ -146,7 +146,12 @@ class DecodeStep:
     @property
     def ends_late(self) -> bool:
         """Whether the loop reads its end one step late: not where a processor could tell that there was a step more."""
-        return self.records and all(type(processor) in BY_ROW for processor in self.processors)
+        return self.records and self._foreign_processor is None
+
+    @property
+    def _foreign_processor(self) -> Any:
+        """The first that may know more of the rows than what each holds, or None."""
+        return next((processor for processor in self.processors if type(processor) not in BY_ROW), None)
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Of the next token after input_ids `[rows, length]`: `[rows, vocabulary_size]` in float32, the model's own."""
@@ -221,7 +226,7 @@ class DecodeStep:
 
     def _staying_reasons(self) -> list[str]:
         """Why finished inputs have to stay in the batch; empty if what remains does not depend on them."""
-        foreign = next((processor for processor in self.processors if type(processor) not in BY_ROW), None)
+        foreign = self._foreign_processor
         reasons = [] if foreign is None else [f"{type(foreign).__name__} may know the rows by their place"]
         if hasattr(self.model, "_reorder_cache"):
             reasons.append("the model moves its cache itself")

@@ -122,7 +122,7 @@ class RecordedSteps:
         """The model's outputs for these arguments; their tensors hold until the next step."""
         outputs = self._replayed(inputs)
         if outputs is None:
-            outputs = self.recording.call(_without_cache(inputs))
+            outputs = self.recording.function(_without_cache(inputs))
         self.recording.caches[0].advance()
         return outputs
 

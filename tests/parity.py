@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from architectures import SPECIAL, TINY, VOCABULARY, Architecture
 from transformers import AutoModelForCausalLM
@@ -26,6 +27,7 @@ PROMPT = "the prompt's keys and values: once per input"
 CROSS = "cross-attention keys and values: once per input"
 BEAMS = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 7}
 SAMPLES = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 7}
+BOTH = pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 
 
 class Both(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import DROP
-from parity import BEAMS, PROMPT, SAMPLES, assert_equal_caches, assert_same, compared, is_shared, padded, run_both, tiny
+from parity import BEAMS, BOTH, PROMPT, assert_equal_caches, assert_same, compared, is_shared, padded, run_both, tiny
 from recording import recording, replays
 from torch import nn
 
@@ -14,7 +14,6 @@ from fastgen.optimizer.transformers.latent_attention import expanding_in_parts
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
-BOTH = pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 # Keys of 12, values of 6 numbers; in the cache a latent of 16 and a key of 4.
 LATENT = {
     "num_key_value_heads": 4,

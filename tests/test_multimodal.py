@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity import BEAMS, CROSS, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, lively, padded
+from parity import BOTH, CROSS, PROMPT, assert_same, is_shared, left_alone_because, lively, padded
 from torch import nn
 from transformers import (
     Blip2Config,
@@ -33,7 +33,6 @@ from transformers import (
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
-BOTH = pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 IMAGE, VIDEO, BEGIN, END = 95, 96, 97, 98
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 99}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from parity import (
     BEAMS,
+    BOTH,
     PROMPT,
     SAMPLES,
     assert_equal_caches,
@@ -34,7 +35,6 @@ from transformers import (
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
-BOTH = pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 32,

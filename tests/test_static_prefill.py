@@ -8,6 +8,7 @@ import pytest
 import torch
 from parity import (
     BEAMS,
+    BOTH,
     PREFILL,
     SAMPLES,
     assert_equal_outputs,
@@ -28,7 +29,6 @@ from fastgen.optimizer.transformers import model_state
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
-BOTH = pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 STATIC = {"cache_implementation": "static"}
 SEQ2SEQ = ("bart", "t5")
 

@@ -1,4 +1,4 @@
-"""Recorded steps on the CPU, where a replay is a plain call, for models of any size and calls of a few tokens."""
+"""Recorded steps for models of any size and calls of a few tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastgen.optimizer.decoding import static_cache
 from fastgen.optimizer.report import Report
 from fastgen.optimizer.transformers import recorded_steps
 
-RECORDED = "decode step, static"
+RECORDED = "decode step, recorded"
 
 
 @contextmanager
@@ -21,6 +21,7 @@ def recording(cuda_graphs: str = "on", smallest_capacity: int = 8) -> Iterator[N
     with (
         mock.patch.object(recorded_steps, "CONFIG", config),
         mock.patch.object(recorded_steps, "MIN_STEPS", 1),
+        mock.patch.object(recorded_steps, "STEPS_BEFORE", 1),
         mock.patch.object(static_cache, "SMALLEST_CAPACITY", smallest_capacity),
     ):
         yield

@@ -15,12 +15,13 @@ from sharing import sharing
 from torch import nn
 from transformers import LogitsProcessor
 
+from fastgen.ops.cpu_graph.trace import Diverged
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import recorded_step
+from fastgen.optimizer.decoding import gain, recorded_step
 from fastgen.optimizer.decoding.late_flag import LateFlag
-from fastgen.optimizer.decoding.recorded_step import PlainCall, Recording, Recordings
+from fastgen.optimizer.decoding.recorded_step import CpuCapture, Recording, Recordings
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for
-from fastgen.optimizer.transformers import recorded_steps
+from fastgen.optimizer.transformers import decode_step, recorded_steps
 
 MODELS = ("gpt2", "llama", "llama-eager", "t5", "bart", "whisper")
 BEAMS = {"num_beams": 4, "max_new_tokens": 14}
@@ -73,7 +74,7 @@ def recorded(model: nn.Module, inputs: dict[str, torch.Tensor], **arguments) -> 
 def test_tokens_are_those_of_the_library(name, arguments, shared):
     model = model_of(name)
     for rows in (1, 3):
-        assert recorded(model, inputs_of(name, rows), **arguments)
+        assert recorded(model, inputs_of(name, rows), **arguments, min_new_tokens=6)
 
 
 @pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
@@ -81,8 +82,9 @@ def test_tokens_are_those_of_the_library(name, arguments, shared):
 def test_every_step_after_the_first_is_a_replay_and_buffers_are_outgrown(name, arguments):
     model = model_of(name)
     arguments = {**arguments, "max_new_tokens": 40, "eos_token_id": None}
-    assert recorded(model, inputs_of(name), **arguments) == 39
+    replayed = recorded(model, inputs_of(name), **arguments)
     assert len(recorded_steps._known[model]) > 1
+    assert replayed == 39 - len(recorded_steps._known[model])  # the steps from which they were made
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,7 @@ def test_inputs_end_at_different_steps(name, options):
 def test_the_end_is_seen_one_step_late_and_that_step_undone(monkeypatch, arguments):
     seen, exchange = [], LateFlag.exchange
     monkeypatch.setattr(LateFlag, "exchange", lambda self, flag: seen.append(exchange(self, flag)) or seen[-1])
+    monkeypatch.setattr(decode_step, "reading_waits", lambda device: True)  # as on a GPU
     model = model_of("llama")
     for seed in range(8):
         recorded(model, inputs_of("llama", seed=seed), **{**arguments, **ENDS, "early_stopping": True})
@@ -255,32 +258,33 @@ def test_training_and_foreign_hooks_leave_the_steps_to_the_library():
     assert recorded(model, inputs_of("gpt2"), **GREEDY)
 
 
-class WrongCapture(PlainCall):
+class WrongCapture(CpuCapture):
     """Replays give what the function gives, and one more."""
 
     def __init__(self, right: int = 0) -> None:
         self.right = right  # so many captures are right before
 
-    def record(self, run):
+    def record(self, run, expect_again):
+        output, replay, nbytes = super().record(run, expect_again)
         self.right -= 1
         if self.right >= 0:
-            return run
+            return output, replay, nbytes
 
-        def replay():
-            outputs = run()
+        def wrong_replay():
+            outputs = replay()
             outputs.logits = outputs.logits + torch.arange(outputs.logits.shape[-1])
             return outputs
 
-        return replay
+        return output, wrong_replay, nbytes
 
 
 class FailingCapture(WrongCapture):
     """As where the forward reads the device."""
 
-    def record(self, run):
-        self.right -= 1
-        if self.right >= 0:
-            return run
+    def record(self, run, expect_again):
+        if self.right > 0:
+            return super().record(run, expect_again)
+        run()
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
@@ -288,7 +292,7 @@ class FailingCapture(WrongCapture):
 @pytest.mark.parametrize("capture", [WrongCapture, FailingCapture])
 @pytest.mark.parametrize("arguments", [BEAMS, SAMPLES], ids=("beams", "samples"))
 def test_a_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch, capture, arguments, right):
-    monkeypatch.setattr(recorded_step, "PlainCall", lambda: capture(right))
+    monkeypatch.setattr(recorded_step, "CpuCapture", lambda: capture(right))
     model = model_of("gpt2")
     inputs = inputs_of("gpt2")
     with pytest.warns(RuntimeWarning, match="fastgen does not record the decode steps of a model: GPT2LMHeadModel: "):
@@ -335,13 +339,60 @@ def test_other_models_are_left_as_they_are(name, reason):
     assert torch.equal(stock, fast) and not_recorded_because(report, reason)
 
 
-@pytest.mark.parametrize("cuda_graphs", ["auto", "off"])
-def test_nothing_is_recorded_on_a_cpu_unless_it_is_asked_for(cuda_graphs):
+@pytest.mark.parametrize("arguments", [BEAMS, SAMPLES], ids=("beams", "samples"))
+def test_nothing_is_recorded_where_it_is_not_wanted(arguments):
     model = model_of("gpt2")
-    with recording(cuda_graphs):
-        for arguments in (BEAMS, SAMPLES):
-            stock, fast, report = run_both(lambda arguments=arguments: model.generate(**inputs_of("gpt2"), **arguments))
-            assert torch.equal(stock, fast) and not replays(report) and "decode" not in str(report.fallbacks)
+    with recording("off"):
+        stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **arguments))
+        assert torch.equal(stock, fast) and not replays(report) and "decode" not in str(report.fallbacks)
+
+
+def test_on_a_cpu_a_recording_has_to_save_what_it_costs(monkeypatch):
+    model = model_of("gpt2")
+    with recording("auto"):
+        assert recorded(model, inputs_of("gpt2"), **{**GREEDY, "max_new_tokens": 40, "eos_token_id": None})
+        monkeypatch.setattr(gain, "SAVED_PER_MODULE", 1)
+        report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS)).report
+        assert not_recorded_because(report, "14 steps of 12 rows would save less than the recording costs")
+
+
+def test_a_new_recording_waits_for_a_call_that_is_not_short():
+    model = model_of("gpt2")
+    options = {**GREEDY, "eos_token_id": None}
+    with recording(smallest_capacity=64), mock.patch.object(recorded_steps, "STEPS_BEFORE", 8):
+        assert not recorded(model, inputs_of("gpt2"), **{**options, "max_new_tokens": 8})
+        assert recorded(model, inputs_of("gpt2"), **{**options, "max_new_tokens": 14}) == 5
+        assert recorded(model, inputs_of("gpt2"), **{**options, "max_new_tokens": 14}) == 13
+
+
+@pytest.mark.parametrize("name", ["bart", "llama"])
+def test_inputs_that_are_finished_leave_recorded_steps(name):
+    model, left = model_of(name), 0
+    for seed in range(6):
+        for arguments in (BEAMS, GREEDY):
+            options = {**arguments, **ENDS, "max_new_tokens": 20, "min_new_tokens": 3}
+            with sharing("always"):
+                stock, fast, report = run_both(
+                    lambda seed=seed, options=options: model.generate(**inputs_of(name, 4, seed), **options)
+                )
+            assert torch.equal(stock, fast) and replays(report)
+            left += "finished inputs: leave the batch" in report.shared
+    assert left
+
+
+class Branching(nn.Module):
+    """Takes another way for large numbers."""
+
+    def forward(self, number: torch.Tensor) -> torch.Tensor:
+        return number + 1 if number.max() < 5 else number * 2
+
+
+def test_a_forward_that_depends_on_numbers_is_replayed_as_long_as_they_lead_the_same_way():
+    made = Recording(lambda inputs: Branching()(inputs["number"]), [cache_of_one_layer()], None)
+    made.record({"number": torch.zeros(3)}, CpuCapture())
+    assert torch.equal(made.replay({"number": torch.full((3,), 4.0)}), torch.full((3,), 5.0))
+    with pytest.raises(Diverged):
+        made.replay({"number": torch.full((3,), 6.0)})
 
 
 def test_a_cache_that_somebody_has_kept_is_plain_afterwards_and_holds_every_position(monkeypatch):
@@ -403,7 +454,7 @@ def cache_of_one_layer(rows: int = 2) -> StaticCache:
 
 def recording_of(rows: int = 2) -> Recording:
     made = Recording(lambda inputs: inputs["number"] + 1, [cache_of_one_layer(rows)], None)
-    made.record({"number": torch.zeros(3)}, PlainCall())
+    made.record({"number": torch.zeros(3)}, CpuCapture())
     return made
 
 
@@ -415,9 +466,9 @@ def test_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
     recordings.give_back(0, recordings.take(0))
     recordings.give_back(3, recording_of())
     assert list(recordings._kept) == [2, 0, 3]
-    monkeypatch.setattr(recorded_step, "MOST_BYTES", 2 * recording_of().nbytes)
+    recordings.most_bytes = 2 * recording_of().nbytes
     recordings.give_back(4, recording_of())
-    assert list(recordings._kept) == [3, 4] and recordings.nbytes == recorded_step.MOST_BYTES
+    assert list(recordings._kept) == [3, 4] and recordings.nbytes == recordings.most_bytes
     recordings.give_back(5, recording_of(rows=20))
     assert not len(recordings)
 

@@ -6,9 +6,11 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
+from fastgen.ops.cpu_graph.trace import Tracer
+
 
 def is_transformed() -> bool:
-    """Inside torch.func, forward-mode AD, torch.jit.trace or a dispatch mode of this thread.
+    """Inside torch.func, forward-mode AD, torch.jit.trace or a dispatch mode of this thread that is not fastgen's.
 
     Raises AttributeError where this version of torch does not tell.
     """
@@ -16,8 +18,16 @@ def is_transformed() -> bool:
         torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
+        or not all(
+            isinstance(torch._C._get_dispatch_stack_at(index), Tracer)
+            for index in range(torch._C._len_torch_dispatch_stack())
+        )
     )
+
+
+def is_traced() -> bool:
+    """Whether fastgen notes which operations are called."""
+    return torch._C._len_torch_dispatch_stack() > 0 and not is_transformed()
 
 
 def is_watched() -> bool:

@@ -103,15 +103,15 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
     assert len(steps) == 40
 
 
-class Reading(recorded_step.CudaGraph):
+class Reading(recorded_step.CudaCapture):
     """As if the forward read the device."""
 
-    def record(self, run):
-        return super().record(lambda: (run(), torch.ones(1, device="cuda").item())[0])
+    def record(self, run, expect_again):
+        return super().record(lambda: (run(), torch.ones(1, device="cuda").item())[0], expect_again)
 
 
 def test_a_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch):
-    monkeypatch.setattr(recorded_step, "CudaGraph", Reading)
+    monkeypatch.setattr(recorded_step, "CudaCapture", Reading)
     model = model_of("gpt2")
     with pytest.warns(RuntimeWarning, match="fastgen does not record the decode steps of a model"):
         assert not replays(model, inputs_of("gpt2"), **BEAMS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,6 +20,9 @@ from fastgen.ops.libraries import load, load_reasons
 
 # Of more rows a weight is read several times.
 MOST_ROWS = 64
+
+# The same as an operation of torch, for those who note what is called.
+OPERATION = "fastgen::few_rows_linear"
 
 # Built for the instructions that torch calls so.
 _LIBRARIES = {"AVX2": f"{__package__}._few_rows_avx2", "AVX512": f"{__package__}._few_rows_avx512"}
@@ -60,11 +64,34 @@ def few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     rows `[…, in_features]`, bias `[out_features]`, both contiguous; weight `[out_features, in_features]`, contiguous or
     a transposed view; all of float32, on a CPU. The bits do not depend on the number of rows or threads.
     """
-    out_features, in_features = weight.shape
-    output = rows.new_empty((*rows.shape[:-1], out_features))
-    _function()(
-        *(rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr()),
-        *(rows.numel() // in_features, in_features, out_features),
-        *(not weight.is_contiguous(), torch.get_num_threads()),
-    )
+    if torch._C._len_torch_dispatch_stack():
+        return torch.ops.fastgen.few_rows_linear(rows, weight, bias)
+    return _few_rows_linear(rows, weight, bias)
+
+
+def _few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    output = rows.new_empty((*rows.shape[:-1], weight.shape[0]))
+    call_into(output, rows, weight, bias)()
     return output
+
+
+def call_into(output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[], None]:
+    """A function that computes the output, `[…, out_features]`, where it is; weight and bias may move, not change."""
+    out_features, in_features = weight.shape
+    function, inputs, outputs = _function(), rows.data_ptr(), output.data_ptr()
+    sizes = rows.numel() // in_features, in_features, out_features, not weight.is_contiguous(), torch.get_num_threads()
+
+    def call() -> None:
+        function(inputs, weight.data_ptr(), None if bias is None else bias.data_ptr(), outputs, *sizes)
+
+    return call
+
+
+_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
+_LIBRARY.define("few_rows_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("few_rows_linear", _few_rows_linear, "CPU")
+
+
+@torch.library.register_fake(OPERATION, lib=_LIBRARY)
+def _fake(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rows.new_empty((*rows.shape[:-1], weight.shape[0]))

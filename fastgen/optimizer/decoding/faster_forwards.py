@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fastgen.ops import cpu_linear
-from fastgen.ops.transforms import is_watched
+from fastgen.ops.transforms import is_traced, is_watched
 from fastgen.optimizer.decoding.packed_weights import CopiesOfCall, WeightsOfModel, weights_of
 from fastgen.origin import comes_with
 
@@ -93,7 +93,8 @@ def multiply(forward: ModuleForward, rows: Tensor, weight: Tensor, bias: Tensor 
         return None
     kind = cpu_linear.kind_of(rows, weight, bias)
     fastest = cpu_linear.fastest(kind, weight, bias, lambda: forward.copy.weights.others(weight))
-    packed = call.copies.packed(forward.copy, kind, rows, weight, bias, fastest)
+    # What is traced outlives the call, and a packed copy does not.
+    packed = None if is_traced() else call.copies.packed(forward.copy, kind, rows, weight, bias, fastest)
     if packed is not None:
         call.usage["cpu_linear, packed"] += 1
         return cpu_linear.onednn_linear(rows, packed, bias)

@@ -38,14 +38,23 @@ MIN_SAVED_BYTES = round(GPU_LAUNCHES * GPU_SECONDS_PER_LAUNCH * GPU_BYTES_PER_SE
 MIN_ELEMENTS_TO_WRITE_IN_PLACE = 1 << 17
 
 
+# The Python of a decode step that a replay saves, and what it costs on a CPU to read the weights for a few rows: in
+# multiplications that take as long, see fastgen/ops/cpu_graph for times. To make a recording takes three steps.
+SAVED_PER_MODULE = 1 << 21
+ROWS_OF_ONE_READING = 8
+STEPS_OF_A_RECORDING = 3
+
+
 @dataclass(frozen=True)
 class ModelSize:
-    """modules: how many. weights: elements that a token of a prefill is multiplied with. large: elements of large
-    weights that oneDNN may multiply with, on a CPU. bytes: of all weights.
+    """modules: how many. weights: elements that a token of a prefill is multiplied with. step: those of a decode step,
+    which has an output layer. large: elements of large weights that oneDNN may multiply with, on a CPU. bytes: of all
+    weights.
     """
 
     modules: int
     weights: int
+    step: int
     large: int
     bytes: int
 
@@ -87,7 +96,8 @@ def _measured(model: nn.Module) -> ModelSize:
     used = [weight.numel() for weight in prefill if weight.shape not in looked_up]
     large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype in product.dtypes()]
     large = [elements for elements in large if elements >= product.MIN_ELEMENTS]
-    return ModelSize(len(modules), sum(used), sum(large), sum(weight.nbytes for weight in weights))
+    output = max((shape.numel() for shape in looked_up), default=0)
+    return ModelSize(len(modules), sum(used), sum(used) + output, sum(large), sum(weight.nbytes for weight in weights))
 
 
 def _has_encoder(model: nn.Module) -> bool:
@@ -110,6 +120,16 @@ def prefill_reasons(size: ModelSize, saved_tokens: int) -> list[str]:
         return []
     millions = f"{saved / 1e6:.1f} million multiplications, its cost is that of {cost / 1e6:.1f}"
     return [f"too small to gain: one row per input would save {saved_tokens} tokens, {millions}"]
+
+
+def recording_pays(size: ModelSize, rows: int, steps: int, is_known: bool) -> bool:
+    """Whether a recording of this model's step for so many rows saves twice what it costs on a CPU, in so many steps.
+
+    is_known: it is there already, and costs the step that it has to repeat in each call.
+    """
+    saved = SAVED_PER_MODULE * size.modules
+    step = size.step * max(rows, ROWS_OF_ONE_READING) + saved
+    return saved * steps >= 2 * step * (1 if is_known else STEPS_OF_A_RECORDING)
 
 
 def sharing_pays(keys: Tensor, fan_out: int, is_cross: bool = False) -> bool:

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def reading_waits(device: torch.device) -> bool:
+    """Whether to read a flag waits for the device."""
+    return device.type != "cpu"
+
+
 class LateFlag:
     """Flags of consecutive steps, copied to the host beside the device's work."""
 

@@ -1,8 +1,8 @@
 """A step of a decoding loop at fixed addresses, recorded once and then replayed: on a GPU as a CUDA graph.
 
-Seamless, "CUDA Graph": one launch for all kernels of the text decoder's step. The buffers belong to the recording, and
-calls with the same shapes use it one after the other. Not yet run on a GPU; on a CPU a replay is a plain call with the
-same tensors. Knows no host library.
+Seamless, "CUDA Graph": one launch for all kernels of the text decoder's step. On a CPU the kernels are called one after
+the other, without the Python in between (fastgen/ops/cpu_graph). The buffers belong to the recording, and calls with
+the same shapes use it one after the other. Not yet run on a GPU. Knows no host library.
 """
 
 from __future__ import annotations
@@ -15,30 +15,35 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from fastgen.ops.cpu_graph.graph import CpuGraph
 from fastgen.optimizer.decoding.static_cache import StaticCache
 
-# What one model's recordings may hold between two calls.
+# What one model's recordings may hold between two calls, and the bytes of one: less in the memory of a CPU, of which
+# programs hold more for themselves.
 MOST_RECORDINGS = 16
-MOST_BYTES = 1 << 30
+MOST_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 
 Run = Callable[[], Any]
 
 
-class PlainCall:
-    """The stand-in for a CUDA graph where there is none: calls the same function on the same tensors."""
+class CpuCapture:
+    """Records what a function calls on a CPU while it runs."""
 
-    name = "decode step, static"
+    name = "decode step, recorded"
 
-    def warm_up(self, run: Run) -> Any:
-        return run()
+    def record(self, run: Run, expect_again: Callable[[], None]) -> tuple[Any, Run, int]:
+        """The output of the function, its replay, and the bytes that this keeps.
 
-    def record(self, run: Run) -> Run:
-        return run
+        expect_again: undoes what the function counts.
+        """
+        graph = CpuGraph(run)
+        expect_again()
+        return tree_map_only(Tensor, Tensor.clone, graph.output), graph.replay, graph.nbytes
 
 
-class CudaGraph:
+class CudaCapture:
     """Captures CUDA graphs on a stream of its own, in one pool of memory: they are replayed one after the other."""
 
     name = "decode step, CUDA graph"
@@ -46,31 +51,34 @@ class CudaGraph:
     def __init__(self, device: torch.device) -> None:
         self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-    def warm_up(self, run: Run) -> Any:
-        """The output of a call on the stream of the capture, where libraries then have their workspaces."""
+    def record(self, run: Run, expect_again: Callable[[], None]) -> tuple[Any, Run, int]:
+        """As `CpuCapture`; the output is that of a call on the capture's stream, where libraries get their workspaces.
+
+        The memory of graphs is the pool's, which they share.
+        """
         calling = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(calling)
         with torch.cuda.stream(self.stream):
-            output = run()
+            first = run()
         calling.wait_stream(self.stream)
-        return output
-
-    def record(self, run: Run) -> Run:
+        expect_again()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             output = run()
+        expect_again()
 
         def replay() -> Any:
             graph.replay()
             return output
 
-        return replay
+        return first, replay, 0
 
 
 class Recording:
     """A function of nested inputs and caches, and its replay once there is one.
 
     function: takes the inputs, and adds one position to each of `caches`. cache: what the host gives to the function.
+    is_proven: a replay gave the function's output for inputs that were not those of the recording.
     """
 
     def __init__(self, function: Callable[[Any], Any], caches: list[StaticCache], cache: Any) -> None:
@@ -79,6 +87,8 @@ class Recording:
         self.structure: Hashable = None
         self._copied: dict[int, tuple[ref[Tensor], int]] = {}  # of each leaf: what was copied in last, its version
         self._replay: Run | None = None
+        self._bytes_of_replay = 0
+        self.is_proven = False
 
     @property
     def is_recorded(self) -> bool:
@@ -87,26 +97,22 @@ class Recording:
     @property
     def nbytes(self) -> int:
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        return sum(states.nbytes for cache in self.caches for states in cache.tensors) + sum(t.nbytes for t in tensors)
+        tensors += [states for cache in self.caches for states in cache.tensors]
+        return sum(tensor.nbytes for tensor in tensors) + self._bytes_of_replay
 
-    def record(self, inputs: Any, capture: PlainCall | CudaGraph) -> Any:
-        """Records the function with inputs like these; returns what it gives for them when it is called."""
+    def record(self, inputs: Any, capture: CpuCapture | CudaCapture) -> Any:
+        """Records the function with inputs like these; returns what it gives for them."""
         leaves, spec = tree_flatten(inputs)
         self.leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.structure = _structure(leaves, spec)
-
-        def run() -> Any:
-            return self.function(tree_unflatten(self.leaves, spec))
-
-        output = capture.warm_up(run)
-        self._expect_again()
-        self._replay = capture.record(run)
+        run = lambda: self.function(tree_unflatten(self.leaves, spec))  # noqa: E731
+        output, self._replay, self._bytes_of_replay = capture.record(run, self.expect_again)
         return output
 
     def forget(self) -> None:
-        """Not to be replayed any more; whatever was tried last, the position that it was to add is added next."""
+        """Not to be replayed any more."""
         self._replay = None
-        self._expect_again()
+        self.expect_again()
 
     def replay(self, inputs: Any) -> Any:
         """The output for these inputs, which the next replay overwrites; None if none of such inputs was recorded."""
@@ -133,7 +139,8 @@ class Recording:
         self._copied[place] = ref(given), given._version
         return source() is given and version == given._version
 
-    def _expect_again(self) -> None:
+    def expect_again(self) -> None:
+        """Whatever was tried, the position that it was to add is added next."""
         for cache in self.caches:
             cache.expect_next()
 
@@ -145,8 +152,8 @@ class Recordings:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.capture = CudaGraph(device) if device.type == "cuda" else PlainCall()
+        self.device, self.most_bytes = device, MOST_BYTES[device.type]
+        self.capture = CudaCapture(device) if device.type == "cuda" else CpuCapture()
         self.in_use = threading.Lock()
         self.refused: list[str] = []
         self._state: Any = None
@@ -161,6 +168,9 @@ class Recordings:
             self.forget()
             self._state = state
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
     def take(self, key: Hashable) -> Recording | None:
         return self._kept.pop(key, None)
 
@@ -168,7 +178,7 @@ class Recordings:
         """Keeps it for other calls; drops those that were not used for longest, if there are too many."""
         if recording.is_recorded:
             self._kept[key] = recording
-        while self._kept and (len(self) > MOST_RECORDINGS or self.nbytes > MOST_BYTES):
+        while self._kept and (len(self) > MOST_RECORDINGS or self.nbytes > self.most_bytes):
             self._kept.popitem(last=False)
 
     def forget(self) -> None:

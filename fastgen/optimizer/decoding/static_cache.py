@@ -51,6 +51,17 @@ class Content:
         own = [tuple(states[:, :, :-1] for states in pair) for pair in self.own]
         return Content(self.shared, own, self.fan_out, self.fixed)
 
+    def of_rows(self, places: Tensor, rows: Tensor) -> Content:
+        """The same of the inputs at `places`, which have these `rows` (int64 both)."""
+        inputs = rows if self.fan_out == 1 else places
+        shared = [tuple(states.index_select(0, inputs) for states in pair) for pair in self.shared]
+        own = [tuple(states.index_select(0, rows) for states in pair) for pair in self.own]
+        return Content(shared, own, self.fan_out, self.fixed)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(states.nbytes for pair in (*self.shared, *self.own) for states in pair)
+
     def kinds(self) -> set[tuple]:
         """What a `StaticCache` has to be made for, of each layer: one kind where all layers are alike."""
         shared = [tuple(map(_kind, pair)) for pair in self.shared]

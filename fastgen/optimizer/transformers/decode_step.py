@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.generation import Generation, current, fell_back
+from fastgen.optimizer.decoding.late_flag import reading_waits
 from fastgen.optimizer.transformers import (
     cache_layers,
     eligibility,
@@ -146,7 +147,7 @@ class DecodeStep:
     @property
     def ends_late(self) -> bool:
         """Whether the loop reads its end one step late: not where a processor could tell that there was a step more."""
-        return self.records and self._foreign_processor is None
+        return self.records and reading_waits(self.model.device) and self._foreign_processor is None
 
     @property
     def _foreign_processor(self) -> Any:
@@ -162,7 +163,7 @@ class DecodeStep:
             outputs = self.recorded.run(self._inputs(input_ids, self.recorded.cache_with_room()))
         else:
             outputs = model(**self._inputs(input_ids, None), return_dict=True)
-            if self.records and self.steps == 1:
+            if self.records and self.steps in (1, recorded_steps.STEPS_BEFORE):
                 self._begin_recording(input_ids, outputs.logits)
         self.steps += 1
         self.arguments = model._update_model_kwargs_for_generation(
@@ -178,9 +179,9 @@ class DecodeStep:
 
     def _begin_recording(self, input_ids: Tensor, logits: Tensor) -> None:
         """logits: what the model has just given."""
-        left = self.generation_config.max_length - input_ids.shape[1]
+        steps = self.steps, self.generation_config.max_length - input_ids.shape[1]
         prepare = partial(self._inputs, input_ids)
-        self.recorded = recorded_steps.begin(self.model, self.arguments, self.rows, left, prepare, logits)
+        self.recorded = recorded_steps.begin(self.model, self.arguments, self.rows, steps, prepare, logits)
 
     def process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """What the processors make of scores `[rows, vocabulary_size]`, which they may overwrite."""
@@ -211,7 +212,7 @@ class DecodeStep:
 
     def leaving_pays(self, leaving: int, inputs: int, steps_left: int) -> bool:
         """Whether `leaving` of `inputs` inputs should leave now, with at most `steps_left` steps to come."""
-        if leaving * 8 < inputs or not self.arguments.get("use_cache") or self.recorded is not None:
+        if leaving * 8 < inputs or not self.arguments.get("use_cache"):
             return False
         steps = min(steps_left, max(self.steps, FEW_STEPS))
         if gain.prefill_reasons(gain.size_of(self.model), leaving * self.fan_out * steps):
@@ -232,13 +233,17 @@ class DecodeStep:
             reasons.append("the model moves its cache itself")
         reasons = reasons or eligibility.model_reasons(self.model)
         reasons = reasons or model_state.rows_reasons(self.model, {self.rows, self.rows // self.fan_out})
-        return reasons or self._cache_reasons or rows.unsupported_reasons(self.arguments, self.rows)
+        if self.recorded is None:
+            reasons = reasons or self._cache_reasons
+        return reasons or rows.unsupported_reasons(self.arguments, self.rows)
 
     def keep(self, places: Tensor) -> None:
         """Drops the inputs that are not at `places` (int64) among those that are there."""
         kept = rows_of(places, self.fan_out)
         self.arguments = rows.take(self.arguments, self.rows, kept)
-        for name in cache_layers.NAMES:
+        if self.recorded is not None:
+            self.recorded.keep(places, kept)
+        for name in cache_layers.NAMES if self.recorded is None else ():
             if self.arguments.get(name) is not None:
                 cache_layers.keep_inputs(self.arguments[name], places, kept)
         self.processors = type(self.processors)(_of_rows(one, kept) for one in self.processors)

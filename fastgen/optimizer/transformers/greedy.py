@@ -1,4 +1,4 @@
-"""`GenerationMixin._sample`: on a CPU finished inputs leave greedy decoding; recorded steps for greedy and sampling.
+"""`GenerationMixin._sample`: greedy decoding that finished inputs leave on a CPU, and recorded steps.
 
 Where tokens are drawn all rows stay, so that a seed gives the same ones. All other calls go to the library's loop.
 """
@@ -48,9 +48,8 @@ def sample(
             **model_kwargs,
         )
     step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], 1, records)
-    loop = in_recorded_steps if records else greedy
     with undone_after_errors(model_kwargs):
-        return loop(input_ids, generation_config, step, stopping_criteria)
+        return TokenByToken(input_ids, generation_config, step, leaves).run(stopping_criteria)
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:
@@ -60,68 +59,77 @@ def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bo
     return has_end and several and not config.do_sample
 
 
-def in_recorded_steps(input_ids: Tensor, config: Any, step: DecodeStep, stopping_criteria: Any) -> Tensor:
-    """The sequences `[rows, length]`, as the library returns them, greedy or drawn; all rows stay to the end."""
-    device = input_ids.device
-    pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
-    going_on = torch.ones(input_ids.shape[0], dtype=torch.bool, device=device)
-    late_end = LateFlag(device) if step.ends_late else None
-    random = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-    logits = step.logits(input_ids)
-    with getattr(step.model, "_optimize_model_for_decode", nullcontext)():
-        while True:
-            scores = step.process(input_ids, logits.clone()) if step.processors else logits
-            before = random.get_state() if late_end is not None and config.do_sample else None
-            tokens = _drawn(scores) if config.do_sample else scores.argmax(dim=-1)
-            if pad is not None:
-                tokens = torch.where(going_on, tokens, pad)
-            input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)
-            going_on = going_on & ~stopping_criteria(input_ids, None)
-            has_ended = ~going_on.any()
-            if late_end is None:
-                if bool(has_ended):
-                    return input_ids
-            elif late_end.exchange(has_ended):  # this step was one too many
-                if before is not None:
-                    random.set_state(before)
-                return input_ids[:, :-1]
-            elif input_ids.shape[1] >= config.max_length:
-                return input_ids
-            logits = step.logits(input_ids)
+class TokenByToken:
+    """Rows that get one token at each step, greedy or drawn.
+
+    input_ids: of the rows that are there, `[rows, length]`; going_on: those that have not ended; places: which of all
+    rows they are. left_behind: before inputs left, the places and tokens of those that were there. late_end: where the
+    end is read one step late, because the host is not to wait for the device.
+    """
+
+    def __init__(self, input_ids: Tensor, config: Any, step: DecodeStep, leaves: bool) -> None:
+        self.config, self.step, self.leaves = config, step, leaves
+        rows, device = input_ids.shape[0], input_ids.device
+        self.input_ids = input_ids
+        self.pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
+        self.going_on = torch.ones(rows, dtype=torch.bool, device=device)
+        self.places = torch.arange(rows, device=device)
+        self.left_behind: list[tuple[Tensor, Tensor]] = []
+        self.late_end = LateFlag(device) if step.ends_late else None
+        is_cuda = device.type == "cuda"
+        self.random = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
+
+    def run(self, stopping_criteria: Any) -> Tensor:
+        """The sequences `[rows, length]`, as the library returns them."""
+        logits = self.step.logits(self.input_ids)
+        with getattr(self.step.model, "_optimize_model_for_decode", nullcontext)():
+            while not self.advance(logits, stopping_criteria):
+                if self.leaves:
+                    self.let_leave()
+                logits = self.step.logits(self.input_ids)
+        if not self.left_behind:
+            return self.input_ids
+        output = self.pad.repeat(len(self.left_behind[0][0]), self.input_ids.shape[1])
+        for rows, found in [*self.left_behind, (self.places, self.input_ids)]:
+            output[rows, : found.shape[1]] = found
+        return output
+
+    def advance(self, logits: Tensor, stopping_criteria: Any) -> bool:
+        """Adds a token to each row; returns whether all have ended."""
+        scores = self.step.process(self.input_ids, logits.clone()) if self.step.processors else logits
+        draws = self.config.do_sample
+        before = self.random.get_state() if draws and self.late_end is not None else None
+        tokens = _drawn(scores) if draws else scores.argmax(dim=-1)
+        if self.pad is not None:
+            tokens = torch.where(self.going_on, tokens, self.pad)
+        self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)
+        self.going_on = self.going_on & ~stopping_criteria(self.input_ids, None)
+        has_ended = ~self.going_on.any()
+        if self.late_end is None:
+            return bool(has_ended)
+        if self.late_end.exchange(has_ended):  # this step was one too many
+            if before is not None:
+                self.random.set_state(before)
+            self.input_ids = self.input_ids[:, :-1]
+            return True
+        return self.input_ids.shape[1] >= self.config.max_length
+
+    def let_leave(self) -> None:
+        """Drops the inputs of which all rows have ended, where that pays."""
+        step = self.step
+        if step.generation.rows and step.steps == 1:
+            step.fan_out = step.generation.fan_out
+        by_input = self.going_on.view(-1, step.fan_out).any(dim=1)
+        kept = by_input.nonzero().flatten()
+        left = self.config.max_length - self.input_ids.shape[1]
+        if len(kept) == len(by_input) or not step.leaving_pays(len(by_input) - len(kept), len(by_input), left):
+            return
+        self.left_behind.append((self.places, self.input_ids))
+        rows = rows_of(kept, step.fan_out)
+        step.keep(kept)
+        self.input_ids, self.going_on, self.places = self.input_ids[rows], self.going_on[rows], self.places[rows]
 
 
 def _drawn(scores: Tensor) -> Tensor:
     """Tokens `[rows]`, with the operations of the library's loop."""
     return torch.multinomial(functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-
-
-def greedy(input_ids: Tensor, config: Any, step: DecodeStep, stopping_criteria: Any) -> Tensor:
-    """The sequences `[rows, length]`, as the library returns them."""
-    pad = config._pad_token_tensor
-    places = torch.arange(input_ids.shape[0])
-    going_on = torch.ones(input_ids.shape[0], dtype=torch.bool)
-    left_behind: list[tuple[Tensor, Tensor]] = []  # before inputs left: the places of all rows, and their tokens
-    while True:
-        logits = step.logits(input_ids)
-        scores = step.process(input_ids, logits.clone()) if step.processors else logits
-        tokens = torch.where(going_on, scores.argmax(dim=-1), pad)
-        input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)
-        going_on &= ~stopping_criteria(input_ids, None)
-        if not going_on.any():
-            break
-        if step.generation.rows and step.steps == 1:
-            step.fan_out = step.generation.fan_out
-        by_input = going_on.view(-1, step.fan_out).any(dim=1)
-        kept = by_input.nonzero().flatten()
-        left = config.max_length - input_ids.shape[1]
-        if len(kept) < len(by_input) and step.leaving_pays(len(by_input) - len(kept), len(by_input), left):
-            left_behind.append((places, input_ids))
-            kept_rows = rows_of(kept, step.fan_out)
-            step.keep(kept)
-            input_ids, going_on, places = input_ids[kept_rows], going_on[kept_rows], places[kept_rows]
-    if not left_behind:
-        return input_ids
-    output = pad.repeat(len(left_behind[0][0]), input_ids.shape[1])
-    for rows, found in [*left_behind, (places, input_ids)]:
-        output[rows, : found.shape[1]] = found
-    return output

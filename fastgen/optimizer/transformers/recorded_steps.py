@@ -1,8 +1,8 @@
 """The decode steps of one loop of transformers as replays of a recording (Seamless, "CUDA Graph").
 
-The first step of a call runs as ever and tells what the recording has to give for the same tokens: that is compared in
-every call, before its first replay is trusted. Arguments and masks are prepared by the library at each step; only the
-model's forward is recorded. Not yet run on a GPU.
+A step of each call runs as ever and tells what the recording has to give for the same tokens: that is compared in every
+call, before a replay is trusted, and for a new recording at the next step once more, which has other tokens. Arguments
+and masks are prepared by the library at each step; only the model's forward is recorded. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticLayer
 
 from fastgen.config import CONFIG
+from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
+from fastgen.ops.transforms import is_transformed, is_watched
+from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.fingerprint import fingerprint
 from fastgen.optimizer.decoding.generation import count, current, fell_back
 from fastgen.optimizer.decoding.recorded_step import Recording, Recordings, differs_sync
@@ -33,8 +36,11 @@ from fastgen.patching import warn
 
 NAME = "past_key_values"
 
-# To look at the model and to record take the time of some steps (not yet measured on a GPU).
+# To look at the model takes the time of some steps (not yet measured on a GPU).
 MIN_STEPS = 16
+
+# A new recording is made after so many steps of a call, because many end early.
+STEPS_BEFORE = 8
 
 # Static layers have the length that `FixedLayer` gives: a tensor without a dimension, as in transformers 5.17.
 _LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
@@ -46,25 +52,39 @@ _known: WeakKeyDictionary[nn.Module, Recordings] = WeakKeyDictionary()
 
 
 def are_wanted(device: torch.device) -> bool:
-    """Whether FASTGEN_CUDA_GRAPHS asks for recorded steps on this device."""
-    return device.type in {"auto": ("cuda",), "on": ("cuda", "cpu"), "off": ()}[CONFIG.cuda_graphs]
+    """Whether steps may be recorded on this device, as FASTGEN_CUDA_GRAPHS says."""
+    return CONFIG.cuda_graphs != "off" and device.type in ("cuda", "cpu")
 
 
-def _unsupported_reasons(
-    model: Any, generation_config: Any, prompt_length: int, arguments: dict[str, Any]
-) -> list[str]:
+def _pays(model: Any, rows: int, steps: int, is_known: bool) -> bool:
+    """Whether a recording saves what it costs, on a CPU; FASTGEN_CUDA_GRAPHS=on makes it in any case."""
+    is_asked = CONFIG.cuda_graphs == "on" or model.device.type != "cpu"
+    return is_asked or gain.recording_pays(gain.size_of(model), rows, steps, is_known)
+
+
+def _is_new_wanted(model: Any, rows: int, done: int, left: int) -> bool:
+    """Whether to make a recording after so many steps, with at most so many to come."""
+    return done >= STEPS_BEFORE and _pays(model, rows, left, is_known=False)
+
+
+def _unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> list[str]:
     """Why the steps of a call are not recorded, as far as that is known before its prefill; empty if they can be."""
     reasons = []
+    steps = (generation_config.max_length or 0) - input_ids.shape[1]
     if not _LAYERS_ARE_KNOWN:
         reasons.append("this version of transformers has other static caches")
-    if not arguments.get("use_cache") or (generation_config.max_length or 0) - prompt_length < MIN_STEPS:
+    if not arguments.get("use_cache") or steps < MIN_STEPS:
         reasons.append(f"no cache, or fewer than {MIN_STEPS} steps")
+    elif not _pays(model, input_ids.shape[0], steps, is_known=True):
+        reasons.append(f"{steps} steps of {input_ids.shape[0]} rows would save less than the recording costs")
     if not getattr(model, "_can_compile_fullgraph", False):
         reasons.append(f"the forward of {type(model).__name__} may read the device")
     if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):
         reasons.append(f"attention {attention} (supported: sdpa, eager)")
     if torch.is_autocast_enabled(model.device.type):
         reasons.append("autocast keeps copies of weights that a recording would outlive")
+    if torch.is_grad_enabled() or is_transformed() or is_watched():
+        reasons.append("the program records or watches what torch computes")
     if getattr(model, "hf_quantizer", None) is not None:
         reasons.append("the model is quantized")
     if model.device.type == "cuda" and torch.cuda.current_stream(model.device).cuda_stream:
@@ -83,7 +103,7 @@ def _unsupported_reasons(
 
 
 class RecordedSteps:
-    """The steps of one call from the second one on.
+    """The steps of one call from some step on.
 
     cache: the call's own. most: the number of own positions that a row can reach.
     """
@@ -94,13 +114,25 @@ class RecordedSteps:
         self.given = frozenset(name for name, value in arguments.items() if value is not None)
         self.key: tuple = ()
         self.recording: Recording | None = None
+        self.since = STEPS_BEFORE  # how many steps ago rows have left, if they have
 
-    def begin(self, contents: list[Content], prepare: Prepare, expected: Tensor) -> list[str]:
-        """Takes or makes a recording and lets it repeat the step that has just given `expected`; returns why not."""
+    def begin(
+        self, contents: list[Content], prepare: Prepare, expected: Tensor, is_new_wanted: bool
+    ) -> list[str] | None:
+        """Takes or makes a recording and lets it repeat the step that has just given `expected`; returns why not.
+
+        None: there is no recording for such a step as yet, and a new one is not wanted.
+        """
         cache = self.original()
         self.recordings.expect(fingerprint(self.model))
-        self._use([contents[0].without_last(), *contents[1:]], cache)
-        if self._replayed(prepare(self.recording.cache), expected) is None:
+        contents = [contents[0].without_last(), *contents[1:]]
+        if not is_new_wanted and self._key(contents) not in self.recordings:
+            return None
+        self._use(contents, cache)
+        outputs = self._recorded(_without_cache(prepare(self.recording.cache)))
+        if outputs is not None and _differs(outputs.logits, expected):
+            self._refuse("a step at fixed addresses gave other logits")
+        if outputs is None or self.recordings.refused:
             self.recording = None
             return self.recordings.refused or ["the arguments of its forward are not those of earlier calls"]
         self.recording.caches[0].advance()
@@ -111,18 +143,20 @@ class RecordedSteps:
         """The cache for the next step: in another recording's buffers, if those of this one are full."""
         own = self.recording.caches[0]
         if own.length == own.limit:
-            old_key, old = self.key, self.recording
-            self._use([states.content() for states in old.caches], old.cache)
-            self.recordings.give_back(old_key, old)
-            if (original := self.original()) is not None:
-                take_over(original, self.recording.cache)
+            self._change_to([states.content() for states in self.recording.caches])
         return self.recording.cache
+
+    def keep(self, places: Tensor, rows: Tensor) -> None:
+        """Drops the inputs that are not at `places`; row i becomes what row `rows[i]` was (int64 both)."""
+        self._change_to([states.content().of_rows(places, rows) for states in self.recording.caches])
+        self.since = 0
 
     def run(self, inputs: dict[str, Any]) -> Any:
         """The model's outputs for these arguments; their tensors hold until the next step."""
-        outputs = self._replayed(inputs)
+        given, self.since = _without_cache(inputs), self.since + 1
+        outputs = self._recorded(given) if self._is_recorded_now() else None
         if outputs is None:
-            outputs = self.recording.function(_without_cache(inputs))
+            outputs = self.recording.function(given)
         self.recording.caches[0].advance()
         return outputs
 
@@ -146,84 +180,127 @@ class RecordedSteps:
         self.recordings.forget()
         self.recordings.in_use.release()
 
+    def _change_to(self, contents: list[Content]) -> None:
+        """Goes on with these contents, in a recording for them."""
+        old_key, old = self.key, self.recording
+        self._use(contents, old.cache)
+        self.recordings.give_back(old_key, old)
+        if (original := self.original()) is not None:
+            take_over(original, self.recording.cache)
+
     def _use(self, contents: list[Content], cache: Cache) -> None:
         """Moves the contents to the buffers of a recording with room for more."""
-        capacity = capacity_for(contents[0].length + 1, self.most)
-        kinds = tuple(frozenset(content.kinds()) for content in contents)
-        self.key = (self.given, _settings(), capacity, kinds, tuple(content.fan_out for content in contents))
-        self.recording = self.recordings.take(self.key) or self._new(contents, capacity, cache)
+        self.key = self._key(contents)
+        self.recording = self.recordings.take(self.key) or self._new(contents, cache)
         for states, content in zip(self.recording.caches, contents):
             states.fill(content)
 
-    def _new(self, contents: list[Content], capacity: int, cache: Cache) -> Recording:
+    def _key(self, contents: list[Content]) -> tuple:
+        kinds = tuple(frozenset(content.kinds()) for content in contents)
+        fan_outs = tuple(content.fan_out for content in contents)
+        return self.given, _settings(), capacity_for(contents[0].length + 1, self.most), kinds, fan_outs
+
+    def _is_recorded_now(self) -> bool:
+        """Whether there is a recording for the next step, or a new one is worth to be made."""
+        own = self.recording.caches[0]
+        if self.recording.structure is not None:
+            return True
+        left = self.most - own.length
+        return _is_new_wanted(self.model, own.buffers[0].shape[1], self.since, left)
+
+    def _new(self, contents: list[Content], cache: Cache) -> Recording:
+        capacity = capacity_for(contents[0].length + 1, self.most)
         states = [StaticCache(content, capacity if content is contents[0] else 0) for content in contents]
         fixed, model = with_fixed_layers(cache, states), ref(self.model)
         return Recording(lambda inputs: model()(**inputs, **{NAME: fixed}, return_dict=True), states, fixed)
 
-    def _replayed(self, inputs: dict[str, Any], expected: Tensor | None = None) -> Any:
-        """The outputs of a replay, which is recorded first where there is none; None if they cannot be had or trusted.
-
-        expected: logits to compare with; for a new recording, those of the forward from which it is made.
-        """
-        recording, given = self.recording, _without_cache(inputs)
+    def _recorded(self, given: dict[str, Any]) -> Any:
+        """The outputs of a replay, or of the forward from which one is made; None if they cannot be had or trusted."""
+        recording = self.recording
         if self.recordings.refused:
             return None
         try:
             if recording.structure is None:
-                outputs = recording.record(given, self.recordings.capture)
-                expected = outputs.logits if expected is None else expected
+                return recording.record(given, self.recordings.capture)
+            expected = None if recording.is_proven else recording.function(given).logits
+            recording.expect_again()
             outputs = recording.replay(given)
         except torch.cuda.OutOfMemoryError:
             raise
+        except NotRepeatable as reason:
+            self._refuse(str(reason), is_expected=True)
+            return None
+        except Diverged as reason:
+            if not recording.is_proven:  # it does so at every step
+                self._refuse(str(reason), is_expected=True)
+            recording.forget()
+            return None
         except Exception as error:
             self._refuse(f"{type(error).__name__}: {error}")
             return None
         if outputs is None:
             return None
-        if expected is not None and differs_sync(outputs.logits, expected, _tolerance(expected)):
+        if expected is not None and _differs(outputs.logits, expected):
             self._refuse("a replay gave other logits than the forward")
             return None
+        recording.is_proven = True
         count(self.recordings.capture.name)
         return outputs
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str, is_expected: bool = False) -> None:
+        """Records this model's steps no more; is_expected: nothing is wrong, and a report tells it."""
         self.recording.forget()
         self.recordings.forget()
         self.recordings.refused = [f"{type(self.model).__name__}: {reason}"]
-        warn(f"fastgen does not record the decode steps of a model: {self.recordings.refused[0]}")
+        if not is_expected:
+            warn(f"fastgen does not record the decode steps of a model: {self.recordings.refused[0]}")
 
 
 def can_record(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> bool:
     """Whether a loop that begins with these `model_kwargs` should try to; tells the report why not."""
     if not are_wanted(input_ids.device):
         return False
-    reasons = _unsupported_reasons(model, generation_config, input_ids.shape[1], arguments)
+    reasons = _unsupported_reasons(model, generation_config, input_ids, arguments)
     _tell(reasons)
     return not reasons
 
 
 def begin(
-    model: Any, arguments: dict[str, Any], rows: int, steps_left: int, prepare: Prepare, expected: Tensor
+    model: Any,
+    arguments: dict[str, Any],
+    rows: int,
+    steps: tuple[int, int],
+    prepare: Prepare,
+    expected: Tensor,
 ) -> RecordedSteps | None:
-    """The recorded steps of a call of which the first one, with these arguments, has given the logits `expected`.
+    """The recorded steps of a call of which a step with these arguments has just given the logits `expected`.
 
-    They are the generation's as well, which ends them.
+    steps: how many there were, and how many may come. They are the generation's as well, which ends them.
     """
+    is_new_wanted = _is_new_wanted(model, rows, *steps)
     generation, cache, recordings = current(), arguments.get(NAME), _recordings_of(model)
+    if not is_new_wanted and not len(recordings):
+        return None
     contents, reasons = ([], ["there is no cache"]) if cache is None else contents_or_reasons(cache)
+    if not reasons and sum(content.nbytes for content in contents) > recordings.most_bytes:
+        reasons = [f"keys and values of more than {recordings.most_bytes >> 20} MB"]
     reasons = reasons or model_state.rows_reasons(model, {rows, generation.inputs})
     if not reasons and not recordings.in_use.acquire(blocking=False):
         reasons = ["another call uses the model's recordings"]
     if not reasons:
-        steps = RecordedSteps(model, recordings, cache, arguments, contents[0].length + steps_left)
-        generation.recorded = steps
+        recorded = RecordedSteps(model, recordings, cache, arguments, contents[0].length + steps[1])
+        generation.recorded = recorded
         try:
-            reasons = steps.begin(contents, prepare, expected)
+            reasons = recorded.begin(contents, prepare, expected, is_new_wanted)
         except torch.cuda.OutOfMemoryError:  # the call's own cache is as it was
             abandon()
             reasons = recordings.refused = ["its buffers found no memory"]
+        if reasons is None:
+            recorded.end()
+            generation.recorded = None
+            return None
     _tell(reasons)
-    return None if reasons else steps
+    return None if reasons else recorded
 
 
 def abandon() -> None:
@@ -252,8 +329,9 @@ def _settings() -> tuple:
     """What of torch decides which kernels run, and whether tensors may be written outside of inference mode."""
     attention = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math")]
     precision = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-    return torch.is_inference_mode_enabled(), *precision, *attention
+    types = torch.get_default_dtype(), torch.get_num_threads()
+    return torch.is_inference_mode_enabled(), *precision, *types, *attention
 
 
-def _tolerance(logits: Tensor) -> float:
-    return TOLERANCES.get(logits.dtype, TOLERANCES[torch.float32])
+def _differs(found: Tensor, expected: Tensor) -> bool:
+    return differs_sync(found, expected, TOLERANCES.get(expected.dtype, TOLERANCES[torch.float32]))

@@ -1,0 +1,70 @@
+"""Notes which kernels of torch a function calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class NotRepeatable(Exception):
+    """The function does something that a repetition of its kernels would not do."""
+
+
+class Diverged(Exception):
+    """A number on which the function's way depends is another one than it was."""
+
+
+class Call(NamedTuple):
+    """A call of an operation. read: the tensors among its arguments; made: those among its results.
+
+    An operation that makes nothing and writes nothing tells a number, on which the function's way may depend.
+    """
+
+    operation: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    read: list[Tensor]
+    made: list[Tensor]
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes one of its arguments."""
+        return self.operation._schema.is_mutable
+
+
+class Tracer(TorchDispatchMode):
+    """Inside this context the calls of torch's operations, in their order; raises NotRepeatable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if foreign := set(types) - {Tensor, nn.Parameter}:  # what they do inside would not be seen
+            raise NotRepeatable(f"{func} works on {', '.join(sorted(kind.__name__ for kind in foreign))}")
+        if _has_any_size(func, args) or kwargs.get("generator") is not None:
+            raise NotRepeatable(f"{func} has results of any size or draws numbers")
+        result = func(*args, **kwargs)
+        call = Call(func, args, kwargs, result, _tensors((args, kwargs)), _tensors(result))
+        if not call.made and not call.writes and result != result:
+            raise NotRepeatable(f"{func} tells {result}")
+        self.calls.append(call)
+        return result
+
+
+def _has_any_size(operation: torch._ops.OpOverload, args: tuple) -> bool:
+    """Whether the size of the result depends on numbers: where masks are indices, but not where places are."""
+    if operation is torch.ops.aten.index.Tensor:
+        return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
+    return torch.Tag.dynamic_output_shape in operation.tags
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]

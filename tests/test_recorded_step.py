@@ -160,12 +160,15 @@ def test_later_calls_use_the_recordings_of_earlier_ones(monkeypatch):
         made.clear()
 
 
-def test_prompts_of_other_lengths_use_them_too_where_nothing_is_shared():
-    model = model_of("llama")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bart", "t5"])
+def test_inputs_of_other_lengths_use_them_too(name, shared):
+    model = model_of(name)
     with recording(smallest_capacity=64):
-        for length in (5, 9, 14):
-            assert recorded(model, {"input_ids": token_ids(2, length)}, **BEAMS)
-            assert len(recorded_steps._known[model]) == 1
+        for lengths in ((2, 5), (3, 9), (14, 6), (4, 1)):
+            inputs = padded(*lengths, side="right" if name in ("t5", "bart") else "left")
+            for arguments in (BEAMS, SAMPLES):
+                assert recorded(model, inputs, **arguments, min_new_tokens=8)
+        assert len(recorded_steps._known[model]) == 2  # of other numbers of rows
 
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
@@ -329,7 +332,7 @@ def test_without_memory_for_the_buffers_the_call_goes_on_with_its_own_cache(monk
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mistral", "a cache with layers of DynamicSlidingWindowLayer"),
+        ("mistral", "a sliding window of 8 for up to 21 positions"),
         ("roformer", "the forward of RoFormerForCausalLM may read the device"),
     ],
 )
@@ -449,7 +452,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind():
 
 def cache_of_one_layer(rows: int = 2) -> StaticCache:
     states = torch.zeros(rows, 1, 3, 4)
-    return StaticCache(Content([], [(states, states)]), 8)
+    return StaticCache(Content([], [(states, states)]), 8, 0)
 
 
 def recording_of(rows: int = 2) -> Recording:
@@ -490,7 +493,7 @@ def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(
     shared = [(torch.randn(2, 2, 4, 3), torch.randn(2, 2, 4, 3)) for _ in range(2)] if shared_length else []
     own = [(torch.randn(rows, 2, 5, 3), torch.randn(rows, 2, 5, 3)) for _ in range(2)]
     content = Content(shared, own, fan_out)
-    cache = StaticCache(content, 12)
+    cache = StaticCache(content, 12, 5)
     cache.buffers[0].fill_(torch.nan)  # of an earlier call
     cache.fill(content)
     addresses = [states.data_ptr() for states in cache.tensors]
@@ -506,7 +509,10 @@ def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(
         for layer, pair in enumerate(own):
             whole = cache.whole(layer)
             assert all(torch.equal(found[:, :, shared_length:], states) for found, states in zip(whole, pair))
-            assert cache.states(layer)[0].shape[2] == shared_length + 12 and not cache.states(layer)[0].isnan().any()
+            assert (
+                cache.states(layer)[0].shape[2] == (5 if shared else 0) + 12
+                and not cache.states(layer)[0].isnan().any()
+            )
     assert [states.data_ptr() for states in cache.tensors] == addresses
 
 

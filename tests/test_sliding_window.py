@@ -20,6 +20,7 @@ from parity import (
     run_both,
     token_ids,
 )
+from recording import not_recorded_because, recording, replays
 from torch import nn
 from transformers import (
     DynamicCache,
@@ -73,6 +74,19 @@ def test_windows_and_prompts_of_all_lengths(name, window, arguments):
     assert is_shared(both.report, PROMPT)
     assert "once per input, 2 layers" in both.report.shared[1] and "repeated" not in str(both.report)
     assert_equal_caches(both.stock.past_key_values, both.fast.past_key_values)
+
+
+@BOTH
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_are_recorded_as_long_as_the_window_holds_everything(name, arguments):
+    tokens = padded(LENGTH, 5)
+    arguments = {**arguments, "return_dict_in_generate": False}
+    for window, fits in ((LENGTH + 7, False), (99, True)):
+        model = model_of(name, window)
+        with recording():
+            stock, fast, report = run_both(lambda model=model: model.generate(**tokens, **arguments))
+        assert torch.equal(stock, fast) and bool(replays(report)) == fits
+        assert fits or not_recorded_because(report, f"a sliding window of {window} for up to ")
 
 
 @BOTH

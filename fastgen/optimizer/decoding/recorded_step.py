@@ -149,6 +149,7 @@ class Recordings:
     """The recordings of one model on one device, for one call after the other: their graphs share memory.
 
     A call that holds `in_use` takes recordings and gives them back. refused: why none is to be made any more.
+    has_exact_lengths: no masks hide what makes other lengths equal.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -156,6 +157,7 @@ class Recordings:
         self.capture = CudaCapture(device) if device.type == "cuda" else CpuCapture()
         self.in_use = threading.Lock()
         self.refused: list[str] = []
+        self.has_exact_lengths = False
         self._state: Any = None
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()  # the latest last
 

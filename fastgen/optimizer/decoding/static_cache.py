@@ -19,13 +19,14 @@ SMALLEST_CAPACITY = 32
 
 
 def capacity_for(needed: int, most: int) -> int:
-    """Room for twice the positions that are needed, or for `most` if that is less: one of a few sizes.
+    """Room for twice the positions that are needed, or for `most` if that is less, rounded."""
+    return rounded(max(needed, min(most, 2 * needed)))
 
-    There are four to eight sizes between a power of two and the next, so that many calls have the same.
-    """
-    wanted = max(needed, min(most, 2 * needed))
-    step = max(SMALLEST_CAPACITY, 1 << max((wanted - 1).bit_length() - 3, 0))
-    return -(-wanted // step) * step
+
+def rounded(length: int) -> int:
+    """The next of a few sizes, that many lengths have in common: four to eight between powers of two."""
+    step = max(SMALLEST_CAPACITY, 1 << max((length - 1).bit_length() - 3, 0))
+    return -(-length // step) * step
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,14 @@ class Content:
     def length(self) -> int:
         return self.own[0][0].shape[2] if self.own else 0
 
+    @property
+    def shared_length(self) -> int:
+        return self.shared[0][0].shape[2] if self.shared else 0
+
+    def has_equal_lengths(self) -> bool:
+        """Whether all layers hold as many positions."""
+        return all(len({states.shape[2] for pair in part for states in pair}) <= 1 for part in (self.shared, self.own))
+
     def without_last(self) -> Content:
         """The same before the last position was added."""
         own = [tuple(states[:, :, :-1] for states in pair) for pair in self.own]
@@ -63,34 +72,35 @@ class Content:
         return sum(states.nbytes for pair in (*self.shared, *self.own) for states in pair)
 
     def kinds(self) -> set[tuple]:
-        """What a `StaticCache` has to be made for, of each layer: one kind where all layers are alike."""
+        """What a `StaticCache` has to be made for, of each layer, beside lengths: one kind where all are alike."""
         shared = [tuple(map(_kind, pair)) for pair in self.shared]
-        own = [tuple(_kind(states[:, :, :0]) for states in pair) for pair in self.own]
+        own = [tuple(map(_kind, pair)) for pair in self.own]
         return set(zip(shared or own, own or shared))
 
 
 class StaticCache(DecodingCache):
     """A `DecodingCache` with room for `capacity` own positions, for any content of the same kind.
 
+    The shared part lies at the end of `shared_capacity` positions; `padding` before it have to be hidden by masks.
     place: where the next position goes, `[1]`. seq_lengths: how many positions each layer holds, `[layers]`. A step
     reads both, and writes the second; `advance` counts afterwards.
     """
 
-    def __init__(self, content: Content, capacity: int) -> None:
+    def __init__(self, content: Content, capacity: int, shared_capacity: int) -> None:
         super().__init__(len(content.shared or content.own), content.fan_out, capacity)
         for layer, pair in enumerate(content.shared):
-            self.shared[layer] = tuple(states.new_empty(states.shape) for states in pair)
+            self.shared[layer] = tuple(_room_like(states, shared_capacity) for states in pair)
         for states in content.own[0] if content.own else ():
-            rows, heads, _, width = states.shape
-            self.buffers.append(states.new_zeros((len(content.own), rows, heads, capacity, width)))
+            self.buffers.append(torch.stack([_room_like(states, capacity)] * len(content.own)))
         self._use(self.buffers)
+        self.padding = 0
         device = (content.shared or content.own)[0][0].device
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
         self.seq_lengths = torch.zeros(len(self.lengths), dtype=torch.int64, device=device)
 
     @property
     def shared_length(self) -> int:
-        return 0 if self.shared[0] is None else self.shared[0][0].shape[2]
+        return 0 if self.shared[0] is None else self.shared[0][0].shape[2] - self.padding
 
     @property
     def length(self) -> int:
@@ -102,10 +112,13 @@ class StaticCache(DecodingCache):
         return [*self.buffers, *(states for pair in self.shared if pair is not None for states in pair)]
 
     def fill(self, content: Content) -> None:
-        """Copies this content, and zeros behind it: what is hidden has the weight 0, which NaN would survive."""
+        """Copies this content, and zeros around it: what is hidden has the weight 0, which NaN would survive."""
+        if content.shared:
+            self.padding = self.shared[0][0].shape[2] - content.shared_length
         for mine, pair in zip(self.shared, content.shared):
             for states, given in zip(mine, pair):
-                states.copy_(given)
+                states[:, :, : self.padding] = 0
+                states[:, :, self.padding :] = given
         for layer, pair in enumerate(content.own):
             for states, given in zip(self._by_layer[layer], pair):
                 states[:, :, : content.length] = given
@@ -116,7 +129,12 @@ class StaticCache(DecodingCache):
 
     def content(self) -> Content:
         own = [self.own(layer) for layer in range(len(self.lengths))] if self.buffers else []
-        return Content([pair for pair in self.shared if pair is not None], own, self.fan_out, self.fixed)
+        shared = [self._without_padding(layer) for layer, pair in enumerate(self.shared) if pair is not None]
+        return Content(shared, own, self.fan_out, self.fixed)
+
+    def _without_padding(self, layer: int) -> KeysAndValues | None:
+        pair = self.shared[layer]
+        return None if pair is None else tuple(states[:, :, self.padding :] for states in pair)
 
     def expect_next(self) -> None:
         """Sets the tensors for the next position: before it is added, or added once more."""
@@ -135,12 +153,12 @@ class StaticCache(DecodingCache):
         self.expect_next()
 
     def states(self, layer: int) -> KeysAndValues:
-        """Keys and values `[rows, kv_heads, shared_length + capacity, head_dim]`."""
+        """Keys and values `[rows, kv_heads, padding + shared_length + capacity, head_dim]`."""
         return self._joined(self.shared[layer], self._by_layer[layer] if self.buffers else None)
 
     def whole(self, layer: int) -> KeysAndValues:
         """Keys and values `[rows, kv_heads, length, head_dim]` of the positions that are there, in their own memory."""
-        joined = self._joined(self.shared[layer], self.own(layer) if self.buffers else None)
+        joined = self._joined(self._without_padding(layer), self.own(layer) if self.buffers else None)
         return tuple(states.whole() if isinstance(states, TwoPartStates) else states.clone() for states in joined)
 
     def _joined(self, shared: KeysAndValues | None, own: KeysAndValues | None) -> KeysAndValues:
@@ -156,4 +174,10 @@ class StaticCache(DecodingCache):
 
 
 def _kind(states: Tensor) -> tuple:
-    return states.shape, states.dtype, states.device
+    rows, heads, _, width = states.shape
+    return (rows, heads, width), states.dtype, states.device
+
+
+def _room_like(states: Tensor, length: int) -> Tensor:
+    rows, heads, _, width = states.shape
+    return states.new_zeros((rows, heads, length, width))

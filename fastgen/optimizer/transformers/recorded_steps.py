@@ -22,8 +22,9 @@ from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.fingerprint import fingerprint
 from fastgen.optimizer.decoding.generation import count, current, fell_back
 from fastgen.optimizer.decoding.recorded_step import Recording, Recordings, differs_sync
-from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for
+from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for, rounded
 from fastgen.optimizer.transformers import eligibility, model_state
+from fastgen.optimizer.transformers.padded_inputs import Padding, can_be_padded
 from fastgen.optimizer.transformers.static_layers import (
     contents_or_reasons,
     layer_reasons,
@@ -90,7 +91,7 @@ def _unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, 
     if model.device.type == "cuda" and torch.cuda.current_stream(model.device).cuda_stream:
         reasons.append("the program computes on a stream of its own")
     if (cache := arguments.get(NAME)) is not None:
-        reasons += layer_reasons(cache)
+        reasons += layer_reasons(cache, generation_config.max_length or 0)
     if hasattr(model, "_reorder_cache"):
         reasons.append("the model moves its cache itself")
     if model in _known:
@@ -114,6 +115,7 @@ class RecordedSteps:
         self.given = frozenset(name for name, value in arguments.items() if value is not None)
         self.key: tuple = ()
         self.recording: Recording | None = None
+        self.padding = Padding(model.config.is_encoder_decoder)
         self.since = STEPS_BEFORE  # how many steps ago rows have left, if they have
 
     def begin(
@@ -129,7 +131,12 @@ class RecordedSteps:
         if not is_new_wanted and self._key(contents) not in self.recordings:
             return None
         self._use(contents, cache)
-        outputs = self._recorded(_without_cache(prepare(self.recording.cache)))
+        inputs = prepare(self.recording.cache)
+        if self._padded_part.padding and not can_be_padded(inputs, self.padding.is_cross):
+            self.recordings.has_exact_lengths = True
+            self._use(contents, cache)
+            inputs = prepare(self.recording.cache)
+        outputs = self._recorded(self._given(inputs))
         if outputs is not None and _differs(outputs.logits, expected):
             self._refuse("a step at fixed addresses gave other logits")
         if outputs is None or self.recordings.refused:
@@ -153,7 +160,7 @@ class RecordedSteps:
 
     def run(self, inputs: dict[str, Any]) -> Any:
         """The model's outputs for these arguments; their tensors hold until the next step."""
-        given, self.since = _without_cache(inputs), self.since + 1
+        given, self.since = self._given(inputs), self.since + 1
         outputs = self._recorded(given) if self._is_recorded_now() else None
         if outputs is None:
             outputs = self.recording.function(given)
@@ -198,7 +205,24 @@ class RecordedSteps:
     def _key(self, contents: list[Content]) -> tuple:
         kinds = tuple(frozenset(content.kinds()) for content in contents)
         fan_outs = tuple(content.fan_out for content in contents)
-        return self.given, _settings(), capacity_for(contents[0].length + 1, self.most), kinds, fan_outs
+        return self.given, _settings(), tuple(self._capacities(contents)), kinds, fan_outs
+
+    def _capacities(self, contents: list[Content]) -> list[tuple[int, int]]:
+        """Of each part of the cache: for what the rows have for themselves, and for what they share."""
+        own = [capacity_for(content.length + 1, self.most) if content.own else 0 for content in contents]
+        shared = [content.shared_length for content in contents]
+        if not self.recordings.has_exact_lengths:
+            shared[-1] = rounded(shared[-1])
+        return list(zip(own, shared))
+
+    @property
+    def _padded_part(self) -> StaticCache:
+        return self.recording.caches[-1]
+
+    def _given(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the recorded function."""
+        without_cache = {name: value for name, value in inputs.items() if name != NAME}
+        return self.padding.of(without_cache, self._padded_part.padding)
 
     def _is_recorded_now(self) -> bool:
         """Whether there is a recording for the next step, or a new one is worth to be made."""
@@ -209,8 +233,7 @@ class RecordedSteps:
         return _is_new_wanted(self.model, own.buffers[0].shape[1], self.since, left)
 
     def _new(self, contents: list[Content], cache: Cache) -> Recording:
-        capacity = capacity_for(contents[0].length + 1, self.most)
-        states = [StaticCache(content, capacity if content is contents[0] else 0) for content in contents]
+        states = [StaticCache(content, *sizes) for content, sizes in zip(contents, self._capacities(contents))]
         fixed, model = with_fixed_layers(cache, states), ref(self.model)
         return Recording(lambda inputs: model()(**inputs, **{NAME: fixed}, return_dict=True), states, fixed)
 
@@ -281,7 +304,9 @@ def begin(
     generation, cache, recordings = current(), arguments.get(NAME), _recordings_of(model)
     if not is_new_wanted and not len(recordings):
         return None
-    contents, reasons = ([], ["there is no cache"]) if cache is None else contents_or_reasons(cache)
+    contents, reasons = [], ["there is no cache"]
+    if cache is not None:
+        contents, reasons = contents_or_reasons(cache, cache.get_seq_length() + steps[1])
     if not reasons and sum(content.nbytes for content in contents) > recordings.most_bytes:
         reasons = [f"keys and values of more than {recordings.most_bytes >> 20} MB"]
     reasons = reasons or model_state.rows_reasons(model, {rows, generation.inputs})
@@ -313,10 +338,6 @@ def abandon() -> None:
 
 def _tell(reasons: list[str]) -> None:
     fell_back([f"decode steps are not recorded: {reason}" for reason in reasons])
-
-
-def _without_cache(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in inputs.items() if name != NAME}
 
 
 def _recordings_of(model: Any) -> Recordings:

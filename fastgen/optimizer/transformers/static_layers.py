@@ -9,17 +9,21 @@ from __future__ import annotations
 import copy
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from fastgen.optimizer.decoding.decoding_cache import KeysAndValues
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache
-from fastgen.optimizer.transformers.cache_layers import SharedLayer, parts
+from fastgen.optimizer.transformers.cache_layers import SHARED, SharedLayer, parts
 
-_KINDS = (DynamicLayer, SharedLayer)
+_KINDS = (*SHARED.keys(), *SHARED.values())
+_SUPPORTED = ", ".join(kind.__name__ for kind in SHARED)
 
 
 class FixedLayer(DynamicLayer):
-    """Layer `index` of `states` in the place of `layer`, one of those that `contents_or_reasons` allows."""
+    """Layer `index` of `states` in the place of `layer`, one of those that `contents_or_reasons` allows.
+
+    A sliding window, in which everything still fits, makes a difference for masks only, which the model's own are.
+    """
 
     is_compileable = True
 
@@ -27,6 +31,8 @@ class FixedLayer(DynamicLayer):
         own = ("keys", "values", "_states", "_own_code")
         self.__dict__ |= {name: value for name, value in vars(layer).items() if name not in own}
         self._fixed, self._index = states, index
+        is_sliding = isinstance(layer, DynamicSlidingWindowLayer)
+        self._plain = getattr(layer, "_plain", DynamicSlidingWindowLayer if is_sliding else DynamicLayer)
 
     @property
     def keys(self) -> Tensor:
@@ -48,21 +54,30 @@ class FixedLayer(DynamicLayer):
 
     def plain(self) -> DynamicLayer:
         """The library's layer with the positions that are there, in memory of its own."""
-        layer = DynamicLayer()
-        layer.__dict__ |= {name: value for name, value in vars(self).items() if name not in ("_fixed", "_index")}
+        layer = self._plain.__new__(self._plain)
+        own = ("_fixed", "_index", "_plain")
+        layer.__dict__ |= {name: value for name, value in vars(self).items() if name not in own}
         layer.keys, layer.values = self._fixed.whole(self._index)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = layer.keys.shape[2]
         return layer
 
 
-def layer_reasons(cache: Cache) -> list[str]:
-    """Why layers of these classes cannot be kept in fixed places; empty if they can."""
+def layer_reasons(cache: Cache, most: int) -> list[str]:
+    """Why layers of these classes cannot be kept in fixed places for `most` positions; empty if they can."""
+    for layer in cache.layers if not isinstance(cache, EncoderDecoderCache) else ():
+        if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window <= most:
+            return [f"a sliding window of {layer.sliding_window} for up to {most} positions"]
     names = {type(layer).__name__ for part in parts(cache) for layer in part.layers if type(layer) not in _KINDS}
-    return [f"a cache with layers of {', '.join(sorted(names))} (supported: DynamicLayer)"] if names else []
+    return [f"a cache with layers of {', '.join(sorted(names))} (supported: {_SUPPORTED})"] if names else []
 
 
-def contents_or_reasons(cache: Cache) -> tuple[list[Content], list[str]]:
-    """What each part of the cache holds, as views; and why it cannot be kept in fixed places, empty if it can."""
-    contents, reasons = [], layer_reasons(cache)
+def contents_or_reasons(cache: Cache, most: int) -> tuple[list[Content], list[str]]:
+    """What each part of the cache holds, as views; and why it cannot be kept in fixed places, empty if it can.
+
+    most: how many positions there can be.
+    """
+    contents, reasons = [], layer_reasons(cache, most)
     if reasons:
         return [], reasons
     for part, is_cross in zip(parts(cache), (False, True)):
@@ -71,7 +86,7 @@ def contents_or_reasons(cache: Cache) -> tuple[list[Content], list[str]]:
         if any(isinstance(layer, SharedLayer) and layer._states.was_read_whole for layer in part.layers):
             return [], ["the model reads its keys in one piece"]
         contents.append(_content_of(part, is_cross))
-        if len(contents[-1].kinds()) > 1:
+        if len(contents[-1].kinds()) > 1 or not contents[-1].has_equal_lengths():
             return [], ["the layers of the cache differ in shape, type or device"]
     return contents, []
 

@@ -329,16 +329,10 @@ def test_without_memory_for_the_buffers_the_call_goes_on_with_its_own_cache(monk
     assert StaticCache.fill.call_count == 1 and not recorded_steps._known[model].in_use.locked()
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("mistral", "a sliding window of 8 for up to 21 positions"),
-        ("roformer", "the forward of RoFormerForCausalLM may read the device"),
-    ],
-)
-def test_other_models_are_left_as_they_are(name, reason):
-    model = tiny(name)
-    stock, fast, report = run_both(lambda: model.generate(**inputs_of(name), **GREEDY))
+def test_other_models_are_left_as_they_are():
+    model = tiny("roformer")
+    stock, fast, report = run_both(lambda: model.generate(**inputs_of("roformer"), **GREEDY))
+    reason = "the forward of RoFormerForCausalLM may read the device"
     assert torch.equal(stock, fast) and not_recorded_because(report, reason)
 
 

@@ -30,6 +30,7 @@ import transformers
 from accelerate import hooks as accelerate_hooks
 from fuzz_cases import Case, draw, model_of
 from parity import assert_equal_outputs
+from recording import recording
 from sharing import sharing
 from torch import nn
 
@@ -145,12 +146,15 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
         elif case.context == "poisoned memory":  # what is read unwritten is NaN
             torch.use_deterministic_algorithms(True, warn_only=True)
             stack.callback(torch.use_deterministic_algorithms, False)
-        elif case.context in (cpu_linear.ONEDNN, cpu_linear.FEW_ROWS):
+        if case.context.startswith("recorded"):
+            stack.enter_context(recording())
+        if case.context.endswith((cpu_linear.ONEDNN, cpu_linear.FEW_ROWS)):
             stack.enter_context(patch.object(product, "MIN_ELEMENTS", 0))
-            way = case.context if case.context in product.ways(torch.float32) else cpu_linear.ONEDNN
+            way = case.context.removeprefix("recorded, ")
+            way = way if way in product.ways(torch.float32) else cpu_linear.ONEDNN
             stack.enter_context(patch.object(cpu_linear, "fastest", lambda *tensors: way))
             stack.enter_context(patch.object(gain.ModelSize, "is_large", True))
-        elif case.context in ("replaced forward", "hook of accelerate"):
+        if case.context in ("replaced forward", "hook of accelerate"):
             _steer(stack, model, by_hook=case.context != "replaced forward")
         elif case.context == "compiled forward":
             torch.compiler.reset()

@@ -50,6 +50,8 @@ CONTEXTS = {
     "poisoned memory": 4,
     "oneDNN": 2,
     "few rows": 3,
+    "recorded": 6,
+    "recorded, few rows": 3,
     "default gates": 1,
     "repeated keys": 4,
     "keys written in place": 3,

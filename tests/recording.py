@@ -9,7 +9,7 @@ from unittest import mock
 
 from fastgen.optimizer.decoding import static_cache
 from fastgen.optimizer.report import Report
-from fastgen.optimizer.transformers import recorded_steps
+from fastgen.optimizer.transformers import recordable
 
 RECORDED = "decode step, recorded"
 
@@ -17,11 +17,11 @@ RECORDED = "decode step, recorded"
 @contextmanager
 def recording(cuda_graphs: str = "on", smallest_capacity: int = 8) -> Iterator[None]:
     """As under FASTGEN_CUDA_GRAPHS; buffers begin so small that calls outgrow them."""
-    config = dataclasses.replace(recorded_steps.CONFIG, cuda_graphs=cuda_graphs)
+    config = dataclasses.replace(recordable.CONFIG, cuda_graphs=cuda_graphs)
     with (
-        mock.patch.object(recorded_steps, "CONFIG", config),
-        mock.patch.object(recorded_steps, "MIN_STEPS", 1),
-        mock.patch.object(recorded_steps, "STEPS_BEFORE", 1),
+        mock.patch.object(recordable, "CONFIG", config),
+        mock.patch.object(recordable, "MIN_STEPS", 1),
+        mock.patch.object(recordable, "STEPS_BEFORE", 1),
         mock.patch.object(static_cache, "SMALLEST_CAPACITY", smallest_capacity),
     ):
         yield

@@ -34,7 +34,7 @@ def test_small_calls_are_left_alone_before_modules_and_rows_are_looked_at(name, 
 
 
 def test_the_reason_gives_the_numbers():
-    size = gain.ModelSize(modules=10, weights=2000, large=0, bytes=0)
+    size = gain.ModelSize(modules=10, weights=2000, step=0, large=0, bytes=0)
     cost = f"{(gain.COST + 10 * gain.COST_PER_MODULE) / 1e6:.1f}"
     assert gain.prefill_reasons(size, 50) == [
         "too small to gain: one row per input would save 50 tokens, 0.1 million multiplications, "
@@ -87,7 +87,16 @@ def test_rows_that_the_caller_repeated_are_compared_once(share_always, monkeypat
 
 def test_the_size_counts_what_every_token_is_multiplied_with():
     model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(8, 100, bias=False), nn.LayerNorm(8))
-    assert gain.size_of(model) == gain.ModelSize(modules=5, weights=128, large=0, bytes=7040)
+    assert gain.size_of(model) == gain.ModelSize(modules=5, weights=128, step=928, large=0, bytes=7040)
+
+
+def test_a_recording_pays_where_steps_are_many_and_short():
+    size = gain.ModelSize(modules=150, weights=85_000_000, step=123_000_000, large=0, bytes=0)  # GPT-2 small
+    assert gain.recording_pays(size, rows=1, steps=40, is_known=False)
+    assert not gain.recording_pays(size, rows=1, steps=16, is_known=False)
+    assert gain.recording_pays(size, rows=1, steps=16, is_known=True)
+    assert not gain.recording_pays(size, rows=256, steps=40, is_known=True)
+    assert gain.recording_pays(size, rows=256, steps=2000, is_known=False)
 
 
 def test_the_size_is_looked_up_again_when_the_type_of_the_weights_changes():

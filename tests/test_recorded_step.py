@@ -16,12 +16,13 @@ from torch import nn
 from transformers import LogitsProcessor
 
 from fastgen.ops.cpu_graph.trace import Diverged
+from fastgen.ops.cpu_linear import few_rows
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import gain, recorded_step
 from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.decoding.recorded_step import CpuCapture, Recording, Recordings
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for
-from fastgen.optimizer.transformers import decode_step, recorded_steps
+from fastgen.optimizer.transformers import decode_step, recordable, recorded_steps
 
 MODELS = ("gpt2", "llama", "llama-eager", "t5", "bart", "whisper")
 BEAMS = {"num_beams": 4, "max_new_tokens": 14}
@@ -30,7 +31,7 @@ SAMPLES = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 14}
 ENDS = {"eos_token_id": list(range(3, 90, 6))}
 
 pytestmark = pytest.mark.skipif(
-    not recorded_steps._LAYERS_ARE_KNOWN, reason="nothing is recorded with the static caches of this transformers"
+    not recordable.LAYERS_ARE_KNOWN, reason="nothing is recorded with the static caches of this transformers"
 )
 
 
@@ -353,10 +354,20 @@ def test_on_a_cpu_a_recording_has_to_save_what_it_costs(monkeypatch):
         assert not_recorded_because(report, "14 steps of 12 rows would save less than the recording costs")
 
 
+def test_steps_with_packed_weights_are_not_recorded(monkeypatch):
+    model = model_of("gpt2")
+    monkeypatch.setattr(gain.ModelSize, "is_large", True)
+    assert recorded(model, inputs_of("gpt2"), **BEAMS) or few_rows.machine_reasons()
+    monkeypatch.setattr(few_rows, "machine_reasons", lambda: ["built without a compiler"])
+    report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS)).report
+    assert not_recorded_because(report, "the step uses packed weights")
+    assert recorded(model, inputs_of("gpt2", rows=1), **GREEDY)  # which do not help one row
+
+
 def test_a_new_recording_waits_for_a_call_that_is_not_short():
     model = model_of("gpt2")
     options = {**GREEDY, "eos_token_id": None}
-    with recording(smallest_capacity=64), mock.patch.object(recorded_steps, "STEPS_BEFORE", 8):
+    with recording(smallest_capacity=64), mock.patch.object(recordable, "STEPS_BEFORE", 8):
         assert not recorded(model, inputs_of("gpt2"), **{**options, "max_new_tokens": 8})
         assert recorded(model, inputs_of("gpt2"), **{**options, "max_new_tokens": 14}) == 5
         assert recorded(model, inputs_of("gpt2"), **{**options, "max_new_tokens": 14}) == 13

@@ -27,6 +27,7 @@ from fastgen.optimizer.transformers import (
     cache_layers,
     eligibility,
     model_state,
+    recordable,
     recorded_steps,
     rows,
     verification,
@@ -163,7 +164,7 @@ class DecodeStep:
             outputs = self.recorded.run(self._inputs(input_ids, self.recorded.cache_with_room()))
         else:
             outputs = model(**self._inputs(input_ids, None), return_dict=True)
-            if self.records and self.steps in (1, recorded_steps.STEPS_BEFORE):
+            if self.records and self.steps in (1, recordable.STEPS_BEFORE):
                 self._begin_recording(input_ids, outputs.logits)
         self.steps += 1
         self.arguments = model._update_model_kwargs_for_generation(

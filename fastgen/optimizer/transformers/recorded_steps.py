@@ -13,21 +13,17 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache
 
-from fastgen.config import CONFIG
 from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
-from fastgen.ops.transforms import is_transformed, is_watched
-from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.fingerprint import fingerprint
 from fastgen.optimizer.decoding.generation import count, current, fell_back
 from fastgen.optimizer.decoding.recorded_step import Recording, Recordings, differs_sync
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for, rounded
-from fastgen.optimizer.transformers import eligibility, model_state
+from fastgen.optimizer.transformers import model_state, recordable
 from fastgen.optimizer.transformers.padded_inputs import Padding, can_be_padded
 from fastgen.optimizer.transformers.static_layers import (
     contents_or_reasons,
-    layer_reasons,
     make_plain,
     take_over,
     with_fixed_layers,
@@ -37,70 +33,10 @@ from fastgen.patching import warn
 
 NAME = "past_key_values"
 
-# To look at the model takes the time of some steps (not yet measured on a GPU).
-MIN_STEPS = 16
-
-# A new recording is made after so many steps of a call, because many end early.
-STEPS_BEFORE = 8
-
-# Static layers have the length that `FixedLayer` gives: a tensor without a dimension, as in transformers 5.17.
-_LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
-
 # Given a cache: the library's arguments of the model's forward with it.
 Prepare = Callable[[Cache], dict[str, Any]]
 
 _known: WeakKeyDictionary[nn.Module, Recordings] = WeakKeyDictionary()
-
-
-def are_wanted(device: torch.device) -> bool:
-    """Whether steps may be recorded on this device, as FASTGEN_CUDA_GRAPHS says."""
-    return CONFIG.cuda_graphs != "off" and device.type in ("cuda", "cpu")
-
-
-def _pays(model: Any, rows: int, steps: int, is_known: bool) -> bool:
-    """Whether a recording saves what it costs, on a CPU; FASTGEN_CUDA_GRAPHS=on makes it in any case."""
-    is_asked = CONFIG.cuda_graphs == "on" or model.device.type != "cpu"
-    return is_asked or gain.recording_pays(gain.size_of(model), rows, steps, is_known)
-
-
-def _is_new_wanted(model: Any, rows: int, done: int, left: int) -> bool:
-    """Whether to make a recording after so many steps, with at most so many to come."""
-    return done >= STEPS_BEFORE and _pays(model, rows, left, is_known=False)
-
-
-def _unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> list[str]:
-    """Why the steps of a call are not recorded, as far as that is known before its prefill; empty if they can be."""
-    reasons = []
-    steps = (generation_config.max_length or 0) - input_ids.shape[1]
-    if not _LAYERS_ARE_KNOWN:
-        reasons.append("this version of transformers has other static caches")
-    if not arguments.get("use_cache") or steps < MIN_STEPS:
-        reasons.append(f"no cache, or fewer than {MIN_STEPS} steps")
-    elif not _pays(model, input_ids.shape[0], steps, is_known=True):
-        reasons.append(f"{steps} steps of {input_ids.shape[0]} rows would save less than the recording costs")
-    if not getattr(model, "_can_compile_fullgraph", False):
-        reasons.append(f"the forward of {type(model).__name__} may read the device")
-    if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):
-        reasons.append(f"attention {attention} (supported: sdpa, eager)")
-    if torch.is_autocast_enabled(model.device.type):
-        reasons.append("autocast keeps copies of weights that a recording would outlive")
-    if torch.is_grad_enabled() or is_transformed() or is_watched():
-        reasons.append("the program records or watches what torch computes")
-    if getattr(model, "hf_quantizer", None) is not None:
-        reasons.append("the model is quantized")
-    if model.device.type == "cuda" and torch.cuda.current_stream(model.device).cuda_stream:
-        reasons.append("the program computes on a stream of its own")
-    if (cache := arguments.get(NAME)) is not None:
-        reasons += layer_reasons(cache, generation_config.max_length or 0)
-    if hasattr(model, "_reorder_cache"):
-        reasons.append("the model moves its cache itself")
-    if model in _known:
-        reasons += _known[model].refused
-    if reasons:
-        return reasons
-    if len({tensor.device for tensors in (model.parameters(), model.buffers()) for tensor in tensors}) > 1:
-        reasons.append("the model is on several devices")
-    return reasons + eligibility.model_reasons(model)
 
 
 class RecordedSteps:
@@ -116,7 +52,7 @@ class RecordedSteps:
         self.key: tuple = ()
         self.recording: Recording | None = None
         self.padding = Padding(model.config.is_encoder_decoder)
-        self.since = STEPS_BEFORE  # how many steps ago rows have left, if they have
+        self.since = recordable.STEPS_BEFORE  # how many steps ago rows have left, if they have
 
     def begin(
         self, contents: list[Content], prepare: Prepare, expected: Tensor, is_new_wanted: bool
@@ -230,7 +166,7 @@ class RecordedSteps:
         if self.recording.structure is not None:
             return True
         left = self.most - own.length
-        return _is_new_wanted(self.model, own.buffers[0].shape[1], self.since, left)
+        return recordable.is_new_wanted(self.model, own.buffers[0].shape[1], self.since, left)
 
     def _new(self, contents: list[Content], cache: Cache) -> Recording:
         states = [StaticCache(content, *sizes) for content, sizes in zip(contents, self._capacities(contents))]
@@ -281,9 +217,10 @@ class RecordedSteps:
 
 def can_record(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> bool:
     """Whether a loop that begins with these `model_kwargs` should try to; tells the report why not."""
-    if not are_wanted(input_ids.device):
+    if not recordable.are_wanted(input_ids.device):
         return False
-    reasons = _unsupported_reasons(model, generation_config, input_ids, arguments)
+    reasons = _known[model].refused if model in _known else []
+    reasons = reasons or recordable.unsupported_reasons(model, generation_config, input_ids, arguments)
     _tell(reasons)
     return not reasons
 
@@ -300,7 +237,7 @@ def begin(
 
     steps: how many there were, and how many may come. They are the generation's as well, which ends them.
     """
-    is_new_wanted = _is_new_wanted(model, rows, *steps)
+    is_new_wanted = recordable.is_new_wanted(model, rows, *steps)
     generation, cache, recordings = current(), arguments.get(NAME), _recordings_of(model)
     if not is_new_wanted and not len(recordings):
         return None

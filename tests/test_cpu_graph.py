@@ -1,0 +1,134 @@
+"""What a CpuGraph replays is what the function gives for the numbers that its tensors hold then."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fastgen.ops.cpu_graph.graph import CpuGraph
+from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
+from fastgen.ops.cpu_linear import few_rows
+from fastgen.optimizer.decoding.two_part_states import TwoPartStates
+
+ROWS, WIDTH = 3, 8
+
+
+class Layer(nn.Module):
+    """Of a decoder: keys written in place, attention, views, and constants that are written and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("keys", torch.zeros(ROWS, 1, 5, WIDTH))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.place, self.norm(states)[:, None, None])
+        hidden = (torch.arange(5) > self.place)[None]
+        bias = torch.zeros(1, 5).masked_fill(hidden, -torch.inf)
+        written = torch.ones(ROWS, WIDTH)
+        written.mul_(states)
+        attended = functional.scaled_dot_product_attention(states[:, None, None], self.keys, self.keys, bias)
+        scores = torch.matmul(states.view(ROWS, 1, WIDTH), self.keys[:, 0].transpose(1, 2)).softmax(-1)
+        mixed = self.mlp(functional.gelu(attended.flatten(1))) + written
+        return mixed * scores.sum(-1) / torch.full((), 3.0), torch.topk(mixed.clone(), 2).indices
+
+
+@pytest.fixture(params=[torch.no_grad, torch.inference_mode])
+def without_gradients(request):
+    with request.param():
+        yield
+
+
+@pytest.mark.usefixtures("without_gradients")
+def test_a_replay_gives_what_the_function_gives():
+    torch.manual_seed(0)
+    layer, states = Layer(), torch.randn(ROWS, WIDTH)
+    graph = CpuGraph(lambda: layer(states))
+    for place in range(5):
+        layer.place.fill_(place)
+        states.copy_(torch.randn(ROWS, WIDTH))
+        keys = layer.keys.clone()
+        expected = layer(states)
+        layer.keys.copy_(keys)
+        found = graph.replay()
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.skipif(bool(few_rows.machine_reasons()), reason=str(few_rows.machine_reasons()))
+@pytest.mark.usefixtures("without_gradients")
+def test_products_of_few_rows_are_replayed_even_where_weights_have_moved():
+    layer, states = nn.Linear(16, 24), torch.randn(3, 16)
+
+    def run() -> Tensor:
+        return few_rows.few_rows_linear(
+            few_rows.few_rows_linear(states, layer.weight, layer.bias)[:, :16].clone(), square
+        )
+
+    square = torch.randn(16, 16)
+    graph = CpuGraph(run)
+    states.mul_(2)
+    layer.weight.data, layer.bias.data = layer.weight.data * 3, layer.bias.data + 1
+    torch.testing.assert_close(graph.replay(), run())
+
+
+def test_tensors_share_memory_unless_they_are_returned_or_constant():
+    states = torch.randn(1000)
+
+    def run() -> list[Tensor]:
+        constant = torch.ones(1000).cumsum(0)
+        middle = states
+        for _ in range(50):
+            middle = middle + constant
+        return [middle, middle * 2, constant]
+
+    with torch.no_grad():
+        graph = CpuGraph(run)
+        states.mul_(3)
+        for _ in range(2):
+            for found, expected in zip(graph.replay(), run()):
+                torch.testing.assert_close(found, expected)
+    assert graph.nbytes <= 5 * states.nbytes
+
+
+def branch(number: Tensor) -> Tensor:
+    return number + 1 if bool(number.max() < 5) else number * 2
+
+
+def test_numbers_that_lead_another_way_are_noticed():
+    number = torch.zeros(3)
+    with torch.no_grad():
+        graph = CpuGraph(lambda: branch(number))
+        number.fill_(4)
+        assert graph.replay().tolist() == [5, 5, 5]
+        number[1] = 6
+        with pytest.raises(Diverged, match=r"_local_scalar_dense.* tells False instead of True"):
+            graph.replay()
+
+
+def of_a_subclass() -> Tensor:
+    states = TwoPartStates(torch.ones(1, 1, 2, 2), None, 2, Counter())
+    with torch._C.DisableTorchFunctionSubclass():
+        return states.sin()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda: torch.rand(3), "random numbers"),
+        (lambda: torch.rand(3, generator=torch.Generator()), "draws numbers"),
+        (lambda: functional.dropout(torch.ones(3), 0.5), "random numbers"),
+        (lambda: torch.arange(3).nonzero(), "results of any size"),
+        (lambda: torch.arange(3)[torch.arange(3) > 1], "results of any size"),
+        (lambda: torch.tensor(float("nan")).item() or torch.ones(1), "tells nan"),
+        (of_a_subclass, "works on TwoPartStates"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused(function, message):
+    with torch.no_grad(), pytest.raises(NotRepeatable, match=message):
+        CpuGraph(function)

@@ -354,6 +354,14 @@ def test_on_a_cpu_a_recording_has_to_save_what_it_costs(monkeypatch):
         assert not_recorded_because(report, "14 steps of 12 rows would save less than the recording costs")
 
 
+def test_calls_too_short_for_a_recording_get_one_when_there_are_several(monkeypatch):
+    model = model_of("gpt2")
+    monkeypatch.setattr(gain, "recording_pays", lambda size, rows, steps, is_known: is_known or steps >= 40)
+    with recording("auto", smallest_capacity=64):
+        counts = [recorded(model, inputs_of("gpt2"), **{**GREEDY, "eos_token_id": None}) for _ in range(5)]
+    assert counts == [0, 0, 0, 12, 13]
+
+
 def test_steps_with_packed_weights_are_not_recorded(monkeypatch):
     model = model_of("gpt2")
     monkeypatch.setattr(gain.ModelSize, "is_large", True)

@@ -8,7 +8,7 @@ the same shapes use it one after the other. Not yet run on a GPU. Knows no host 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import ref
@@ -149,7 +149,8 @@ class Recordings:
     """The recordings of one model on one device, for one call after the other: their graphs share memory.
 
     A call that holds `in_use` takes recordings and gives them back. refused: why none is to be made any more.
-    has_exact_lengths: no masks hide what makes other lengths equal.
+    has_exact_lengths: no masks hide what makes other lengths equal. steps_without: by the number of rows, steps of
+    earlier calls that were too few for a recording of their own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -158,6 +159,7 @@ class Recordings:
         self.in_use = threading.Lock()
         self.refused: list[str] = []
         self.has_exact_lengths = False
+        self.steps_without: Counter[int] = Counter()
         self._state: Any = None
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()  # the latest last
 

@@ -21,6 +21,7 @@ from transformers.generation import utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding.faster_forwards import expect_steps
 from fastgen.optimizer.decoding.generation import Generation, current, fell_back
 from fastgen.optimizer.decoding.late_flag import reading_waits
 from fastgen.optimizer.transformers import (
@@ -160,6 +161,8 @@ class DecodeStep:
         model = self.model
         if self.steps == 0:
             outputs = model._prefill(input_ids, self.generation_config, self.arguments, is_first_iteration=True)
+            if self.records:  # where packed weights are not used
+                expect_steps(model, 0)
         elif self.recorded is not None:
             outputs = self.recorded.run(self._inputs(input_ids, self.recorded.cache_with_room()))
         else:

@@ -237,20 +237,23 @@ def begin(
 
     steps: how many there were, and how many may come. They are the generation's as well, which ends them.
     """
-    is_new_wanted = recordable.is_new_wanted(model, rows, *steps)
     generation, cache, recordings = current(), arguments.get(NAME), _recordings_of(model)
+    done, left = steps
+    is_new_wanted = recordable.is_new_wanted(model, rows, done, left + recordings.steps_without[rows])
+    if done >= recordable.STEPS_BEFORE and not is_new_wanted:
+        recordings.steps_without[rows] += left
     if not is_new_wanted and not len(recordings):
         return None
     contents, reasons = [], ["there is no cache"]
     if cache is not None:
-        contents, reasons = contents_or_reasons(cache, cache.get_seq_length() + steps[1])
+        contents, reasons = contents_or_reasons(cache, cache.get_seq_length() + left)
     if not reasons and sum(content.nbytes for content in contents) > recordings.most_bytes:
         reasons = [f"keys and values of more than {recordings.most_bytes >> 20} MB"]
     reasons = reasons or model_state.rows_reasons(model, {rows, generation.inputs})
     if not reasons and not recordings.in_use.acquire(blocking=False):
         reasons = ["another call uses the model's recordings"]
     if not reasons:
-        recorded = RecordedSteps(model, recordings, cache, arguments, contents[0].length + steps[1])
+        recorded = RecordedSteps(model, recordings, cache, arguments, contents[0].length + left)
         generation.recorded = recorded
         try:
             reasons = recorded.begin(contents, prepare, expected, is_new_wanted)

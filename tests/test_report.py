@@ -94,7 +94,7 @@ def test_under_debug_each_call_is_one_line(caplog):
     assert f"no_repeat_ngram ({implementation_for('cpu').name}) 6" in first
     assert second == (
         "generate: GPT2LMHeadModel: 2 inputs, 2 rows; shared: nothing; kernels: none; "
-        "fell back: decode steps are not recorded: no cache, or fewer than 16 steps (and 1 more)"
+        "fell back: prefill and caches: one row per input, nothing to share"
     )
 
 

@@ -33,7 +33,7 @@ def sample(
 ) -> Any:
     leaves = _can_end_early(input_ids, stopping_criteria, generation_config)
     fits = streamer is None and generation_config.compile_config is None
-    fits = fits and (leaves or recordable.are_wanted(input_ids.device))
+    fits = fits and (leaves or recordable.are_wanted(generation_config, input_ids))
     fits = fits and not loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs)
     records = fits and recorded_steps.can_record(self, generation_config, input_ids, model_kwargs)
     if not records and not (fits and leaves):

@@ -25,9 +25,15 @@ STEPS_BEFORE = 8
 LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
 
 
-def are_wanted(device: torch.device) -> bool:
-    """Whether steps may be recorded on this device, as FASTGEN_CUDA_GRAPHS says."""
-    return CONFIG.cuda_graphs != "off" and device.type in ("cuda", "cpu")
+def are_wanted(generation_config: Any, input_ids: Tensor) -> bool:
+    """Whether the steps after `input_ids` are enough to be recorded, and FASTGEN_CUDA_GRAPHS allows it."""
+    is_off = CONFIG.cuda_graphs == "off" or input_ids.device.type not in ("cuda", "cpu")
+    return not is_off and _steps(generation_config, input_ids) >= MIN_STEPS
+
+
+def _steps(generation_config: Any, input_ids: Tensor) -> int:
+    """How many steps there are at most."""
+    return (generation_config.max_length or 0) - input_ids.shape[1]
 
 
 def pays(model: Any, rows: int, steps: int, is_known: bool) -> bool:
@@ -50,11 +56,11 @@ def _packs(model: Any, rows: int) -> bool:
 def unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> list[str]:
     """Why the steps of a call are not recorded, as far as that is known before its prefill; empty if they can be."""
     reasons = []
-    steps = (generation_config.max_length or 0) - input_ids.shape[1]
+    steps = _steps(generation_config, input_ids)
     if not LAYERS_ARE_KNOWN:
         reasons.append("this version of transformers has other static caches")
-    if not arguments.get("use_cache") or steps < MIN_STEPS:
-        reasons.append(f"no cache, or fewer than {MIN_STEPS} steps")
+    if not arguments.get("use_cache"):
+        reasons.append("no cache")
     elif _packs(model, input_ids.shape[0]):
         reasons.append("the step uses packed weights, which are not recorded")
     elif not pays(model, input_ids.shape[0], steps, is_known=True):

@@ -217,7 +217,7 @@ class RecordedSteps:
 
 def can_record(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> bool:
     """Whether a loop that begins with these `model_kwargs` should try to; tells the report why not."""
-    if not recordable.are_wanted(input_ids.device):
+    if not recordable.are_wanted(generation_config, input_ids):
         return False
     reasons = _known[model].refused if model in _known else []
     reasons = reasons or recordable.unsupported_reasons(model, generation_config, input_ids, arguments)

@@ -362,6 +362,13 @@ def test_calls_too_short_for_a_recording_get_one_when_there_are_several(monkeypa
     assert counts == [0, 0, 0, 12, 13]
 
 
+def test_half_precision_is_left_alone_on_a_cpu():
+    model = model_of("llama").bfloat16()
+    with recording("auto"):
+        stock, fast, report = run_both(lambda: model.generate(**inputs_of("llama", rows=1), **GREEDY))
+    assert torch.equal(stock, fast) and not_recorded_because(report, "torch.bfloat16 would be rounded in another way")
+
+
 def test_steps_with_packed_weights_are_not_recorded(monkeypatch):
     model = model_of("gpt2")
     monkeypatch.setattr(gain.ModelSize, "is_large", True)

@@ -47,6 +47,12 @@ def is_new_wanted(model: Any, rows: int, done: int, left: int) -> bool:
     return done >= STEPS_BEFORE and pays(model, rows, left, is_known=False)
 
 
+def _rounds_otherwise(model: Any) -> bool:
+    """Whether hidden positions may change tokens: in half precision, where logits are often equal."""
+    is_exact = model.dtype in (torch.float32, torch.float64)
+    return model.device.type == "cpu" and CONFIG.cuda_graphs != "on" and not is_exact
+
+
 def _packs(model: Any, rows: int) -> bool:
     """Whether the products of so many rows may be of packed weights: where there are none for few rows."""
     has_few_rows = model.dtype == torch.float32 and not few_rows.machine_reasons()
@@ -61,6 +67,8 @@ def unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, a
         reasons.append("this version of transformers has other static caches")
     if not arguments.get("use_cache"):
         reasons.append("no cache")
+    elif _rounds_otherwise(model):
+        reasons.append(f"{model.dtype} would be rounded in another way on a CPU")
     elif _packs(model, input_ids.shape[0]):
         reasons.append("the step uses packed weights, which are not recorded")
     elif not pays(model, input_ids.shape[0], steps, is_known=True):

@@ -38,10 +38,8 @@ def share_buffers(calls: list[Call], kept: set[Memory]) -> None:
         for memory in used - buffers.keys():
             needed = tensors[memory][0].untyped_storage().nbytes()
             fitting = [one for one in free if LEAST_USE * one.nbytes() <= needed <= one.nbytes()]
-            buffers[memory] = min(fitting, key=torch.UntypedStorage.nbytes, default=None) or torch.UntypedStorage(
-                needed
-            )
-            free = [one for one in free if one is not buffers[memory]]
+            buffer = min(fitting, key=torch.UntypedStorage.nbytes) if fitting else torch.UntypedStorage(needed)
+            buffers[memory], free = buffer, [one for one in free if one is not buffer]
         free += [buffers[memory] for memory in used if last[memory] == number]
     for memory, sharing in tensors.items():
         for tensor in sharing:

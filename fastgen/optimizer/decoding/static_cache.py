@@ -91,7 +91,7 @@ class StaticCache(DecodingCache):
         for layer, pair in enumerate(content.shared):
             self.shared[layer] = tuple(_room_like(states, shared_capacity) for states in pair)
         for states in content.own[0] if content.own else ():
-            self.buffers.append(torch.stack([_room_like(states, capacity)] * len(content.own)))
+            self.buffers.append(_room_like(states, capacity, len(content.own)))
         self._use(self.buffers)
         self.padding = 0
         device = (content.shared or content.own)[0][0].device
@@ -178,6 +178,7 @@ def _kind(states: Tensor) -> tuple:
     return (rows, heads, width), states.dtype, states.device
 
 
-def _room_like(states: Tensor, length: int) -> Tensor:
+def _room_like(states: Tensor, length: int, *layers: int) -> Tensor:
+    """Zeros `[layers, rows, kv_heads, length, head_dim]`, or without the first dimension."""
     rows, heads, _, width = states.shape
-    return states.new_zeros((rows, heads, length, width))
+    return states.new_zeros((*layers, rows, heads, length, width))

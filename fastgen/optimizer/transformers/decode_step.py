@@ -247,9 +247,10 @@ class DecodeStep:
         self.arguments = rows.take(self.arguments, self.rows, kept)
         if self.recorded is not None:
             self.recorded.keep(places, kept)
-        for name in cache_layers.NAMES if self.recorded is None else ():
-            if self.arguments.get(name) is not None:
-                cache_layers.keep_inputs(self.arguments[name], places, kept)
+        else:
+            for name in cache_layers.NAMES:
+                if self.arguments.get(name) is not None:
+                    cache_layers.keep_inputs(self.arguments[name], places, kept)
         self.processors = type(self.processors)(_of_rows(one, kept) for one in self.processors)
         self.rows = kept.shape[0]
 

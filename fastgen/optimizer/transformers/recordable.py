@@ -79,7 +79,7 @@ def unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, a
         reasons.append(f"attention {attention} (supported: sdpa, eager)")
     if torch.is_autocast_enabled(model.device.type):
         reasons.append("autocast keeps copies of weights that a recording would outlive")
-    if torch.is_grad_enabled() or is_transformed() or is_watched():
+    if is_transformed() or is_watched():
         reasons.append("the program records or watches what torch computes")
     if getattr(model, "hf_quantizer", None) is not None:
         reasons.append("the model is quantized")

@@ -192,7 +192,8 @@ class RecordedSteps:
         except Diverged as reason:
             if not recording.is_proven:  # it does so at every step
                 self._refuse(str(reason), is_expected=True)
-            recording.forget()
+            else:
+                recording.forget()
             return None
         except Exception as error:
             self._refuse(f"{type(error).__name__}: {error}")

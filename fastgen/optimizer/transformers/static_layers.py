@@ -65,7 +65,7 @@ class FixedLayer(DynamicLayer):
 
 def layer_reasons(cache: Cache, most: int) -> list[str]:
     """Why layers of these classes cannot be kept in fixed places for `most` positions; empty if they can."""
-    for layer in cache.layers if not isinstance(cache, EncoderDecoderCache) else ():
+    for layer in parts(cache)[0].layers:  # of the cross-attention, none slides
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window <= most:
             return [f"a sliding window of {layer.sliding_window} for up to {most} positions"]
     names = {type(layer).__name__ for part in parts(cache) for layer in part.layers if type(layer) not in _KINDS}

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from fastgen.optimizer.decoding import static_cache
+from fastgen.optimizer.decoding import recordable, static_cache
 from fastgen.optimizer.report import Report
-from fastgen.optimizer.transformers import recordable
 
 RECORDED = "decode step, recorded"
 

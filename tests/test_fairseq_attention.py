@@ -17,7 +17,8 @@ from torch.nn import functional
 import fastgen
 from fastgen.optimizer.decoding.generation import generating
 from fastgen.optimizer.fairseq.decoder import Written
-from fastgen.optimizer.fairseq.states import DecodingState, ModelPlan
+from fastgen.optimizer.fairseq.plan import ModelPlan
+from fastgen.optimizer.fairseq.states import DecodingState
 
 INPUTS, BEAMS, WIDTH, HEADS, SOURCE = 2, 3, 8, 2, 5
 ROWS = INPUTS * BEAMS
@@ -77,7 +78,7 @@ def test_cross_attention_folds_beams(rows, padded, need_head_weights):
         for one, other in zip(found, expected):
             close(one, other)
             assert one.shape == other.shape
-    assert state.cross(attention).keys.shape == (INPUTS, HEADS, SOURCE, WIDTH // HEADS)
+    assert state.cross(attention)[0].shape == (INPUTS, HEADS, SOURCE, WIDTH // HEADS)
 
 
 def test_weights_that_nobody_sees_are_not_computed():
@@ -176,7 +177,7 @@ def test_prompt_is_computed_in_one_pass():
         shapes.append((tuple(tokens.shape), kwargs.get("incremental_state") is not None))
         return original(self, tokens, *args, **kwargs)
 
-    with mock.patch("fastgen.optimizer.fairseq.states.TransformerDecoderBase.forward", watched):
+    with mock.patch("fastgen.optimizer.fairseq.plan.TransformerDecoderBase.forward", watched):
         generate(case, sample, beam=2, max_len_b=12)
     assert shapes[0] == ((3, 7), False)
     assert shapes[1] == ((6, 8), True)

@@ -12,7 +12,8 @@ from fairseq_models import CASES
 from fastgen.optimizer.decoding.generation import generating
 from fastgen.optimizer.decoding.step_history import StepHistory
 from fastgen.optimizer.fairseq import states
-from fastgen.optimizer.fairseq.states import DecodingState, filling, plan
+from fastgen.optimizer.fairseq.plan import plan
+from fastgen.optimizer.fairseq.states import DecodingState, filling
 
 
 def test_history_finds_values_of_ancestors():
@@ -43,11 +44,11 @@ def test_state_keeps_cross_attention_once_per_input_and_one_mask():
     assert torch.equal(mask[:, 0, 0], ~padding)
     attention = state.plan.cross_attention[0]
     keys = torch.randn(2, 2, 3, 8)
-    state.set_cross(attention, keys, keys + 1, mask)
+    state.set_cross(attention, keys, keys + 1)
     state.reorder(torch.tensor([5, 3, 4]), torch.tensor([1]))
-    kept = state.cross(attention)
-    assert torch.equal(kept.keys, keys[1:]) and torch.equal(kept.values, keys[1:] + 1)
-    assert torch.equal(kept.mask, mask[1:])
+    kept_keys, kept_values = state.cross(attention)
+    assert torch.equal(kept_keys, keys[1:]) and torch.equal(kept_values, keys[1:] + 1)
+    assert torch.equal(state.mask, mask[1:])
 
 
 def test_mask_that_hides_nothing_is_left_out():

@@ -18,11 +18,12 @@ from transformers import LogitsProcessor
 from fastgen.ops.cpu_graph.trace import Diverged
 from fastgen.ops.cpu_linear import few_rows
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import gain, recorded_step
+from fastgen.optimizer.decoding import gain, recordable, recorded_step, recorded_steps
 from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.decoding.recorded_step import CpuCapture, Recording, Recordings
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for
-from fastgen.optimizer.transformers import decode_step, recordable, recorded_steps
+from fastgen.optimizer.transformers import decode_step
+from fastgen.optimizer.transformers.recordable import LAYERS_ARE_KNOWN
 
 MODELS = ("gpt2", "llama", "llama-eager", "t5", "bart", "whisper")
 BEAMS = {"num_beams": 4, "max_new_tokens": 14}
@@ -31,7 +32,7 @@ SAMPLES = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 14}
 ENDS = {"eos_token_id": list(range(3, 90, 6))}
 
 pytestmark = pytest.mark.skipif(
-    not recordable.LAYERS_ARE_KNOWN, reason="nothing is recorded with the static caches of this transformers"
+    not LAYERS_ARE_KNOWN, reason="nothing is recorded with the static caches of this transformers"
 )
 
 
@@ -419,13 +420,13 @@ def test_a_forward_that_depends_on_numbers_is_replayed_as_long_as_they_lead_the_
 
 
 def test_a_cache_that_somebody_has_kept_is_plain_afterwards_and_holds_every_position(monkeypatch):
-    kept, begin = [], recorded_steps.begin
+    kept, recorded_forwards = [], decode_step.RecordedForwards
 
-    def remember(model, arguments, *given):
+    def remember(model, arguments, rows):
         kept.append(arguments["past_key_values"])
-        return begin(model, arguments, *given)
+        return recorded_forwards(model, arguments, rows)
 
-    monkeypatch.setattr(recorded_steps, "begin", remember)
+    monkeypatch.setattr(decode_step, "RecordedForwards", remember)
     model = model_of("llama")
     for share in ("always", "never"):
         with sharing(share):

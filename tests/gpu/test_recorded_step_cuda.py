@@ -10,9 +10,8 @@ from parity import padded, run_both, tiny, whisper
 from recording import recording
 from sharing import sharing
 
-from fastgen.optimizer.decoding import recorded_step
+from fastgen.optimizer.decoding import recorded_step, recorded_steps
 from fastgen.optimizer.decoding.late_flag import LateFlag
-from fastgen.optimizer.transformers import recorded_steps
 
 pytestmark = [
     pytest.mark.gpu,

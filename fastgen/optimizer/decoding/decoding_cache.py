@@ -55,6 +55,10 @@ class DecodingCache:
         length = self.lengths[layer]
         return keys[:, :, :length], values[:, :, :length]
 
+    def attended(self, layer: int) -> KeysAndValues:
+        """What a step sees of `own`, with the mask that belongs to it."""
+        return self.own(layer)
+
     def repeat_shared(self, layer: int) -> None:
         """Gives each row a copy of the shared part, before it has anything of its own; all layers alike."""
         repeated = tuple(states.repeat_interleave(self.fan_out, dim=0) for states in self.shared[layer])

@@ -72,6 +72,8 @@ def generating(model: str) -> Iterator[Generation]:
     try:
         yield generation
     finally:
+        if generation.recorded is not None:
+            generation.recorded.end()
         generation.until_end.close()
         _current.reset(token)
         _thread.last = generation.report

@@ -25,6 +25,9 @@ from fastgen.optimizer.decoding.static_cache import StaticCache
 MOST_RECORDINGS = 16
 MOST_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 
+# The largest difference of logits that rounding explains, as a part of the largest of them.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
 Run = Callable[[], Any]
 
 
@@ -193,8 +196,9 @@ class Recordings:
         return sum(recording.nbytes for recording in self._kept.values())
 
 
-def differs_sync(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether logits of a step differ by more than this part of the largest of them."""
+def differs_sync(found: Tensor, expected: Tensor) -> bool:
+    """Whether logits of a step differ by more than rounding explains."""
+    tolerance = TOLERANCES.get(expected.dtype, TOLERANCES[torch.float32])
     atol = tolerance * expected.nan_to_num(posinf=0, neginf=0).abs().max().item()
     return found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=atol, equal_nan=True)
 

@@ -141,6 +141,16 @@ class StaticCache(DecodingCache):
         self.place.fill_(self.length)
         self.seq_lengths.fill_(self.shared_length + self.length)
 
+    def mask_of_next(self) -> Tensor:
+        """What may be attended to once the next position is added, bool `[1, 1, 1, …]`; padding and free room not."""
+        shared = self.padding + self.shared_length
+        positions = torch.arange(shared + self.limit, device=self.place.device)
+        return ((positions >= self.padding) & (positions <= shared + self.length))[None, None, None]
+
+    def attended(self, layer: int) -> KeysAndValues:
+        """All the room of the rows' own positions, with what is not there yet."""
+        return self._by_layer[layer]
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Writes what each row has computed, `[rows, kv_heads, 1, head_dim]`, at `place`."""
         for mine, added in zip(self._by_layer[layer], (keys, values)):

@@ -38,6 +38,22 @@ PATCHES = (
         group="fairseq.generation",
     ),
     Patch(
+        "fairseq.learned_positions",
+        "fairseq.modules.learned_positional_embedding:LearnedPositionalEmbedding.forward",
+        "fastgen.optimizer.fairseq.positions:learned",
+        tested=_TESTED,
+        parameters=("self", "input", "incremental_state", "positions"),
+        group="fairseq.generation",
+    ),
+    Patch(
+        "fairseq.sinusoidal_positions",
+        "fairseq.modules.sinusoidal_positional_embedding:SinusoidalPositionalEmbedding.forward",
+        "fastgen.optimizer.fairseq.positions:sinusoidal",
+        tested=_TESTED,
+        parameters=("self", "input", "incremental_state", "timestep", "positions"),
+        group="fairseq.generation",
+    ),
+    Patch(
         "fairseq.no_repeat_ngram",
         "fairseq.ngram_repeat_block:NGramRepeatBlock.forward",
         "fastgen.optimizer.fairseq.no_repeat_ngram:no_repeat_ngram",

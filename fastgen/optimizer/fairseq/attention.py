@@ -16,8 +16,10 @@ from torch.nn import functional
 
 from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
 from fastgen.optimizer.decoding import generation
+from fastgen.optimizer.decoding.decoding_cache import KeysAndValues
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
-from fastgen.optimizer.fairseq.states import CrossStates, DecodingState, attention_reasons, being_filled
+from fastgen.optimizer.fairseq.plan import attention_reasons
+from fastgen.optimizer.fairseq.states import DecodingState, being_filled
 
 
 def forward(
@@ -35,13 +37,13 @@ def forward(
     need_head_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     state = incremental_state
-    if type(state) is DecodingState:
+    if isinstance(state, DecodingState):
         if state.has_self(self):
             return own_attention(self, query, state), None
         if state.has_cross(self):
             wanted = need_head_weights or (need_weights and state.plan.watched)
             states = state.cross(self) or _first_cross(self, query, key, key_padding_mask, state)
-            attended, weights = cross_attention(self, query, states, state.fan_out, wanted)
+            attended, weights = cross_attention(self, query, states, state, wanted)
             return attended, weights if weights is None or need_head_weights else weights.mean(dim=0)
     elif state is None and not (need_weights or need_head_weights or static_kv or before_softmax):
         running = generation.current()
@@ -71,52 +73,55 @@ def own_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor
     values = _split_heads(attention, attention.v_proj(query))
     keys, values = state.append(attention, keys, values)
     queries = _split_heads(attention, attention.q_proj(query))
-    scale, prompt = attention.scaling, state.prompt(attention)
+    scale, prompt, mask = attention.scaling, state.prompt(attention), state.own_mask
     generation.count("scaled_dot_product_attention" if prompt is None else "shared_attention")
     if prompt is None:
-        attended = functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     else:
-        attended = shared_attention(queries, (prompt[0], keys), (prompt[1], values), state.fan_out, scale=scale)
+        attended = shared_attention(queries, (prompt[0], keys), (prompt[1], values), state.fan_out, mask, scale)
     return attention.out_proj(_join_heads(attended))
 
 
 def cross_attention(
-    attention: Any, query: Tensor, states: CrossStates, fan_out: int, need_weights: bool
+    attention: Any, query: Tensor, states: KeysAndValues, state: DecodingState, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of the rows to their input, the rows of an input folded into the query length of one product.
 
-    query and result `[length, rows, embed_dim]`; weights, if asked for, `[heads, rows, length, source_length]`.
+    states: of this layer. query and result `[length, rows, embed_dim]`; weights, if asked for, `[heads, rows, length,
+    source_length]`.
     """
+    keys, values = states
     length, rows, width = query.shape
+    fan_out = state.fan_out
     heads, inputs = attention.num_heads, rows // fan_out
     folded = attention.q_proj(query).view(length, inputs, fan_out, heads, -1)
     folded = folded.permute(1, 3, 2, 0, 4).reshape(inputs, heads, fan_out * length, -1)  # [B, H, M*L, D]
     weights = None
     generation.count("matmul" if need_weights else "shared_attention")
     if need_weights:
-        scores = query_key_scores(folded * attention.scaling, states.keys, None, 1)  # [B, H, M*L, S]
-        if states.mask is not None:
-            scores = scores.masked_fill(~states.mask, -torch.inf)
+        scores = query_key_scores(folded * attention.scaling, keys, None, 1)  # [B, H, M*L, S]
+        if state.mask is not None:
+            scores = scores.masked_fill(~state.mask, -torch.inf)
         weights = scores.softmax(dim=-1, dtype=torch.float32)
-        attended = weighted_values(weights.to(scores.dtype), states.values, None, 1)
+        attended = weighted_values(weights.to(scores.dtype), values, None, 1)
         weights = weights.view(inputs, heads, fan_out, length, -1).permute(1, 0, 2, 3, 4).flatten(1, 2)
     else:
-        mask = states.mask
-        attended = shared_attention(folded, (states.keys, None), (states.values, None), 1, mask, attention.scaling)
+        attended = shared_attention(folded, (keys, None), (values, None), 1, state.mask, attention.scaling)
     attended = attended.view(inputs, heads, fan_out, length, -1).permute(3, 0, 2, 1, 4)  # [L, B, M, H, D]
     return attention.out_proj(attended.reshape(length, rows, width)), weights
 
 
 def _first_cross(
     attention: Any, query: Tensor, key: Tensor, padding: Tensor | None, state: DecodingState
-) -> CrossStates:
+) -> KeysAndValues:
     """Keys and values of the encoder's output `[source_length, inputs, …]`, or of as many rows as there are queries."""
     inputs = query.shape[1] // state.fan_out
     by_input = key[:, :: key.shape[1] // inputs]
     keys = _split_heads(attention, attention.k_proj(by_input)).contiguous()
     values = _split_heads(attention, attention.v_proj(by_input)).contiguous()
-    mask = None if padding is None else state.mask_sync(padding, inputs)
-    return state.set_cross(attention, keys, values, mask)
+    if padding is not None:
+        state.mask_sync(padding, inputs)
+    return state.set_cross(attention, keys, values)
 
 
 def whole_attention(

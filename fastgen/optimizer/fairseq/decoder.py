@@ -46,6 +46,6 @@ def extract_features(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if type(incremental_state) is DecodingState and not self.cross_self_attention:
+    if isinstance(incremental_state, DecodingState) and not self.cross_self_attention:
         prev_output_tokens = prev_output_tokens.as_subclass(Written)
     return original(self, prev_output_tokens, encoder_out, incremental_state, *args, **kwargs)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastgen.optimizer.fairseq.states import ModelPlan
+from fastgen.optimizer.fairseq.plan import ModelPlan
 
 
 class EncoderOutputs:

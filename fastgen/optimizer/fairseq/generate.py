@@ -12,13 +12,17 @@ from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor
 
 from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding import recorded_steps
 from fastgen.optimizer.decoding.faster_forwards import expect_steps, faster_forwards, linears
 from fastgen.optimizer.decoding.gain import size_of
 from fastgen.optimizer.decoding.generation import Generation, generating
 from fastgen.optimizer.fairseq import prompt as prompts
+from fastgen.optimizer.fairseq import recordable
+from fastgen.optimizer.fairseq.decode_step import DecodeStep
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
 from fastgen.optimizer.fairseq.loop import Loop, Sentences, forces_as_upstream
-from fastgen.optimizer.fairseq.states import DecodingState, ModelPlan, plan
+from fastgen.optimizer.fairseq.plan import ModelPlan, plan
+from fastgen.optimizer.fairseq.states import DecodingState
 from fastgen.optimizer.report import Report
 from fastgen.origin import comes_with, is_from_elsewhere
 
@@ -60,6 +64,7 @@ def _undone(generator: SequenceGenerator, generation: Generation) -> Iterator[No
     try:
         yield
     except Exception as error:
+        recorded_steps.abandon()
         if not is_from_elsewhere(error, "fairseq"):
             torch.set_rng_state(before[0])
             for device, state in zip(gpus, before[1]):
@@ -84,7 +89,8 @@ def start(
     inputs, device = source.shape[0], source.device
     rows = inputs * generator.beam_size
     max_len = max_len_sync(generator, net_input)
-    expect_steps(generator.model.models[0], max_len + 1)
+    records = recordable.can_record(generator, plans, rows, max_len)
+    expect_steps(generator.model.models[0], 0 if records else max_len + 1)  # packed weights are not recorded
     input_of_row = torch.arange(inputs, device=device).repeat_interleave(generator.beam_size)
     outputs = EncoderOutputs(generator.model, plans, net_input, input_of_row)
     tokens = torch.full((rows, max_len + 2), generator.pad, dtype=torch.int64, device=device)
@@ -103,7 +109,7 @@ def start(
     prompt = prompt_sync(generator, sentences, states, plans, max_len)
     if prompt is not None:
         record.shared.append(f"the first {prompt.length} tokens of the prompt: once per input, in one pass")
-    return Loop(generator, sentences, outputs, states, max_len, prompt)
+    return Loop(generator, sentences, DecodeStep(generator, outputs, states, max_len, records), max_len, prompt)
 
 
 def prompt_sync(

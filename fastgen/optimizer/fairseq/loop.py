@@ -17,10 +17,9 @@ from torch import Tensor
 from fastgen.optimizer.decoding import beam_search
 from fastgen.optimizer.decoding.step_history import StepHistory
 from fastgen.optimizer.fairseq import hypotheses
-from fastgen.optimizer.fairseq.encoding import EncoderOutputs
+from fastgen.optimizer.fairseq.decode_step import DecodeStep
 from fastgen.optimizer.fairseq.hypotheses import Collected, Hypothesis, Scoring
 from fastgen.optimizer.fairseq.prompt import Prompt, skips_search
-from fastgen.optimizer.fairseq.states import DecodingState
 from fastgen.origin import comes_with
 
 
@@ -84,17 +83,15 @@ class Loop:
         self,
         generator: SequenceGenerator,
         sentences: Sentences,
-        outputs: EncoderOutputs,
-        states: list[DecodingState],
+        step: DecodeStep,
         max_len: int,
         prompt: Prompt | None = None,
     ) -> None:
-        """prompt: the beginning of all sentences, whose keys are in the states, if it was computed beforehand."""
+        """prompt: the beginning of all sentences, whose keys are in the states of `step`, if there is one."""
         self.generator = generator
         self.prompt = prompt
         self.sentences = sentences
-        self.outputs = outputs
-        self.states = states
+        self.step = step
         self.max_len = max_len
         self.num_beams = generator.beam_size
         self.collected = Collected(self.num_beams, [[] for _ in sentences.numbers])
@@ -157,9 +154,7 @@ class Loop:
         if prompt is not None and step == prompt.length:
             log_probs, weights = prompt.last.repeat_interleave(self.num_beams, dim=0), None
         else:
-            log_probs, weights = generator.model.forward_decoder(
-                written, self.outputs.by_model, self.states, generator.temperature
-            )
+            log_probs, weights = self.step.log_probs(written)
         if weights is not None:
             if self.attention is None:
                 self.attention = StepHistory(self.max_len + 1, weights, torch.float32)
@@ -245,9 +240,7 @@ class Loop:
             sentences.ids = sentences.ids[kept]
         if self.attention is not None:
             self.attention.reorder(parents)
-        for state in self.states:
-            state.reorder(parents, kept)
-        self.outputs.reorder(parents)
+        self.step.reorder(parents, kept)
 
     def _stops(self, step: int) -> bool:
         return self.generator.search.stop_on_max_len and step >= self.max_len

@@ -16,7 +16,8 @@ from fairseq import search
 from torch import Tensor
 
 from fastgen.optimizer.decoding.beam_search import sum_in_order
-from fastgen.optimizer.fairseq.states import DecodingState, ModelPlan, filling
+from fastgen.optimizer.fairseq.plan import ModelPlan
+from fastgen.optimizer.fairseq.states import DecodingState, filling
 
 # Log-probabilities of all words are needed at all positions of the prompt, but not at once.
 MAX_ELEMENTS = 1 << 25

@@ -10,149 +10,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
-from fairseq.models.fairseq_incremental_decoder import FairseqIncrementalDecoder
-from fairseq.models.transformer.transformer_decoder import TransformerDecoderBase
 from fairseq.modules.multihead_attention import MultiheadAttention
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
-from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+from torch import Tensor
 
-from fastgen.optimizer.decoding.decoding_cache import DecodingCache
+from fastgen.optimizer.decoding.decoding_cache import DecodingCache, KeysAndValues
 from fastgen.optimizer.decoding.gain import sharing_pays
-from fastgen.origin import PYTHON, packages_of
+from fastgen.optimizer.decoding.static_cache import Content, StaticCache
+from fastgen.optimizer.fairseq.plan import ModelPlan
 from fastgen.patching import SwitchedOff
-
-_KNOWN_PACKAGES = PYTHON | {"fairseq", "torch"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-
-
-@dataclass
-class ModelPlan:
-    """Which modules of a model are given caches by fastgen, and what is left to fairseq.
-
-    reasons: why there are none, if so. others: modules that keep a state of their own, as in fairseq.
-    by_input: whether the decoder can be given the encoder's output with one row per input; otherwise it gets all rows.
-    watched: whether somebody may see what passes between the layers.
-    """
-
-    self_attention: list[MultiheadAttention] = field(default_factory=list)
-    cross_attention: list[MultiheadAttention] = field(default_factory=list)
-    others: list[nn.Module] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    watched: bool = False
-    by_input: bool = False
-
-
-@dataclass(frozen=True)
-class CrossStates:
-    """Keys and values of the encoder's output in one layer, `[inputs, heads, source_length, head_dim]`, and a mask."""
-
-    keys: Tensor
-    values: Tensor
-    mask: Tensor | None
-
-    def of_inputs(self, kept: Tensor) -> CrossStates:
-        mask = None if self.mask is None else self.mask.index_select(0, kept)
-        return CrossStates(self.keys.index_select(0, kept), self.values.index_select(0, kept), mask)
-
-
-def plan(model: nn.Module) -> ModelPlan:
-    decoder = getattr(model, "decoder", None)
-    reasons = decoder_reasons(decoder)
-    if reasons:
-        return ModelPlan(reasons=reasons)
-    result = ModelPlan()
-    for layer in decoder.layers:
-        if not attention_reasons(layer.self_attn) and layer.self_attn.self_attention:
-            result.self_attention.append(layer.self_attn)
-        cross = layer.encoder_attn
-        if cross is not None and not attention_reasons(cross) and cross.encoder_decoder_attention:
-            result.cross_attention.append(cross)
-    known = {*result.self_attention, *result.cross_attention}
-    result.others = [module for module in decoder.modules() if module not in known and _has_state(module)]
-    result.watched = _is_watched(decoder)
-    crosses = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
-    reorder = getattr(getattr(model, "encoder", None), "reorder_encoder_out", None)
-    result.by_input = not (
-        result.watched
-        or decoder.cross_self_attention
-        or len(crosses) > len(result.cross_attention)
-        or reorder is None
-        or not packages_of(decoder.extract_features) | packages_of(reorder) <= _KNOWN_PACKAGES
-    )
-    if not known:
-        names = sorted({reason for layer in decoder.layers for reason in attention_reasons(layer.self_attn)})
-        result.reasons = names or ["the decoder has no self-attention of its own"]
-    return result
-
-
-def decoder_reasons(decoder: Any) -> list[str]:
-    """Why nothing inside this decoder is known; empty if its layers are those of fairseq's Transformer."""
-    if not isinstance(decoder, TransformerDecoderBase):
-        return [f"decoder {type(decoder).__name__} (supported: fairseq's Transformer decoders)"]
-    if type(decoder.layers) is not nn.ModuleList:  # it would draw random numbers whenever it is looked through
-        return [f"layers of the decoder in a {type(decoder.layers).__name__} (supported: ModuleList)"]
-    for name in ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting"):
-        if _is_own(decoder, TransformerDecoderBase, name):
-            return [f"decoder {type(decoder).__name__} has a {name} of its own"]
-    if len(set(decoder.layers)) < len(decoder.layers):
-        return ["layers of the decoder are used more than once"]
-    for layer in decoder.layers:
-        if not isinstance(layer, TransformerDecoderLayerBase) or _is_own(layer, TransformerDecoderLayerBase, "forward"):
-            return [f"layer {type(layer).__name__} of the decoder (supported: fairseq's Transformer layer)"]
-        if layer.onnx_trace:
-            return ["the decoder is prepared for ONNX"]
-        if any(getattr(module, "_compiled_call_impl", None) is not None for module in layer.modules()):
-            return ["layers of the decoder are compiled"]
-    return []
-
-
-def attention_reasons(attention: Any) -> list[str]:
-    """Why this attention has to be computed by fairseq; empty if fastgen may."""
-    if type(attention) is not MultiheadAttention:
-        return [f"attention {type(attention).__name__} (supported: fairseq's MultiheadAttention)"]
-    found = {
-        "a forward of its own": "forward" in vars(attention),
-        "xFormers": attention.use_xformers,
-        "add_bias_kv": attention.bias_k is not None or attention.bias_v is not None,
-        "add_zero_attn": attention.add_zero_attn,
-        "onnx_trace": attention.onnx_trace,
-    }
-    return [f"attention with {name}" for name, is_so in found.items() if is_so]
-
-
-def _is_own(module: nn.Module, base: type, name: str) -> bool:
-    return name in vars(module) or getattr(type(module), name) is not getattr(base, name)
-
-
-def _has_state(module: nn.Module) -> bool:
-    reorder = getattr(type(module), "reorder_incremental_state", None)
-    return reorder not in (None, FairseqIncrementalDecoder.reorder_incremental_state)
-
-
-def _is_watched(decoder: nn.Module) -> bool:
-    everywhere = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    return bool(everywhere) or any(getattr(module, name) for module in decoder.modules() for name in _HOOKS)
 
 
 class DecodingState(dict):
     """The incremental state of one model for `inputs * fan_out` rows, with the caches that its plan asks for.
 
-    limit: the number of positions that a row can reach.
+    limit: the number of positions that a row can reach. own_mask: what a step may attend to in self-attention; None if
+    all that there is. mask: in cross-attention, `[inputs, 1, 1, source_length]`; None if all.
     """
+
+    own_mask: Tensor | None = None
 
     def __init__(self, plan: ModelPlan, fan_out: int, limit: int) -> None:
         super().__init__()
-        self.plan = plan
-        self.fan_out = fan_out
+        self.plan, self.fan_out, self.limit = plan, fan_out, limit
         self._caches: list[DecodingCache] = []
         self._slots: dict[MultiheadAttention, tuple[DecodingCache, int]] = {}
-        self._crosses: dict[MultiheadAttention, CrossStates | None] = dict.fromkeys(plan.cross_attention)
+        self._crosses: dict[MultiheadAttention, KeysAndValues | None] = dict.fromkeys(plan.cross_attention)
         self._padding: Tensor | None = None
-        self._mask: Tensor | None = None
+        self.mask: Tensor | None = None
         for attentions in _by_shape(plan.self_attention):
             cache = DecodingCache(len(attentions), fan_out, limit)
             self._caches.append(cache)
@@ -173,10 +59,10 @@ class DecodingState(dict):
         return attention in self._crosses
 
     def append(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds what each row has computed, `[rows, heads, length, head_dim]`, and returns all that is its own."""
+        """Adds what each row has computed, `[rows, heads, length, head_dim]`; returns what it attends to of its own."""
         cache, layer = self._slots[attention]
         cache.append(layer, keys, values)
-        return cache.own(layer)
+        return cache.attended(layer)
 
     def prompt(self, attention: MultiheadAttention) -> tuple[Tensor, Tensor] | None:
         """Keys and values before the rows' own, `[inputs, heads, length, head_dim]`; None if there are none."""
@@ -202,16 +88,46 @@ class DecodingState(dict):
             if not sharing_pays(cache.shared[layer][0], self.fan_out):
                 cache.repeat_shared(layer)
 
-    def cross(self, attention: MultiheadAttention) -> CrossStates | None:
+    def cross(self, attention: MultiheadAttention) -> KeysAndValues | None:
         """What was kept of the encoder's output for this layer, None before its first step."""
         return self._crosses[attention]
 
-    def set_cross(
-        self, attention: MultiheadAttention, keys: Tensor, values: Tensor, mask: Tensor | None
-    ) -> CrossStates:
-        """Keeps keys and values `[inputs, heads, source_length, head_dim]` and their mask, see `mask_sync`."""
-        states = self._crosses[attention] = CrossStates(keys, values, mask)
-        return states
+    def set_cross(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> KeysAndValues:
+        """Keeps keys and values `[inputs, heads, source_length, head_dim]`."""
+        self._crosses[attention] = keys, values
+        return keys, values
+
+    @property
+    def sources(self) -> tuple[int, int]:
+        """How many inputs the encoder's output has, and how long they are; zeros without one."""
+        states = next(iter(self._crosses.values()), None)
+        return (0, 0) if states is None else (states[0].shape[0], states[0].shape[2])
+
+    def contents_or_reasons(self) -> tuple[list[Content], list[str]]:
+        """Keys and values as views: of the self-attention, and of the cross-attention if there is one; or why not."""
+        crosses = list(self._crosses.values())
+        if len(self._caches) > 1:
+            return [], ["the layers of the decoder differ in shape"]
+        cache = self._caches[0]
+        shared = [states for states in cache.shared if states is not None]
+        own = [cache.own(layer) for layer in range(len(cache.lengths))]
+        contents = [Content(shared, own, self.fan_out, cache.fixed)]
+        if crosses:
+            contents.append(Content(crosses, [], self.fan_out))
+        if any(len(content.kinds()) > 1 or not content.has_equal_lengths() for content in contents):
+            return [], ["the layers of the decoder differ in shape, type or device"]
+        return contents, []
+
+    def take(self, contents: list[Content], mask: Tensor | None) -> None:
+        """The opposite: goes on with these, of which the shared parts are not copied."""
+        cache, self.mask = self._caches[0], mask
+        if contents[0].shared:
+            cache.shared = list(contents[0].shared)
+        for layer, states in enumerate(contents[0].own):
+            cache.append(layer, *states)
+        cache.fixed = contents[0].fixed
+        if self._crosses:
+            self._crosses = dict(zip(self._crosses, contents[1].shared))
 
     def mask_sync(self, padding: Tensor | None, inputs: int) -> Tensor | None:
         """Which positions of the source may be attended to, `[inputs, 1, 1, source_length]`; None if all.
@@ -221,8 +137,8 @@ class DecodingState(dict):
         """
         if padding is not self._padding:
             by_input = padding[:: padding.shape[0] // inputs].bool()
-            self._padding, self._mask = padding, ~by_input[:, None, None, :] if by_input.any() else None
-        return self._mask
+            self._padding, self.mask = padding, ~by_input[:, None, None, :] if by_input.any() else None
+        return self.mask
 
     def reorder(self, order: Tensor, kept: Tensor | None) -> None:
         """Row i becomes what row `order[i]` was; `kept` are the inputs that remain (int64), None if all do."""
@@ -232,11 +148,29 @@ class DecodingState(dict):
             else:
                 cache.keep(kept, order)
         if kept is not None:
-            for attention, states in self._crosses.items():
-                if states is not None:
-                    self._crosses[attention] = states.of_inputs(kept)
+            self.mask = None if self.mask is None else self.mask.index_select(0, kept)
+            for attention, pair in self._crosses.items():
+                if pair is not None:
+                    self._crosses[attention] = tuple(states.index_select(0, kept) for states in pair)
         for module in self.plan.others:
             module.reorder_incremental_state(self, order)
+
+
+class StaticState(DecodingState):
+    """The state of a decoder whose keys and values lie at fixed addresses; the masks and the position are a step's own.
+
+    position: how many tokens each row has, with the one that is fed, int64 `[1, 1]`. encoded: what stands for the
+    encoder's output, of which the layers have what they need.
+    """
+
+    def __init__(self, plan: ModelPlan, fan_out: int, states: list[StaticCache]) -> None:
+        super().__init__(plan, fan_out, states[0].limit)
+        self._caches = states[:1]
+        self._slots = {attention: (states[0], layer) for layer, attention in enumerate(plan.self_attention)}
+        if plan.cross_attention:
+            self._crosses = dict(zip(plan.cross_attention, states[1].shared))
+        self.position = states[0].place
+        self.encoded = {"encoder_out": [states[0].buffers[0].new_empty(0)], "encoder_padding_mask": []}
 
 
 # The state that takes the keys of a forward without one; of this thread, and only while that forward runs.

@@ -20,7 +20,7 @@ from transformers.generation import logits_process as processors_of
 from transformers.generation import utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding import gain, recordable, recorded_steps
 from fastgen.optimizer.decoding.faster_forwards import expect_steps
 from fastgen.optimizer.decoding.generation import Generation, current, fell_back
 from fastgen.optimizer.decoding.late_flag import reading_waits
@@ -28,12 +28,11 @@ from fastgen.optimizer.transformers import (
     cache_layers,
     eligibility,
     model_state,
-    recordable,
-    recorded_steps,
     rows,
     verification,
 )
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
+from fastgen.optimizer.transformers.recorded_steps import NAME, RecordedForwards
 from fastgen.origin import comes_with
 
 # Processors that treat every row for itself, from what it holds.
@@ -143,7 +142,7 @@ class DecodeStep:
         self.generation: Generation = current()
         self.steps = 0
         self.records = records
-        self.recorded: recorded_steps.RecordedSteps | None = None
+        self.recorded: RecordedForwards | None = None
         self._staying: list[str] | None = None
 
     @property
@@ -177,15 +176,19 @@ class DecodeStep:
 
     def _inputs(self, input_ids: Tensor, cache: Any) -> dict[str, Any]:
         """The arguments of the model's forward, with this cache instead of the loop's own if one is given."""
-        arguments = self.arguments if cache is None else {**self.arguments, recorded_steps.NAME: cache}
+        arguments = self.arguments if cache is None else {**self.arguments, NAME: cache}
         length = 1 if arguments["use_cache"] else None
         return self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **arguments)
 
     def _begin_recording(self, input_ids: Tensor, logits: Tensor) -> None:
         """logits: what the model has just given."""
-        steps = self.steps, self.generation_config.max_length - input_ids.shape[1]
-        prepare = partial(self._inputs, input_ids)
-        self.recorded = recorded_steps.begin(self.model, self.arguments, self.rows, steps, prepare, logits)
+        if self.arguments.get(NAME) is None:
+            recorded_steps.tell(["there is no cache"])
+            return
+        recorded = RecordedForwards(self.model, self.arguments, self.rows)
+        left = self.generation_config.max_length - input_ids.shape[1]
+        if recorded.start(self.rows, self.steps, left, partial(self._inputs, input_ids), logits):
+            self.recorded = recorded
 
     def process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """What the processors make of scores `[rows, vocabulary_size]`, which they may overwrite."""

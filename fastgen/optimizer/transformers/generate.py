@@ -33,8 +33,6 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
                 result = original(self, *args, **kwargs)
         finally:
             generation.call = None  # it holds the model and all arguments
-            if generation.recorded is not None:
-                generation.recorded.end()
             for known in generation.caches:
                 if (cache := known()) is not None:  # one that is returned, or that somebody has kept
                     cache_layers.restore(cache)

@@ -23,14 +23,12 @@ from transformers import __version__ as transformers_version
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.generation import Generation, generating
+from fastgen.optimizer.decoding.recorded_step import TOLERANCES
 from fastgen.origin import packages_of
 from fastgen.patching import disabled, warn
 
 STEPS = 4
 GROUP = "transformers.shared_caches"
-
-# The largest difference of logits that rounding explains, as a part of the largest of them.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 # Keys of what was compared, see `_key`; and what differed, for classes that are left alone.
 _verified: set[tuple] = set()

@@ -1,0 +1,72 @@
+"""Whether the decode steps of a call can be recorded, and whether that pays: as far as it is the same for all hosts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.config import CONFIG
+from fastgen.ops.cpu_linear import few_rows
+from fastgen.ops.transforms import is_transformed, is_watched
+from fastgen.optimizer.decoding import gain
+
+# To look at the model takes the time of some steps (not yet measured on a GPU).
+MIN_STEPS = 16
+
+# A new recording is made after so many steps of a call, because many end early.
+STEPS_BEFORE = 8
+
+
+def are_wanted(device: torch.device, steps: int) -> bool:
+    """Whether so many steps are enough to be recorded, and FASTGEN_CUDA_GRAPHS allows it."""
+    return CONFIG.cuda_graphs != "off" and device.type in ("cuda", "cpu") and steps >= MIN_STEPS
+
+
+def pays(decoder: nn.Module, rows: int, steps: int, is_known: bool) -> bool:
+    """Whether a recording saves what it costs, on a CPU; FASTGEN_CUDA_GRAPHS=on makes it in any case."""
+    is_asked = CONFIG.cuda_graphs == "on" or not _weight_of(decoder).is_cpu
+    return is_asked or gain.recording_pays(gain.size_of(decoder), rows, steps, is_known)
+
+
+def is_new_wanted(decoder: nn.Module, rows: int, done: int, left: int) -> bool:
+    """Whether to make a recording after so many steps, with at most so many to come."""
+    return done >= STEPS_BEFORE and pays(decoder, rows, left, is_known=False)
+
+
+def unsupported_reasons(decoder: nn.Module, rows: int, steps: int) -> list[str]:
+    """Why at most so many steps of so many rows are not recorded; empty if they can be.
+
+    decoder: the model, or the part of it that a step calls.
+    """
+    weight, reasons = _weight_of(decoder), []
+    if _rounds_otherwise(weight):
+        reasons.append(f"{weight.dtype} would be rounded in another way on a CPU")
+    elif _packs(decoder, weight, rows):
+        reasons.append("the step uses packed weights, which are not recorded")
+    elif not pays(decoder, rows, steps, is_known=True):
+        reasons.append(f"{steps} steps of {rows} rows would save less than the recording costs")
+    if torch.is_autocast_enabled(weight.device.type):
+        reasons.append("autocast keeps copies of weights that a recording would outlive")
+    if is_transformed() or is_watched():
+        reasons.append("the program records or watches what torch computes")
+    if weight.is_cuda and torch.cuda.current_stream(weight.device).cuda_stream:
+        reasons.append("the program computes on a stream of its own")
+    if reasons:
+        return reasons
+    devices = {tensor.device for tensors in (decoder.parameters(), decoder.buffers()) for tensor in tensors}
+    return ["the model is on several devices"] if len(devices) > 1 else []
+
+
+def _weight_of(decoder: nn.Module) -> Tensor:
+    return next(decoder.parameters())
+
+
+def _rounds_otherwise(weight: Tensor) -> bool:
+    """Whether hidden positions may change tokens: in half precision, where logits are often equal."""
+    return weight.is_cpu and CONFIG.cuda_graphs != "on" and weight.dtype not in (torch.float32, torch.float64)
+
+
+def _packs(decoder: nn.Module, weight: Tensor, rows: int) -> bool:
+    """Whether the products of so many rows may be of packed weights: where there are none for few rows."""
+    has_few_rows = weight.dtype == torch.float32 and not few_rows.machine_reasons()
+    return weight.is_cpu and CONFIG.pack and rows > 1 and not has_few_rows and gain.size_of(decoder).is_large

@@ -1,0 +1,114 @@
+"""Which modules of a model of fairseq are given caches by fastgen, and what is left to fairseq."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fairseq.models.fairseq_incremental_decoder import FairseqIncrementalDecoder
+from fairseq.models.transformer.transformer_decoder import TransformerDecoderBase
+from fairseq.modules.multihead_attention import MultiheadAttention
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from fastgen.origin import PYTHON, packages_of
+
+KNOWN_PACKAGES = PYTHON | {"fairseq", "torch"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+@dataclass
+class ModelPlan:
+    """Which modules of a model are given caches by fastgen, and what is left to fairseq.
+
+    reasons: why there are none, if so. others: modules that keep a state of their own, as in fairseq.
+    by_input: whether the decoder can be given the encoder's output with one row per input; otherwise it gets all rows.
+    watched: whether somebody may see what passes between the layers.
+    """
+
+    self_attention: list[MultiheadAttention] = field(default_factory=list)
+    cross_attention: list[MultiheadAttention] = field(default_factory=list)
+    others: list[nn.Module] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    watched: bool = False
+    by_input: bool = False
+
+
+def plan(model: nn.Module) -> ModelPlan:
+    decoder = getattr(model, "decoder", None)
+    reasons = decoder_reasons(decoder)
+    if reasons:
+        return ModelPlan(reasons=reasons)
+    result = ModelPlan()
+    for layer in decoder.layers:
+        if not attention_reasons(layer.self_attn) and layer.self_attn.self_attention:
+            result.self_attention.append(layer.self_attn)
+        cross = layer.encoder_attn
+        if cross is not None and not attention_reasons(cross) and cross.encoder_decoder_attention:
+            result.cross_attention.append(cross)
+    known = {*result.self_attention, *result.cross_attention}
+    result.others = [module for module in decoder.modules() if module not in known and _has_state(module)]
+    result.watched = _is_watched(decoder)
+    crosses = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
+    reorder = getattr(getattr(model, "encoder", None), "reorder_encoder_out", None)
+    result.by_input = not (
+        result.watched
+        or decoder.cross_self_attention
+        or len(crosses) > len(result.cross_attention)
+        or reorder is None
+        or not packages_of(decoder.extract_features) | packages_of(reorder) <= KNOWN_PACKAGES
+    )
+    if not known:
+        names = sorted({reason for layer in decoder.layers for reason in attention_reasons(layer.self_attn)})
+        result.reasons = names or ["the decoder has no self-attention of its own"]
+    return result
+
+
+def decoder_reasons(decoder: Any) -> list[str]:
+    """Why nothing inside this decoder is known; empty if its layers are those of fairseq's Transformer."""
+    if not isinstance(decoder, TransformerDecoderBase):
+        return [f"decoder {type(decoder).__name__} (supported: fairseq's Transformer decoders)"]
+    if type(decoder.layers) is not nn.ModuleList:  # it would draw random numbers whenever it is looked through
+        return [f"layers of the decoder in a {type(decoder.layers).__name__} (supported: ModuleList)"]
+    for name in ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting"):
+        if _is_own(decoder, TransformerDecoderBase, name):
+            return [f"decoder {type(decoder).__name__} has a {name} of its own"]
+    if len(set(decoder.layers)) < len(decoder.layers):
+        return ["layers of the decoder are used more than once"]
+    for layer in decoder.layers:
+        if not isinstance(layer, TransformerDecoderLayerBase) or _is_own(layer, TransformerDecoderLayerBase, "forward"):
+            return [f"layer {type(layer).__name__} of the decoder (supported: fairseq's Transformer layer)"]
+        if layer.onnx_trace:
+            return ["the decoder is prepared for ONNX"]
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in layer.modules()):
+            return ["layers of the decoder are compiled"]
+    return []
+
+
+def attention_reasons(attention: Any) -> list[str]:
+    """Why this attention has to be computed by fairseq; empty if fastgen may."""
+    if type(attention) is not MultiheadAttention:
+        return [f"attention {type(attention).__name__} (supported: fairseq's MultiheadAttention)"]
+    found = {
+        "a forward of its own": "forward" in vars(attention),
+        "xFormers": attention.use_xformers,
+        "add_bias_kv": attention.bias_k is not None or attention.bias_v is not None,
+        "add_zero_attn": attention.add_zero_attn,
+        "onnx_trace": attention.onnx_trace,
+    }
+    return [f"attention with {name}" for name, is_so in found.items() if is_so]
+
+
+def _is_own(module: nn.Module, base: type, name: str) -> bool:
+    return name in vars(module) or getattr(type(module), name) is not getattr(base, name)
+
+
+def _has_state(module: nn.Module) -> bool:
+    reorder = getattr(type(module), "reorder_incremental_state", None)
+    return reorder not in (None, FairseqIncrementalDecoder.reorder_incremental_state)
+
+
+def _is_watched(decoder: nn.Module) -> bool:
+    everywhere = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return bool(everywhere) or any(getattr(module, name) for module in decoder.modules() for name in _HOOKS)

@@ -1,0 +1,70 @@
+"""Whether the decode steps of a call of fairseq can be recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
+from fairseq.sequence_generator import EnsembleModel
+
+from fastgen.optimizer.decoding import recordable
+from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
+from fastgen.optimizer.decoding.recorded_steps import refused_reasons, tell
+from fastgen.optimizer.fairseq.plan import KNOWN_PACKAGES, ModelPlan
+from fastgen.origin import comes_with, packages_of
+
+
+def can_record(generator: Any, plans: list[ModelPlan], rows: int, max_len: int) -> bool:
+    """Whether a loop of up to `max_len` steps should try to; tells the report why not."""
+    decoder = generator.model.single_model.decoder
+    device = next(decoder.parameters()).device
+    if not recordable.are_wanted(device, max_len):
+        return False
+    reasons = refused_reasons(generator.model.single_model)
+    reasons = reasons or unsupported_reasons(generator, plans, rows, max_len)
+    tell(reasons)
+    return not reasons
+
+
+def unsupported_reasons(generator: Any, plans: list[ModelPlan], rows: int, max_len: int) -> list[str]:
+    """Why the steps are not recorded; empty if they can be."""
+    if len(plans) > 1:
+        return [f"an ensemble of {len(plans)} models"]
+    model, plan = generator.model.single_model, plans[0]
+    decoder, reasons = model.decoder, []
+    if not comes_with(generator.model.forward_decoder, EnsembleModel):
+        reasons.append("the ensemble has a forward_decoder of its own")
+    if plan.watched:
+        reasons.append("hooks watch the decoder")
+    crosses = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
+    if plan.others or [len(plan.self_attention), len(plan.cross_attention)] != [len(decoder.layers), len(crosses)]:
+        reasons.append("modules of the decoder have states of their own")
+    if crosses and not plan.by_input:
+        reasons.append("the decoder is given the encoder's output for each row")
+    reasons += _position_reasons(decoder.embed_positions, max_len)
+    reasons = reasons or recordable.unsupported_reasons(decoder, rows, max_len)
+    return reasons or _code_reasons(model)
+
+
+def _position_reasons(positions: Any, max_len: int) -> list[str]:
+    """Why positions cannot be looked up by a number on the device; empty if they can."""
+    if positions is None:
+        return []
+    if type(positions) is SinusoidalPositionalEmbedding:
+        most = positions.weights.shape[0]
+    elif type(positions) is LearnedPositionalEmbedding and positions.max_norm is None:
+        most = positions.num_embeddings
+    else:
+        return [f"positions of a {type(positions).__name__}"]
+    needed = (positions.padding_idx or 0) + max_len + 2
+    return [f"positions up to {needed} in a table of {most}"] if needed > most else []
+
+
+def _code_reasons(model: Any) -> list[str]:
+    """Which code of the program's own would not be called by a replay; empty if there is none."""
+    decoder = model.decoder
+    called = [model.get_normalized_probs, decoder.get_normalized_probs, decoder.output_layer]
+    for module in decoder.modules():
+        called += [type(module).forward] if has_faster_forward(module) else [module.forward]
+    foreign = set().union(*map(packages_of, called)) - KNOWN_PACKAGES - {"fastgen"}
+    return [f"code of {name} is called in each step" for name in sorted(foreign)]

@@ -1,0 +1,164 @@
+"""fairseq's decoder in recorded steps: what it gives is what the unpatched library gives."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq.sequence_generator import EnsembleModel
+from fairseq_models import CASES, language_model, pair_sample, source_sample
+from fairseq_parity import compare, generate
+from recording import recording, replays
+from sharing import sharing
+from torch import nn
+
+import fastgen
+from fastgen.optimizer.decoding import recorded_steps
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "beams": {},
+    "one beam": {"beam": 1},
+    "outgrown buffers": {"max_len_b": 40, "min_len": 30},
+    "temperature": {"temperature": 1.9},
+    "sampling": {"sampling": True, "sampling_topk": 4},
+    "diverse beams": {"beam": 4, "diverse_beam_groups": 2},
+    "n-grams": {"no_repeat_ngram_size": 2},
+}
+RECORDED = ("transformer", "bart", "transformer_lm")
+
+
+@pytest.fixture(autouse=True)
+def recorded():
+    with recording():
+        yield
+
+
+def recordings_of(model: nn.Module) -> recorded_steps.Recordings:
+    return recorded_steps._known[model]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_gives_the_same(name):
+    compare(CASES[name]())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_give_the_same_in_replayed_steps(name, option):
+    assert replays(compare(CASES[name](), **{"min_len": 6, **OPTIONS[option]}).report) > 2
+
+
+@pytest.mark.parametrize("name", ("transformer", "bart", "transformer_align"))
+def test_weights_of_the_attention_come_without_the_padding(name):
+    assert replays(compare(CASES[name](), print_alignment="hard").report) > 3
+
+
+@pytest.mark.parametrize("share", ("always", "never"))
+def test_prompt_lies_before_the_own_keys(share):
+    with sharing(share):
+        assert replays(compare(CASES["transformer_lm"](), max_len_b=30).report) > 3
+
+
+def test_a_recording_serves_sources_of_other_lengths():
+    case, options = CASES["transformer"](), {"min_len": 6, "max_len_b": 6}  # all sentences stay to the end
+    compare(case, source_sample(case.task, (7, 5, 6)), **options)
+    made = list(recordings_of(case.models[0])._kept)
+    assert len(made) == 1
+    report = compare(case, source_sample(case.task, (6, 4, 4), seed=5), **options).report
+    assert replays(report) == 7 and list(recordings_of(case.models[0])._kept) == made
+
+
+def test_when_sentences_leave_the_others_go_on():
+    case = CASES["transformer"]()
+    both = compare(case, max_len_b=40)
+    lengths = {len(sentence[0]["tokens"]) for sentence in both.stock}
+    assert len(lengths) > 1 and replays(both.report) > 3
+
+
+def test_weights_that_change_are_used():
+    case = CASES["transformer"]()
+    compare(case)
+    with torch.no_grad():
+        for parameter in case.models[0].decoder.parameters():
+            parameter.mul_(0.9)
+    assert replays(compare(case).report) > 3
+    layer = case.models[0].decoder.layers[0]
+    layer.fc1.weight = nn.Parameter(layer.fc1.weight * 0.5)
+    assert replays(compare(case).report) > 3
+
+
+@pytest.mark.parametrize("name", ("ensemble", "lstm"))
+def test_what_is_not_recorded(name):
+    assert not replays(compare(CASES[name]()).report)
+
+
+def test_code_of_the_program_is_called_in_each_step():
+    class Counted(nn.Linear):
+        calls = 0
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            Counted.calls += 1
+            return super().forward(rows)
+
+    case = CASES["transformer"]()
+    for layer in case.models[0].decoder.layers:
+        layer.fc1.__class__ = Counted
+    report = compare(case).report
+    assert not replays(report)
+    assert any("code of test_fairseq_recorded_steps is called" in reason for reason in report.fallbacks)
+
+
+def test_an_ensemble_with_a_decoder_call_of_its_own(monkeypatch):
+    forward = EnsembleModel.forward_decoder
+    monkeypatch.setattr(EnsembleModel, "forward_decoder", lambda *args, **kwargs: forward(*args, **kwargs))
+    assert not replays(compare(CASES["transformer"]()).report)
+
+
+def test_positions_beyond_the_table_are_not_recorded():
+    case = CASES["transformer"]()
+    positions = case.models[0].decoder.embed_positions
+    positions.weights, positions.auto_expand = positions.weights[:10].clone(), False
+    report = compare(case, max_len_b=24).report
+    assert not replays(report) and any("in a table of 10" in reason for reason in report.fallbacks)
+
+
+def test_after_an_error_fairseq_does_the_work_and_nothing_is_kept(monkeypatch):
+    case = CASES["transformer"]()
+    compare(case)
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setenv("FASTGEN_STRICT", "0")
+    monkeypatch.setattr("fastgen.optimizer.fairseq.recorded_steps.RecordedDecoder.reorder", broken)
+    with fastgen.disabled():
+        expected = generate(case)
+    with pytest.raises(RuntimeError) if fastgen.config.CONFIG.strict else pytest.warns(RuntimeWarning):
+        assert len(generate(case)) == len(expected)
+    recordings = recordings_of(case.models[0])
+    assert not len(recordings) and not recordings.in_use.locked()
+
+
+def test_a_model_that_is_gone_leaves_nothing_behind():
+    case = CASES["transformer"]()
+    generate(case)
+    buffers = weakref.ref(next(iter(recordings_of(case.models[0])._kept.values())).caches[0])
+    alive = weakref.ref(case.models[0])
+    del case
+    gc.collect()
+    assert alive() is None and buffers() is None
+
+
+def test_one_model_for_translation_with_targets():
+    case = CASES["transformer"]()
+    compare(case, pair_sample(case.task))
+
+
+def test_language_model_of_other_shapes():
+    compare(language_model(4, 1.0))

@@ -20,12 +20,12 @@ SMALLEST_CAPACITY = 32
 
 def capacity_for(needed: int, most: int) -> int:
     """Room for twice the positions that are needed, or for `most` if that is less, rounded."""
-    return rounded(max(needed, min(most, 2 * needed)))
+    return max(SMALLEST_CAPACITY, rounded(max(needed, min(most, 2 * needed))))
 
 
 def rounded(length: int) -> int:
     """The next of a few sizes, that many lengths have in common: four to eight between powers of two."""
-    step = max(SMALLEST_CAPACITY, 1 << max((length - 1).bit_length() - 3, 0))
+    step = max(SMALLEST_CAPACITY // 2, 1 << max((length - 1).bit_length() - 3, 0))
     return -(-length // step) * step
 
 
@@ -189,6 +189,6 @@ def _kind(states: Tensor) -> tuple:
 
 
 def _room_like(states: Tensor, length: int, *layers: int) -> Tensor:
-    """Zeros `[layers, rows, kv_heads, length, head_dim]`, or without the first dimension."""
+    """Room for `[layers, rows, kv_heads, length, head_dim]`, or without the first dimension."""
     rows, heads, _, width = states.shape
-    return states.new_zeros((*layers, rows, heads, length, width))
+    return states.new_empty((*layers, rows, heads, length, width))

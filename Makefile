@@ -54,12 +54,12 @@ $(VENV)/pip.installed: constraints.txt
 	@$(PIP) torch==2.13.0
 	@touch $@
 
-$(VENV)/demo.installed: $(VENV)/pip.installed setup.py
+$(VENV)/demo.installed: $(VENV)/pip.installed pyproject.toml setup.py
 	@echo "Installing transformers, and fastgen with its kernels"
 	@$(PIP) --editable ".[transformers]"
 	@touch $@
 
-$(VENV)/test.installed: $(VENV)/pip.installed setup.py
+$(VENV)/test.installed: $(VENV)/pip.installed pyproject.toml setup.py
 	@echo "Installing transformers, what the tests need, and fastgen with its kernels"
 	@$(PIP) --editable ".[test]"
 	@echo "Installing fairseq, and what it needs"

@@ -1,4 +1,4 @@
-"""Installation of fastgen: kernels are built where there is a compiler, and nothing fails where there is none."""
+"""The kernels of fastgen: built where there is a compiler, and nothing fails where there is none. See pyproject.toml."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 # Machine code for these, of what the compiler knows, and what a driver can translate for other GPUs.
@@ -74,51 +74,4 @@ if platform.machine() in ("x86_64", "AMD64") and not IS_WINDOWS:
 if nvcc():
     KERNELS.append(kernel("fastgen.ops.no_repeat_ngram._cuda", "csrc/no_repeat_ngram.cu"))
 
-EXTRAS = {
-    "transformers": ["transformers>=5.0", "tqdm"],
-    "fairseq": [
-        # 0.12.2 has no working build for Python 3.11 and newer; ve-fairseq is the same code for those.
-        'fairseq==0.12.2; python_version < "3.11"',
-        've-fairseq==0.12.3; python_version >= "3.11"',
-        "numpy<2",  # fairseq reads language models' sentences with np.compat, which numpy 2 lacks
-    ],
-    "metrics": ["rouge-score", "sacrebleu"],
-    "audio": ["soundfile", "soxr"],
-    "bench": ["matplotlib", "psutil"],
-    "peers": ["ctranslate2>=4.8"],
-    "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft", "accelerate", "num2words"],
-}
-EXTRAS["test"].append("psutil")  # finds the processes that a command leaves behind
-EXTRAS["test"].append('triton; platform_system == "Linux"')  # runs in its interpreter where there is no GPU
-EXTRAS["test"] += EXTRAS["transformers"] + EXTRAS["metrics"] + EXTRAS["audio"]
-
-setup(
-    name="fastgen-generate",  # fastgen is another project on the public index
-    version="0.1.0",
-    description="Makes text generation with Hugging Face transformers and fairseq faster, with identical output",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    license="MIT",
-    python_requires=">=3.10",
-    packages=find_packages(include=["fastgen", "fastgen.*"]),
-    package_data={"fastgen": ["py.typed"], "fastgen.models.demo": ["data/*"]},
-    install_requires=["torch>=2.4", "wrapt>=1.16"],
-    extras_require=EXTRAS,
-    ext_modules=KERNELS,
-    cmdclass={"build_ext": BuildKernels},
-    entry_points={
-        "console_scripts": [
-            "fastgen-generate-for-transformers = fastgen.cli.transformers.generate:main",
-            "fastgen-generate-for-fairseq = fastgen.cli.fairseq.generate:main",
-            "fastgen-eval-lm-for-fairseq = fastgen.cli.fairseq.eval_lm:main",
-        ]
-    },
-    classifiers=[
-        "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.10",
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.12",
-        "Programming Language :: Python :: 3.13",
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-    ],
-)
+setup(ext_modules=KERNELS, cmdclass={"build_ext": BuildKernels})

@@ -1,17 +1,19 @@
-"""constraints.txt holds versions that the extras of setup.py accept, for every Python that is supported."""
+"""constraints.txt holds versions that the extras of pyproject.toml accept, for every Python that is supported."""
 
 from __future__ import annotations
 
-import os
-import runpy
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import setuptools
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest has brought it
 
 ROOT = Path(__file__).parent.parent
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -20,12 +22,8 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, list[Requirement]]:
     """The requirements of each extra, and those that every installation has."""
-    given: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setuptools, "setup", given.update)
-        patch.chdir(ROOT)
-        runpy.run_path(os.fspath(ROOT / "setup.py"))
-    extras = {"": given["install_requires"], **given["extras_require"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {"": project["dependencies"], **project["optional-dependencies"]}
     return {extra: [Requirement(line) for line in lines] for extra, lines in extras.items()}
 
 

@@ -1,0 +1,127 @@
+"""Draws what the benchmarks have measured, and writes it as tables: docs/speed.svg and docs/benchmarks.md.
+
+    python benchmarks/show_results.py
+
+Reads benchmarks/results/generate-*.json and fairseq-*.json, one of each for each CPU, as `bench_generate.py --json` and
+`bench_fairseq.py --json` write them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+
+GENERATE = {
+    "bart-beam4": "BART-base, 4 × 512 tokens, beam 4, n-gram 3",
+    "bart-beam4-one-row": "BART-base, 1 × 64 tokens, beam 4",
+    "bart-greedy-short": "BART-base, 1 × 16 tokens, greedy",
+    "t5-beam4": "T5-base, 8 × 128 tokens, beam 4",
+    "whisper-beam5": "Whisper-tiny, 8 × 30 s, beam 5, 48 new tokens",
+    "gpt2-beam4": "GPT-2-small, 4 × 512 tokens, beam 4",
+    "gpt2-sample16": "GPT-2-small, 4 × 512 tokens, 16 samples each",
+    "gpt2-greedy-one-row": "GPT-2-small, 1 × 16 tokens, greedy, 48 new tokens",
+    "gpt2-greedy-short": "GPT-2-small, 1 × 16 tokens, greedy",
+    "llama-beam4": "Llama-like, 4 × 512 tokens, beam 4",
+    "llama-sample16": "Llama-like, 4 × 512 tokens, 16 samples each",
+    "lengths-differ": "the demo model, 32 lines with outputs of 9 to 75 tokens, beam 4",
+}
+FAIRSEQ = {
+    "bart-beam4": "BART-base, 4 × 512 tokens, beam 4",
+    "bart-beam4-ngram3": "BART-base, 4 × 512 tokens, beam 4, n-gram 3",
+    "bart-batch1": "BART-base, 1 × 512 tokens, beam 4",
+    "bart-greedy-short": "BART-base, 1 × 16 tokens, one beam",
+    "wmt-beam5": "Transformer-base (WMT), 16 × 32 tokens, beam 5",
+    "lm-beam4": "GPT-2-small as fairseq's language model, 4 × 512 tokens, beam 4",
+}
+
+INTRODUCTION = """# What was measured
+
+Made by `python benchmarks/show_results.py` from `benchmarks/results/`. Models have real sizes and random weights, in fp32;
+32 new tokens where nothing else is said. Stock and fastgen run in turns in one process on 2 cores, seconds are medians, and
+their tokens are equal. The first of several calls takes longer, because products are measured and steps recorded in it.
+
+*limit*: how many times as long fastgen takes as the arithmetic or the reading of weights alone, whichever is longer, at the
+rates that the machine reaches. *memory*: what one call adds to the process at its peak.
+"""
+GENERATE_HEAD = (
+    "| workload | stock | fastgen | faster | CTranslate2 | limit | memory, stock → fastgen |\n|---|---|---|---|---|---|---|"
+)
+FAIRSEQ_HEAD = "| workload | stock | fastgen | faster |\n|---|---|---|---|"
+
+
+def read(kind: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(f"{kind}-*.json"))]
+
+
+def cpu_name(measured: dict[str, Any]) -> str:
+    found = measured["cpu"]
+    return f"{found['name']} (family {found.get('family', '?')}, model {found.get('model', '?')})"
+
+
+def generate_row(result: dict[str, Any]) -> str:
+    seconds, added = result["seconds"], result["added_mb"]
+    peer = f"{seconds['ctranslate2']:.1f} s" if "ctranslate2" in seconds else "–"
+    return (
+        f"| {GENERATE[result['case']]} | {seconds['stock']:.1f} s | {seconds['fastgen']:.1f} s "
+        f"| **{result['ratios']['stock']:.1f}×** | {peer} | {result['times_limit']:.1f} "
+        f"| {added['stock']:.0f} → {added['fastgen']:.0f} MB |"
+    )
+
+
+def fairseq_row(result: dict[str, Any]) -> str:
+    stock, fast = result["stock_seconds"], result["fastgen_seconds"]
+    return f"| {FAIRSEQ[result['case']]} | {stock:.1f} s | {fast:.1f} s | **{result['ratio']:.1f}×** |"
+
+
+def tables() -> str:
+    parts = [INTRODUCTION]
+    for title, kind, head, row in (
+        ("transformers", "generate", GENERATE_HEAD, generate_row),
+        ("fairseq", "fairseq", FAIRSEQ_HEAD, fairseq_row),
+    ):
+        for measured in read(kind):
+            rows = [row(result) for result in measured["results"]]
+            parts.append("\n".join([f"## {title}, {cpu_name(measured)}", "", head, *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def draw(path: Path) -> None:
+    """How many times as fast, a bar for each workload and CPU."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "fastgen"  # the same file from the same figures
+    from matplotlib import pyplot
+
+    measured = read("generate")
+    names = [name for name in GENERATE if any(name == result["case"] for one in measured for result in one["results"])]
+    figure, panel = pyplot.subplots(figsize=(9, 0.45 * len(names) + 1))
+    height = 0.8 / len(measured)
+    for place, one in enumerate(measured):
+        found = {result["case"]: result["ratios"]["stock"] for result in one["results"]}
+        shown = [(line, found[name]) for line, name in enumerate(names) if name in found]
+        places = [line + (place - (len(measured) - 1) / 2) * height for line, _ in shown]
+        bars = panel.barh(places, [ratio for _, ratio in shown], height, label=cpu_name(one))
+        panel.bar_label(bars, fmt="%.1f×", padding=3)
+    panel.set_yticks(range(len(names)), [GENERATE[name] for name in names])
+    panel.invert_yaxis()
+    panel.axvline(1, color="black", linewidth=0.8)
+    panel.set_xlabel("times as fast as transformers alone, the same tokens")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> int:
+    (ROOT / "docs" / "benchmarks.md").write_text(tables(), encoding="utf-8")
+    draw(ROOT / "docs" / "speed.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""The kernels of fastgen: built where there is a compiler, and nothing fails where there is none. See pyproject.toml."""
+"""The kernels of fastgen: built where there is a compiler, and nothing fails where there is none."""
 
 import os
 import platform

@@ -32,7 +32,7 @@ import transformers
 
 import fastgen
 from fastgen.cli.transformers import run as command
-from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.command import main
 from fastgen.models.demo import demo_path
 
 BS = 32
@@ -156,7 +156,7 @@ def bench_memory(folder: Path, lines: int) -> dict[str, Any]:
         call = [
             sys.executable,
             "-m",
-            "fastgen.cli.transformers.generate",
+            "fastgen.cli.transformers.command",
             "demo",
             source,
             folder / "memory.out",

@@ -40,16 +40,16 @@ FAIRSEQ = {
 
 INTRODUCTION = """# What was measured
 
-Made by `python benchmarks/show_results.py` from `benchmarks/results/`. Models have real sizes and random weights, in fp32;
-32 new tokens where nothing else is said. Stock and fastgen run in turns in one process on 2 cores, seconds are medians, and
-their tokens are equal. The first of several calls takes longer, because products are measured and steps recorded in it.
+Made by `python benchmarks/show_results.py` from `benchmarks/results/`. Models have real sizes and random weights, in
+fp32; 32 new tokens where nothing else is said. Stock and fastgen run in turns in one process on 2 cores, seconds are
+medians, and their tokens are equal. The first of several calls takes longer, because products are measured and steps
+recorded in it.
 
-*limit*: how many times as long fastgen takes as the arithmetic or the reading of weights alone, whichever is longer, at the
-rates that the machine reaches. *memory*: what one call adds to the process at its peak.
+*limit*: how many times as long fastgen takes as the arithmetic or the reading of weights alone, whichever is longer, at
+the rates that the machine reaches. *memory*: what one call adds to the process at its peak.
 """
-GENERATE_HEAD = (
-    "| workload | stock | fastgen | faster | CTranslate2 | limit | memory, stock → fastgen |\n|---|---|---|---|---|---|---|"
-)
+GENERATE_HEAD = """| workload | stock | fastgen | faster | CTranslate2 | limit | memory, stock → fastgen |
+|---|---|---|---|---|---|---|"""
 FAIRSEQ_HEAD = "| workload | stock | fastgen | faster |\n|---|---|---|---|"
 
 

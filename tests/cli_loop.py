@@ -5,7 +5,7 @@ from pathlib import Path
 import transformers
 
 import fastgen
-from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.command import main
 
 
 def plain_loop(folder: Path, lines: list[str], bs: int, causal_lm: bool = False, **settings: object) -> list[str]:

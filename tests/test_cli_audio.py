@@ -18,11 +18,11 @@ import transformers
 from transformers import Speech2TextFeatureExtractor, Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 import fastgen
-from fastgen.cli.transformers.audio import collate_audio, prepare_audio
-from fastgen.cli.transformers.items import Line, Prepared
-from fastgen.cli.transformers.loading import LoadedModel
-from fastgen.cli.transformers.padding import outputs_depend_on_padding_sync
-from fastgen.cli.transformers.preprocess import InputFormat
+from fastgen.cli.transformers.model.loading import LoadedModel
+from fastgen.cli.transformers.model.padding import outputs_depend_on_padding_sync
+from fastgen.cli.transformers.stages.audio import collate_audio, prepare_audio
+from fastgen.cli.transformers.stages.items import Line, Prepared
+from fastgen.cli.transformers.stages.preprocess import InputFormat
 
 RATE = 16000
 FORMAT = InputFormat(False, "path", None, "", False, None, None, None)

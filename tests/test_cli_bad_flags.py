@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.cli.transformers.arguments import PROG
-from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.flags.arguments import PROG
 
 BAD_FLAGS = [
     (["--bs", "0"], "--bs: 0"),

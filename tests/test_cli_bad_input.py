@@ -11,9 +11,10 @@ import transformers
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentences
 
 import fastgen
-from fastgen.cli.transformers import generate, loading
-from fastgen.cli.transformers.arguments import PROG, build_parser
-from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers import command as generate
+from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.flags.arguments import PROG, build_parser
+from fastgen.cli.transformers.model import loading
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.cli.transformers.batches import MOST_NOT_GENERATED, Limits, Planner, pad_text
-from fastgen.cli.transformers.items import Batch, Line, Prepared
+from fastgen.cli.transformers.stages.batches import MOST_NOT_GENERATED, Limits, Planner, pad_text
+from fastgen.cli.transformers.stages.items import Batch, Line, Prepared
 
 COLLATE = pad_text(pad_token_id=7, left=False)
 

@@ -14,14 +14,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from fastgen.cli.pipeline.differences import differences
-from fastgen.cli.transformers import default_batch
-from fastgen.cli.transformers.arguments import parse_arguments
-from fastgen.cli.transformers.default_batch import key_value_bytes, set_default_batch, total_memory
-from fastgen.cli.transformers.generate import main
-from fastgen.cli.transformers.loading import load_model
-from fastgen.cli.transformers.settings import generate_arguments
-from fastgen.cli.transformers.signature import signature
+from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.flags.arguments import parse_arguments
+from fastgen.cli.transformers.model import default_batch
+from fastgen.cli.transformers.model.default_batch import key_value_bytes, set_default_batch, total_memory
+from fastgen.cli.transformers.model.loading import load_model
+from fastgen.cli.transformers.model.settings import generate_arguments
+from fastgen.cli.transformers.resume.differences import differences
+from fastgen.cli.transformers.resume.signature import signature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,8 +14,8 @@ import pytest
 from cli_models import save_bart, sentences
 from python_process import run_python
 
-from fastgen.cli.transformers.arguments import PROG
-from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.flags.arguments import PROG
 
 LINES = sentences(120)
 FLAGS = ("--bs", "4", "--window", "16", "--beam", "2")
@@ -23,7 +23,7 @@ FLAGS = ("--bs", "4", "--window", "16", "--beam", "2")
 # Every batch takes at least SECONDS, so that there is time to end the run in the middle of one; workers are processes.
 SLOW = """
 import sys, time
-from fastgen.cli.pipeline import choice
+from fastgen.cli.transformers.stages import choice
 choice.waits_beside = lambda call: 1.0
 from transformers import BartForConditionalGeneration
 generate, seconds = BartForConditionalGeneration.generate, float(sys.argv.pop(1))
@@ -31,7 +31,7 @@ def slow(self, **inputs):
     time.sleep(0 if "output_logits" in inputs else seconds)  # that asks what padding changes
     return generate(self, **inputs)
 BartForConditionalGeneration.generate = slow
-from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.command import main
 sys.exit(main())
 """
 
@@ -223,7 +223,7 @@ def test_a_line_of_many_megabytes_takes_little_memory(bart: Path, tmp_path: Path
         (tmp_path / "in").write_text("word1 word2\n" + "word1 " * (size // 6) + "\nword3\n")
         args = [bart, tmp_path / "in", tmp_path / "out", "--max_tokenizer_length", "20", "--overwrite"]
         code = (
-            "import resource, sys\nfrom fastgen.cli.transformers.generate import main\nstatus = main(sys.argv[1:])\n"
+            "import resource, sys\nfrom fastgen.cli.transformers.command import main\nstatus = main(sys.argv[1:])\n"
             "print(status, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )
         done = run_python("-c", code, *map(str, args), OMP_NUM_THREADS="1")
@@ -245,7 +245,7 @@ def test_a_reader_that_leaves_ends_the_run(bart: Path, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_waiting_for_standard_input(bart: Path) -> None:
-    call = [sys.executable, "-m", "fastgen.cli.transformers.generate", bart, "-", "-", *FLAGS]
+    call = [sys.executable, "-m", "fastgen.cli.transformers.command", bart, "-", "-", *FLAGS]
     with subprocess.Popen(
         call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -9,7 +9,7 @@ pytest.importorskip("fairseq")
 from fairseq_command_data import make_language_model, upstream
 from python_process import run_python
 
-COMMAND = "fastgen.cli.fairseq.eval_lm"
+COMMAND = "fastgen.cli.fairseq.fairseq_eval_lm"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ import torch
 from fairseq_command_data import CommandData, make
 
 import fastgen
-from fastgen.cli.fairseq import eval_lm, generate
+from fastgen.cli.fairseq import fairseq_eval_lm as eval_lm
+from fastgen.cli.fairseq import fairseq_generate as generate
 
 DAMAGED = "is no checkpoint, or a damaged one ("
 

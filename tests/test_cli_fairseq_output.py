@@ -17,7 +17,7 @@ from fairseq_command_data import PIPELINE_ONLY, CommandData, make, make_encoded,
 from python_process import run_python
 
 import fastgen
-from fastgen.cli.fairseq.generate import main
+from fastgen.cli.fairseq.fairseq_generate import main
 from fastgen.optimizer.fairseq.checkpoints import allowed
 
 

@@ -8,10 +8,10 @@ import transformers
 from cli_models import WORDS, save_bart, save_gpt2, save_t5, sentences
 
 import fastgen
-from fastgen.cli.transformers import settings
-from fastgen.cli.transformers.arguments import parse_arguments
-from fastgen.cli.transformers.loading import LoadedModel, load_model
-from fastgen.cli.transformers.settings import effective, generate_arguments, reasons_to_keep_file_order
+from fastgen.cli.transformers.flags.arguments import parse_arguments
+from fastgen.cli.transformers.model import settings
+from fastgen.cli.transformers.model.loading import LoadedModel, load_model
+from fastgen.cli.transformers.model.settings import effective, generate_arguments, reasons_to_keep_file_order
 
 CPU = torch.device("cpu")
 # Some have one word, and a batch in file order has short and long ones.

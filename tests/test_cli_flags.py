@@ -12,12 +12,12 @@ from cli_models import POSITIONS, save_bart, save_gpt2, sentences
 
 import fastgen
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers import loading
-from fastgen.cli.transformers.argument_types import STREAM
-from fastgen.cli.transformers.arguments import parse_arguments
-from fastgen.cli.transformers.limits import check_settings, input_limit, lengths_of_inputs
-from fastgen.cli.transformers.loading import LoadedModel, load_model
-from fastgen.cli.transformers.settings import effective, generate_arguments
+from fastgen.cli.transformers.flags.argument_types import STREAM
+from fastgen.cli.transformers.flags.arguments import parse_arguments
+from fastgen.cli.transformers.model import loading
+from fastgen.cli.transformers.model.limits import check_settings, input_limit, lengths_of_inputs
+from fastgen.cli.transformers.model.loading import LoadedModel, load_model
+from fastgen.cli.transformers.model.settings import effective, generate_arguments
 
 CPU = torch.device("cpu")
 SPEECH = ("--task", "automatic-speech-recognition")

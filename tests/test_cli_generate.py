@@ -16,7 +16,7 @@ from cli_loop import generate, plain_loop
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentences
 
 import fastgen
-from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.command import main
 
 LINES = sentences(9)
 
@@ -315,7 +315,7 @@ def test_demo_is_the_model_inside_fastgen(tmp_path: Path, bart: Path, monkeypatc
 def test_runs_as_a_module_in_another_process(tmp_path: Path, bart: Path) -> None:
     source, output = tmp_path / "input.txt", tmp_path / "output.txt"
     source.write_text("\n".join(LINES))
-    command = [sys.executable, "-m", "fastgen.cli.transformers.generate", bart, source, output]
+    command = [sys.executable, "-m", "fastgen.cli.transformers.command", bart, source, output]
     env = os.environ | {"FASTGEN_AUTO": "0", "FASTGEN_LOG": "debug"}  # whoever calls the command asks for fastgen
     folder = Path(fastgen.__file__).parents[1]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, env=env)

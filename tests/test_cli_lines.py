@@ -16,7 +16,7 @@ import pytest
 from python_process import REPOSITORY, run_python
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.lines import Survey, is_stream, read_chunks, read_references, survey
+from fastgen.cli.transformers.files.lines import Survey, is_stream, read_chunks, read_references, survey
 
 CONTENTS = [
     b"",
@@ -192,7 +192,7 @@ def test_a_file_that_is_no_whole_gzip_is_named(tmp_path: Path) -> None:
 READ_STDIN = r"""
 import threading, time
 from pathlib import Path
-from fastgen.cli.transformers.lines import read_chunks
+from fastgen.cli.transformers.files.lines import read_chunks
 
 came = threading.Event()
 
@@ -205,7 +205,7 @@ def read():
 
 def test_standard_input_is_read_and_process_substitution_too(tmp_path: Path) -> None:
     (tmp_path / "read.py").write_text(READ_STDIN + "read()\n")
-    code = "from fastgen.cli.transformers.lines import *\nimport sys\npath = Path(sys.argv[1])\n"
+    code = "from fastgen.cli.transformers.files.lines import *\nimport sys\npath = Path(sys.argv[1])\n"
     code += "assert is_stream(path)\nprint(*(line.raw for chunk in read_chunks(path) for line in chunk), sep=chr(10))\n"
     (tmp_path / "path.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
@@ -249,9 +249,9 @@ def test_a_pipe_that_is_set_to_non_blocking_is_waited_for() -> None:
 def test_files_are_checked_without_loading_torch(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("one\n")
     code = (
-        "import sys\nfrom fastgen.cli.transformers.lines import *\n"
+        "import sys\nfrom fastgen.cli.transformers.files.lines import *\n"
         "path = Path(sys.argv[1])\nsurvey(path), is_stream(path), read_references('INPUT', path)\n"
-        "import fastgen.cli.pipeline.part_file\nassert 'torch' not in sys.modules\n"
+        "import fastgen.cli.transformers.resume.part_file\nassert 'torch' not in sys.modules\n"
     )
     done = run_python("-c", code, str(tmp_path / "in"))
     assert done.returncode == 0, done.stderr

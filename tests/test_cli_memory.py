@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fastgen.cli.errors import RunError
-from fastgen.cli.transformers.batches import pad_text
-from fastgen.cli.transformers.items import Batch, Generated, Line, NotGenerated
-from fastgen.cli.transformers.model import WithinMemory, is_out_of_memory
+from fastgen.cli.transformers.stages.batches import pad_text
+from fastgen.cli.transformers.stages.generation import WithinMemory, is_out_of_memory
+from fastgen.cli.transformers.stages.items import Batch, Generated, Line, NotGenerated
 
 
 def batch_of(lengths: list[int], left: bool = False, first: int = 1) -> Batch:

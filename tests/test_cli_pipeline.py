@@ -17,12 +17,13 @@ from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, sentences
 
 import fastgen
 from fastgen.cli.pipeline.ordered_pool import OrderedPool
-from fastgen.cli.pipeline.ordered_threads import OrderedThreads
-from fastgen.cli.transformers import files, pipeline
-from fastgen.cli.transformers.generate import main
-from fastgen.cli.transformers.items import Batch, Generated
-from fastgen.cli.transformers.lines import Survey
-from fastgen.cli.transformers.model import WithinMemory
+from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.files import paths as files
+from fastgen.cli.transformers.files.lines import Survey
+from fastgen.cli.transformers.stages import pipeline
+from fastgen.cli.transformers.stages.generation import WithinMemory
+from fastgen.cli.transformers.stages.items import Batch, Generated
+from fastgen.cli.transformers.stages.ordered_threads import OrderedThreads
 
 LINES = sentences(70)
 
@@ -154,7 +155,7 @@ def test_scores_do_not_cost_those_of_every_step(tmp_path: Path, bart: Path, monk
 
 
 def test_from_standard_input_to_standard_output(bart: Path) -> None:
-    call = [sys.executable, "-m", "fastgen.cli.transformers.generate", bart, "-", "-", "--bs", "4"]
+    call = [sys.executable, "-m", "fastgen.cli.transformers.command", bart, "-", "-", "--bs", "4"]
     done = subprocess.run(
         call, input="\n".join(LINES), capture_output=True, text=True, cwd=Path(fastgen.__file__).parents[1], check=False
     )

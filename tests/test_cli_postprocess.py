@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastgen
-from fastgen.cli.transformers.items import Finished, Generated, Line, NotGenerated
-from fastgen.cli.transformers.postprocess import OutputFormat, finish, first_text
-from fastgen.cli.transformers.preprocess import InputFormat, prepare_text
-from fastgen.cli.transformers.records import ADDED_FIELDS
+from fastgen.cli.transformers.files.records import ADDED_FIELDS
+from fastgen.cli.transformers.stages.items import Finished, Generated, Line, NotGenerated
+from fastgen.cli.transformers.stages.postprocess import OutputFormat, finish, first_text
+from fastgen.cli.transformers.stages.preprocess import InputFormat, prepare_text
 
 EOS, PAD = 2, 1
 SAVED = {"bart": save_bart, "t5": save_t5, "gpt2": save_gpt2}

@@ -10,8 +10,8 @@ import pytest
 import transformers
 from cli_models import save_bart, save_gpt2, sentences
 
-from fastgen.cli.transformers.items import Line, Prepared
-from fastgen.cli.transformers.preprocess import SHORTEST_LONG_TEXT, InputFormat, prepare_text
+from fastgen.cli.transformers.stages.items import Line, Prepared
+from fastgen.cli.transformers.stages.preprocess import SHORTEST_LONG_TEXT, InputFormat, prepare_text
 from fastgen.models.demo import demo_path
 
 TEMPLATE = (

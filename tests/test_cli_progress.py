@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from cli_models import save_bart, sentences
 
-from fastgen.cli.transformers import behind, progress
-from fastgen.cli.transformers.generate import main
-from fastgen.cli.transformers.items import Finished
-from fastgen.cli.transformers.progress import Progress
+from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.stages import progress
+from fastgen.cli.transformers.stages import writer as behind
+from fastgen.cli.transformers.stages.items import Finished
+from fastgen.cli.transformers.stages.progress import Progress
 
 BATCH = Finished(records=[(1, b"a\n"), (2, b"b\n")], tokens=7, failures=[(2, "is broken")])
 IDLE = {"read": 0.25, "model": 0.5}

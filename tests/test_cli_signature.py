@@ -12,9 +12,9 @@ import transformers
 from cli_models import save_bart
 from tokenizers import Tokenizer, models
 
-from fastgen.cli.pipeline.differences import differences
-from fastgen.cli.transformers.lines import Survey
-from fastgen.cli.transformers.signature import fingerprint_sync, signature
+from fastgen.cli.transformers.files.lines import Survey
+from fastgen.cli.transformers.resume.differences import differences
+from fastgen.cli.transformers.resume.signature import fingerprint_sync, signature
 
 SURVEY = Survey(3, "0" * 64, 99)
 FLAGS = {

@@ -10,7 +10,7 @@ import transformers
 from cli_language_models import save_whisper
 
 import fastgen
-from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.command import main
 
 SPEECH = ("--task", "automatic-speech-recognition")
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from python_process import run_code
 
-from fastgen.cli.pipeline import choice
 from fastgen.cli.pipeline.ordered_pool import OrderedPool, WorkerError
-from fastgen.cli.pipeline.ordered_threads import OrderedThreads
+from fastgen.cli.transformers.stages import choice
+from fastgen.cli.transformers.stages.ordered_threads import OrderedThreads
 
 
 def pool(write: Callable[[Any], None], work: Callable[[Any], Any], **options: int) -> OrderedThreads:
@@ -97,7 +97,7 @@ def test_kill_gives_up_what_is_not_written() -> None:
 
 def test_a_task_that_never_ends_does_not_keep_the_program() -> None:
     run_code(
-        "import time; from fastgen.cli.pipeline.ordered_threads import OrderedThreads\n"
+        "import time; from fastgen.cli.transformers.stages.ordered_threads import OrderedThreads\n"
         "threads = OrderedThreads(lambda: time.sleep, print, workers=1, limit=2)\n"
         "threads.submit(600, 600); threads.kill()"
     )

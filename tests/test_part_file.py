@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.pipeline.part_file import PartFile, check_part, check_writable, failures_if_complete
-from fastgen.cli.pipeline.whole_file import write_whole
+from fastgen.cli.transformers.files.whole_file import write_whole
+from fastgen.cli.transformers.resume.part_file import PartFile, check_part, check_writable, failures_if_complete
 
 SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "0" * 64}
 

@@ -14,7 +14,7 @@ import pytest
 from python_process import REPOSITORY, run_code, run_python
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.pipeline.part_file import PartFile, check_part
+from fastgen.cli.transformers.resume.part_file import PartFile, check_part
 
 SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "0" * 64}
 
@@ -22,7 +22,7 @@ SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "
 JOB = """
 import random, sys
 from pathlib import Path
-from fastgen.cli.pipeline.part_file import PartFile, failures_if_complete
+from fastgen.cli.transformers.resume.part_file import PartFile, failures_if_complete
 
 def job(path, total, longest=40):
     if failures_if_complete(Path(path), {"--total": total}, overwrite=False) is not None:
@@ -46,7 +46,9 @@ CRASHES = (
     JOB
     + """
 import gzip, os, shutil
-from fastgen.cli.pipeline import locked_file, part_file, whole_file
+from fastgen.cli.transformers.resume import locked_file
+from fastgen.cli.transformers.resume import part_file
+from fastgen.cli.transformers.files import whole_file
 
 FILES = [module.__file__ for module in (locked_file, part_file, whole_file)]
 

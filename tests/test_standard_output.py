@@ -13,7 +13,7 @@ def test_standard_output_holds_records_only_and_is_given_back(tmp_path: Path) ->
     done = run_python(
         "-c",
         "import ctypes, os, subprocess, sys\n"
-        "from fastgen.cli.pipeline.standard_output import StandardOutput\n"
+        "from fastgen.cli.transformers.files.standard_output import StandardOutput\n"
         "print('before')\n"
         "with StandardOutput() as output:\n"
         "    print('Python')\n"
@@ -33,7 +33,7 @@ def test_standard_output_holds_records_only_and_is_given_back(tmp_path: Path) ->
 def test_a_reader_of_standard_output_that_is_gone_is_an_error_and_a_slow_one_is_waited_for() -> None:
     code = (
         "import os, sys\n"
-        "from fastgen.cli.pipeline.standard_output import StandardOutput\n"
+        "from fastgen.cli.transformers.files.standard_output import StandardOutput\n"
         "os.set_blocking(1, False)\n"
         "with StandardOutput() as output:\n"
         "    try:\n"
@@ -59,7 +59,7 @@ def test_a_reader_of_standard_output_that_is_gone_is_an_error_and_a_slow_one_is_
 
 
 def test_standard_output_that_is_closed_is_an_input_error() -> None:
-    code = "from fastgen.cli.pipeline.standard_output import StandardOutput\nStandardOutput()"
+    code = "from fastgen.cli.transformers.files.standard_output import StandardOutput\nStandardOutput()"
     done = subprocess.run(
         ["sh", "-c", f'"{sys.executable}" -c "{code}" >&-'],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},

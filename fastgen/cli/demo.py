@@ -14,7 +14,7 @@ from pathlib import Path
 import fastgen
 from fastgen.cli.errors import FAILED
 from fastgen.cli.pipeline.interrupt import INTERRUPTED
-from fastgen.cli.transformers.generate import main as command
+from fastgen.cli.transformers.command import main as command
 from fastgen.models.demo import demo_path, sample_path
 
 BS = 32

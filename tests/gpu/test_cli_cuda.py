@@ -10,7 +10,7 @@ from cli_models import save_bart, save_gpt2, sentences
 from python_process import run_python
 
 import fastgen
-from fastgen.cli.transformers.generate import main
+from fastgen.cli.transformers.command import main
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,7 +85,7 @@ def test_a_device_that_an_error_leaves_dead_ends_the_run(tmp_path: Path) -> None
     source.write_text("\n".join([*LINES[:20], "unknown", *LINES[20:]]))
     code = (
         "import sys\nfrom fastgen.cli.transformers import plan\nplan.embedded_tokens = lambda model: None\n"
-        "from fastgen.cli.transformers.generate import main\nsys.exit(main(sys.argv[1:]))"
+        "from fastgen.cli.transformers.command import main\nsys.exit(main(sys.argv[1:]))"
     )
     flags = ["--device", "cuda", "--bs", "4", "--window", "0"]
     done = run_python("-c", code, str(model), str(source), str(output), *flags)

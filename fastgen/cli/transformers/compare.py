@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 import fastgen
-from fastgen.cli.transformers.items import Batch, Generated
-from fastgen.cli.transformers.model import Model
+from fastgen.cli.transformers.stages.generation import Model
+from fastgen.cli.transformers.stages.items import Batch, Generated
 
 
 class SideBySide:

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fastgen.cli.transformers.audio import collate_audio, prepare_audio
-from fastgen.cli.transformers.batches import Limits, Planner, pad_text
 from fastgen.cli.transformers.compare import SideBySide
-from fastgen.cli.transformers.default_batch import rows_per_input
-from fastgen.cli.transformers.limits import embedded_tokens, lengths_of_inputs
-from fastgen.cli.transformers.loading import LoadedModel
-from fastgen.cli.transformers.model import Model, WithinMemory
-from fastgen.cli.transformers.pipeline import Stages
-from fastgen.cli.transformers.postprocess import OutputFormat, finish
-from fastgen.cli.transformers.preprocess import InputFormat, prepare_text
-from fastgen.cli.transformers.run_state import random_state
-from fastgen.cli.transformers.settings import effective, reasons_to_keep_file_order, token_ids
+from fastgen.cli.transformers.model.default_batch import rows_per_input
+from fastgen.cli.transformers.model.limits import embedded_tokens, lengths_of_inputs
+from fastgen.cli.transformers.model.loading import LoadedModel
+from fastgen.cli.transformers.model.settings import effective, reasons_to_keep_file_order, token_ids
+from fastgen.cli.transformers.resume.run_state import random_state
+from fastgen.cli.transformers.stages.audio import collate_audio, prepare_audio
+from fastgen.cli.transformers.stages.batches import Limits, Planner, pad_text
+from fastgen.cli.transformers.stages.generation import Model, WithinMemory
+from fastgen.cli.transformers.stages.pipeline import Stages
+from fastgen.cli.transformers.stages.postprocess import OutputFormat, finish
+from fastgen.cli.transformers.stages.preprocess import InputFormat, prepare_text
 
 BATCHES_PER_WINDOW = 16
 LINES_PER_WINDOW = 1 << 12  # at most, where batches are cut by tokens only

@@ -11,27 +11,27 @@ import torch
 
 from fastgen.cli.errors import FAILED, InputError
 from fastgen.cli.pipeline.interrupt import stoppable
-from fastgen.cli.pipeline.part_file import PartFile, failures_if_complete
-from fastgen.cli.pipeline.standard_output import StandardOutput
-from fastgen.cli.pipeline.whole_file import write_whole
 from fastgen.cli.transformers import metrics
-from fastgen.cli.transformers.argument_types import STREAM
-from fastgen.cli.transformers.arguments import PROG
 from fastgen.cli.transformers.compare import SideBySide
-from fastgen.cli.transformers.default_batch import set_default_batch
-from fastgen.cli.transformers.files import Files, check_same_length
-from fastgen.cli.transformers.limits import check_settings
-from fastgen.cli.transformers.lines import raw_lines, read_chunks
-from fastgen.cli.transformers.loading import LoadedModel, choose_device, load_model
-from fastgen.cli.transformers.model import Model, WithinMemory
-from fastgen.cli.transformers.pipeline import run_stages
+from fastgen.cli.transformers.files.lines import raw_lines, read_chunks
+from fastgen.cli.transformers.files.paths import Files, check_same_length
+from fastgen.cli.transformers.files.standard_output import StandardOutput
+from fastgen.cli.transformers.files.whole_file import write_whole
+from fastgen.cli.transformers.flags.argument_types import STREAM
+from fastgen.cli.transformers.flags.arguments import PROG
+from fastgen.cli.transformers.model.default_batch import set_default_batch
+from fastgen.cli.transformers.model.limits import check_settings
+from fastgen.cli.transformers.model.loading import LoadedModel, choose_device, load_model
+from fastgen.cli.transformers.model.settings import generate_arguments, task_settings
 from fastgen.cli.transformers.plan import make_stages, output_format
-from fastgen.cli.transformers.postprocess import first_text
-from fastgen.cli.transformers.progress import Progress
-from fastgen.cli.transformers.run_state import RunState, restore_random_state
-from fastgen.cli.transformers.settings import generate_arguments, task_settings
-from fastgen.cli.transformers.signature import signature
-from fastgen.cli.transformers.transfer import Transfer
+from fastgen.cli.transformers.resume.part_file import PartFile, failures_if_complete
+from fastgen.cli.transformers.resume.run_state import RunState, restore_random_state
+from fastgen.cli.transformers.resume.signature import signature
+from fastgen.cli.transformers.stages.generation import Model, WithinMemory
+from fastgen.cli.transformers.stages.pipeline import run_stages
+from fastgen.cli.transformers.stages.postprocess import first_text
+from fastgen.cli.transformers.stages.progress import Progress
+from fastgen.cli.transformers.stages.transfer import Transfer
 
 NOTICE = "finishing the batch in flight; a second Ctrl-C or SIGTERM stops at once"
 

@@ -14,8 +14,8 @@ import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError
 from fastgen.cli.pipeline.interrupt import Stopped, interruptible
 from fastgen.cli.pipeline.ordered_pool import WorkerError
-from fastgen.cli.transformers.arguments import PROG, parse_arguments
-from fastgen.cli.transformers.files import Files, check_files
+from fastgen.cli.transformers.files.paths import Files, check_files
+from fastgen.cli.transformers.flags.arguments import PROG, parse_arguments
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace, files: Files) -> int:
         print(f"loading {args.model}", file=sys.stderr, flush=True)
     # Workers are what runs beside the model; threads that a tokenizer starts by itself would take cores from it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from fastgen.cli.transformers.library_messages import said_once
+    from fastgen.cli.transformers.model.library_messages import said_once
     from fastgen.cli.transformers.run import run
 
     fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`

@@ -8,7 +8,7 @@ import sys
 from contextlib import AbstractContextManager
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.pipeline.whole_file import named, write_all
+from fastgen.cli.transformers.files.whole_file import named, write_all
 
 
 class StandardOutput(AbstractContextManager):

@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.pipeline.whole_file import BLOCK
+from fastgen.cli.transformers.files.whole_file import BLOCK
 
 try:
     import fcntl

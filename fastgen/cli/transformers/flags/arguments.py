@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import fastgen
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.argument_types import (
+from fastgen.cli.transformers.flags.argument_types import (
     SETTINGS,
     device_name,
     file_or_stream,
@@ -20,7 +20,7 @@ from fastgen.cli.transformers.argument_types import (
     setting,
     whole_number,
 )
-from fastgen.cli.transformers.flag_checks import SPEECH, check_flags
+from fastgen.cli.transformers.flags.flag_checks import SPEECH, check_flags
 
 PROG = "fastgen-generate-for-transformers"
 

@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from fastgen.cli.pipeline.choice import Workers
-from fastgen.cli.transformers.batches import Planner
-from fastgen.cli.transformers.items import Batch, Line, Prepared
-from fastgen.cli.transformers.transfer import Transfer
+from fastgen.cli.transformers.stages.batches import Planner
+from fastgen.cli.transformers.stages.choice import Workers
+from fastgen.cli.transformers.stages.items import Batch, Line, Prepared
+from fastgen.cli.transformers.stages.transfer import Transfer
 
 BATCHES_AHEAD = 4
 CHUNKS_PER_WORKER = 4
@@ -26,7 +26,7 @@ _END = None
 MakePrepare = Callable[[], Callable[[list[Line]], list[Prepared]]]
 
 
-class Ahead:
+class Prefetcher:
     """The batches of a run, in the order in which the model is to take them.
 
     chunks: the lines of INPUT. make_prepare: what workers do with a chunk; `kind` says where they run.

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import transformers
 
-from fastgen.cli.pipeline.differences import DIGEST
-from fastgen.cli.transformers.lines import Survey
-from fastgen.cli.transformers.loading import LoadedModel
+from fastgen.cli.transformers.files.lines import Survey
+from fastgen.cli.transformers.model.loading import LoadedModel
+from fastgen.cli.transformers.resume.differences import DIGEST
 
 # A flag that is not named here counts. MODEL and INPUT count by what is in them, not by their names.
 FLAGS_WITHOUT_EFFECT_ON_RECORDS = (

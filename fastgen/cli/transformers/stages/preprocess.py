@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import transformers
 
-from fastgen.cli.transformers.items import Line, Prepared
-from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, decode, field, kind, parse, reason
+from fastgen.cli.transformers.files.records import LONGEST_RECORD, RecordError, decode, field, kind, parse, reason
+from fastgen.cli.transformers.stages.items import Line, Prepared
 
 Tokenizer = transformers.PreTrainedTokenizerBase
 Messages = list[dict[str, Any]]

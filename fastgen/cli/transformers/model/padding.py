@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 import fastgen
-from fastgen.cli.transformers.audio import collate_audio, extract
-from fastgen.cli.transformers.batches import Arrays, pad_text
-from fastgen.cli.transformers.loading import LoadedModel
+from fastgen.cli.transformers.model.loading import LoadedModel
+from fastgen.cli.transformers.stages.audio import collate_audio, extract
+from fastgen.cli.transformers.stages.batches import Arrays, pad_text
 
 STEPS = 4
 PLAIN = {

@@ -6,11 +6,11 @@ import argparse
 from dataclasses import dataclass
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.pipeline.part_file import check_part, check_writable
-from fastgen.cli.pipeline.whole_file import beside
-from fastgen.cli.transformers.argument_types import STREAM
-from fastgen.cli.transformers.lines import Survey, is_stream, raw_lines, read_references, survey
-from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, decode_raw, field, parse
+from fastgen.cli.transformers.files.lines import Survey, is_stream, raw_lines, read_references, survey
+from fastgen.cli.transformers.files.records import LONGEST_RECORD, RecordError, decode_raw, field, parse
+from fastgen.cli.transformers.files.whole_file import beside
+from fastgen.cli.transformers.flags.argument_types import STREAM
+from fastgen.cli.transformers.resume.part_file import check_part, check_writable
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import transformers
 
-from fastgen.cli.transformers.items import Line, Prepared
-from fastgen.cli.transformers.preprocess import InputFormat, read_input
-from fastgen.cli.transformers.records import RecordError, reason
+from fastgen.cli.transformers.files.records import RecordError, reason
+from fastgen.cli.transformers.stages.items import Line, Prepared
+from fastgen.cli.transformers.stages.preprocess import InputFormat, read_input
 
 FeatureExtractor = transformers.SequenceFeatureExtractor
 

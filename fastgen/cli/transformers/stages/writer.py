@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from fastgen.cli.pipeline.choice import Workers
-from fastgen.cli.transformers.items import Finished, Generated
-from fastgen.cli.transformers.progress import Progress
-from fastgen.cli.transformers.run_state import RunState
+from fastgen.cli.transformers.resume.run_state import RunState
+from fastgen.cli.transformers.stages.choice import Workers
+from fastgen.cli.transformers.stages.items import Finished, Generated
+from fastgen.cli.transformers.stages.progress import Progress
 
 TASKS_PER_WORKER = 8
 # What is written after the last state is written again by a run that goes on after a kill.
@@ -33,7 +33,7 @@ class Output(Protocol):
         """Keeps what a run that goes on after the present records has to start with."""
 
 
-class Behind:
+class Writer:
     """Takes what the model generates and writes it.
 
     make_finish: what workers do; `kind` says where they run. first: the number of the first line to be written.

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.pipeline.differences import differences
-from fastgen.cli.pipeline.locked_file import BLOCK, lock, open_locked, whole_records
-from fastgen.cli.pipeline.whole_file import beside, is_gzip, named, replace, resolved, sha256, write_all
+from fastgen.cli.transformers.files.whole_file import beside, is_gzip, named, replace, resolved, sha256, write_all
+from fastgen.cli.transformers.resume.differences import differences
+from fastgen.cli.transformers.resume.locked_file import BLOCK, lock, open_locked, whole_records
 
 WRITTEN_BY = "fastgen"
 ENDS = (".part", ".part.json", ".part.state", ".run.json")

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from fastgen.cli.transformers.loading import LoadedModel
-from fastgen.cli.transformers.settings import effective
+from fastgen.cli.transformers.model.loading import LoadedModel
+from fastgen.cli.transformers.model.settings import effective
 
 LEAST_INPUTS = 8  # however many beams they have: FastSeq's default
 SHARE = 4  # one part of so many for keys and values: layers at work need some, and other programs

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import transformers
 
-from fastgen.cli.transformers import records
-from fastgen.cli.transformers.items import Finished, Generated, Line
+from fastgen.cli.transformers.files import records
+from fastgen.cli.transformers.stages.items import Finished, Generated, Line
 
 Tokenizer = transformers.PreTrainedTokenizerBase
 SEPARATOR = "####"

@@ -14,7 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastgen.cli.transformers.items import Line
+    from fastgen.cli.transformers.stages.items import Line
 
 # What a record of OUTPUT has besides the fields of its record of INPUT. There, with a number: those of earlier runs.
 ADDED_FIELDS = ("input_tokens", "outputs", "error")

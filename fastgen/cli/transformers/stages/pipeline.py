@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastgen.cli.errors import RunError
-from fastgen.cli.pipeline.choice import workers_for
 from fastgen.cli.pipeline.interrupt import Stop
-from fastgen.cli.transformers.ahead import Ahead, MakePrepare
-from fastgen.cli.transformers.batches import Planner
-from fastgen.cli.transformers.behind import Behind, MakeFinish, Output
-from fastgen.cli.transformers.items import Generated, Line
-from fastgen.cli.transformers.model import WithinMemory
-from fastgen.cli.transformers.progress import Progress
-from fastgen.cli.transformers.run_state import RunState
-from fastgen.cli.transformers.transfer import Transfer
+from fastgen.cli.transformers.resume.run_state import RunState
+from fastgen.cli.transformers.stages.batches import Planner
+from fastgen.cli.transformers.stages.choice import workers_for
+from fastgen.cli.transformers.stages.generation import WithinMemory
+from fastgen.cli.transformers.stages.items import Generated, Line
+from fastgen.cli.transformers.stages.prefetcher import MakePrepare, Prefetcher
+from fastgen.cli.transformers.stages.progress import Progress
+from fastgen.cli.transformers.stages.transfer import Transfer
+from fastgen.cli.transformers.stages.writer import MakeFinish, Output, Writer
 
 PROBED_LINES = 32
 PROBED_TOKENS = 32
@@ -73,41 +73,41 @@ def run_stages(
     prepares = workers_for(lambda: prepare(first_chunk[:PROBED_LINES]))
     finishes = workers_for(lambda: finish(_sample(first_chunk[0], stages.vocabulary)))
     workers, first = stages.workers, first_chunk[0].number
-    behind = Behind(stages.make_finish, finishes, workers[1], output, progress, first, failures, stages.in_order)
+    writer = Writer(stages.make_finish, finishes, workers[1], output, progress, first, failures, stages.in_order)
     chunks = itertools.chain([first_chunk], chunks)
-    ahead = Ahead(chunks, stages.make_prepare, prepares, workers[0], stages.planner, stages.transfer)
+    prefetcher = Prefetcher(chunks, stages.make_prepare, prepares, workers[0], stages.planner, stages.transfer)
 
     def idle(seconds: float) -> dict[str, float]:
         busy = {
-            "read": ahead.reading_seconds,
-            "tokenise": ahead.preparing_seconds / workers[0],
+            "read": prefetcher.reading_seconds,
+            "tokenise": prefetcher.preparing_seconds / workers[0],
             "model": stages.model_seconds(),
-            "detokenise": behind.finishing_seconds / workers[1],
-            "write": behind.writing_seconds,
+            "detokenise": writer.finishing_seconds / workers[1],
+            "write": writer.writing_seconds,
         }
         return {stage: max(0.0, 1 - share / seconds) for stage, share in busy.items()}
 
     progress.watch(idle)
-    ahead.start()
+    prefetcher.start()
     try:
-        complete = _generate_all(ahead, stages, behind, stop)
+        complete = _generate_all(prefetcher, stages, writer, stop)
     except KeyboardInterrupt:
         if stop.requests > 1:
-            behind.kill()
+            writer.kill()
             raise
         complete = False
     except Exception:
         # What was generated before is complete, and it is wanted; this error is the one to be raised.
         with suppress(Exception):
-            behind.close()
+            writer.close()
         raise
     finally:
-        ahead.stop()
-    _finish(behind, stop)
+        prefetcher.stop()
+    _finish(writer, stop)
     return complete
 
 
-def _generate_all(ahead: Ahead, stages: Stages, behind: Behind, stop: Stop) -> bool:
+def _generate_all(prefetcher: Prefetcher, stages: Stages, writer: Writer, stop: Stop) -> bool:
     """Whether there is no batch left; a batch in flight is finished before a request to stop is followed.
 
     Batches of which every line fails are held back until one does not: it may be something else than their lines that
@@ -115,7 +115,7 @@ def _generate_all(ahead: Ahead, stages: Stages, behind: Behind, stop: Stop) -> b
     """
     held: list[tuple[list[Generated], RunState]] = []
     failed, first = 0, None
-    for batch in ahead:
+    for batch in prefetcher:
         stop.finishing = True
         parts = list(stages.generate(batch))
         held.append((parts, stages.state()))
@@ -127,28 +127,28 @@ def _generate_all(ahead: Ahead, stages: Stages, behind: Behind, stop: Stop) -> b
             if failed >= MOST_FAILED_BATCHES and batch.ends_window:
                 raise RunError(f"every line of {failed} batches failed; line {first.line.number}: {first.error}")
         if not failed:
-            _submit(held, behind)
+            _submit(held, writer)
         stop.finishing = False
         if stop.requests:
             return False
-    _submit(held, behind)
+    _submit(held, writer)
     return True
 
 
-def _submit(held: list[tuple[list[Generated], RunState]], behind: Behind) -> None:
+def _submit(held: list[tuple[list[Generated], RunState]], writer: Writer) -> None:
     for (*parts, last), state in held:
         for part in parts:
-            behind.submit(part, None)
-        behind.submit(last, state)
+            writer.submit(part, None)
+        writer.submit(last, state)
     held.clear()
 
 
-def _finish(behind: Behind, stop: Stop) -> None:
+def _finish(writer: Writer, stop: Stop) -> None:
     stop.finishing = True
     try:
-        behind.close()
+        writer.close()
     except KeyboardInterrupt:
-        behind.kill()
+        writer.kill()
         raise
 
 

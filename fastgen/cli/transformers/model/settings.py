@@ -7,12 +7,12 @@ from typing import Any
 import transformers
 from packaging.version import Version
 
-from fastgen.cli.transformers.flag_checks import GENERATE_FLAGS, RENAMED_FLAGS, SPEECH, check_number_of_outputs
-from fastgen.cli.transformers.generation_config import check_values, gen_settings
-from fastgen.cli.transformers.languages import language_settings
-from fastgen.cli.transformers.loading import LoadedModel, positions
-from fastgen.cli.transformers.padding import outputs_depend_on_padding_sync
-from fastgen.cli.transformers.records import reason
+from fastgen.cli.transformers.files.records import reason
+from fastgen.cli.transformers.flags.flag_checks import GENERATE_FLAGS, RENAMED_FLAGS, SPEECH, check_number_of_outputs
+from fastgen.cli.transformers.flags.generation_config import check_values, gen_settings
+from fastgen.cli.transformers.flags.languages import language_settings
+from fastgen.cli.transformers.model.loading import LoadedModel, positions
+from fastgen.cli.transformers.model.padding import outputs_depend_on_padding_sync
 
 # A model's own value of the second would silently win over the flag that sets the first.
 OVERRULED_BY = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}

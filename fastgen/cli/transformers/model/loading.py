@@ -20,9 +20,9 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.flag_checks import SPEECH
-from fastgen.cli.transformers.generation_config import apply_file
-from fastgen.cli.transformers.languages import set_languages
+from fastgen.cli.transformers.flags.flag_checks import SPEECH
+from fastgen.cli.transformers.flags.generation_config import apply_file
+from fastgen.cli.transformers.flags.languages import set_languages
 
 # Their positions are computed, for as many tokens as there are; what the config says is no limit.
 GROWING_POSITIONS = ("fsmt", "m2m_100", "nllb-moe", "xglm")

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.argument_types import STREAM, named_jsonl
+from fastgen.cli.transformers.flags.argument_types import STREAM, named_jsonl
 
 SPEECH = "automatic-speech-recognition"  # the --task that reads audio
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastgen.cli.pipeline.ordered_pool import OrderedPool
-from fastgen.cli.pipeline.ordered_threads import OrderedThreads
+from fastgen.cli.transformers.stages.ordered_threads import OrderedThreads
 
 Workers = OrderedPool | OrderedThreads
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.pipeline.whole_file import is_gzip, named
-from fastgen.cli.transformers.argument_types import STREAM
-from fastgen.cli.transformers.records import RecordError, decode_raw, field, kind, parse
+from fastgen.cli.transformers.files.records import RecordError, decode_raw, field, kind, parse
+from fastgen.cli.transformers.files.whole_file import is_gzip, named
+from fastgen.cli.transformers.flags.argument_types import STREAM
 
 if TYPE_CHECKING:
-    from fastgen.cli.transformers.items import Line
+    from fastgen.cli.transformers.stages.items import Line
 
 SURVEY_BLOCK = 1 << 20
 READ_BLOCK = 1 << 16
@@ -68,7 +68,7 @@ def read_chunks(
     it has those that are there. Of a line of more than `longest` bytes only so many are kept.
     """
     # It needs torch, and the rest of this file is for checks that are made before that is imported.
-    from fastgen.cli.transformers.items import Line
+    from fastgen.cli.transformers.stages.items import Line
 
     number = 0
     with _opened("INPUT", path) as file:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
-from fastgen.cli.transformers.arguments import PROG
-from fastgen.cli.transformers.items import Finished
+from fastgen.cli.transformers.flags.arguments import PROG
+from fastgen.cli.transformers.stages.items import Finished
 
 SECONDS_BETWEEN_LINES = 10.0
 

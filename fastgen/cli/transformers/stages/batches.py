@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fastgen.cli.transformers.items import Batch, Line, NotGenerated, Prepared
+from fastgen.cli.transformers.stages.items import Batch, Line, NotGenerated, Prepared
 
 Arrays = dict[str, np.ndarray]
 # Lines that need no model wait for a batch that takes them along, but no more than this many: then it is made.

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from fastgen.cli.errors import RunError
-from fastgen.cli.transformers import beam_scores
-from fastgen.cli.transformers.items import Batch, Generated, NotGenerated
-from fastgen.cli.transformers.loading import LoadedModel
-from fastgen.cli.transformers.records import reason
-from fastgen.cli.transformers.transfer import Transfer
+from fastgen.cli.transformers.files.records import reason
+from fastgen.cli.transformers.model.loading import LoadedModel
+from fastgen.cli.transformers.stages import beam_scores
+from fastgen.cli.transformers.stages.items import Batch, Generated, NotGenerated
+from fastgen.cli.transformers.stages.transfer import Transfer
 
 NO_SEQUENCES = np.empty((0, 0), np.int64)
 # What allocators say that raise a plain RuntimeError.

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.flag_checks import check_several_outputs
-from fastgen.cli.transformers.loading import LoadedModel, positions
-from fastgen.cli.transformers.settings import effective
+from fastgen.cli.transformers.flags.flag_checks import check_several_outputs
+from fastgen.cli.transformers.model.loading import LoadedModel, positions
+from fastgen.cli.transformers.model.settings import effective
 
 # Tokenizers without a limit of their own say 10**30.
 NO_LIMIT = 10**9

@@ -1,0 +1,5 @@
+"""Flags of fastgen-generate-for-transformers.
+
+arguments.py          all of them; argument_types.py: what they accept; flag_checks.py: what contradicts
+generation_config.py  --generation_config and --gen; languages.py: --src_lang, --tgt_lang, --forced_bos_token
+"""

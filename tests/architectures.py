@@ -78,6 +78,21 @@ def sizes(scale: Scale) -> dict[str, Any]:
 
 DROP = object()  # a size that the configuration must not be given
 
+# Sizes of latent attention: keys of 12, values of 6 numbers; in the cache a latent of 16 and a key of 4.
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "head_dim": DROP,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+INDEXED = {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 4}
+
 
 @dataclass(frozen=True)
 class Architecture:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,7 +13,7 @@ pytest.importorskip("fairseq")
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq_models import CASES
 from fairseq_parity import BEAMS, assert_same_hypotheses, compare, generate, run_both
-from python_process import run_code
+from python_process import REPOSITORY, run_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgen
@@ -189,7 +188,7 @@ print(report.shared, report.fallbacks)
 
 def test_after_an_error_of_fastgens_own_nothing_was_shared():
     """In a process of its own: fairseq does the work again, there and in all later calls."""
-    assert run_code(FAILS, path=Path(__file__).parent).endswith("[] ['loop and caches: TypeError: of the loop']\n")
+    assert run_code(FAILS, path=REPOSITORY / "tests").endswith("[] ['loop and caches: TypeError: of the loop']\n")
 
 
 def test_explain_tells_what_was_shared():

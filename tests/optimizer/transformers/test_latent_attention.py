@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import DROP
+from architectures import DROP, INDEXED, LATENT
 from parity import BEAMS, BOTH, PROMPT, assert_equal_caches, assert_same, compared, is_shared, padded, run_both, tiny
 from recording import recording, replays
 from torch import nn
@@ -14,21 +14,7 @@ from fastgen.optimizer.transformers.latent_attention import expanding_in_parts
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
-# Keys of 12, values of 6 numbers; in the cache a latent of 16 and a key of 4.
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "head_dim": DROP,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "q_lora_rank": DROP}
-INDEXED = {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 4}
 MODELS = {
     "deepseek_v2": {},
     "deepseek_v3": {},

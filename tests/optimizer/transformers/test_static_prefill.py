@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from architectures import INDEXED, LATENT
 from parity import (
     BEAMS,
     BOTH,
@@ -20,7 +21,6 @@ from parity import (
     token_ids,
     whisper,
 )
-from test_latent_attention import INDEXED, LATENT
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from architecture_parity import MODES, measure, shares
 from architectures import ARCHITECTURES
+from python_process import REPOSITORY
 
 from fastgen.optimizer.decoding import layer_states
 
-TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
+TABLE = REPOSITORY / "docs" / "architectures.md"
 
 # Left alone, or only the prefill is run once per input: nothing in their caches can be kept once per input.
 LEFT_ALONE = {"minimax", "nllb-moe", "recurrent_gemma"}

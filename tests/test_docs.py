@@ -1,0 +1,52 @@
+"""The README and the pages of docs/: examples run, links lead somewhere, figures are those measured."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from python_process import REPOSITORY, run_code
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_are_there(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        found = (page.parent / name).resolve() if name else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found.read_text(encoding="utf-8")), target
+
+
+def test_files_that_pages_name_are_there():
+    for page in PAGES:
+        for name in re.findall(
+            r"`((?:fastgen|tests|benchmarks|docs|csrc)/[\w./-]*)`", page.read_text(encoding="utf-8")
+        ):
+            assert (REPOSITORY / name).exists(), f"{page.name}: {name}"
+
+
+def test_the_example_runs_without_a_network():
+    pytest.importorskip("transformers")
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    code += "\nassert fastgen.explain().rows == 4\n"
+    assert "the third of May leaves at" in run_code(code, HF_HUB_OFFLINE="1")
+
+
+def test_tables_hold_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    import show_results
+
+    assert (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8") == show_results.tables()
+    sys.modules.pop("show_results")

@@ -14,6 +14,10 @@ from sharing import sharing
 import fastgen
 from fastgen.optimizer.report import Report
 
+# Left alone, or only the prefill is run once per input: nothing in their caches can be kept once per input.
+LEFT_ALONE = {"minimax", "nllb-moe", "recurrent_gemma"}
+ONLY_PREFILL = {"openai-gpt", "mamba", "falcon_mamba"}
+
 MODES = {
     "beam search": {"num_beams": 3, "do_sample": False},
     "beam sampling": {"num_beams": 3, "do_sample": True},
@@ -57,6 +61,17 @@ def measure(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: str, 
         for ours, theirs in zip(found.scores, expected.scores, strict=True)
     ]
     return Parity(torch.equal(found.sequences, expected.sequences), max(differences), fastgen.explain())
+
+
+def expected_sharing(architecture: Architecture, mode: str) -> str:
+    """What `shares` has to tell of tiny models under FASTGEN_SHARE=always."""
+    if mode == "greedy":
+        return "nothing"
+    if architecture.id in LEFT_ALONE:
+        return "nothing"
+    if architecture.id in ONLY_PREFILL:
+        return "prefill"
+    return "prefill, prompt" if architecture.kind == "causal" else "prefill, cross-attention, prompt"
 
 
 def shared_by_default(architecture: Architecture) -> str:

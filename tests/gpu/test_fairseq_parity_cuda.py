@@ -10,6 +10,7 @@ pytest.importorskip("fairseq")
 from fairseq.utils import move_to_cuda
 from fairseq_models import CASES, Case
 from fairseq_parity import compare, generate, run_both
+from recording import recording
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +38,16 @@ def on_gpu(name: str) -> Case:
 @pytest.mark.parametrize("mode", MODES)
 def test_fp32_hypotheses_are_those_of_the_unpatched_library(name, mode):
     compare(on_gpu(name), **MODES[mode])
+
+
+@pytest.mark.parametrize(
+    "name", ("transformer", "pre-norm, learned positions", "bart", "transformer_align", "transformer_lm")
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_hypotheses_of_cuda_graphs_are_those_of_the_unpatched_library(name, mode):
+    with recording():
+        report = compare(on_gpu(name), **MODES[mode], min_len=6, max_len_b=40).report
+    assert report.kernels["decode step, CUDA graph"] > 2
 
 
 @pytest.mark.parametrize("name", CASES)

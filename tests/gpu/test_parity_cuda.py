@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architecture_parity import MODES, measure
+from architecture_parity import MODES, expected_sharing, measure, shares
 from architectures import ARCHITECTURES
 from parity import PREFILL, SAMPLES, assert_same, padded, tiny
 
@@ -31,6 +31,7 @@ def test_fp32_tokens_and_scores_are_those_of_the_unpatched_library(architecture)
         parity = measure(model, inputs, mode)
         assert parity.tokens_equal, mode
         assert parity.largest_score_difference < 1e-4, mode
+        assert shares(parity.report) == expected_sharing(architecture, mode), mode
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)

@@ -12,9 +12,9 @@ import torch
 from num2words import num2words
 
 from fastgen.models.demo import DEMO, demo_path, sample_path
-from fastgen.models.demo.number_words import cardinal, decimal, digits, ordinal, ordinal_suffix, roman, year
-from fastgen.models.demo.slots import SLOTS
-from fastgen.models.demo.spoken_english import MAX_SPOKEN_WORDS, held_out_pairs, make_pair
+from tools.demo_model.number_words import cardinal, decimal, digits, ordinal, ordinal_suffix, roman, year
+from tools.demo_model.slots import SLOTS
+from tools.demo_model.spoken_english import MAX_SPOKEN_WORDS, held_out_pairs, make_pair
 
 MAX_BYTES = 4_000_000
 
@@ -173,7 +173,7 @@ def test_tokenizer_splits_numbers_into_digits(tokenizer):
 
 
 def test_training_batches_leave_out_the_excluded_lines(tokenizer):
-    from fastgen.models.demo.train import batches
+    from tools.demo_model.train import batches
 
     rng = Random(5)
     drawn = [make_pair(rng)[0] for _ in range(4096)]
@@ -190,7 +190,7 @@ def test_training_batches_leave_out_the_excluded_lines(tokenizer):
 
 
 def test_untrained_first_layer_looks_at_the_neighbours(tokenizer):
-    from fastgen.models.demo.train import build_model
+    from tools.demo_model.train import build_model
 
     torch.manual_seed(0)
     untrained = build_model(tokenizer).eval()

@@ -5,8 +5,8 @@ So these are not looked at beforehand; an error that they have caused gets the n
 
 from __future__ import annotations
 
-import functools
 import pickle
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,33 +17,33 @@ from fairseq.file_io import PathManager
 from fastgen.cli.errors import InputError
 from fastgen.optimizer.fairseq.checkpoints import refusal
 
+# The function of fairseq, and its replacement.
+READS_CHECKPOINTS = checkpoint_utils.load_checkpoint_to_cpu.__name__
+
 _NO_MODEL = "Model file not found: "
 
 
 @contextmanager
 def named(cfg: Any) -> Iterator[None]:
     """Raises InputError for those errors of fairseq inside the block that an argument explains; others pass."""
-    load = checkpoint_utils.load_checkpoint_to_cpu
-    checkpoint_utils.load_checkpoint_to_cpu = functools.partial(_load, load, cfg)
     try:
         yield
     except Exception as error:
-        if explanation := _explanation(cfg, error):
+        if explanation := _of_checkpoint(cfg, error) or _explanation(cfg, error):
             raise InputError(explanation) from error
         raise
-    finally:
-        checkpoint_utils.load_checkpoint_to_cpu = load
 
 
-def _load(load: Any, cfg: Any, path: str, *args: Any, **kwargs: Any) -> dict:
-    """`load_checkpoint_to_cpu`, whose errors are of any kind where a file is not what it should be."""
-    try:
-        return load(path, *args, **kwargs)
-    except pickle.UnpicklingError as error:
-        raise InputError(f"{_flag(cfg, path)}{refusal(path, error.__cause__ or error)}") from error
-    except Exception as error:
-        first_sentence = f"{type(error).__name__}: {error}".partition(". ")[0].rstrip(": ")
-        raise InputError(f"{_flag(cfg, path)}{path}: is no checkpoint, or a damaged one ({first_sentence})") from error
+def _of_checkpoint(cfg: Any, error: Exception) -> str | None:
+    """What is wrong with the checkpoint that was being read, if one was: errors are of any kind then."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    path = next((frame.f_locals["path"] for frame in frames if frame.f_code.co_name == READS_CHECKPOINTS), None)
+    if path is None:
+        return None
+    if isinstance(error, pickle.UnpicklingError):
+        return f"{_flag(cfg, path)}{refusal(path, error.__cause__ or error)}"
+    first_sentence = f"{type(error).__name__}: {error}".partition(". ")[0].rstrip(": ")
+    return f"{_flag(cfg, path)}{path}: is no checkpoint, or a damaged one ({first_sentence})"
 
 
 def _explanation(cfg: Any, error: Exception) -> str | None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architecture_parity import MODES, measure, shares
+from architecture_parity import MODES, expected_sharing, measure, shares
 from architectures import ARCHITECTURES
 from python_process import REPOSITORY
 
 from fastgen.optimizer.decoding import layer_states
 
 TABLE = REPOSITORY / "docs" / "architectures.md"
-
-# Left alone, or only the prefill is run once per input: nothing in their caches can be kept once per input.
-LEFT_ALONE = {"minimax", "nllb-moe", "recurrent_gemma"}
-ONLY_PREFILL = {"openai-gpt", "mamba", "falcon_mamba"}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
@@ -24,18 +20,7 @@ def test_tokens_and_scores_are_those_of_the_unpatched_library(architecture, shar
         parity = measure(model, inputs, mode)
         assert parity.tokens_equal, mode
         assert parity.largest_score_difference < 1e-4, mode
-        if mode == "greedy":
-            assert parity.report.shared == []
-        else:
-            assert shares(parity.report) == expected_sharing(architecture), mode
-
-
-def expected_sharing(architecture) -> str:
-    if architecture.id in LEFT_ALONE:
-        return "nothing"
-    if architecture.id in ONLY_PREFILL:
-        return "prefill"
-    return "prefill, prompt" if architecture.kind == "causal" else "prefill, cross-attention, prompt"
+        assert shares(parity.report) == expected_sharing(architecture, mode), mode
 
 
 def test_at_least_forty_architectures_are_compared():

@@ -51,7 +51,7 @@ abbreviations. A line without any of them is copied in lower case. Numbers are s
 
 ## Data
 
-Lines and references are made by rules (`fastgen/models/demo/spoken_english.py`), so every line has exactly one right
+Lines and references are made by rules (`tools/demo_model/spoken_english.py`), so every line has exactly one right
 output. Training draws new lines all the time and skips those of `held_out_pairs()` (generator seed {HELD_OUT_SEED});
 `sample.txt` and `sample.ref.txt` are the first 500 held-out lines and their references. The tokenizer's merges are
 counted on more lines of the same rules.
@@ -65,7 +65,7 @@ float32. Sources have at most 256 tokens, outputs at most 160.
 
 ## Training
 
-    python -m fastgen.models.demo.train --output DIR {options}
+    python -m tools.demo_model.train --output DIR {options}
 
 {measured.steps} steps, {measured.million_tokens:.1f} million target tokens, {measured.minutes:.0f} minutes on \
 {args.threads} CPU thread{"s" if args.threads > 1 else ""}.

@@ -1,4 +1,4 @@
-"""Trains the demo model from nothing: `python -m fastgen.models.demo.train --output DIR`.
+"""Trains the demo model from nothing: `python -m tools.demo_model.train --output DIR`.
 
 The tokenizer and the model are made from generated pairs (see spoken_english.py). Lines of `held_out_pairs` are left
 out of training: the first `SAMPLE_LINES + TEST_LINES` measure the finished model, the last `CHECK_LINES` show progress.

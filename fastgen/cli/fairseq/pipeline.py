@@ -258,7 +258,7 @@ class _Run:
         dataset = self.task.dataset(self.cfg.dataset.gen_subset)
         return [(dataset.src.get_original_text(i), dataset.tgt.get_original_text(i)) for i in ids]
 
-    def write(self, result: Finished | str) -> None:
+    def write(self, task: object, result: Finished | str) -> None:
         """Called by the pool for each result in order: a worker's, or what was written by this process."""
         if isinstance(result, str):
             self.output.write_now(result)

@@ -68,12 +68,12 @@ class OrderedPool:
     """`workers` processes that are forked at once, so that they hold what the program holds then and nothing later.
 
     start: called in each worker; returns the function that turns a task into a result. Both must be picklable.
-    write: called with each result, and with what was given to `put`, in order.
+    write: called with each task and its result, and with None and what was given to `put`, in order.
     limit: how many tasks and results may be unfinished before `submit` and `put` wait.
     """
 
     def __init__(
-        self, start: Callable[[], Callable[[Any], Any]], write: Callable[[Any], None], *, workers: int, limit: int
+        self, start: Callable[[], Callable[[Any], Any]], write: Callable[[Any, Any], None], *, workers: int, limit: int
     ) -> None:
         self.busy_seconds = 0.0  # that all workers together spent on their tasks
         self._write = write
@@ -209,9 +209,8 @@ class OrderedPool:
         for worker in self._workers:
             if worker.item is None and self._todo:
                 worker.item = self._todo.popleft()
-                task, worker.item.task = worker.item.task, None
                 try:
-                    worker.connection.send(task)
+                    worker.connection.send(worker.item.task)
                 except (BrokenPipeError, ConnectionResetError):
                     continue  # it has died, and its end of the connection says so to _receive
 
@@ -240,10 +239,10 @@ class OrderedPool:
 
     def _write_what_is_ready(self) -> None:
         while self._items and self._items[0].result is not _WAITING and not self._stopped:
-            result = self._items[0].result
-            if isinstance(result, Failed):
-                raise worker_error(result)
-            self._write(result)
+            item = self._items[0]
+            if isinstance(item.result, Failed):
+                raise worker_error(item.result)
+            self._write(item.task, item.result)
             with self._changed:
                 self._items.popleft()
                 self._changed.notify()

@@ -34,7 +34,7 @@ def do(task: Any) -> Any:
 
 
 def pool(write: Callable[[Any], None], work: Callable[[Any], Any] = do, **options: int) -> OrderedPool:
-    return OrderedPool(lambda: work, write, **{"workers": 3, "limit": 100} | options)
+    return OrderedPool(lambda: work, lambda task, result: write(result), **{"workers": 3, "limit": 100} | options)
 
 
 def alive(pids: list[int]) -> list[int]:

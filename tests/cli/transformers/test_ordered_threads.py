@@ -14,7 +14,7 @@ from fastgen.cli.transformers.stages.ordered_threads import OrderedThreads
 
 
 def pool(write: Callable[[Any], None], work: Callable[[Any], Any], **options: int) -> OrderedThreads:
-    return OrderedThreads(lambda: work, write, **{"workers": 3, "limit": 100} | options)
+    return OrderedThreads(lambda: work, lambda task, result: write(result), **{"workers": 3, "limit": 100} | options)
 
 
 def double_late(task: tuple[int, float]) -> int:
@@ -31,6 +31,16 @@ def test_results_come_in_the_order_of_the_tasks() -> None:
     threads.close()
     assert written == [2 * number for number in range(30)]
     assert threads.busy_seconds >= 8 * 0.02
+
+
+@pytest.mark.parametrize("kind", (OrderedThreads, OrderedPool))
+def test_each_result_comes_with_its_task(kind) -> None:
+    written: list[tuple[Any, int]] = []
+    workers = kind(lambda: double_late, lambda *pair: written.append(pair), workers=2, limit=4)
+    tasks = [(number, 0.01 * (number % 3)) for number in range(8)]
+    workers.submit(*tasks)
+    workers.close()
+    assert written == [(task, 2 * task[0]) for task in tasks]
 
 
 def test_submit_waits_while_too_much_is_unfinished() -> None:

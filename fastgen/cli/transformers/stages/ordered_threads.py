@@ -19,7 +19,7 @@ _END = None
 
 
 class OrderedThreads:
-    """`workers` threads that do tasks, and one more that calls `write` with their results, in order.
+    """`workers` threads that do tasks, and one more that calls `write` with tasks and their results, in order.
 
     start: returns the function that turns a task into a result; called once, so that the function must be safe to
         call in several threads at once.
@@ -27,7 +27,7 @@ class OrderedThreads:
     """
 
     def __init__(
-        self, start: Callable[[], Callable[[Any], Any]], write: Callable[[Any], None], *, workers: int, limit: int
+        self, start: Callable[[], Callable[[Any], Any]], write: Callable[[Any, Any], None], *, workers: int, limit: int
     ) -> None:
         self.busy_seconds = 0.0  # that all workers together spent on their tasks
         self._work = start()
@@ -35,7 +35,7 @@ class OrderedThreads:
         self._error: BaseException | None = None
         self._stopped = False
         self._todo: queue.SimpleQueue[tuple[Future, Any] | None] = queue.SimpleQueue()
-        self._unfinished: queue.SimpleQueue[Future | None] = queue.SimpleQueue()
+        self._unfinished: queue.SimpleQueue[tuple[Future, Any] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(limit)
         self._workers = [self._start(self._serve, f"fastgen-worker-{number + 1}") for number in range(workers)]
         self._thread = self._start(self._run, "fastgen-writer")
@@ -56,7 +56,7 @@ class OrderedThreads:
             if self._stopped:
                 raise WorkerError("given up")
             future: Future = Future()
-            self._unfinished.put(future)
+            self._unfinished.put((future, task))
             self._todo.put((future, task))
 
     def close(self) -> None:
@@ -93,7 +93,8 @@ class OrderedThreads:
 
     def _run(self) -> None:
         """After the end of the run it goes on taking results, so that a `submit` that waits for room comes back."""
-        while (future := self._unfinished.get()) is not _END:
+        while (item := self._unfinished.get()) is not _END:
+            future, task = item
             self._room.release()
             done = future.result()
             if self._stopped or self._error is not None:
@@ -103,6 +104,6 @@ class OrderedThreads:
                 self.busy_seconds += seconds
                 if isinstance(result, Failed):
                     raise worker_error(result)
-                self._write(result)
+                self._write(task, result)
             except BaseException as error:
                 self._error = error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 
 from fastgen.cli.transformers.stages.batches import Planner
@@ -45,7 +44,6 @@ class Prefetcher:
         self._chunks = chunks
         self._planner = planner
         self._transfer = transfer
-        self._being_prepared: deque[list[Line]] = deque()
         self._batches: queue.Queue[Batch | BaseException | None] = queue.Queue(BATCHES_AHEAD)
         self._stopped = threading.Event()
         self._pool = kind(make_prepare, self._plan, workers=workers, limit=CHUNKS_PER_WORKER * workers)
@@ -76,7 +74,6 @@ class Prefetcher:
             begun = time.perf_counter()
             for chunk in self._chunks:
                 self.reading_seconds += time.perf_counter() - begun
-                self._being_prepared.append(chunk)
                 self._pool.submit(chunk)
                 begun = time.perf_counter()
             self._pool.close()
@@ -85,9 +82,9 @@ class Prefetcher:
         except BaseException as error:
             self._offer(error)
 
-    def _plan(self, prepared: list[Prepared]) -> None:
+    def _plan(self, chunk: list[Line], prepared: list[Prepared]) -> None:
         """Called with the workers' results, in order."""
-        self._offer_all(self._planner.add(self._being_prepared.popleft(), prepared))
+        self._offer_all(self._planner.add(chunk, prepared))
 
     def _offer_all(self, batches: Iterator[Batch]) -> None:
         for batch in batches:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from fastgen.cli.transformers.resume.run_state import RunState
@@ -19,6 +19,10 @@ SECONDS_BETWEEN_STATES = 1.0
 
 # Makes, in a worker, the function that turns tokens into records there.
 MakeFinish = Callable[[], Callable[[Generated], Finished]]
+
+
+# What workers get, with what stays beside it.
+Task = tuple[Generated, RunState | None]
 
 
 class Output(Protocol):
@@ -60,10 +64,11 @@ class Writer:
         self._failed: set[int] = set()  # those of `_early`
         self._state: RunState | None = None  # to go on with after what is written, and not kept yet
         self._kept = time.monotonic()
-        self._states: deque[RunState | None] = deque()
         self._failures = failures
         self._in_order = in_order
-        self._pool = kind(make_finish, self._write, workers=workers, limit=TASKS_PER_WORKER * workers)
+        self._pool = kind(
+            partial(_finishing, make_finish), self._write, workers=workers, limit=TASKS_PER_WORKER * workers
+        )
 
     @property
     def finishing_seconds(self) -> float:
@@ -75,8 +80,7 @@ class Writer:
 
         state: to go on with after these records; None for a part of a batch. Failures are counted here.
         """
-        self._states.append(state)
-        self._pool.submit(generated)
+        self._pool.submit((generated, state))
 
     def close(self) -> None:
         """Waits until everything is written whose turn has come."""
@@ -87,7 +91,7 @@ class Writer:
         """Gives up what is not written."""
         self._pool.kill()
 
-    def _write(self, finished: Finished) -> None:
+    def _write(self, task: Task, finished: Finished) -> None:
         """Called with the workers' results, in the order in which they were submitted."""
         begun = time.perf_counter()
         self._early.update(finished.records)
@@ -98,7 +102,7 @@ class Writer:
             self._failures += self._next in self._failed
             self._failed.discard(self._next)
             self._next += 1
-        state = self._states.popleft()
+        _, state = task
         if ready:
             self._output.write(b"".join(ready), len(ready))
             goes_on = state is not None and not (self._in_order and self._early)
@@ -112,3 +116,8 @@ class Writer:
         if self._state is not None:
             self._output.keep_state(self._state.to_bytes())
             self._state, self._kept = None, time.monotonic()
+
+
+def _finishing(make_finish: MakeFinish) -> Callable[[Task], Finished]:
+    finish = make_finish()
+    return lambda task: finish(task[0])

@@ -38,6 +38,7 @@ sanitize: $(VENV)/test.installed
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 table: $(VENV)/test.installed
 	$(BIN)/python tests/architecture_parity.py docs/architectures.md

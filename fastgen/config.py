@@ -75,7 +75,7 @@ def read(environ: Mapping[str, str]) -> Config:
 
     A typing error in a shell profile must not stop a program that only imports fastgen.
     """
-    readable = {}
+    readable: dict[str, str] = {}
     for variable in sorted(environ.keys() & {f"FASTGEN_{field.name.upper()}" for field in fields(Config)}):
         one = {variable: environ[variable]}
         try:

@@ -10,6 +10,10 @@ import sys
 import traceback
 import types
 
+TYPE_CHECKING = False  # as in fastgen/__init__.py
+if TYPE_CHECKING:
+    from typing import Any
+
 # Python's own packages, whose wrappers are as good as what they wrap.
 PYTHON = sys.stdlib_module_names | {"typing_extensions"}
 
@@ -34,7 +38,7 @@ def is_from_elsewhere(error: Exception, *packages: str) -> bool:
     return any(frame.f_globals.get("__name__", "").partition(".")[0] not in known for frame, _ in frames)
 
 
-def _modules_of(code: object) -> set[str]:
+def _modules_of(code: Any) -> set[str]:
     modules = set()
     while code is not None:
         while type(code) is types.MethodType:  # not isinstance, to which wrapt's proxies say that they are one

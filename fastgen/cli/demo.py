@@ -34,9 +34,9 @@ def user_loop(source: Path, output: Path) -> None:
             file.writelines(text + "\n" for text in tokenizer.batch_decode(sequences, skip_special_tokens=True))
 
 
-@fastgen.disabled()
 def plain_loop(source: Path, output: Path) -> None:
-    user_loop(source, output)
+    with fastgen.disabled():
+        user_loop(source, output)
 
 
 @fastgen.enabled()

@@ -14,6 +14,10 @@ from types import ModuleType
 
 from fastgen.patching.lock import LOCK
 
+TYPE_CHECKING = False  # as in fastgen/__init__.py
+if TYPE_CHECKING:
+    from typing import Any
+
 Hook = Callable[[ModuleType], None]
 
 
@@ -66,14 +70,16 @@ class _HostFinder:
 
         spec = find_spec(fullname)  # once more, past the finder that wrapt has put in front
         if spec is not None and spec.loader is not None and fullname in self.explanations:
-            spec.loader = _ExplainingLoader(spec.loader, self.explanations[fullname])
+            spec.loader = _ExplainingLoader(  # type: ignore[assignment]  # it gives what the other one has
+                spec.loader, self.explanations[fullname]
+            )
         return spec
 
 
 class _ExplainingLoader:
     """Another loader in all but this: an error on the way is explained in the log before it goes on."""
 
-    def __init__(self, loader: object, explain: Callable[[Exception], str]) -> None:
+    def __init__(self, loader: Any, explain: Callable[[Exception], str]) -> None:
         self._loader = loader
         self._explain = explain
 

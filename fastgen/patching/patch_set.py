@@ -123,8 +123,8 @@ class PatchSet:
                 except Exception as error:
                     self._take_back(group, "failed", f"{type(error).__name__}: {error}")
                     errors.append((group, error))
-        for group, error in errors:
-            logger.warning("fastgen leaves %s to the originals: %r", group, error, exc_info=error)
+        for group, one in errors:
+            logger.warning("fastgen leaves %s to the originals: %r", group, one, exc_info=one)
         if errors and self.strict:
             raise errors[0][1]
 
@@ -205,8 +205,8 @@ class PatchSet:
             try:
                 if not (record.target and record.target.still_buried()):
                     record.target = find_target(record.patch, self._modules[record.patch.module])
-            except Unmet as reason:
-                unmet[record.patch.name] = str(reason)
+            except Unmet as why:
+                unmet[record.patch.name] = str(why)
         if unmet:
             others = f"{group} is applied all or none, without {', '.join(unmet)}"
             for record in records:
@@ -289,7 +289,7 @@ class PatchSet:
         wrapper = _standing_in_for(function, call)
         # `generate.__wrapped__` is known as `generate` without its `no_grad`; it stays what it was.
         if hasattr(function, "__wrapped__"):
-            wrapper.__wrapped__ = function.__wrapped__
+            vars(wrapper)["__wrapped__"] = function.__wrapped__
         return wrapper
 
 

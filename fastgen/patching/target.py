@@ -106,7 +106,7 @@ def _static_attribute(patch: Patch, owner: object, name: str) -> object:
         return inspect.getattr_static(owner, name)
     except AttributeError:
         kind = "class" if inspect.isclass(owner) else "module"
-        raise Unmet(f"wanted {patch.target}, found no {name!r} in {kind} {owner.__name__}") from None
+        raise Unmet(f"wanted {patch.target}, found no {name!r} in {kind} {getattr(owner, '__name__', owner)}") from None
 
 
 def _check_signature(patch: Patch, function: Callable) -> None:

@@ -59,9 +59,8 @@ class OrderedOutput:
         if self.file is not sys.stdout:
             yield
             return
-        handlers = [
-            handler for handler in logging.getLogger().handlers if getattr(handler, "stream", None) is self.file
-        ]
+        handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+        handlers = [handler for handler in handlers if handler.stream is self.file]
         for handler in handlers:
             handler.setStream(self)
         try:

@@ -19,7 +19,7 @@ from fastgen.cli.errors import INTERRUPTED, TERMINATED
 
 SECONDS_TO_END = 1.5
 # What asks a run to end, and the exit status then. They may reach every process of a group.
-SIGNALS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
+SIGNALS: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 
 
 class Stopped(KeyboardInterrupt):

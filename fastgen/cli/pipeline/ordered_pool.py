@@ -216,7 +216,7 @@ class OrderedPool:
 
     def _receive(self) -> None:
         """Waits until something has happened, and takes every result that is there."""
-        connections = {worker.connection: worker for worker in self._workers}
+        connections: dict[Any, _Worker] = {worker.connection: worker for worker in self._workers}
         for ready in wait([self._wake_read, *connections]):
             if ready is self._wake_read:
                 self._wake_read.recv_bytes()

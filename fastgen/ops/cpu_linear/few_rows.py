@@ -12,6 +12,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def machine_reasons() -> list[str]:
 
 
 @functools.cache
-def _function() -> ctypes._CFuncPtr:
+def _function() -> Callable[..., Any]:
     library = load(_LIBRARIES[torch.backends.cpu.get_cpu_capability()])
     library.fastgen_few_rows_threads.argtypes = [ctypes.c_void_p] * 3
     library.fastgen_few_rows_threads(*_openmp())

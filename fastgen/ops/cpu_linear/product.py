@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def can_multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return fits and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
-def _is_plain(tensor: object, dtype: torch.dtype) -> bool:
+def _is_plain(tensor: Any, dtype: torch.dtype) -> bool:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
         return False
     return tensor.is_cpu and tensor.dtype == dtype and dtype in dtypes()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,14 +67,14 @@ def describe(
 
 
 @functools.cache
-def _cpu() -> ctypes._CFuncPtr:
+def _cpu() -> Callable[..., Any]:
     function = load(CPU).fastgen_no_repeat_ngram_cpu
     function.argtypes, function.restype = (ctypes.POINTER(NGramProblem), ctypes.c_int32), None
     return function
 
 
 @functools.cache
-def _cuda() -> ctypes._CFuncPtr:
+def _cuda() -> Callable[..., Any]:
     function = load(CUDA).fastgen_no_repeat_ngram_cuda
     function.argtypes = (ctypes.POINTER(NGramProblem), ctypes.c_int32, ctypes.c_void_p)
     function.restype = ctypes.c_char_p

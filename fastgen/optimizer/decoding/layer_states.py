@@ -97,6 +97,6 @@ class LayerStates:
 
     def _in_two_parts(self) -> tuple[TwoPartStates, TwoPartStates]:
         own = self.cache.own(self.layer) if self.cache.lengths[self.layer] else (None, None)
-        return tuple(
-            TwoPartStates(shared, added, self.cache.fan_out, self.usage) for shared, added in zip(self.shared, own)
-        )
+        pairs = zip(self.shared, own)
+        keys, values = (TwoPartStates(shared, added, self.cache.fan_out, self.usage) for shared, added in pairs)
+        return keys, values

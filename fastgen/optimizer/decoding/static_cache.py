@@ -177,7 +177,8 @@ class StaticCache(DecodingCache):
         if own is None and self.fan_out == 1:
             return shared
         parts = zip(shared, own or (None, None))
-        return tuple(TwoPartStates(one, other, self.fan_out, Counter()) for one, other in parts)
+        keys, values = (TwoPartStates(one, other, self.fan_out, Counter()) for one, other in parts)
+        return keys, values
 
     def _not_held_elsewhere(self) -> list[Tensor]:
         return self.buffers  # they must not move, and only recorded steps have views of them

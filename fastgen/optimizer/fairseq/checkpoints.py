@@ -79,7 +79,7 @@ def allowed() -> Iterator[None]:
             yield
 
 
-def refusal(path: str, error: pickle.UnpicklingError) -> str:
+def refusal(path: str, error: BaseException) -> str:
     """One line for torch's many: the file, and what it holds that fairseq does not write."""
     found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"but got (?:<class ')?([\w.]+)", str(error))
     if found is None:

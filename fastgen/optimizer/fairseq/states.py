@@ -165,7 +165,7 @@ class StaticState(DecodingState):
 
     def __init__(self, plan: ModelPlan, fan_out: int, states: list[StaticCache]) -> None:
         super().__init__(plan, fan_out, states[0].limit)
-        self._caches = states[:1]
+        self._caches = [states[0]]
         self._slots = {attention: (states[0], layer) for layer, attention in enumerate(plan.self_attention)}
         if plan.cross_attention:
             self._crosses = dict(zip(plan.cross_attention, states[1].shared))

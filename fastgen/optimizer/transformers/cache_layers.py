@@ -105,7 +105,7 @@ class SharedLayer(DynamicLayer):
         self.__class__ = self.plain
         self.keys, self.values = keys, values
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         """What is copied or pickled is a plain layer."""
         self.become_plain()
         return self.__reduce_ex__(protocol)
@@ -228,7 +228,7 @@ def _put_in(
     """Puts shared layers in the place of these layers, all of one kind; returns what counts the use of their states."""
     group = torch.arange(inputs, device="cpu").repeat_interleave(fan_out)
     states = DecodingCache(len(indices), fan_out, limit if kept else limit + layers[indices[0]].keys.shape[2])
-    usages = []
+    usages: list[Counter[str]] = []
     for place, index in enumerate(indices):
         layer = layers[index]
         prompt = (layer.keys, layer.values)
@@ -316,7 +316,7 @@ def parts(cache: object) -> list[Cache]:
     return [cache]
 
 
-def _is_filled(cache: object) -> bool:
+def _is_filled(cache: Any) -> bool:
     try:
         return cache.get_seq_length() > 0
     except ValueError:  # only linear attention layers, which have no length

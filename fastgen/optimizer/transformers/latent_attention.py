@@ -50,4 +50,5 @@ class Expansion:
         shared = expand(*(states.shared for states in latents))
         own = expand(*(states.own for states in latents))
         fan_out, usage = latents[0].fan_out, latents[0].usage
-        return tuple(TwoPartStates(*parts, fan_out, usage) for parts in zip(shared, own))
+        keys, values = (TwoPartStates(*parts, fan_out, usage) for parts in zip(shared, own))
+        return keys, values

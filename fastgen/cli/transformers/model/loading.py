@@ -150,7 +150,7 @@ def _check_speech_to_text(args: argparse.Namespace, config: transformers.Pretrai
     raise InputError(f"MODEL {args.model}: {why} (accepted with --task {SPEECH}: Whisper, Speech2Text, Moonshine, …)")
 
 
-def _auto_class(args: argparse.Namespace) -> type:
+def _auto_class(args: argparse.Namespace) -> Any:
     if args.task == SPEECH:
         return transformers.AutoModelForSpeechSeq2Seq
     return transformers.AutoModelForCausalLM if args.causal_lm else transformers.AutoModelForSeq2SeqLM

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from fastgen.cli.transformers.files.records import RecordError, reason
 from fastgen.cli.transformers.stages.items import Line, Prepared
 from fastgen.cli.transformers.stages.preprocess import InputFormat, read_input
 
-FeatureExtractor = transformers.SequenceFeatureExtractor
+FeatureExtractor: TypeAlias = transformers.SequenceFeatureExtractor
 
 
 def prepare_audio(
@@ -54,7 +55,7 @@ def _prepare_line(feature_extractor: FeatureExtractor, input_format: InputFormat
         path = read_input(line, input_format)
     except RecordError as error:
         return Prepared(error=str(error))
-    if path is None:
+    if not isinstance(path, str):  # an empty line, since no chat is read here
         return Prepared()
     if line.cut:
         return Prepared(error=f"has more than {len(line.raw)} bytes, and no path has so many")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import transformers
@@ -15,7 +15,7 @@ import transformers
 from fastgen.cli.transformers.files import records
 from fastgen.cli.transformers.stages.items import Finished, Generated, Line
 
-Tokenizer = transformers.PreTrainedTokenizerBase
+Tokenizer: TypeAlias = transformers.PreTrainedTokenizerBase
 SEPARATOR = "####"
 Decode = Callable[[np.ndarray], list[str]]
 Count = Callable[[np.ndarray], np.ndarray]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import transformers
@@ -16,7 +16,7 @@ import transformers
 from fastgen.cli.transformers.files.records import LONGEST_RECORD, RecordError, decode, field, kind, parse, reason
 from fastgen.cli.transformers.stages.items import Line, Prepared
 
-Tokenizer = transformers.PreTrainedTokenizerBase
+Tokenizer: TypeAlias = transformers.PreTrainedTokenizerBase
 Messages = list[dict[str, Any]]
 # Token ids of texts, or of conversations; raises what the tokenizer raises.
 Encode = Callable[[list[Any]], list[list[int]]]
@@ -139,7 +139,8 @@ def _prepare(
     encode: Encode, input_format: InputFormat, limit: tuple[int, str] | None, cuts: bool, lines: list[Line]
 ) -> list[Prepared]:
     prepared = [Prepared() for _ in lines]
-    inputs, long = {}, {}
+    inputs: dict[int, Any] = {}
+    long: dict[int, Any] = {}
     for index, line in enumerate(lines):
         try:
             found = read_input(line, input_format)

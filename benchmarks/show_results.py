@@ -38,6 +38,8 @@ FAIRSEQ = {
     "lm-beam4": "GPT-2-small as fairseq's language model, 4 × 512 tokens, beam 4",
 }
 
+LEAST_MB = 50  # of memory; less is chance
+
 INTRODUCTION = """# What was measured
 
 Made by `python benchmarks/show_results.py` from `benchmarks/results/`. Models have real sizes and random weights, in
@@ -64,11 +66,12 @@ def cpu_name(measured: dict[str, Any]) -> str:
 
 def generate_row(result: dict[str, Any]) -> str:
     seconds, added = result["seconds"], result["added_mb"]
+    memory = f"{added['stock']:.0f} → {added['fastgen']:.0f} MB" if added["stock"] >= LEAST_MB else "–"
     peer = f"{seconds['ctranslate2']:.1f} s" if "ctranslate2" in seconds else "–"
     return (
         f"| {GENERATE[result['case']]} | {seconds['stock']:.1f} s | {seconds['fastgen']:.1f} s "
         f"| **{result['ratios']['stock']:.1f}×** | {peer} | {result['times_limit']:.1f} "
-        f"| {added['stock']:.0f} → {added['fastgen']:.0f} MB |"
+        f"| {memory} |"
     )
 
 
@@ -94,7 +97,7 @@ def draw(path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "fastgen"  # the same file from the same figures
+    matplotlib.rcParams |= {"svg.hashsalt": "fastgen", "svg.fonttype": "none"}  # the same file from the same figures
     from matplotlib import pyplot
 
     measured = read("generate")

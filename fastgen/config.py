@@ -5,8 +5,8 @@ FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `wi
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
 FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as without it); or always, or never.
 FASTGEN_PACK=0     make no packed copies of weights on a CPU.
-FASTGEN_CUDA_GRAPHS=auto  record decode steps as CUDA graphs on a GPU (as without it; not yet run on one); or off;
-                   or on: also on a CPU, where a replay is a plain call, which tests use and nothing gains by.
+FASTGEN_CUDA_GRAPHS=auto  record decode steps where that pays, on a GPU as CUDA graphs (as without it; not yet run on a
+                   GPU); or off; or on: wherever the model allows it.
 FASTGEN_CACHE=DIR  the folder that keeps what was measured on this machine (~/.cache/fastgen without it).
 FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a line for each `generate`), info,
                    warning or error.

@@ -29,6 +29,7 @@ class CpuGraph:
         with Tracer() as tracer:
             self.output = function()
         if not torch.equal(random, torch.get_rng_state()):
+            torch.set_rng_state(random)
             raise NotRepeatable("it draws random numbers")
         needed, constant = _needed(tracer.calls)
         returned = memories_of(leaf for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor))

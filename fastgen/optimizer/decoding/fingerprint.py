@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 _VALUES = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 
-# Describes one call of generate.
-_OF_THE_CALL = "generation_config"
+# What describes one call of generate, and a mask that fairseq's prefill makes longer: no decode step reads them.
+_NOT_OF_A_STEP = frozenset({"generation_config", "_future_mask"})
 
 
 def fingerprint(model: nn.Module) -> list[Any]:
@@ -27,13 +27,13 @@ def _of_items(items: dict[Any, Any], seen: set[int]) -> list[Any]:
     return [
         (_described(name, seen), _of_attribute(name, value, seen))
         for name, value in items.items()
-        if not type(value).__module__.startswith("fastgen.")
+        if name not in _NOT_OF_A_STEP and not type(value).__module__.startswith("fastgen.")
     ]
 
 
 def _of_attribute(name: Any, value: Any, seen: set[int]) -> Any:
     """A configuration, which may be changed, is described by what it holds, once for all modules that have it."""
-    if not hasattr(value, "__dict__") or not str(name).endswith("config") or name == _OF_THE_CALL or id(value) in seen:
+    if not hasattr(value, "__dict__") or not str(name).endswith("config") or id(value) in seen:
         return _described(value, seen)
     seen.add(id(value))
     return id(value), _of_items(vars(value), seen)

@@ -40,7 +40,7 @@ class RecordedSteps(ABC):
 
     def __init__(self, model: nn.Module, decoder: nn.Module, variant: Hashable) -> None:
         self.model, self.decoder, self.variant = model, decoder, variant
-        self.recordings = recordings_of(model, next(decoder.parameters()).device)
+        self.recordings = recordings_of(model, decoder)
         self.most = 0  # the number of own positions that a row can reach
         self.key: Hashable = ()
         self.recording: Recording | None = None
@@ -195,8 +195,9 @@ class RecordedSteps(ABC):
 
     def _use(self, contents: list[Content]) -> None:
         """Moves the contents to the buffers of a recording with room for more."""
-        self.key = self._key(contents)
-        self.recording = self.recordings.take(self.key) or self._new(contents)
+        key = self._key(contents)
+        recording = self.recordings.take(key) or self._new(contents)
+        self.key, self.recording = key, recording
         for states, content in zip(self.recording.caches, contents):
             states.fill(content)
 
@@ -229,7 +230,7 @@ class RecordedSteps(ABC):
     def _recorded(self, given: dict[str, Any]) -> Any:
         """The outputs of a replay, or of the forward from which one is made; None if they cannot be had or trusted."""
         recording = self.recording
-        if self.recordings.refused:
+        if self.recordings.refused or (recording.structure is not None and not recording.is_recorded):
             return None
         try:
             if recording.structure is None:
@@ -269,15 +270,22 @@ class RecordedSteps(ABC):
             warn(f"fastgen does not record the decode steps of a model: {self.recordings.refused[0]}")
 
 
-def recordings_of(model: nn.Module, device: torch.device) -> Recordings:
-    if model not in _known or _known[model].device != device:
-        _known[model] = Recordings(device)
-    return _known[model]
+def can_record(model: nn.Module, decoder: nn.Module, steps: int, reasons: Callable[[], list[str]]) -> bool:
+    """Whether a loop of at most so many steps should try to; tells the report why not. reasons: of the host."""
+    if not recordable.are_wanted(next(decoder.parameters()).device, steps):
+        return False
+    found = recordings_of(model, decoder).refused or reasons()
+    tell(found)
+    return not found
 
 
-def refused_reasons(model: nn.Module) -> list[str]:
-    """Why no step of this model is to be recorded, after one could not be; empty if that is not so."""
-    return _known[model].refused if model in _known else []
+def recordings_of(model: nn.Module, decoder: nn.Module) -> Recordings:
+    """Of a model as it is: those made for another type or device, and the weights that they hold, are let go."""
+    weight = next(decoder.parameters())
+    known = _known.get(model)
+    if known is None or (known.device, known.dtype) != (weight.device, weight.dtype):
+        known = _known[model] = Recordings(weight.device, weight.dtype)
+    return known
 
 
 def tell(reasons: list[str]) -> None:

@@ -71,6 +71,10 @@ class Content:
     def nbytes(self) -> int:
         return sum(states.nbytes for pair in (*self.shared, *self.own) for states in pair)
 
+    def is_alike(self) -> bool:
+        """Whether all layers are of one kind and hold as many positions."""
+        return len(self.kinds()) <= 1 and self.has_equal_lengths()
+
     def kinds(self) -> set[tuple]:
         """What a `StaticCache` has to be made for, of each layer, beside lengths: one kind where all are alike."""
         shared = [tuple(map(_kind, pair)) for pair in self.shared]

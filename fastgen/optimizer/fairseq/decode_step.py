@@ -16,7 +16,7 @@ class DecodeStep:
     """The step of all models of a generator; rows of a sentence stand next to each other.
 
     max_len: the number of steps after the first. records: steps are recorded if they turn out to be fit. since: how
-    many there were since sentences left the batch, if they have.
+    many there were since the beginning, or since sentences left the batch.
     """
 
     def __init__(
@@ -28,6 +28,8 @@ class DecodeStep:
 
     def log_probs(self, tokens: Tensor) -> Outputs:
         """What the models give for the token after tokens `[rows, length]`, which the loop may overwrite."""
+        if self.recorded is not None and self.recorded.temperature != self.generator.temperature:
+            self._end_recording()
         if self.recorded is not None:
             return self.recorded.log_probs(tokens)
         found = self.generator.model.forward_decoder(
@@ -43,15 +45,17 @@ class DecodeStep:
 
     def reorder(self, order: Tensor, kept: Tensor | None) -> None:
         """Row i becomes what row `order[i]` was; `kept` are the sentences that remain (int64), None if all do."""
-        if self.recorded is not None and kept is None:
-            self.recorded.reorder(order)
-        elif self.recorded is not None:
-            self.states = [self.recorded.after(order, kept)]
-            self.recorded.end()
-            self.recorded = None
-        else:
-            for state in self.states:
-                state.reorder(order, kept)
         if kept is not None:
             self.since = 0
+            if self.recorded is not None:
+                self._end_recording()
+        if self.recorded is not None:
+            self.recorded.reorder(order)
+        for state in self.states:
+            state.reorder(order, kept)
         self.outputs.reorder(order)
+
+    def _end_recording(self) -> None:
+        self.states = [self.recorded.plain_state()]
+        self.recorded.end()
+        self.recorded = None

@@ -11,16 +11,20 @@ from torch.nn import functional
 from fastgen.optimizer.fairseq.states import StaticState
 
 
-def learned(original: Callable, self: Any, input: Tensor, incremental_state: Any = None, *args: Any) -> Tensor:
+def learned(
+    original: Callable, self: Any, input: Tensor, incremental_state: Any = None, *args: Any, **kwargs: Any
+) -> Tensor:
     if type(incremental_state) is StaticState:
         return _looked_up(self.weight, self, incremental_state)
-    return original(self, input, incremental_state, *args)
+    return original(self, input, incremental_state, *args, **kwargs)
 
 
-def sinusoidal(original: Callable, self: Any, input: Tensor, incremental_state: Any = None, *args: Any) -> Tensor:
+def sinusoidal(
+    original: Callable, self: Any, input: Tensor, incremental_state: Any = None, *args: Any, **kwargs: Any
+) -> Tensor:
     if type(incremental_state) is StaticState:
         return _looked_up(self.weights, self, incremental_state)
-    return original(self, input, incremental_state, *args)
+    return original(self, input, incremental_state, *args, **kwargs)
 
 
 def _looked_up(table: Tensor, embedding: Any, state: StaticState) -> Tensor:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
 from fairseq.sequence_generator import EnsembleModel
 
-from fastgen.optimizer.decoding import recordable
+from fastgen.optimizer.decoding import recordable, recorded_steps
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
-from fastgen.optimizer.decoding.recorded_steps import refused_reasons, tell
 from fastgen.optimizer.fairseq.plan import KNOWN_PACKAGES, ModelPlan
 from fastgen.origin import comes_with, packages_of
 
 
 def can_record(generator: Any, plans: list[ModelPlan], rows: int, max_len: int) -> bool:
     """Whether a loop of up to `max_len` steps should try to; tells the report why not."""
-    decoder = generator.model.single_model.decoder
-    device = next(decoder.parameters()).device
-    if not recordable.are_wanted(device, max_len):
-        return False
-    reasons = refused_reasons(generator.model.single_model)
-    reasons = reasons or unsupported_reasons(generator, plans, rows, max_len)
-    tell(reasons)
-    return not reasons
+    model = generator.model.single_model
+    reasons = partial(unsupported_reasons, generator, plans, rows, max_len)
+    return recorded_steps.can_record(model, model.decoder, max_len, reasons)
 
 
 def unsupported_reasons(generator: Any, plans: list[ModelPlan], rows: int, max_len: int) -> list[str]:
@@ -37,8 +32,9 @@ def unsupported_reasons(generator: Any, plans: list[ModelPlan], rows: int, max_l
     if plan.watched:
         reasons.append("hooks watch the decoder")
     crosses = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
-    if plan.others or [len(plan.self_attention), len(plan.cross_attention)] != [len(decoder.layers), len(crosses)]:
-        reasons.append("modules of the decoder have states of their own")
+    known = {*plan.self_attention, *plan.cross_attention}
+    if plan.others or len(known) != len(decoder.layers) + len(crosses):
+        reasons.append("attention of the decoder has states of its own, or is used more than once")
     if crosses and not plan.by_input:
         reasons.append("the decoder is given the encoder's output for each row")
     reasons += _position_reasons(decoder.embed_positions, max_len)
@@ -62,9 +58,9 @@ def _position_reasons(positions: Any, max_len: int) -> list[str]:
 
 def _code_reasons(model: Any) -> list[str]:
     """Which code of the program's own would not be called by a replay; empty if there is none."""
-    decoder = model.decoder
-    called = [model.get_normalized_probs, decoder.get_normalized_probs, decoder.output_layer]
-    for module in decoder.modules():
-        called += [type(module).forward] if has_faster_forward(module) else [module.forward]
-    foreign = set().union(*map(packages_of, called)) - KNOWN_PACKAGES - {"fastgen"}
+    called = [model.get_normalized_probs, model.get_normalized_probs_scriptable]
+    for module in model.decoder.modules():
+        called += [value for name, value in vars(module).items() if callable(value) and name != "forward"]
+        called += [type(module).forward if has_faster_forward(module) else module.forward, *type(module).__mro__]
+    foreign = set().union(*map(packages_of, called)) - KNOWN_PACKAGES - {"builtins"}
     return [f"code of {name} is called in each step" for name in sorted(foreign)]

@@ -66,15 +66,13 @@ class RecordedDecoder(RecordedSteps):
         """Nobody else has seen the state."""
 
     def log_probs(self, tokens: Tensor) -> Outputs:
-        """What the next step gives for tokens `[rows, length]`; they hold until the next one."""
+        """What the next step gives for tokens `[rows, length]`; weights hold until the next one."""
         self.cache_with_room()
         log_probs, weights = self.run({"tokens": tokens})
-        return log_probs, None if weights is None else weights[:, self.padded_part.padding :]
+        return log_probs.clone(), None if weights is None else weights[:, self.padded_part.padding :]
 
-    def after(self, order: Tensor, kept: Tensor) -> DecodingState:
-        """The state of the call without recordings when inputs have left, see `DecodingState.reorder`."""
+    def plain_state(self) -> DecodingState:
+        """The state with which the call goes on without recordings."""
         state = DecodingState(self.plan, self.fan_out, self.limit)
-        mask = None if self.mask is None else self.mask[..., self.padded_part.padding :]
-        state.take(self.contents(), mask)
-        state.reorder(order, kept)
+        state.take(self.contents(), None if self.mask is None else self.mask[..., self.padded_part.padding :])
         return state

@@ -114,20 +114,20 @@ class DecodingState(dict):
         contents = [Content(shared, own, self.fan_out, cache.fixed)]
         if crosses:
             contents.append(Content(crosses, [], self.fan_out))
-        if any(len(content.kinds()) > 1 or not content.has_equal_lengths() for content in contents):
+        if not all(content.is_alike() for content in contents):
             return [], ["the layers of the decoder differ in shape, type or device"]
         return contents, []
 
     def take(self, contents: list[Content], mask: Tensor | None) -> None:
-        """The opposite: goes on with these, of which the shared parts are not copied."""
+        """The opposite: goes on with copies of these."""
         cache, self.mask = self._caches[0], mask
         if contents[0].shared:
-            cache.shared = list(contents[0].shared)
+            cache.shared = [_copied(pair) for pair in contents[0].shared]
         for layer, states in enumerate(contents[0].own):
             cache.append(layer, *states)
         cache.fixed = contents[0].fixed
         if self._crosses:
-            self._crosses = dict(zip(self._crosses, contents[1].shared))
+            self._crosses = dict(zip(self._crosses, map(_copied, contents[1].shared)))
 
     def mask_sync(self, padding: Tensor | None, inputs: int) -> Tensor | None:
         """Which positions of the source may be attended to, `[inputs, 1, 1, source_length]`; None if all.
@@ -168,8 +168,8 @@ class StaticState(DecodingState):
         self._caches = [states[0]]
         self._slots = {attention: (states[0], layer) for layer, attention in enumerate(plan.self_attention)}
         if plan.cross_attention:
-            self._crosses = dict(zip(plan.cross_attention, states[1].shared))
-        self.position = states[0].place
+            self._crosses = dict(zip(self._crosses, states[1].shared))
+        self.position: Tensor | None = None
         self.encoded = {"encoder_out": [states[0].buffers[0].new_empty(0)], "encoder_padding_mask": []}
 
 
@@ -189,6 +189,11 @@ def filling(state: DecodingState) -> Iterator[None]:
 
 def being_filled() -> DecodingState | None:
     return _filling.get()
+
+
+def _copied(pair: KeysAndValues) -> KeysAndValues:
+    keys, values = pair
+    return keys.clone(), values.clone()
 
 
 def _by_shape(attentions: list[MultiheadAttention]) -> list[list[MultiheadAttention]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastgen.optimizer.decoding.late_flag import LateFlag
-from fastgen.optimizer.transformers import recorded_steps
+from fastgen.optimizer.transformers import recordable
 from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 
@@ -54,7 +54,7 @@ def beam_search(
         processors = writing_processors(logits_processor, generation_config)
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
     fan_out = generation_config.num_beams
-    records = recorded_steps.can_record(self, generation_config, input_ids, model_kwargs)
+    records = recordable.can_record(self, generation_config, input_ids, model_kwargs)
     step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], fan_out, records)
     with undone_after_errors(model_kwargs):
         return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)

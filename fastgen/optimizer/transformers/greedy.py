@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from fastgen.optimizer.decoding.late_flag import LateFlag
-from fastgen.optimizer.transformers import recordable, recorded_steps
+from fastgen.optimizer.transformers import recordable
 from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 
@@ -35,7 +35,7 @@ def sample(
     fits = streamer is None and generation_config.compile_config is None
     fits = fits and (leaves or recordable.are_wanted(generation_config, input_ids))
     fits = fits and not loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs)
-    records = fits and recorded_steps.can_record(self, generation_config, input_ids, model_kwargs)
+    records = fits and recordable.can_record(self, generation_config, input_ids, model_kwargs)
     if not records and not (fits and leaves):
         return original(
             self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
-from fastgen.optimizer.decoding import recordable
+from fastgen.optimizer.decoding import recordable, recorded_steps
 from fastgen.optimizer.transformers import eligibility
 from fastgen.optimizer.transformers.static_layers import layer_reasons
 
@@ -19,6 +20,12 @@ LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).d
 def are_wanted(generation_config: Any, input_ids: Tensor) -> bool:
     """Whether the steps after `input_ids` should be recorded if they can be."""
     return recordable.are_wanted(input_ids.device, _steps(generation_config, input_ids))
+
+
+def can_record(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> bool:
+    """Whether a loop that begins with these `model_kwargs` should try to; tells the report why not."""
+    reasons = partial(unsupported_reasons, model, generation_config, input_ids, arguments)
+    return recorded_steps.can_record(model, model, _steps(generation_config, input_ids), reasons)
 
 
 def unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> list[str]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fastgen.optimizer.decoding.generation import current
-from fastgen.optimizer.decoding.recorded_steps import RecordedSteps, refused_reasons, tell
+from fastgen.optimizer.decoding.recorded_steps import RecordedSteps
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache
-from fastgen.optimizer.transformers import model_state, recordable
+from fastgen.optimizer.transformers import model_state
 from fastgen.optimizer.transformers.padded_inputs import Padding, can_be_padded
 from fastgen.optimizer.transformers.static_layers import contents_or_reasons, make_plain, take_over, with_fixed_layers
 
@@ -60,13 +60,3 @@ class RecordedForwards(RecordedSteps):
         """The cache, if anybody has kept it, becomes plain."""
         if (original := self.original()) is not None:
             make_plain(original)
-
-
-def can_record(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> bool:
-    """Whether a loop that begins with these `model_kwargs` should try to; tells the report why not."""
-    if not recordable.are_wanted(generation_config, input_ids):
-        return False
-    reasons = refused_reasons(model)
-    reasons = reasons or recordable.unsupported_reasons(model, generation_config, input_ids, arguments)
-    tell(reasons)
-    return not reasons

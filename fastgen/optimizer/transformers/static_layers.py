@@ -86,7 +86,7 @@ def contents_or_reasons(cache: Cache, most: int) -> tuple[list[Content], list[st
         if any(isinstance(layer, SharedLayer) and layer._states.was_read_whole for layer in part.layers):
             return [], ["the model reads its keys in one piece"]
         contents.append(_content_of(part, is_cross))
-        if len(contents[-1].kinds()) > 1 or not contents[-1].has_equal_lengths():
+        if not contents[-1].is_alike():
             return [], ["the layers of the cache differ in shape, type or device"]
     return contents, []
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,9 +13,13 @@ import torch
 
 pytest.importorskip("fairseq")
 
+from fairseq.models.transformer import TransformerDecoder
+from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
+from fairseq.modules.transformer_layer import TransformerDecoderLayer
+from fairseq.search import BeamSearch
 from fairseq.sequence_generator import EnsembleModel
 from fairseq_models import CASES, language_model, pair_sample, source_sample
-from fairseq_parity import compare, generate
+from fairseq_parity import assert_same_hypotheses, compare, generate, run_both, token_lists
 from recording import recording, replays
 from sharing import sharing
 from torch import nn
@@ -112,6 +118,101 @@ def test_code_of_the_program_is_called_in_each_step():
     report = compare(case).report
     assert not replays(report)
     assert any("code of test_fairseq_recorded_steps is called" in reason for reason in report.fallbacks)
+
+
+class OwnFeatures(TransformerDecoder):
+    """Does something else from the thirteenth token on, which a recording would not see."""
+
+    def extract_features(self, tokens, *args, **kwargs):
+        features, extra = super().extract_features(tokens, *args, **kwargs)
+        return (-features if tokens.shape[1] > 12 else features), extra
+
+
+class OwnConnection(TransformerDecoderLayer):
+    def residual_connection(self, x, residual):
+        return residual + x * 0.5
+
+
+@pytest.mark.parametrize("part", ("decoder", "layer", "activation"))
+def test_methods_and_functions_of_the_program_are_called_in_each_step(part):
+    case = CASES["transformer_lm"]()
+    decoder = case.models[0].decoder
+    if part == "decoder":
+        decoder.__class__ = OwnFeatures
+    elif part == "layer":
+        decoder.layers[0].__class__ = OwnConnection
+    else:
+        decoder.layers[0].activation_fn = lambda rows: rows.relu() * 2
+    report = compare(case, max_len_b=30, min_len=20).report
+    assert not replays(report) and any("is called in each step" in reason for reason in report.fallbacks)
+
+
+class Keeping(BeamSearch):
+    """Remembers what it was given."""
+
+    def __init__(self, dictionary):
+        super().__init__(dictionary)
+        self.seen = []
+
+    def step(self, step, lprobs, *args, **kwargs):
+        self.seen.append(lprobs)
+        return super().step(step, lprobs, *args, **kwargs)
+
+
+class Cooling(BeamSearch):
+    """Changes the temperature in the middle of a call."""
+
+    def step(self, step, *args, **kwargs):
+        self.generator.temperature = 1.0 + step / 5
+        return super().step(step, *args, **kwargs)
+
+
+def generated_with(search, case) -> tuple[list, BeamSearch]:
+    generator = case.task.build_generator(case.models, Namespace(beam=3, max_len_b=20, min_len=12))
+    generator.search = search(case.task.target_dictionary)
+    generator.search.generator = generator
+    return case.task.inference_step(generator, case.models, case.sample), generator.search
+
+
+@pytest.mark.parametrize("search", (Keeping, Cooling))
+def test_searches_of_the_program_see_what_they_would(search):
+    case = CASES["transformer"]()
+    both = run_both(lambda: generated_with(search, case))
+    assert_same_hypotheses(both.stock[0], both.fast[0])
+    assert replays(both.report) > (3 if search is Keeping else 0)
+    if search is Keeping:
+        for expected, found in zip(both.stock[1].seen, both.fast[1].seen, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", (LearnedPositionalEmbedding, SinusoidalPositionalEmbedding))
+def test_positional_embeddings_outside_of_a_generation_take_all_their_arguments(kind):
+    embedding, tokens = kind(10, 4, 1) if kind is LearnedPositionalEmbedding else kind(4, 1, 12), torch.tensor([[2, 3]])
+    with fastgen.disabled():
+        expected = embedding(tokens, positions=None)
+    assert torch.equal(embedding(tokens, positions=None), expected)
+
+
+def test_two_threads_on_one_model():
+    case = CASES["transformer"]()
+    expected = token_lists(generate(case, max_len_b=30))
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: token_lists(generate(case, max_len_b=30)), range(6)))
+    assert all(one == expected for one in found)
+    assert not recordings_of(case.models[0]).in_use.locked()
+
+
+def test_a_second_language_model_is_asked_in_each_step():
+    case, extra = CASES["transformer"](), {"lm_model": language_model(18, 1.5).models[0], "lm_weight": 0.5}
+
+    def call():
+        options = Namespace(beam=3, max_len_b=20, min_len=12)
+        generator = case.task.build_generator(case.models, options, extra_gen_cls_kwargs=extra)
+        return case.task.inference_step(generator, case.models, case.sample)
+
+    both = run_both(call)
+    assert_same_hypotheses(both.stock, both.fast)
+    assert replays(both.report) > 3
 
 
 def test_an_ensemble_with_a_decoder_call_of_its_own(monkeypatch):

@@ -483,7 +483,7 @@ def recording_of(rows: int = 2) -> Recording:
 
 
 def test_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
-    recordings = Recordings(torch.device("cpu"))
+    recordings = Recordings(torch.device("cpu"), torch.float32)
     monkeypatch.setattr(recorded_step, "MOST_RECORDINGS", 3)
     for key in range(3):
         recordings.give_back(key, recording_of())
@@ -552,3 +552,19 @@ def test_a_late_flag_is_that_of_the_step_before():
 
 def test_prompts_of_one_row_without_a_mask():
     assert recorded(model_of("llama"), {"input_ids": token_ids(1, 6)}, **GREEDY)
+
+
+def test_logits_of_tokens_that_a_model_rules_out_do_not_hide_differences():
+    expected = torch.tensor([[1.0, 2.0, torch.finfo(torch.float32).min, -torch.inf]])
+    assert not recorded_step.differs_sync(expected + torch.tensor([1e-4, 0, 0, 0]), expected)
+    assert recorded_step.differs_sync(expected + torch.tensor([0.1, 0, 0, 0]), expected)
+    assert recorded_step.differs_sync(torch.tensor([[1.0, 2.0, 3.0, -torch.inf]]), expected)
+
+
+def test_recordings_of_another_type_are_let_go():
+    model = model_of("gpt2")
+    recorded(model, inputs_of("gpt2"), **BEAMS)
+    before = recorded_steps._known[model]
+    model.double()
+    recorded(model, inputs_of("gpt2"), **BEAMS)
+    assert recorded_steps._known[model] is not before

@@ -29,12 +29,12 @@ def named(cfg: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if explanation := _of_checkpoint(cfg, error) or _explanation(cfg, error):
+        if explanation := of_checkpoint(cfg, error) or _explanation(cfg, error):
             raise InputError(explanation) from error
         raise
 
 
-def _of_checkpoint(cfg: Any, error: Exception) -> str | None:
+def of_checkpoint(cfg: Any, error: Exception) -> str | None:
     """What is wrong with the checkpoint that was being read, if one was: errors are of any kind then."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     path = next((frame.f_locals["path"] for frame in frames if frame.f_code.co_name == READS_CHECKPOINTS), None)

@@ -27,7 +27,7 @@ from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq_cli.generate import get_symbols_to_strip_from_output
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.fairseq import hypotheses
+from fastgen.cli.fairseq import hypotheses, mistakes
 from fastgen.cli.fairseq.command import say
 from fastgen.cli.fairseq.hypotheses import Sentences, Wanted
 from fastgen.cli.fairseq.output import OrderedOutput
@@ -154,13 +154,12 @@ class _Run:
                 (language_model,), _ = checkpoint_utils.load_model_ensemble(
                     [cfg.generation.lm_path], arg_overrides=overrides, task=None
                 )
-            except InputError:
-                raise
             except Exception as error:
-                raise InputError(
+                other = (
                     f"--lm-path {cfg.generation.lm_path}: cannot be loaded ({error}); its dictionary must be the "
                     f"target's and be in {cfg.task.data}"
-                ) from error
+                )
+                raise InputError(mistakes.of_checkpoint(cfg, error) or other) from error
         for model in models if language_model is None else [*models, language_model]:
             if cfg.common.fp16:
                 model.half()

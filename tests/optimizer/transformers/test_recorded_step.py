@@ -493,8 +493,8 @@ def test_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
     recordings.most_bytes = 2 * recording_of().nbytes
     recordings.give_back(4, recording_of())
     assert list(recordings._kept) == [3, 4] and recordings.nbytes == recordings.most_bytes
-    recordings.give_back(5, recording_of(rows=20))
-    assert not len(recordings)
+    recordings.give_back(5, recording_of(rows=20))  # larger than the bound: not kept
+    assert list(recordings._kept) == [3, 4]
 
 
 def test_a_replay_gets_the_inputs_of_its_call_and_no_others_than_were_recorded():

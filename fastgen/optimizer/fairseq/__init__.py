@@ -40,7 +40,7 @@ PATCHES = (
     Patch(
         "fairseq.learned_positions",
         "fairseq.modules.learned_positional_embedding:LearnedPositionalEmbedding.forward",
-        "fastgen.optimizer.fairseq.positions:learned",
+        "fastgen.optimizer.fairseq.positions:forward",
         tested=_TESTED,
         parameters=("self", "input", "incremental_state", "positions"),
         group="fairseq.generation",
@@ -48,7 +48,7 @@ PATCHES = (
     Patch(
         "fairseq.sinusoidal_positions",
         "fairseq.modules.sinusoidal_positional_embedding:SinusoidalPositionalEmbedding.forward",
-        "fastgen.optimizer.fairseq.positions:sinusoidal",
+        "fastgen.optimizer.fairseq.positions:forward",
         tested=_TESTED,
         parameters=("self", "input", "incremental_state", "timestep", "positions"),
         group="fairseq.generation",

@@ -50,7 +50,7 @@ def plan(model: nn.Module) -> ModelPlan:
     known = {*result.self_attention, *result.cross_attention}
     result.others = [module for module in decoder.modules() if module not in known and _has_state(module)]
     result.watched = _is_watched(decoder)
-    crosses = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
+    crosses = cross_attentions(decoder)
     reorder = getattr(getattr(model, "encoder", None), "reorder_encoder_out", None)
     result.by_input = not (
         result.watched
@@ -63,6 +63,11 @@ def plan(model: nn.Module) -> ModelPlan:
         names = sorted({reason for layer in decoder.layers for reason in attention_reasons(layer.self_attn)})
         result.reasons = names or ["the decoder has no self-attention of its own"]
     return result
+
+
+def cross_attentions(decoder: Any) -> list[Any]:
+    """Those of all layers that have one, whether fastgen knows them or not."""
+    return [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
 
 
 def decoder_reasons(decoder: Any) -> list[str]:

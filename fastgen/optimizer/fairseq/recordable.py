@@ -10,7 +10,7 @@ from fairseq.sequence_generator import EnsembleModel
 
 from fastgen.optimizer.decoding import recordable, recorded_steps
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
-from fastgen.optimizer.fairseq.plan import KNOWN_PACKAGES, ModelPlan
+from fastgen.optimizer.fairseq.plan import KNOWN_PACKAGES, ModelPlan, cross_attentions
 from fastgen.origin import comes_with, packages_of
 
 
@@ -31,7 +31,7 @@ def unsupported_reasons(generator: Any, plans: list[ModelPlan], rows: int, max_l
         reasons.append("the ensemble has a forward_decoder of its own")
     if plan.watched:
         reasons.append("hooks watch the decoder")
-    crosses = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
+    crosses = cross_attentions(decoder)
     known = {*plan.self_attention, *plan.cross_attention}
     if plan.others or len(known) != len(decoder.layers) + len(crosses):
         reasons.append("attention of the decoder has states of its own, or is used more than once")

@@ -4,7 +4,6 @@ The counterpart of fastseq-generate-for-transformers, with its flags. Whatever c
 files is found before torch and transformers are imported, so the modules that need them are imported by run.py.
 """
 
-import argparse
 import os
 import sys
 from contextlib import nullcontext, suppress
@@ -16,6 +15,7 @@ from fastgen.cli.pipeline.interrupt import Stopped, interruptible
 from fastgen.cli.pipeline.ordered_pool import WorkerError
 from fastgen.cli.transformers.files.paths import Files, check_files
 from fastgen.cli.transformers.flags.arguments import PROG, parse_arguments
+from fastgen.cli.transformers.flags.run_config import RunConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def _check_packages() -> None:
         raise InputError(f"needs the package {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
-def _run(args: argparse.Namespace, files: Files) -> int:
+def _run(args: RunConfig, files: Files) -> int:
     if not args.quiet:
         print(f"loading {args.model}", file=sys.stderr, flush=True)
     # Workers are what runs beside the model; threads that a tokenizer starts by itself would take cores from it.

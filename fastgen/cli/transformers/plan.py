@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from fastgen.cli.transformers.compare import SideBySide
+from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.model.default_batch import rows_per_input
 from fastgen.cli.transformers.model.limits import embedded_tokens, lengths_of_inputs
 from fastgen.cli.transformers.model.loading import LoadedModel
@@ -25,7 +25,7 @@ LINES_PER_WINDOW = 1 << 12  # at most, where batches are cut by tokens only
 
 
 def make_stages(
-    args: argparse.Namespace,
+    args: RunConfig,
     loaded: LoadedModel,
     settings: dict[str, Any],
     task: dict[str, Any],
@@ -84,7 +84,7 @@ def make_stages(
     )
 
 
-def output_format(args: argparse.Namespace, loaded: LoadedModel) -> OutputFormat:
+def output_format(args: RunConfig, loaded: LoadedModel) -> OutputFormat:
     """What a record of OUTPUT looks like."""
     return OutputFormat(
         jsonl=args.output_format == "jsonl",
@@ -98,13 +98,13 @@ def output_format(args: argparse.Namespace, loaded: LoadedModel) -> OutputFormat
     )
 
 
-def _limits(args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]) -> Limits:
+def _limits(args: RunConfig, loaded: LoadedModel, settings: dict[str, Any]) -> Limits:
     """--batch_tokens counts every row of the batch that generate makes of an input."""
     cells = None if args.batch_tokens is None else max(1, args.batch_tokens // rows_per_input(settings, loaded))
     return Limits(args.bs, cells)
 
 
-def _window(args: argparse.Namespace, batch: Limits) -> tuple[int, int | None]:
+def _window(args: RunConfig, batch: Limits) -> tuple[int, int | None]:
     """How many lines are sorted, and their tokens: what waits to be sorted is not written yet."""
     if args.window is not None:
         return args.window, None

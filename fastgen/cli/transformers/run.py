@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from typing import Any, TextIO
@@ -19,7 +18,8 @@ from fastgen.cli.transformers.files.standard_output import StandardOutput
 from fastgen.cli.transformers.files.whole_file import write_whole
 from fastgen.cli.transformers.flags.argument_types import STREAM
 from fastgen.cli.transformers.flags.arguments import PROG
-from fastgen.cli.transformers.model.default_batch import set_default_batch
+from fastgen.cli.transformers.flags.run_config import RunConfig
+from fastgen.cli.transformers.model.default_batch import with_batch_size
 from fastgen.cli.transformers.model.limits import check_settings
 from fastgen.cli.transformers.model.loading import LoadedModel, choose_device, load_model
 from fastgen.cli.transformers.model.settings import generate_arguments, task_settings
@@ -36,13 +36,13 @@ from fastgen.cli.transformers.stages.transfer import Transfer
 NOTICE = "finishing the batch in flight; a second Ctrl-C or SIGTERM stops at once"
 
 
-def run(args: argparse.Namespace, files: Files) -> int:
+def run(args: RunConfig, files: Files) -> int:
     """Loads, generates, writes and scores; returns the exit status."""
     device = choose_device(args)
     loaded = load_model(args, device)
     task = task_settings(args, loaded.model.config)
     settings = generate_arguments(args, loaded, task)
-    batch = set_default_batch(args, loaded, settings)
+    asked, args = args, with_batch_size(args, loaded, settings)
     check_settings(args, loaded, settings)
     transfer = Transfer(device)
     model = _model(args, loaded, settings, transfer)
@@ -86,8 +86,9 @@ def run(args: argparse.Namespace, files: Files) -> int:
         print(model.report(), file=_stdout(args))
     _score(args, files, loaded, output.records)
     if not args.quiet:
-        if batch is not None:
-            print(f"batches, chosen for MODEL and this machine: {batch}", file=sys.stderr)
+        if args is not asked:
+            tokens = "" if args.batch_tokens is None else f" --batch_tokens {args.batch_tokens}"
+            print(f"batches, chosen for MODEL and this machine: --bs {args.bs}{tokens}", file=sys.stderr)
         print(progress.summary(), file=sys.stderr)
     return _status(failures, output.records)
 
@@ -99,7 +100,7 @@ def _status(failures: int, inputs: int) -> int:
     return FAILED if failures else 0
 
 
-def _progress(args: argparse.Namespace, files: Files, written_before: int) -> Progress:
+def _progress(args: RunConfig, files: Files, written_before: int) -> Progress:
     total, surveyed = files.total(args.n_obs), files.survey
     size = None if surveyed is None else surveyed.size * (total - written_before) / max(surveyed.lines, 1)
     progress = Progress(total, written_before, args.quiet, size, args.verbose)
@@ -113,21 +114,19 @@ def _check_all_read(total: int | None, files: Files, records: int) -> None:
         raise InputError(f"INPUT changed while it was read: it had {total} lines, and {records} could be read")
 
 
-def _open_output(args: argparse.Namespace, signed: dict[str, Any] | None) -> PartFile | StandardOutput:
+def _open_output(args: RunConfig, signed: dict[str, Any] | None) -> PartFile | StandardOutput:
     if signed is None:
         return StandardOutput()
     return (PartFile.resume if args.resume else PartFile.create)(args.output, signed, args.overwrite)
 
 
-def _model(args: argparse.Namespace, loaded: LoadedModel, settings: dict, transfer: Transfer) -> Model | SideBySide:
+def _model(args: RunConfig, loaded: LoadedModel, settings: dict, transfer: Transfer) -> Model | SideBySide:
     """What turns a batch into tokens: one generate call, or with --compare two."""
     model = Model(loaded, settings, transfer)
     return SideBySide(Model(loaded, settings, transfer), model) if args.compare else model
 
 
-def _leave(
-    args: argparse.Namespace, output: PartFile | StandardOutput, written_before: int, progress: Progress
-) -> None:
+def _leave(args: RunConfig, output: PartFile | StandardOutput, written_before: int, progress: Progress) -> None:
     """Keeps what is written, and says what can be done with it."""
     progress.close()
     output.leave()
@@ -141,11 +140,11 @@ def _leave(
         progress.say(f"{again} lines were generated before earlier ones and are not kept (--window 0 keeps the order)")
 
 
-def _stdout(args: argparse.Namespace) -> TextIO:
+def _stdout(args: RunConfig) -> TextIO:
     return sys.stderr if args.output == STREAM else sys.stdout
 
 
-def _score(args: argparse.Namespace, files: Files, loaded: LoadedModel, lines: int) -> None:
+def _score(args: RunConfig, files: Files, loaded: LoadedModel, lines: int) -> None:
     """Prints the scores of each line's first output, also to a --score_path that may be written."""
     if files.references is None:
         return

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.flags.arguments import parse_arguments
 from fastgen.cli.transformers.model import default_batch
-from fastgen.cli.transformers.model.default_batch import key_value_bytes, set_default_batch, total_memory
+from fastgen.cli.transformers.model.default_batch import key_value_bytes, total_memory, with_batch_size
 from fastgen.cli.transformers.model.loading import load_model
 from fastgen.cli.transformers.model.settings import generate_arguments
 from fastgen.cli.transformers.resume.differences import differences
@@ -38,11 +38,8 @@ def chosen(folder: Path, *flags: object) -> tuple[int | None, int | None, dict]:
     """--bs, --batch_tokens and the signature."""
     args = parse_arguments([str(folder), "in", "out", *map(str, flags)])
     loaded = load_model(args, CPU)
-    said = set_default_batch(args, loaded, generate_arguments(args, loaded, {}))
-    given = "--bs" in flags or "--batch_tokens" in flags
-    assert said == (
-        None if given else f"--bs {args.bs}" + (f" --batch_tokens {args.batch_tokens}" * (args.task is None))
-    )
+    asked, args = args, with_batch_size(args, loaded, generate_arguments(args, loaded, {}))
+    assert (args is asked) == ("--bs" in flags or "--batch_tokens" in flags)
     return args.bs, args.batch_tokens, signature(args, loaded, None)
 
 

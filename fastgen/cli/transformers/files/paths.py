@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
 from fastgen.cli.errors import InputError
@@ -10,6 +9,7 @@ from fastgen.cli.transformers.files.lines import Survey, is_stream, raw_lines, r
 from fastgen.cli.transformers.files.records import LONGEST_RECORD, RecordError, decode_raw, field, parse
 from fastgen.cli.transformers.files.whole_file import beside
 from fastgen.cli.transformers.flags.argument_types import STREAM
+from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.resume.part_file import check_part, check_writable
 
 
@@ -27,7 +27,7 @@ class Files:
         return self.survey.lines if n_obs is None else min(n_obs, self.survey.lines)
 
 
-def check_files(args: argparse.Namespace) -> Files:
+def check_files(args: RunConfig) -> Files:
     """Raises InputError where a file cannot be used."""
     surveyed = None if is_stream(args.input) else survey(args.input)
     if surveyed is None and args.resume:
@@ -48,7 +48,7 @@ def check_files(args: argparse.Namespace) -> Files:
     return Files(surveyed, None if references is None else references[: args.n_obs])
 
 
-def _references(args: argparse.Namespace, surveyed: Survey | None) -> list[str] | None:
+def _references(args: RunConfig, surveyed: Survey | None) -> list[str] | None:
     """Those of --reference_path, or else of the records of INPUT; None where nothing is to be scored."""
     if args.reference_path is None and args.reference_field is None:
         return None
@@ -68,7 +68,7 @@ def _references(args: argparse.Namespace, surveyed: Survey | None) -> list[str] 
     return read_references("INPUT", args.input, args.reference_field)
 
 
-def _check_first_record(args: argparse.Namespace) -> None:
+def _check_first_record(args: RunConfig) -> None:
     """One bad record is that line's failure; a file that begins with one is not in this format, or has other fields."""
     raw = next(raw_lines("INPUT", args.input, LONGEST_RECORD), b"")
     if len(raw) > LONGEST_RECORD:
@@ -85,7 +85,7 @@ def _check_first_record(args: argparse.Namespace) -> None:
         ) from error
 
 
-def check_same_length(args: argparse.Namespace, references: int, lines: int) -> None:
+def check_same_length(args: RunConfig, references: int, lines: int) -> None:
     """Raises InputError where INPUT has more lines than there are references, or fewer."""
     if references != lines:
         raise InputError(

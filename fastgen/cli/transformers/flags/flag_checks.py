@@ -1,12 +1,10 @@
 """Flags that contradict each other, found before any file or model is touched."""
 
-import argparse
 from typing import Any
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.flags.argument_types import STREAM, named_jsonl
-
-SPEECH = "automatic-speech-recognition"  # the --task that reads audio
+from fastgen.cli.transformers.flags.run_config import SPEECH, RunConfig
 
 # The flags that transformers calls by another name; the rest of GENERATE_FLAGS have the same name in both.
 RENAMED_FLAGS = {"beam": "num_beams", "max_gen_length": "max_length", "min_gen_length": "min_length"}
@@ -41,14 +39,19 @@ REFUSED_SETTINGS = {
 }
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_flags(args: RunConfig) -> None:
     """Raise InputError for flags that contradict each other."""
     _check_settings(args)
     _check_lengths(args)
     _check_precision(args)
     _check_files(args)
     _check_kind_of_model(args)
-    for one, other in (("compare", "without_fastgen_opt"), ("truncation", "no_truncation"), ("truncation", "chat")):
+    for one, other in (
+        ("quiet", "verbose"),
+        ("compare", "without_fastgen_opt"),
+        ("truncation", "no_truncation"),
+        ("truncation", "chat"),
+    ):
         if getattr(args, one) and getattr(args, other):
             _contradict(f"--{one}", f"--{other}")
 
@@ -62,7 +65,7 @@ def check_number_of_outputs(num_return_sequences: int, num_beams: int, do_sample
         )
 
 
-def check_several_outputs(args: argparse.Namespace, num_return_sequences: int) -> None:
+def check_several_outputs(args: RunConfig, num_return_sequences: int) -> None:
     """A line of text holds several outputs only where that was asked for."""
     if num_return_sequences > 1 and not args.join_outputs and not _writes_jsonl(args):
         raise InputError(
@@ -71,11 +74,11 @@ def check_several_outputs(args: argparse.Namespace, num_return_sequences: int) -
         )
 
 
-def _writes_jsonl(args: argparse.Namespace) -> bool:
+def _writes_jsonl(args: RunConfig) -> bool:
     return args.output_format == "jsonl"
 
 
-def _check_settings(args: argparse.Namespace) -> None:
+def _check_settings(args: RunConfig) -> None:
     """Settings of generate: each given once, none that the command decides, and none without effect."""
     given = _given(args)
     from_file = args.generation_config or {}
@@ -97,7 +100,7 @@ def _check_settings(args: argparse.Namespace) -> None:
     check_several_outputs(args, values.get("num_return_sequences") or 1)
 
 
-def _given(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+def _given(args: RunConfig) -> list[tuple[str, Any, str]]:
     """Name and value of every setting of generate that a flag gives, and that flag as it was written."""
     given = []
     for flag in GENERATE_FLAGS:
@@ -115,11 +118,11 @@ def _given(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     return [*given, *((key, value, f"--gen {key}={value}") for key, value in args.gen)]
 
 
-def _source(args: argparse.Namespace, key: str) -> str:
+def _source(args: RunConfig, key: str) -> str:
     return "--gen" if key in dict(args.gen) else "--generation_config:"
 
 
-def _check_lengths(args: argparse.Namespace) -> None:
+def _check_lengths(args: RunConfig) -> None:
     given = {key: (value, flag) for key, value, flag in _given(args) if value is not None}
     limits = {key: given[key] for key in ("max_length", "max_new_tokens") if key in given}
     if len(limits) == 2:
@@ -131,7 +134,7 @@ def _check_lengths(args: argparse.Namespace) -> None:
             raise InputError(f"{short_flag} is more than {long_flag}")
 
 
-def _check_precision(args: argparse.Namespace) -> None:
+def _check_precision(args: RunConfig) -> None:
     types = {"--fp16": "float16" * args.fp16, "--bf16": "bfloat16" * args.bf16, f"--dtype {args.dtype}": args.dtype}
     asked = {flag: name for flag, name in types.items() if name}
     if len(set(asked.values())) > 1:
@@ -140,7 +143,7 @@ def _check_precision(args: argparse.Namespace) -> None:
         raise InputError(f"{next(iter(asked))} does not go with --device cpu (accepted on the CPU: --bf16, or neither)")
 
 
-def _check_files(args: argparse.Namespace) -> None:
+def _check_files(args: RunConfig) -> None:
     references = {flag: getattr(args, flag) for flag in ("reference_path", "reference_field")}
     scored = [f"--{flag} {value}" for flag, value in references.items() if value is not None]
     if args.score_path is not None and not scored:
@@ -162,7 +165,7 @@ def _check_files(args: argparse.Namespace) -> None:
         raise InputError("--join_outputs does not go with JSONL, which keeps outputs apart (accepted: one of them)")
 
 
-def _check_kind_of_model(args: argparse.Namespace) -> None:
+def _check_kind_of_model(args: RunConfig) -> None:
     if args.chat and not args.causal_lm:
         raise InputError("--chat needs --causal_lm")
     if args.system is not None and not args.chat:

@@ -5,7 +5,6 @@ model's own, and what it leaves out stays the model's. So the special tokens of 
 others, and so does the model's own max_new_tokens where the file has only a max_length.
 """
 
-import argparse
 import copy
 import inspect
 import sys
@@ -17,6 +16,7 @@ from transformers import GenerationConfig, WatermarkingConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.flags.run_config import RunConfig
 
 # Arguments of a model's own generate that take plain values and that no GenerationConfig needs to have: Whisper's.
 OWN_ARGUMENTS = (
@@ -42,7 +42,7 @@ MODES = (
 )
 
 
-def apply_file(args: argparse.Namespace, model: transformers.PreTrainedModel) -> None:
+def apply_file(args: RunConfig, model: transformers.PreTrainedModel) -> None:
     """Puts the values of --generation_config in place of the model's own; raises InputError for bad ones."""
     if args.generation_config is None:
         return
@@ -61,7 +61,7 @@ def apply_file(args: argparse.Namespace, model: transformers.PreTrainedModel) ->
     model.generation_config = merged
 
 
-def gen_settings(args: argparse.Namespace, model: transformers.PreTrainedModel) -> dict[str, Any]:
+def gen_settings(args: RunConfig, model: transformers.PreTrainedModel) -> dict[str, Any]:
     """What --gen asks for; raises InputError for a key that neither the library nor the model knows."""
     known = known_settings(model)
     for key, value in args.gen:
@@ -77,7 +77,7 @@ def gen_settings(args: argparse.Namespace, model: transformers.PreTrainedModel) 
     return settings
 
 
-def check_values(args: argparse.Namespace, model: transformers.PreTrainedModel, settings: dict[str, Any]) -> None:
+def check_values(args: RunConfig, model: transformers.PreTrainedModel, settings: dict[str, Any]) -> None:
     """Raises InputError for settings that generate would refuse at the first batch."""
     config = copy.deepcopy(model.generation_config)
     given = ", ".join(f"--gen {key}={value}" for key, value in args.gen) or "the settings of MODEL and of the flags"

@@ -5,7 +5,6 @@ code around the input and the decoder is forced to begin with the target's. The 
 with the target's code as the decoder's first input. SeamlessM4T and Whisper look languages up inside generate.
 """
 
-import argparse
 from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import transformers
 
 from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.flags.run_config import RunConfig
 
 # Tokenizers of models whose decoder takes the target's code in place of a start token.
 DECODER_STARTS_WITH_LANGUAGE = ("MBartTokenizer", "PLBartTokenizer")
@@ -20,7 +20,7 @@ SEAMLESS = ("seamless_m4t", "seamless_m4t_v2")
 
 
 def set_languages(
-    args: argparse.Namespace, tokenizer: transformers.PreTrainedTokenizerBase, model: transformers.PreTrainedModel
+    args: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase, model: transformers.PreTrainedModel
 ) -> None:
     """Has the tokenizer mark inputs as texts of --src_lang; raises InputError for a language that MODEL has not."""
     if args.src_lang is None and args.tgt_lang is None:
@@ -42,7 +42,7 @@ def set_languages(
 
 
 def language_settings(
-    args: argparse.Namespace, tokenizer: transformers.PreTrainedTokenizerBase, model: transformers.PreTrainedModel
+    args: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase, model: transformers.PreTrainedModel
 ) -> dict[str, Any]:
     """Keyword arguments of generate that make outputs begin as --tgt_lang and --forced_bos_token ask."""
     if args.forced_bos_token is not None:
@@ -91,7 +91,7 @@ def _nearest(language: str, known: Collection[str]) -> str:
     return ", ".join(nearest) + (f" and {len(known) - len(nearest)} more" if len(known) > len(nearest) else "")
 
 
-def _check_languages_of_whisper(args: argparse.Namespace, model: transformers.PreTrainedModel) -> None:
+def _check_languages_of_whisper(args: RunConfig, model: transformers.PreTrainedModel) -> None:
     """Whisper's generate takes names and codes, and refuses a language only when it has been given a batch."""
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 

@@ -9,14 +9,15 @@ models make outputs depend on what is in a batch, and a seed is to give the same
 
 from __future__ import annotations
 
-import argparse
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.model.loading import LoadedModel
 from fastgen.cli.transformers.model.settings import effective
 
@@ -31,13 +32,12 @@ UNKNOWN_VALUES = 32 * 4096  # layers × width of a model of seven billion parame
 LIMITS_OF_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def set_default_batch(args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]) -> str | None:
-    """Sets args.bs and args.batch_tokens where neither is given; returns the flags that would have done the same."""
+def with_batch_size(args: RunConfig, loaded: LoadedModel, settings: dict[str, Any]) -> RunConfig:
+    """`args`, with --bs and --batch_tokens where neither is given."""
     if args.bs is not None or args.batch_tokens is not None:
-        return None
+        return args
     if loaded.feature_extractor is not None:  # sounds have frames, most of which a model joins at once
-        args.bs = LEAST_INPUTS
-        return f"--bs {args.bs}"
+        return replace(args, bs=LEAST_INPUTS)
     config = loaded.model.config.get_text_config(decoder=True)
     rows = rows_per_input(settings, loaded)
     most_rows, most_tokens = MOST.get(loaded.model.device.type, MOST["cpu"])
@@ -46,9 +46,8 @@ def set_default_batch(args: argparse.Namespace, loaded: LoadedModel, settings: d
     token = key_value_bytes(config, loaded.model.dtype)
     new_tokens = effective("max_new_tokens", settings, loaded) or effective("max_length", settings, loaded)
     output = 4 * COPIES_OF_SCORES * config.vocab_size + token * (new_tokens or NEW_TOKENS)
-    args.bs = max(1, min(max(LEAST_INPUTS, most_rows // rows), memory // (output * rows)))
-    args.batch_tokens = rows * max(1, min(most_tokens, memory // (token * rows)))
-    return f"--bs {args.bs} --batch_tokens {args.batch_tokens}"
+    inputs = max(1, min(max(LEAST_INPUTS, most_rows // rows), memory // (output * rows)))
+    return replace(args, bs=inputs, batch_tokens=rows * max(1, min(most_tokens, memory // (token * rows))))
 
 
 def rows_per_input(settings: dict[str, Any], loaded: LoadedModel) -> int:

@@ -4,7 +4,6 @@ A model with learned positions fails in the middle of a run when it meets one po
 error that says nothing of the kind; a model without them gives poor text. Both are worth a message beforehand.
 """
 
-import argparse
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import transformers
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.flags.flag_checks import check_several_outputs
+from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.model.loading import LoadedModel, positions
 from fastgen.cli.transformers.model.settings import effective
 
@@ -21,7 +21,7 @@ NO_LIMIT = 10**9
 ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
-def check_settings(args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]) -> None:
+def check_settings(args: RunConfig, loaded: LoadedModel, settings: dict[str, Any]) -> None:
     """Raise InputError for flags that this model cannot follow, whatever the input is."""
     check_several_outputs(args, effective("num_return_sequences", settings, loaded) or 1)
     _check_rows(args, settings, loaded)
@@ -43,7 +43,7 @@ def check_settings(args: argparse.Namespace, loaded: LoadedModel, settings: dict
         raise InputError(f"no input is short enough: the limit is {limit[0]} tokens ({limit[1]})")
 
 
-def _given_as(args: argparse.Namespace, name: str, flag: str) -> str:
+def _given_as(args: RunConfig, name: str, flag: str) -> str:
     return f"--gen {name}" if name in dict(args.gen) else flag
 
 
@@ -52,7 +52,7 @@ def _check_at_most(flag: str, value: Any, limit: int | None) -> None:
         raise InputError(f"{flag} {value} is more than MODEL allows (accepted: up to {limit})")
 
 
-def _check_rows(args: argparse.Namespace, settings: dict[str, Any], loaded: LoadedModel) -> None:
+def _check_rows(args: RunConfig, settings: dict[str, Any], loaded: LoadedModel) -> None:
     for name in ASSISTED:
         if effective(name, settings, loaded) and args.bs != 1:
             raise InputError(f"{name} {effective(name, settings, loaded)} takes one input at a time (accepted: --bs 1)")
@@ -68,7 +68,7 @@ def embedded_tokens(model: transformers.PreTrainedModel) -> int | None:
 
 
 def lengths_of_inputs(
-    args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]
+    args: RunConfig, loaded: LoadedModel, settings: dict[str, Any]
 ) -> tuple[int | None, tuple[int, str] | None]:
     """To how many tokens inputs are truncated; and the most that they may have, with what a longer one's message says.
 
@@ -84,7 +84,7 @@ def lengths_of_inputs(
     return asked, limit
 
 
-def input_limit(args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]) -> tuple[int, str] | None:
+def input_limit(args: RunConfig, loaded: LoadedModel, settings: dict[str, Any]) -> tuple[int, str] | None:
     """The most tokens that an input may have, and what sets this number; None where nothing does, and for speech."""
     if loaded.feature_extractor is not None:
         return None
@@ -94,7 +94,7 @@ def input_limit(args: argparse.Namespace, loaded: LoadedModel, settings: dict[st
     return min(limits, default=None)
 
 
-def _limits_of_inputs(args: argparse.Namespace, loaded: LoadedModel) -> list[tuple[int, str]]:
+def _limits_of_inputs(args: RunConfig, loaded: LoadedModel) -> list[tuple[int, str]]:
     limits = []
     number = positions(loaded.model.config, "decoder" if loaded.causal_lm else "encoder")
     if number is not None:
@@ -105,9 +105,7 @@ def _limits_of_inputs(args: argparse.Namespace, loaded: LoadedModel) -> list[tup
     return limits
 
 
-def _limits_of_prompts(
-    args: argparse.Namespace, loaded: LoadedModel, settings: dict[str, Any]
-) -> list[tuple[int, str]]:
+def _limits_of_prompts(args: RunConfig, loaded: LoadedModel, settings: dict[str, Any]) -> list[tuple[int, str]]:
     """How long a prompt may be for the tokens that are to follow it, and why."""
     limits = []
     new_tokens = effective("max_new_tokens", settings, loaded)

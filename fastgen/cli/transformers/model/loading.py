@@ -1,6 +1,5 @@
 """Device, model and tokenizer of a run, with every way in which they can be missing turned into one clear message."""
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.flags.flag_checks import SPEECH
 from fastgen.cli.transformers.flags.generation_config import apply_file
 from fastgen.cli.transformers.flags.languages import set_languages
+from fastgen.cli.transformers.flags.run_config import SPEECH, RunConfig
 
 # Their positions are computed, for as many tokens as there are; what the config says is no limit.
 GROWING_POSITIONS = ("fsmt", "m2m_100", "nllb-moe", "xglm")
@@ -42,7 +41,7 @@ class LoadedModel:
     feature_extractor: transformers.SequenceFeatureExtractor | None = None
 
 
-def choose_device(args: argparse.Namespace) -> torch.device:
+def choose_device(args: RunConfig) -> torch.device:
     """The device of --device, tried out; raises InputError where this machine or this torch does not have it."""
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -57,7 +56,7 @@ def choose_device(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def load_model(args: argparse.Namespace, device: torch.device) -> LoadedModel:
+def load_model(args: RunConfig, device: torch.device) -> LoadedModel:
     """Model and tokenizer of MODEL; raises InputError where it does not exist, is broken, or cannot generate."""
     speech = args.task == SPEECH
     if speech and (missing := [name for name in AUDIO_PACKAGES if find_spec(name) is None]):
@@ -119,7 +118,7 @@ def _source(model: str) -> str:
     return model
 
 
-def _check_architecture(args: argparse.Namespace, config: transformers.PretrainedConfig) -> None:
+def _check_architecture(args: RunConfig, config: transformers.PretrainedConfig) -> None:
     """Encoder-decoders and, with --causal_lm, decoder-only models turn text into text; for speech there are others."""
     kind = config.model_type
     if args.task == SPEECH:
@@ -137,7 +136,7 @@ def _check_architecture(args: argparse.Namespace, config: transformers.Pretraine
     raise InputError(f"MODEL {args.model}: {kind} models cannot generate text")
 
 
-def _check_speech_to_text(args: argparse.Namespace, config: transformers.PretrainedConfig) -> None:
+def _check_speech_to_text(args: RunConfig, config: transformers.PretrainedConfig) -> None:
     kind = config.model_type
     if kind in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
         if config.is_encoder_decoder:
@@ -150,19 +149,19 @@ def _check_speech_to_text(args: argparse.Namespace, config: transformers.Pretrai
     raise InputError(f"MODEL {args.model}: {why} (accepted with --task {SPEECH}: Whisper, Speech2Text, Moonshine, …)")
 
 
-def _auto_class(args: argparse.Namespace) -> Any:
+def _auto_class(args: RunConfig) -> Any:
     if args.task == SPEECH:
         return transformers.AutoModelForSpeechSeq2Seq
     return transformers.AutoModelForCausalLM if args.causal_lm else transformers.AutoModelForSeq2SeqLM
 
 
-def _dtype_name(args: argparse.Namespace) -> str | None:
+def _dtype_name(args: RunConfig) -> str | None:
     if args.fp16:
         return "float16"
     return "bfloat16" if args.bf16 else args.dtype
 
 
-def _loading_options(args: argparse.Namespace) -> dict[str, Any]:
+def _loading_options(args: RunConfig) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if name := _dtype_name(args):
         options["dtype"] = name if name == "auto" else getattr(torch, name)
@@ -172,7 +171,7 @@ def _loading_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _processors(
-    args: argparse.Namespace, source: str
+    args: RunConfig, source: str
 ) -> tuple[transformers.PreTrainedTokenizerBase, transformers.SequenceFeatureExtractor | None]:
     if args.task != SPEECH:
         return transformers.AutoTokenizer.from_pretrained(source), None
@@ -183,14 +182,14 @@ def _processors(
     return tuple(parts)
 
 
-def _what_failed(args: argparse.Namespace, error: Exception) -> str:
+def _what_failed(args: RunConfig, error: Exception) -> str:
     name = args.attn_implementation
     if name is not None and (name in str(error) or "attention" in str(error).lower()):
         return f"--attn_implementation {name}: MODEL {args.model} cannot be loaded with it ({_first_line(error)})"
     return f"MODEL {args.model}: cannot be loaded ({_first_line(error)})"
 
 
-def _prepare_tokenizer(args: argparse.Namespace, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def _prepare_tokenizer(args: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Make sure that it can pad; decoder-only models go on from the last column, so they are padded on the left."""
     # For a folder without tokenizer files transformers may build a tokenizer that knows no words and raises nothing.
     if len(tokenizer.get_vocab()) - len(tokenizer.all_special_tokens) < 2:
@@ -207,7 +206,7 @@ def _prepare_tokenizer(args: argparse.Namespace, tokenizer: transformers.PreTrai
         _try_chat_template(args, tokenizer)
 
 
-def _try_chat_template(args: argparse.Namespace, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def _try_chat_template(args: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Raises InputError where there is no template, or where it refuses a system message."""
     if tokenizer.chat_template is None:
         raise InputError(f"--chat: the tokenizer of MODEL {args.model} has no chat template")

@@ -1,6 +1,5 @@
 """What the flags of a run mean for transformers' generate, given the model's own generation_config."""
 
-import argparse
 import sys
 from typing import Any
 
@@ -8,9 +7,10 @@ import transformers
 from packaging.version import Version
 
 from fastgen.cli.transformers.files.records import reason
-from fastgen.cli.transformers.flags.flag_checks import GENERATE_FLAGS, RENAMED_FLAGS, SPEECH, check_number_of_outputs
+from fastgen.cli.transformers.flags.flag_checks import GENERATE_FLAGS, RENAMED_FLAGS, check_number_of_outputs
 from fastgen.cli.transformers.flags.generation_config import check_values, gen_settings
 from fastgen.cli.transformers.flags.languages import language_settings
+from fastgen.cli.transformers.flags.run_config import SPEECH, RunConfig
 from fastgen.cli.transformers.model.loading import LoadedModel, positions
 from fastgen.cli.transformers.model.padding import outputs_depend_on_padding_sync
 
@@ -20,7 +20,7 @@ OVERRULED_BY = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 REPETITION_PENALTY_COUNTS_PADDING = Version(transformers.__version__) < Version("5.23")
 
 
-def task_settings(args: argparse.Namespace, config: transformers.PretrainedConfig) -> dict[str, Any]:
+def task_settings(args: RunConfig, config: transformers.PretrainedConfig) -> dict[str, Any]:
     """What the model's config keeps for --task (its task_specific_params), the prefix of T5 among it.
 
     Without --task nothing, where FastSeq takes summarization: the library's generate does not use them, either.
@@ -36,7 +36,7 @@ def task_settings(args: argparse.Namespace, config: transformers.PretrainedConfi
     return known.get(args.task, {})
 
 
-def generate_arguments(args: argparse.Namespace, loaded: LoadedModel, task: dict[str, Any]) -> dict[str, Any]:
+def generate_arguments(args: RunConfig, loaded: LoadedModel, task: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of generate: the task's settings, and over them the flags that were given.
 
     Raises InputError for settings that the library or this model does not know or refuses.
@@ -77,7 +77,7 @@ def effective(name: str, settings: dict[str, Any], loaded: LoadedModel) -> Any:
     return settings[name] if name in settings else getattr(loaded.model.generation_config, name, None)
 
 
-def reasons_to_keep_file_order(args: argparse.Namespace, settings: dict[str, Any], loaded: LoadedModel) -> list[str]:
+def reasons_to_keep_file_order(args: RunConfig, settings: dict[str, Any], loaded: LoadedModel) -> list[str]:
     """Why an output depends on what else is in its batch, in the unpatched library: phrases for a note, or nothing.
 
     Where there is a reason, batches of lines sorted by length would give other outputs than batches in file order.

@@ -27,6 +27,6 @@ def differences(before: Any, now: dict[str, Any]) -> list[str]:
 
 
 def _in_words(value: Any) -> str:
-    if value is None or value is False:
+    if value is None or value is False or value == []:
         return "not given"
     return "given" if value is True else json.dumps(value, ensure_ascii=False, sort_keys=True)

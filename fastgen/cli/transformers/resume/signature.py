@@ -6,11 +6,11 @@ generate and the tokenizer keep of a call is no part of it.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import tempfile
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from fastgen.cli.transformers.files.lines import Survey
+from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.model.loading import LoadedModel
 from fastgen.cli.transformers.resume.differences import DIGEST
 
@@ -43,10 +44,10 @@ WHEREABOUTS = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_ve
 SAMPLES_PER_PARAMETER = 64
 
 
-def signature(args: argparse.Namespace, loaded: LoadedModel, survey: Survey | None) -> dict[str, Any]:
+def signature(args: RunConfig, loaded: LoadedModel, survey: Survey | None) -> dict[str, Any]:
     """JSON values by the names that users know; `survey` is None for an INPUT that can be read only once."""
     extractor = loaded.feature_extractor
-    flags = {name: value for name, value in vars(args).items() if name not in FLAGS_WITHOUT_EFFECT_ON_RECORDS}
+    flags = {name: value for name, value in asdict(args).items() if name not in FLAGS_WITHOUT_EFFECT_ON_RECORDS}
     return {
         **{f"--{name}": _json_value(value) for name, value in flags.items()},
         "MODEL's architecture": type(loaded.model).__name__,
@@ -118,13 +119,11 @@ def _slow_vocabulary(tokenizer: transformers.PreTrainedTokenizerBase) -> list[An
 
 
 def _json_value(value: Any) -> Any:
-    """A file counts by its content; what JSON does not know by its description, without addresses in memory."""
+    """What JSON does not know counts by its description, without addresses in memory."""
     if isinstance(value, dict):
         return {str(name): _json_value(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_json_value(each) for each in value]
-    if isinstance(value, Path):
-        return _digest(value.read_bytes()) if value.is_file() else str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (torch.dtype, torch.device, transformers.AddedToken)):

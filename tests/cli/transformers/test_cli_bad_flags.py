@@ -35,7 +35,6 @@ BAD_FLAGS = [
     (["--temperature", "0.5"], "--temperature 0.5", "--do_sample"),
     (["--top_k", "5"], "--top_k 5", "--do_sample"),
     (["--top_p", "0.5"], "--top_p 0.5", "--do_sample"),
-    (["--beam", "2", "--num_return_sequences", "3"], "--num_return_sequences 3", "--beam 2"),
     (["--max_gen_length", "9", "--max_new_tokens", "8"], "--max_gen_length 9", "--max_new_tokens 8"),
     (["--min_gen_length", "9", "--max_gen_length", "8"], "--min_gen_length 9", "--max_gen_length 8"),
     (["--min_gen_length", "9", "--max_new_tokens", "8"], "--min_gen_length 9", "--max_new_tokens 8"),

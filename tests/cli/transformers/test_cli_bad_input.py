@@ -157,7 +157,7 @@ def test_a_hub_name_that_does_not_exist_is_refused(
 
 
 UNFIT_FLAGS = [
-    ("bart", ["--num_return_sequences", "2", "--join_outputs"], "--num_return_sequences 2", "--beam 1"),
+    ("bart", ["--num_return_sequences", "2", "--join_outputs"], "--num_return_sequences 2", "without beam"),
     ("bart", ["--max_gen_length", "65"], "--max_gen_length 65", "up to 64"),
     ("bart", ["--max_new_tokens", "65"], "--max_new_tokens 65", "up to 64"),
     ("bart", ["--max_tokenizer_length", "65"], "--max_tokenizer_length 65", "up to 64"),

@@ -306,7 +306,8 @@ UNFIT = [
     ("bart", ("--gen", "prompt_lookup_num_tokens=2"), "prompt_lookup_num_tokens 2", "--bs 1"),
     ("bart", ("--gen", "forced_bos_token_id=64"), "--gen forced_bos_token_id 64", "up to 63"),
     ("bart", ("--gen", "max_length=65"), "--gen max_length 65", "up to 64"),
-    ("bart", ("--gen", "num_return_sequences=2", "--join_outputs"), "--num_return_sequences 2", "--beam 1"),
+    ("bart", ("--gen", "num_return_sequences=2", "--join_outputs"), "--gen num_return_sequences=2", "without beam"),
+    ("bart", ("--beam", 2, "--num_return_sequences", 3, "--join_outputs"), "--beam 2, --num_return_sequences 3"),
     ("bart", ("--forced_bos_token", "word1 word2"), "--forced_bos_token word1 word2", "one token"),
     ("bart", ("--src_lang", "en"), "--src_lang en", "no languages"),
     ("bart", ("--tgt_lang", "en"), "--tgt_lang en", "no languages"),
@@ -316,7 +317,7 @@ UNFIT = [
     ("whisper", (*SPEECH, "--src_lang", "englisch"), "--src_lang englisch", "english"),
     ("whisper", (*SPEECH, "--tgt_lang", "de"), "--tgt_lang de", "--gen task=translate"),
     ("whisper", (), "whisper", "--task automatic-speech-recognition"),
-    ("bart", SPEECH, "bart", "no speech-to-text model"),
+    ("bart", SPEECH, "bart", "accepted without --causal_lm"),
     ("bart", ("--attn_implementation", "tea_ceremony"), "--attn_implementation tea_ceremony"),
     ("gpt2", CHAT, "--chat", "no chat template"),
     ("gpt2", ("--causal_lm", "--max_gen_length", 1), "--max_gen_length 1", "no input is short enough"),
@@ -379,7 +380,7 @@ def test_a_chat_template_is_tried_before_anything_is_read(models: Path, tmp_path
 
 def test_models_that_label_sound_do_not_generate(tmp_path: Path) -> None:
     transformers.Wav2Vec2Config().save_pretrained(tmp_path / "wav2vec2")
-    assert "does not generate" in refused(tmp_path, "wav2vec2", *SPEECH)
+    assert "cannot generate with --task" in refused(tmp_path, "wav2vec2", *SPEECH)
 
 
 def test_missing_packages_for_audio_are_named_before_the_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

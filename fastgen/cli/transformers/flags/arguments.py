@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
             continue
         if each.name in GROUPS:
             group = parser.add_argument_group(GROUPS[each.name])
+        options.pop("setting", None)
         names = [f"--{each.name}", *filter(None, [options.pop("also", None)])]
         group.add_argument(*names, dest=each.name, default=argparse.SUPPRESS, **options)
     return parser

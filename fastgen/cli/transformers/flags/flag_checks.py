@@ -6,23 +6,6 @@ from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.flags.argument_types import STREAM, named_jsonl
 from fastgen.cli.transformers.flags.run_config import SPEECH, RunConfig
 
-# The flags that transformers calls by another name; the rest of GENERATE_FLAGS have the same name in both.
-RENAMED_FLAGS = {"beam": "num_beams", "max_gen_length": "max_length", "min_gen_length": "min_length"}
-GENERATE_FLAGS = (
-    *RENAMED_FLAGS,
-    "max_new_tokens",
-    "no_repeat_ngram_size",
-    "repetition_penalty",
-    "length_penalty",
-    "early_stopping",
-    "decoder_start_token_id",
-    "eos_token_id",
-    "num_return_sequences",
-    "temperature",
-    "top_k",
-    "top_p",
-)
-
 _OUTPUTS = "the command asks for what it writes (accepted: --output_sequence_scores, --output_format jsonl)"
 _OBJECT = "it is an object of a program, which no command line can give"
 _DECIDED = "the command gives it"
@@ -56,15 +39,6 @@ def check_flags(args: RunConfig) -> None:
             _contradict(f"--{one}", f"--{other}")
 
 
-def check_number_of_outputs(num_return_sequences: int, num_beams: int, do_sample: bool) -> None:
-    """Beam search cannot return more outputs than it has beams, and greedy search finds one; samples are free."""
-    if num_return_sequences > num_beams and not (do_sample and num_beams == 1):
-        raise InputError(
-            f"--num_return_sequences {num_return_sequences} is more than --beam {num_beams} "
-            f"(accepted: up to {num_beams}, or more with --do_sample and one beam)"
-        )
-
-
 def check_several_outputs(args: RunConfig, num_return_sequences: int) -> None:
     """A line of text holds several outputs only where that was asked for."""
     if num_return_sequences > 1 and not args.join_outputs and not _writes_jsonl(args):
@@ -94,21 +68,12 @@ def _check_settings(args: RunConfig) -> None:
     for flag in ("temperature", "top_k", "top_p"):
         if getattr(args, flag) is not None and not (from_file | values).get("do_sample"):
             raise InputError(f"--{flag} {getattr(args, flag)} has no effect without --do_sample")
-    if {"num_return_sequences", "num_beams"} <= values.keys():
-        samples = bool((from_file | values).get("do_sample"))
-        check_number_of_outputs(values["num_return_sequences"] or 1, values["num_beams"] or 1, samples)
     check_several_outputs(args, values.get("num_return_sequences") or 1)
 
 
 def _given(args: RunConfig) -> list[tuple[str, Any, str]]:
-    """Name and value of every setting of generate that a flag gives, and that flag as it was written."""
-    given = []
-    for flag in GENERATE_FLAGS:
-        value = getattr(args, flag)
-        if value is not None:
-            given.append((RENAMED_FLAGS.get(flag, flag), value, f"--{flag} {value}"))
-    if args.do_sample:
-        given.append(("do_sample", True, "--do_sample"))
+    """Name and value of every setting of generate that a flag gives, --gen and languages included, and that flag."""
+    given = args.settings()
     if args.forced_bos_token is not None:
         given.append(("forced_bos_token_id", args.forced_bos_token, f"--forced_bos_token {args.forced_bos_token}"))
     if args.tgt_lang is not None:

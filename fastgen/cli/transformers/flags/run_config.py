@@ -6,7 +6,7 @@ generate that is not given is None and leaves the model's own generation_config 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,9 @@ def flag(help: str, default: Any = None, **options: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def setting_flag(name: str, metavar: str, help: str) -> Any:
-    """A flag that takes what the setting `name` of generate takes."""
-    return flag(help, type=SETTINGS[name], metavar=metavar)
+def setting_flag(name: str, metavar: str, help: str, **options: Any) -> Any:
+    """A flag that gives the setting `name` of generate."""
+    return flag(help, **{"setting": name, "type": SETTINGS[name], "metavar": metavar, **options})
 
 
 def switch(help: str, **options: Any) -> Any:
@@ -165,10 +165,11 @@ class RunConfig:
         "max_length", "N", "longest output in tokens; with --causal_lm the prompt counts too"
     )
     max_new_tokens: int | None = setting_flag("max_new_tokens", "N", "most tokens to generate, without the prompt")
-    min_gen_length: int | None = flag(
+    min_gen_length: int | None = setting_flag(
+        "min_length",
+        "N",
         "shortest output in tokens; with --causal_lm the prompt counts too",
         type=whole_number(0, unset=-1),
-        metavar="N",
     )
     no_repeat_ngram_size: int | None = setting_flag(
         "no_repeat_ngram_size", "N", "no N tokens in a row occur twice (0: off)"
@@ -203,7 +204,7 @@ class RunConfig:
         metavar="KEY=VALUE",
     )
 
-    do_sample: bool = switch("sample instead of taking the most likely token")
+    do_sample: bool = switch("sample instead of taking the most likely token", setting="do_sample")
     temperature: float | None = setting_flag("temperature", "X", "divides the logits; needs --do_sample")
     top_k: int | None = setting_flag("top_k", "N", "sample from the N likeliest tokens; needs --do_sample")
     top_p: float | None = setting_flag(
@@ -222,3 +223,12 @@ class RunConfig:
         metavar="NAME",
     )
     score_path: Path | None = flag("where to write these scores as JSON; needs references", type=Path, metavar="FILE")
+
+    def settings(self) -> list[tuple[str, Any, str]]:
+        """Name and value of every setting of generate that a flag of its own gives, and that flag as it was written."""
+        given = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if "setting" in each.metadata and value is not None and value is not False:
+                given.append((each.metadata["setting"], value, f"--{each.name}" + f" {value}" * (value is not True)))
+        return given

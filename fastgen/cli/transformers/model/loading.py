@@ -12,7 +12,6 @@ import transformers
 from huggingface_hub.utils import logging as hub_logging
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_CTC_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
@@ -25,6 +24,13 @@ from fastgen.cli.transformers.flags.run_config import SPEECH, RunConfig
 
 # Their positions are computed, for as many tokens as there are; what the config says is no limit.
 GROWING_POSITIONS = ("fsmt", "m2m_100", "nllb-moe", "xglm")
+# What loads a model, by how the command is told of it.
+PLAIN = "without --causal_lm and --task"
+AUTO_CLASSES = {
+    PLAIN: (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForSeq2SeqLM),
+    "with --causal_lm": (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForCausalLM),
+    f"with --task {SPEECH}": (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, transformers.AutoModelForSpeechSeq2Seq),
+}
 AUDIO_PACKAGES = ("soundfile", "soxr")
 
 
@@ -65,8 +71,7 @@ def load_model(args: RunConfig, device: torch.device) -> LoadedModel:
     try:
         with _quiet_loading():
             config = transformers.AutoConfig.from_pretrained(source)
-            _check_architecture(args, config)
-            model, loading_info = _auto_class(args).from_pretrained(
+            model, loading_info = _auto_class(args, config).from_pretrained(
                 source, output_loading_info=True, **_loading_options(args)
             )
             tokenizer, feature_extractor = _processors(args, source)
@@ -118,41 +123,21 @@ def _source(model: str) -> str:
     return model
 
 
-def _check_architecture(args: RunConfig, config: transformers.PretrainedConfig) -> None:
-    """Encoder-decoders and, with --causal_lm, decoder-only models turn text into text; for speech there are others."""
+def _auto_class(args: RunConfig, config: transformers.PretrainedConfig) -> Any:
+    """The class that loads MODEL for what the flags ask for; raises InputError where it does not know such models."""
+    asked = f"with --task {SPEECH}" if args.task == SPEECH else "with --causal_lm" if args.causal_lm else PLAIN
+    known, auto_class = AUTO_CLASSES[asked]
     kind = config.model_type
-    if args.task == SPEECH:
-        _check_speech_to_text(args, config)
-        return
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if args.causal_lm else MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    if kind in known:
-        return
-    if args.causal_lm and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-        raise InputError(f"MODEL {args.model}: {kind} is an encoder-decoder (accepted without --causal_lm)")
-    if kind in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
-        raise InputError(f"MODEL {args.model}: {kind} hears speech (accepted with --task {SPEECH})")
-    if not args.causal_lm and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise InputError(f"MODEL {args.model}: {kind} is not an encoder-decoder (a decoder-only one needs --causal_lm)")
-    raise InputError(f"MODEL {args.model}: {kind} models cannot generate text")
+    if kind not in known:
+        others = [way for way, (names, _) in AUTO_CLASSES.items() if kind in names]
+        raise InputError(f"MODEL {args.model}: {kind} cannot generate {asked} ({_accepted(others)})")
+    if args.task == SPEECH and not config.is_encoder_decoder:
+        raise InputError(f"MODEL {args.model}: {kind} needs a text beside the sound (accepted: Whisper, Moonshine, …)")
+    return auto_class
 
 
-def _check_speech_to_text(args: RunConfig, config: transformers.PretrainedConfig) -> None:
-    kind = config.model_type
-    if kind in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
-        if config.is_encoder_decoder:
-            return
-        why = f"{kind} needs a text beside the sound"
-    elif kind in MODEL_FOR_CTC_MAPPING_NAMES:
-        why = f"{kind} does not generate, it labels frames of sound (CTC)"
-    else:
-        why = f"{kind} is no speech-to-text model"
-    raise InputError(f"MODEL {args.model}: {why} (accepted with --task {SPEECH}: Whisper, Speech2Text, Moonshine, …)")
-
-
-def _auto_class(args: RunConfig) -> Any:
-    if args.task == SPEECH:
-        return transformers.AutoModelForSpeechSeq2Seq
-    return transformers.AutoModelForCausalLM if args.causal_lm else transformers.AutoModelForSeq2SeqLM
+def _accepted(ways: list[str]) -> str:
+    return f"accepted {' or '.join(ways)}" if ways else "accepted: models that generate text from text or from speech"
 
 
 def _dtype_name(args: RunConfig) -> str | None:

@@ -7,7 +7,6 @@ import transformers
 from packaging.version import Version
 
 from fastgen.cli.transformers.files.records import reason
-from fastgen.cli.transformers.flags.flag_checks import GENERATE_FLAGS, RENAMED_FLAGS, check_number_of_outputs
 from fastgen.cli.transformers.flags.generation_config import check_values, gen_settings
 from fastgen.cli.transformers.flags.languages import language_settings
 from fastgen.cli.transformers.flags.run_config import SPEECH, RunConfig
@@ -44,12 +43,7 @@ def generate_arguments(args: RunConfig, loaded: LoadedModel, task: dict[str, Any
     own = loaded.model.generation_config
     settings = {name: value for name, value in task.items() if hasattr(own, name)}
     given = gen_settings(args, loaded.model) | language_settings(args, loaded.tokenizer, loaded.model)
-    for flag in GENERATE_FLAGS:
-        value = getattr(args, flag)
-        if value is not None:
-            given[RENAMED_FLAGS.get(flag, flag)] = value
-    if args.do_sample:
-        given["do_sample"] = True
+    given |= {name: value for name, value, _ in args.settings()}
     settings |= given
     if given.get("max_new_tokens") is not None:
         settings["max_length"] = None  # it has no effect then, and the library would say so for every batch
@@ -58,15 +52,12 @@ def generate_arguments(args: RunConfig, loaded: LoadedModel, task: dict[str, Any
             settings[stronger] = None
     if own.pad_token_id is None and settings.get("pad_token_id") is None:
         settings["pad_token_id"] = loaded.tokenizer.pad_token_id
-    beams = effective("num_beams", settings, loaded) or 1
-    outputs = effective("num_return_sequences", settings, loaded) or 1
-    check_number_of_outputs(outputs, beams, bool(effective("do_sample", settings, loaded)))
     check_values(args, loaded.model, settings)
     # These need words, and generate has only tokens.
     if any(effective(name, settings, loaded) for name in ("stop_strings", "token_healing")):
         settings["tokenizer"] = loaded.tokenizer
     # Whisper's generate decodes a sound in several passes, and returns but the last one where it returns scores.
-    has_scores = beams > 1 and loaded.model.config.model_type != "whisper"
+    has_scores = (effective("num_beams", settings, loaded) or 1) > 1 and loaded.model.config.model_type != "whisper"
     if has_scores and (args.output_sequence_scores or args.output_format == "jsonl"):
         settings |= {"output_scores": True, "return_dict_in_generate": True}
     return settings

@@ -317,7 +317,9 @@ import inspect, fastgen
 from transformers import GenerationMixin, activations
 names = ("generate", "_prefill", "_sample", "_beam_search")
 patched = [inspect.signature(getattr(GenerationMixin, name)) for name in names]
-print({state.state for state in fastgen.status() if state.name.startswith("transformers.")}, end=" ")
+models = ("transformers.stages", "transformers.positions", "transformers.vocoder")  # pending until they are imported
+ours = [one for one in fastgen.status() if one.group.startswith("transformers.")]
+print({one.state for one in ours if not one.group.startswith(models)}, end=" ")
 wrappers = [vars(GenerationMixin)[name] for name in names]
 fastgen.disable()
 print([inspect.signature(getattr(GenerationMixin, name)) for name in names] == patched, end=" ")

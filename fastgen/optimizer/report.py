@@ -11,12 +11,36 @@ from fastgen import ops
 
 
 @dataclass(repr=False)
+class Stage:
+    """A part of a call, such as the encoder.
+
+    seconds: of the host's clock, which does not wait for a GPU. done: what was done in it. report: of a stage that is a
+    call of `generate`.
+    """
+
+    name: str
+    seconds: float
+    done: list[str] = field(default_factory=list)
+    report: Report | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        inner = {} if self.report is None else {"report": self.report.as_dict()}
+        return {"name": self.name, "seconds": self.seconds, "done": list(self.done), **inner}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        own = [f"  stage: {self.name}, {self.seconds:.3f} s", *(f"    {item}" for item in self.done)]
+        return own + ([] if self.report is None else [f"  {line}" for line in repr(self.report).splitlines()[1:]])
+
+
+@dataclass(repr=False)
 class Report:
     """One call of a host's `generate`.
 
     inputs, rows: 0 where fastgen did not come to see them. shared: what was kept or computed once per input, in words.
     fallbacks: what was left to the original, with the reason. usages: for each layer, calls of each operation on shared
-    states, see `TwoPartStates`; the first one is of the whole call.
+    states, see `TwoPartStates`; the first one is of the whole call. stages: its parts, where they are known.
     """
 
     model: str
@@ -25,6 +49,8 @@ class Report:
     shared: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     usages: list[Counter[str]] = field(default_factory=lambda: [Counter()])
+    seconds: float = 0.0
+    stages: list[Stage] = field(default_factory=list)
 
     @property
     def kernels(self) -> Counter[str]:
@@ -61,10 +87,15 @@ class Report:
             "kernels": dict(sorted(self.kernels.items())),
             "unused_kernels": self.unused_kernels,
             "fallbacks": list(self.fallbacks),
+            "seconds": self.seconds,
+            "stages": [stage.as_dict() for stage in self.stages],
         }
 
     def __repr__(self) -> str:
-        lines = [self._call()]
+        lines = [self._call() + (f", {self.seconds:.3f} s" if self.seconds else "")]
+        lines += [line for stage in self.stages for line in stage.lines()]
+        if any(stage.report is not None for stage in self.stages):
+            return "\n".join(lines)  # it is they that share
         lines += [f"  shared: {item}" for item in self.shared or ["nothing"]]
         lines += [f"  kernel: {name}, {calls} calls" for name, calls in sorted(self.kernels.items())]
         lines += [f"  not used: {name}: {reason}" for name, reason in self.unused_kernels.items()]

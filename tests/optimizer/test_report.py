@@ -70,7 +70,7 @@ def test_a_report_is_the_same_as_text_and_as_json():
     text = repr(found)
     assert text == str(found)
     assert text.splitlines() == [
-        "GPT2LMHeadModel: 2 inputs, 6 rows",
+        f"GPT2LMHeadModel: 2 inputs, 6 rows, {read['seconds']:.3f} s",
         *(f"  shared: {item}" for item in read["shared"]),
         *(f"  kernel: {name}, {calls} calls" for name, calls in read["kernels"].items()),
         *(f"  not used: {name}: {reason}" for name, reason in read["unused_kernels"].items()),

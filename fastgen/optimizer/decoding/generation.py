@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastgen.optimizer.report import Report
+from fastgen.optimizer.report import Report, Stage
 
 logger = logging.getLogger("fastgen")
 
@@ -29,6 +30,8 @@ class Generation:
     given, where it has to be compared with the original before anything is shared. caches: those with shared states, as
     long as they live. shares: something was computed or kept once per input, or the loop is fastgen's. recorded: the
     decode steps that are recorded, to be told when the call ends. until_end: contexts that are left when it ends.
+    has_stages: other calls of `generate` are stages of this one, which is their `outer`; reads_sequences: it reads only
+    the sequences of those that return a decoder's output, and the encoder's states.
     """
 
     report: Report
@@ -42,6 +45,10 @@ class Generation:
     shares: bool = False
     recorded: Any = None
     until_end: ExitStack = field(default_factory=ExitStack)
+    has_stages: bool = False
+    reads_sequences: bool = False
+    outer: Generation | None = None
+    begun: float = field(default_factory=time.perf_counter)
 
     @property
     def fan_out(self) -> int:
@@ -52,6 +59,15 @@ class Generation:
         """Notes how many inputs and rows there are."""
         self.inputs, self.rows = inputs, rows
         self.report.inputs, self.report.rows = inputs, rows
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self.begun
+
+    def ends_stage(self, name: str) -> None:
+        """Notes that what this call did since its last stage was one of this name."""
+        self.report.stages.append(Stage(name, self.seconds - sum(stage.seconds for stage in self.report.stages)))
 
 
 _current: ContextVar[Generation | None] = ContextVar("fastgen_generation", default=None)
@@ -65,9 +81,10 @@ _thread = _Thread()
 
 
 @contextmanager
-def generating(model: str) -> Iterator[Generation]:
+def generating(model: str, has_stages: bool = False) -> Iterator[Generation]:
     """Inside this context `current()` is a new call of the `generate` of a model of this class."""
-    generation = Generation(Report(model))
+    outer = _current.get()
+    generation = Generation(Report(model), has_stages=has_stages, outer=outer)
     token = _current.set(generation)
     try:
         yield generation
@@ -76,9 +93,28 @@ def generating(model: str) -> Iterator[Generation]:
             generation.recorded.end()
         generation.until_end.close()
         _current.reset(token)
-        _thread.last = generation.report
+        report = _thread.last = generation.report
+        report.seconds = generation.seconds
+        if outer is not None and outer.has_stages:
+            outer.report.stages.append(Stage(f"generate of {model}", report.seconds, report=report))
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("generate: %s", generation.report.summary())
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Inside this context, a call that has stages is in the one of this name."""
+    generation = _current.get()
+    if generation is None or not generation.has_stages:
+        yield
+        return
+    begun = time.perf_counter()
+    stage = Stage(name, 0.0)
+    generation.report.stages.append(stage)
+    try:
+        yield
+    finally:
+        stage.seconds = time.perf_counter() - begun
 
 
 def current() -> Generation | None:

@@ -4,6 +4,8 @@ from fastgen.patching import Patch
 
 _TESTED = ("5.0.0", "5.23.0")
 
+SEAMLESS = (("seamless_m4t", "SeamlessM4T"), ("seamless_m4t_v2", "SeamlessM4Tv2"))
+
 PATCHES = (
     Patch(
         "transformers.generate",
@@ -60,5 +62,40 @@ PATCHES = (
         tested=_TESTED,
         parameters=("self", "input_ids", "scores"),
         group="transformers.no_repeat_ngram",
+    ),
+    *(
+        Patch(
+            f"transformers.stages.{name}{kind}",
+            f"transformers.models.{model}.modeling_{model}:{name}{kind}.generate",
+            "fastgen.optimizer.transformers.stages:generate",
+            tested=_TESTED,
+            parameters=("self",),
+            group=f"transformers.stages.{model}",
+        )
+        for model, name in SEAMLESS
+        for kind in ("Model", "ForTextToSpeech", "ForSpeechToSpeech")
+    ),
+    *(
+        Patch(
+            f"transformers.stages.{name}.{stage}",
+            f"transformers.models.{model}.modeling_{model}:{name}{kind}.forward",
+            f"fastgen.optimizer.transformers.stages:{stage}",
+            tested=_TESTED,
+            parameters=("self",),
+            group=f"transformers.stages.{model}",
+        )
+        for model, name in SEAMLESS
+        for kind, stage in (("TextToUnitForConditionalGeneration", "text_to_unit"), ("CodeHifiGan", "vocoder"))
+    ),
+    *(
+        Patch(
+            f"transformers.positions.{model}",
+            f"transformers.models.{model}.modeling_{model}:{name}SinusoidalPositionalEmbedding.forward",
+            "fastgen.optimizer.transformers.positions:forward",
+            tested=_TESTED,
+            parameters=("self", "input_ids", "inputs_embeds", "past_key_values_length"),
+            group=f"transformers.positions.{model}",
+        )
+        for model, name in (("m2m_100", "M2M100"), *SEAMLESS)
     ),
 )

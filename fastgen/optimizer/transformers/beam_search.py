@@ -18,6 +18,7 @@ from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.transformers import recordable
 from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
+from fastgen.optimizer.transformers.stages import without_unread
 
 # What the library adds to the score of a candidate that is out of the race, and gives to places that are free.
 OUT = -1.0e9
@@ -38,6 +39,7 @@ METHODS = (
 SCORES: ContextVar[list[Tensor] | None] = ContextVar("fastgen_beam_scores", default=None)
 
 
+@without_unread
 def beam_search(
     original: Callable,
     self: Any,

@@ -36,6 +36,8 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
             for known in generation.caches:
                 if (cache := known()) is not None:  # one that is returned, or that somebody has kept
                     cache_layers.restore(cache)
+        if generation.report.stages:
+            generation.ends_stage("decoder")
         if not generation.rows:
             generation.report.fallbacks.append("prefill and caches: this way of decoding makes its prefill itself")
     return result

@@ -20,7 +20,10 @@ def can_be_padded(inputs: dict[str, Any], is_cross: bool) -> bool:
     """
     masks, wanted = tree_leaves(inputs.get(MASK)), 2 if is_cross else 4
     fits = bool(masks) and all(isinstance(mask, Tensor) and mask.dim() == wanted for mask in masks)
-    return fits and (not is_cross or inputs.get(ENCODED) is not None)
+    if not fits or not is_cross:
+        return fits
+    encoded = inputs.get(ENCODED)  # of sound, a mask may count the frames before the encoder joined some
+    return encoded is not None and masks[0].shape[1] == encoded[0].shape[1]
 
 
 class Padding:

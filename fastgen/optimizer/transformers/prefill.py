@@ -47,6 +47,8 @@ def prefill(
     generation = current()
     if generation is None:  # a model's own loop, after which nobody would put plain caches back
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    if not generation.rows and self.config.is_encoder_decoder:
+        generation.ends_stage("encoder")
     expect_steps(self, (generation_config.max_length or 0) - input_ids.shape[1])
     arguments = {"input_ids": input_ids, **model_kwargs}
     fan_out, compared, reasons = rows_per_input(self, arguments, generation_config)

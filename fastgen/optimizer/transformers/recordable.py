@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from fastgen.optimizer.decoding import recordable, recorded_steps
-from fastgen.optimizer.transformers import eligibility
+from fastgen.optimizer.transformers import eligibility, positions
 from fastgen.optimizer.transformers.static_layers import layer_reasons
 
 # Static layers have the length that `FixedLayer` gives: a tensor without a dimension, as in transformers 5.17.
@@ -35,7 +35,7 @@ def unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, a
         reasons.append("this version of transformers has other static caches")
     if not arguments.get("use_cache"):
         reasons.append("no cache")
-    if not getattr(model, "_can_compile_fullgraph", False):
+    if not getattr(model, "_can_compile_fullgraph", False) and model.config.model_type not in positions.MODEL_TYPES:
         reasons.append(f"the forward of {type(model).__name__} may read the device")
     if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):
         reasons.append(f"attention {attention} (supported: sdpa, eager)")
@@ -43,6 +43,7 @@ def unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, a
         reasons.append("the model is quantized")
     if (cache := arguments.get("past_key_values")) is not None:
         reasons += layer_reasons(cache, generation_config.max_length or 0)
+    reasons += positions.table_reasons(model, generation_config.max_length or 0)
     if hasattr(model, "_reorder_cache"):
         reasons.append("the model moves its cache itself")
     reasons = reasons or recordable.unsupported_reasons(model, input_ids.shape[0], _steps(generation_config, input_ids))

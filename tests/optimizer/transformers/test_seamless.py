@@ -1,0 +1,132 @@
+"""Seamless M4T of both versions: the same tokens, units and waveforms; what each stage did is told."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from recording import RECORDED, recording
+from seamless_models import KINDS, LANGUAGES, SIZES, inputs_of, seamless
+from sharing import sharing
+
+import fastgen
+from fastgen.optimizer.report import Report
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 12
+
+
+def is_spoken(kind: str) -> bool:
+    return kind == "Model" or kind.endswith("ToSpeech")
+
+
+def generate(model: Any, kind: str, batch_size: int, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Waveforms and lengths, or tokens. options: of the text decoder."""
+    given = {"min_new_tokens": STEPS, "max_new_tokens": STEPS, **options}
+    if is_spoken(kind):
+        given = {f"text_{name}": value for name, value in given.items()}
+    torch.manual_seed(3)
+    output = model.generate(**inputs_of(kind, batch_size), tgt_lang=LANGUAGES[1], **given)
+    return output if isinstance(output, tuple) else (output,)
+
+
+def text_report(report: Report) -> Report:
+    """Of the call of `generate` that is the text decoder's."""
+    return report.stages[0].report if report.stages[0].report is not None else report
+
+
+def compare(model: Any, kind: str, batch_size: int, **options: Any) -> Report:
+    with fastgen.disabled():
+        stock = generate(model, kind, batch_size, **options)
+    ours = generate(model, kind, batch_size, **options)
+    for one, other in zip(stock, ours, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-5)
+    return fastgen.explain()
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("num_beams", [1, 5])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", SIZES)
+def test_all_classes(version: str, kind: str, num_beams: int, batch_size: int) -> None:
+    model = seamless(version, kind)
+    with sharing("always"):
+        report = compare(model, kind, batch_size, num_beams=num_beams)
+    assert num_beams == 1 or "prefill: one row per input" in text_report(report).shared
+    with recording():
+        report = compare(model, kind, batch_size, num_beams=num_beams)
+    assert text_report(report).kernels[RECORDED] >= STEPS // 2
+
+
+@pytest.mark.parametrize("version", SIZES)
+def test_the_stages_are_told(version: str) -> None:
+    kind = "ForSpeechToSpeech"
+    with recording():
+        report = compare(seamless(version, kind), kind, 2)
+    text, units, vocoder = report.stages
+    assert [stage.name for stage in text.report.stages] == ["encoder", "decoder"]
+    assert units.name == ("text-to-unit" if version == "SeamlessM4Tv2" else f"generate of {units.report.model}")
+    assert version == "SeamlessM4Tv2" or units.report.kernels[RECORDED] > 0
+    assert vocoder.name == "vocoder"
+    assert all(0 < stage.seconds < report.seconds for stage in report.stages)
+    for shown in ("stage: vocoder", "stage: encoder", "stage: decoder"):
+        assert shown in repr(report)
+    assert report.as_dict()["stages"][0]["report"]["kernels"][RECORDED] > 0
+
+
+@pytest.mark.parametrize("version", SIZES)
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_samples(version: str, is_recorded: bool) -> None:
+    with recording() if is_recorded else nullcontext():
+        report = compare(seamless(version, "ForTextToSpeech"), "ForTextToSpeech", 2, do_sample=True, temperature=0.7)
+    assert bool(text_report(report).kernels[RECORDED]) == is_recorded
+
+
+@pytest.mark.parametrize("version", SIZES)
+def test_units_are_drawn_from_the_same_random_numbers(version: str) -> None:
+    model, inputs = seamless(version, "ForTextToSpeech"), inputs_of("ForTextToSpeech", 2)
+    options = {"text_num_beams": 3, "speech_do_sample": True, "speech_temperature": 1.5, "text_min_new_tokens": STEPS}
+    found = []
+    for context in (fastgen.disabled(), recording()):
+        with context:
+            torch.manual_seed(5)
+            given = {**inputs, **options, "text_max_new_tokens": STEPS, "return_intermediate_token_ids": True}
+            found.append(model.generate(**given, tgt_lang="eng"))
+    for name in ("sequences", "unit_sequences", "waveform", "waveform_lengths"):
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", SIZES)
+def test_an_output_that_the_caller_gets_has_everything(version: str) -> None:
+    model, inputs = seamless(version, "Model"), inputs_of("Model", 2)
+    found = []
+    for context in (fastgen.disabled(), recording()):
+        with context:
+            found.append(model.generate(**inputs, tgt_lang="fra", generate_speech=False, text_num_beams=3))
+    stock, ours = found
+    assert stock.keys() == ours.keys() and len(stock.scores) == len(ours.scores) > 0
+    assert torch.equal(stock.sequences, ours.sequences)
+    for one, other in zip(stock.scores, ours.scores):
+        torch.testing.assert_close(other, one)
+
+
+def test_several_outputs_of_version_1_are_chosen_by_their_scores() -> None:
+    options = {"num_beams": 4, "num_return_sequences": 3}
+    compare(seamless("SeamlessM4T", "ForTextToSpeech"), "ForTextToSpeech", 2, **options)
+
+
+def test_a_table_of_positions_that_has_to_grow_is_not_recorded() -> None:
+    model = seamless("SeamlessM4T", "ForTextToText")
+    table = model.text_decoder.embed_positions
+    for positions in (STEPS, 100):
+        table.make_weights(positions, model.config.hidden_size, table.padding_idx)
+        with recording():
+            ours = generate(model, "ForTextToText", 1)
+        report = fastgen.explain()
+        assert bool(report.kernels[RECORDED]) == (positions == 100)
+        assert any("its table has" in item for item in report.fallbacks) == (positions == STEPS)
+        with fastgen.disabled():
+            assert torch.equal(ours[0], generate(model, "ForTextToText", 1)[0])

@@ -29,6 +29,7 @@ class Generation:
     given, where it has to be compared with the original before anything is shared. caches: those with shared states, as
     long as they live. shares: something was computed or kept once per input, or the loop is fastgen's. recorded: the
     decode steps that are recorded, to be told when the call ends. until_end: contexts that are left when it ends.
+    beam_scores: of the best hypotheses that beam search has found, `[inputs, num_beams]`, the best first.
     """
 
     report: Report
@@ -42,6 +43,7 @@ class Generation:
     shares: bool = False
     recorded: Any = None
     until_end: ExitStack = field(default_factory=ExitStack)
+    beam_scores: Any = None
 
     @property
     def fan_out(self) -> int:

@@ -131,6 +131,6 @@ def test_the_report_says_why_a_host_is_not_patched(tmp_path):
     done = run_python("-m", "fastgen", path=tmp_path)
     assert done.returncode == 0, done.stderr
     reason = "import transformers.generation.utils: ImportError: broken installation"
-    assert done.stdout.count(f"pending  {reason}") == 4
+    assert done.stdout.count(f"pending  {reason}") == 5
     done = run_python("-m", "fastgen", FASTGEN_DISABLE="1", path=tmp_path)
     assert done.stdout.count("skipped  FASTGEN_DISABLE=1") == len(PATCHES)

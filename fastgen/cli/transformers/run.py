@@ -22,7 +22,7 @@ from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.model.default_batch import with_batch_size
 from fastgen.cli.transformers.model.limits import check_settings
 from fastgen.cli.transformers.model.loading import LoadedModel, choose_device, load_model
-from fastgen.cli.transformers.model.settings import generate_arguments, task_settings
+from fastgen.cli.transformers.model.settings import SCORES, generate_arguments, task_settings
 from fastgen.cli.transformers.plan import make_stages, output_format
 from fastgen.cli.transformers.resume.part_file import PartFile, failures_if_complete
 from fastgen.cli.transformers.resume.run_state import RunState, restore_random_state
@@ -123,7 +123,10 @@ def _open_output(args: RunConfig, signed: dict[str, Any] | None) -> PartFile | S
 def _model(args: RunConfig, loaded: LoadedModel, settings: dict, transfer: Transfer) -> Model | SideBySide:
     """What turns a batch into tokens: one generate call, or with --compare two."""
     model = Model(loaded, settings, transfer)
-    return SideBySide(Model(loaded, settings, transfer), model) if args.compare else model
+    if not args.compare:
+        return model
+    tokens_only = {name: value for name, value in settings.items() if name not in SCORES}
+    return SideBySide(Model(loaded, tokens_only, transfer), model)
 
 
 def _leave(args: RunConfig, output: PartFile | StandardOutput, written_before: int, progress: Progress) -> None:

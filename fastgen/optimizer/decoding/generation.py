@@ -32,6 +32,7 @@ class Generation:
     decode steps that are recorded, to be told when the call ends. until_end: contexts that are left when it ends.
     has_stages: other calls of `generate` are stages of this one, which is their `outer`; reads_sequences: it reads only
     the sequences of those that return a decoder's output, and the encoder's states.
+    beam_scores: of the best hypotheses that beam search has found, `[inputs, num_beams]`, the best first.
     """
 
     report: Report
@@ -49,6 +50,7 @@ class Generation:
     reads_sequences: bool = False
     outer: Generation | None = None
     begun: float = field(default_factory=time.perf_counter)
+    beam_scores: Any = None
 
     @property
     def fan_out(self) -> int:

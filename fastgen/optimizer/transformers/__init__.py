@@ -40,6 +40,14 @@ PATCHES = (
         group="transformers.loops",
     ),
     Patch(
+        "transformers.finished_beams",
+        "transformers.generation.utils:GenerationMixin._update_finished_beams",
+        "fastgen.optimizer.transformers.beam_search:update_finished_beams",
+        tested=_TESTED,
+        parameters=("self", "beam_scores"),
+        group="transformers.loops",
+    ),
+    Patch(
         "transformers.no_repeat_ngram",
         "transformers.generation.logits_process:NoRepeatNGramLogitsProcessor.__call__",
         "fastgen.optimizer.transformers.no_repeat_ngram:no_repeat_ngram",

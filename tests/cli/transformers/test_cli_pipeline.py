@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,21 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measures_padding(inputs: dict[str, Any]) -> bool:
     """Whether a generate call is no batch, but asks what padding changes."""
     return "output_logits" in inputs
+
+
+def watched_outputs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What generate returns for each batch."""
+    kind = transformers.BartForConditionalGeneration
+    original, outputs = kind.generate, []
+
+    def watched(self: Any, **inputs: Any) -> Any:
+        output = original(self, **inputs)
+        if not measures_padding(inputs):
+            outputs.append(output)
+        return output
+
+    monkeypatch.setattr(kind, "generate", watched)
+    return outputs
 
 
 @pytest.fixture
@@ -139,19 +155,34 @@ def test_jsonl_holds_the_fields_the_outputs_their_scores_and_lengths(tmp_path: P
             assert [output["tokens"] for output in each["outputs"]] == lengths
 
 
-def test_scores_do_not_cost_those_of_every_step(tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = transformers.BartForConditionalGeneration
-    original, settings = kind.generate, []
-
-    def watched(self: Any, **inputs: Any) -> Any:
-        if not measures_padding(inputs):
-            settings.append(set(inputs))
-        return original(self, **inputs)
-
-    monkeypatch.setattr(kind, "generate", watched)
-    lines = generate(tmp_path, bart, LINES, "--beam", 2, "--output_format", "jsonl")
+@pytest.mark.parametrize(
+    "flags", [("--beam", 2), ("--beam", 2, "--gen", "max_time=1000")], ids=["own loop", "library's"]
+)
+def test_scores_do_not_cost_those_of_every_step(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple
+) -> None:
+    outputs = watched_outputs(monkeypatch)
+    lines = generate(tmp_path, bart, LINES, *flags, "--output_format", "jsonl")
     assert all("score" in json.loads(line)["outputs"][0] for line in lines)
-    assert settings and not any({"output_scores", "return_dict_in_generate"} & each for each in settings)
+    assert outputs and all(each.sequences_scores is not None and each.scores is None for each in outputs)
+
+
+def test_scores_are_the_same_without_fastgen(tmp_path: Path, bart: Path) -> None:
+    flags = ("--beam", 3, "--num_return_sequences", 2, "--output_format", "jsonl")
+    expected = generate(tmp_path, bart, LINES, *flags, "--without_fastgen_opt")
+    found = generate(tmp_path, bart, LINES, *flags)
+    pairs = [[json.loads(line)["outputs"] for line in lines] for lines in (expected, found)]
+    for stock, ours in zip(*map(chain.from_iterable, pairs)):
+        assert ours["text"] == stock["text"] and ours["score"] == pytest.approx(stock["score"], abs=1e-4)
+
+
+def test_the_library_is_not_slowed_down_by_scores_that_nobody_reads(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = watched_outputs(monkeypatch)
+    generate(tmp_path, bart, LINES, "--beam", 2, "--output_format", "jsonl", "--compare")
+    assert {type(each) is torch.Tensor for each in outputs} == {True, False}
+    assert all(type(each) is torch.Tensor or each.scores is None for each in outputs)
 
 
 def test_from_standard_input_to_standard_output(bart: Path) -> None:

@@ -15,6 +15,8 @@ from fastgen.cli.transformers.model.padding import outputs_depend_on_padding_syn
 
 # A model's own value of the second would silently win over the flag that sets the first.
 OVERRULED_BY = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+# What brings the scores of beams.
+SCORES = {"output_scores": True, "return_dict_in_generate": True}
 # Until then it took padding for tokens that were seen.
 REPETITION_PENALTY_COUNTS_PADDING = Version(transformers.__version__) < Version("5.23")
 
@@ -59,7 +61,7 @@ def generate_arguments(args: RunConfig, loaded: LoadedModel, task: dict[str, Any
     # Whisper's generate decodes a sound in several passes, and returns but the last one where it returns scores.
     has_scores = (effective("num_beams", settings, loaded) or 1) > 1 and loaded.model.config.model_type != "whisper"
     if has_scores and (args.output_sequence_scores or args.output_format == "jsonl"):
-        settings |= {"output_scores": True, "return_dict_in_generate": True}
+        settings |= SCORES
     return settings
 
 

@@ -15,9 +15,9 @@ import torch
 from fastgen.cli.errors import RunError
 from fastgen.cli.transformers.files.records import reason
 from fastgen.cli.transformers.model.loading import LoadedModel
-from fastgen.cli.transformers.stages import beam_scores
 from fastgen.cli.transformers.stages.items import Batch, Generated, NotGenerated
 from fastgen.cli.transformers.stages.transfer import Transfer
+from fastgen.optimizer.transformers.beam_search import finished_scores_only
 
 NO_SEQUENCES = np.empty((0, 0), np.int64)
 # What allocators say that raise a plain RuntimeError.
@@ -32,9 +32,7 @@ class Model:
     def __init__(self, loaded: LoadedModel, settings: dict[str, Any], transfer: Transfer) -> None:
         self.seconds = 0.0
         self._loaded = loaded
-        self._takes_scores = bool(settings.get("output_scores")) and beam_scores.can_be_taken(loaded.model)
-        left_out = beam_scores.ARGUMENTS if self._takes_scores else ()
-        self._settings = {name: value for name, value in settings.items() if name not in left_out}
+        self._settings = settings
         self.transfer = transfer
 
     def __call__(self, batch: Batch) -> Generated:
@@ -42,7 +40,9 @@ class Model:
         begun = time.perf_counter()
         try:
             inputs = self.transfer.receive(batch.inputs, batch.sent)
-            generated, scores = self._generate(inputs)
+            with finished_scores_only():
+                generated = self._loaded.model.generate(**inputs, **self._settings)
+            scores = getattr(generated, "sequences_scores", None)  # [B * R]
             sequences = generated if isinstance(generated, torch.Tensor) else generated.sequences
             if self._loaded.causal_lm:
                 sequences = sequences[:, inputs["input_ids"].shape[1] :]  # [B * R, N + T] -> [B * R, T]
@@ -63,17 +63,6 @@ class Model:
             raise
         finally:
             self.seconds += time.perf_counter() - begun
-
-    def _generate(self, inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.Tensor | None]:
-        """What generate returns, and the scores [B * R] of beam search where they are wanted."""
-        model = self._loaded.model
-        if not self._takes_scores:
-            generated = model.generate(**inputs, **self._settings)
-            return generated, getattr(generated, "sequences_scores", None)
-        with beam_scores.taken(model) as scores:
-            sequences = model.generate(**inputs, **self._settings)
-        outputs = len(sequences) // scores[0].shape[0]
-        return sequences, scores[0][:, :outputs].flatten()
 
 
 class WithinMemory:

@@ -1,0 +1,75 @@
+"""Beam search gives the scores of its hypotheses without those of every token at every step, where that is wanted."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from own_models import by_einsum, odd_model
+from parity import BEAMS, padded, run_both, tiny
+
+from fastgen.optimizer.transformers.beam_search import finished_scores_only
+
+ASKED = {"return_dict_in_generate": True, "output_scores": True}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {"gpt2": tiny("gpt2"), "bart": tiny("bart", "seq2seq")}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+@pytest.mark.parametrize(
+    ("arguments", "of_the_library"),
+    [
+        ({}, False),
+        ({"num_return_sequences": 1}, False),
+        ({"max_new_tokens": 30, "eos_token_id": [2, *range(20, 40)]}, False),  # some inputs end before others
+        ({"do_sample": True, "temperature": 1.3}, True),
+        ({"max_time": 1000.0}, True),
+    ],
+    ids=["beams", "one returned", "some end", "beam samples", "another criterion"],
+)
+def test_scores_are_those_of_the_library(models: dict, name: str, arguments: dict, of_the_library: bool) -> None:
+    with finished_scores_only():
+        stock, fast, report = run_both(lambda: models[name].generate(**padded(9, 5, 7), **ASKED | BEAMS | arguments))
+    assert torch.equal(fast.sequences, stock.sequences)
+    assert torch.allclose(fast.sequences_scores, stock.sequences_scores, rtol=0, atol=1e-4)
+    assert stock.scores and fast.scores is None
+    by_library = of_the_library and not arguments.get("do_sample")  # which is not among the reasons that are told
+    assert any("the loop is the library's" in each for each in report.fallbacks) == by_library
+
+
+def test_other_outputs_come_with_all_scores(models: dict) -> None:
+    with finished_scores_only():
+        stock, fast, _ = run_both(lambda: models["gpt2"].generate(**padded(9, 5), **BEAMS, **ASKED, output_logits=True))
+    assert len(fast.scores) == len(fast.logits) == len(stock.scores)
+
+
+def test_all_scores_are_there_outside_of_the_context(models: dict) -> None:
+    _, fast, _ = run_both(lambda: models["gpt2"].generate(**padded(9, 5), **BEAMS, **ASKED))
+    assert fast.scores and fast.sequences_scores is not None
+
+
+def test_a_model_with_its_own_finished_beams_keeps_its_scores() -> None:
+    model = tiny("gpt2")
+    original = model._update_finished_beams
+
+    def halved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sequences, scores, *others = original(*args, **kwargs)
+        return sequences, scores / 2, *others
+
+    model._update_finished_beams = types.MethodType(halved, model)
+    with finished_scores_only():
+        stock, fast, _ = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED))
+    assert fast.scores and torch.equal(fast.sequences_scores, stock.sequences_scores)
+
+
+def test_a_model_of_the_programs_own_is_verified_as_ever() -> None:
+    model = odd_model(by_einsum)
+    with finished_scores_only():
+        stock, fast, _ = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED))
+    assert torch.equal(fast.sequences, stock.sequences) and fast.scores is None
+    assert torch.allclose(fast.sequences_scores, stock.sequences_scores, rtol=0, atol=1e-4)

@@ -31,14 +31,12 @@ STOCK = (
     "import argparse, importlib, sys, torch; torch.serialization.add_safe_globals([argparse.Namespace]); "
     "importlib.import_module('fairseq_cli.' + sys.argv.pop(1)).cli_main()"
 )
-FASTGEN = "import sys; from fastgen.cli.fairseq.fairseq_generate import main; sys.exit(main())"
+FASTGEN = "import sys; from fastgen.cli.fairseq.command import generate; sys.exit(generate())"
 
 # Calls the model once for each batch beforehand; in the run that counts it sleeps as long as that took.
 SLEEPING = """
 import json, sys, time
-from fastgen.cli.fairseq import fairseq_generate as generate
-from fastgen.cli.fairseq.imports import import_fairseq
-import_fairseq()
+from fastgen.cli.fairseq.command import generate
 from fastgen.cli.fairseq.pipeline import _Run
 all_batches, report = _Run.all_batches, _Run.report
 
@@ -69,7 +67,7 @@ def reported(run):
     json.dump({"asleep": run.asleep, "seconds": seconds}, sys.stderr)
 
 _Run.all_batches, _Run.report = replayed, reported
-sys.exit(generate.main())
+sys.exit(generate())
 """
 
 

@@ -99,7 +99,7 @@ def upstream(command: str, *args: str, check: bool = True) -> subprocess.Complet
 # fastgen's command with the model's part left to fairseq: what differs then is the pipeline, and nothing may.
 PIPELINE_ONLY = (
     "import argparse, sys, torch; torch.serialization.add_safe_globals([argparse.Namespace]); "
-    "from fastgen.cli.fairseq.fairseq_generate import main; sys.exit(main())"
+    "from fastgen.cli.fairseq.command import generate; sys.exit(generate())"
 )
 
 

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.utils import logging
+
 import fastgen
-from fastgen.cli.errors import FAILED
-from fastgen.cli.pipeline.interrupt import INTERRUPTED
+from fastgen.cli.errors import FAILED, INTERRUPTED
 from fastgen.cli.transformers.command import main as command
 from fastgen.models.demo import demo_path, sample_path
 
@@ -22,8 +24,6 @@ BS = 32
 
 def user_loop(source: Path, output: Path) -> None:
     """What a user would write around transformers."""
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(demo_path())
     model = AutoModelForSeq2SeqLM.from_pretrained(demo_path()).eval()
     lines = source.read_text(encoding="utf-8").splitlines()
@@ -39,9 +39,7 @@ def plain_loop(source: Path, output: Path) -> None:
         user_loop(source, output)
 
 
-@fastgen.enabled()
-def fastgen_loop(source: Path, output: Path) -> None:
-    user_loop(source, output)
+fastgen_loop = fastgen.enabled()(user_loop)
 
 
 def run_command(source: Path, output: Path) -> None:
@@ -59,8 +57,6 @@ WAYS: dict[str, Callable[[Path, Path], None]] = {
 
 def main(source: Path, output: Path) -> int:
     """Runs all three ways, prints what they took, and leaves what the command writes in `output`; returns a status."""
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     lines = source.read_text(encoding="utf-8").splitlines()
     print(f"{len(lines)} lines of written English into spoken English, on the CPU, in batches of {BS}:", flush=True)
@@ -78,22 +74,18 @@ def main(source: Path, output: Path) -> int:
             outputs.append(written.read_text(encoding="utf-8").splitlines())
             print(f"{seconds[-1]:6.1f} s {len(lines) / seconds[-1]:8.1f} lines/s", flush=True)
             shutil.move(written, output)
-    print(_told(lines, outputs, seconds, output))
-    return 0 if all(one == outputs[0] for one in outputs) else FAILED
-
-
-def _told(lines: list[str], outputs: list[list[str]], seconds: list[float], output: Path) -> str:
-    plain, loop, whole = seconds
     equal = sum(len(set(texts)) == 1 for texts in itertools.zip_longest(*outputs))
-    pairs = [f"{line}\n  → {text}" for line, text in zip(lines[:3], outputs[-1])]
+    plain, loop, whole = seconds
     gained = (
         f"The command was {plain / whole:.1f} times as fast as the loop around transformers alone, and that loop was "
         f"{plain / loop:.1f} times as fast with `import fastgen`; large models gain more, because one as small as this "
         "spends most of its time between the products, and not on the keys and values that fastgen keeps once per "
         "input instead of once per beam."
     )
-    parts = [f"{equal} of {len(lines)} outputs are equal in all three.", *pairs, textwrap.fill(gained, 80)]
-    return "\n\n".join([*parts, f"All outputs are in {output}."])
+    pairs = [f"{line}\n  → {text}" for line, text in zip(lines[:3], outputs[-1])]
+    told = [f"{equal} of {len(lines)} outputs are equal in all three.", *pairs, textwrap.fill(gained, 80)]
+    print("\n\n".join([*told, f"All outputs are in {output}."]))
+    return 0 if all(one == outputs[0] for one in outputs) else FAILED
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """The fairseq commands: fastgen-generate-for-fairseq and fastgen-eval-lm-for-fairseq.
 
-command.py           what both share: importing fairseq, fastgen's own flags, errors and exit statuses
-imports.py           importing fairseq without what only training needs
-fairseq_generate.py  fastgen-generate-for-fairseq
+command.py           how both begin and end: importing fairseq, fastgen's own flags, errors and exit statuses
+fairseq_generate.py  fastgen-generate-for-fairseq: its flags, what is wrong with them, and who generates
 fairseq_eval_lm.py   fastgen-eval-lm-for-fairseq
-checks.py            what can be known before anything is loaded
 mistakes.py          what is wrong with DATA or --path, where fairseq fails on them
 pipeline.py          fairseq-generate's steps, with the text made beside the model
 hypotheses.py        a batch's hypotheses as arrays for the workers

@@ -1,22 +1,34 @@
-"""What the fairseq commands share: fastgen's own flags, the environment of a run, errors and exit statuses."""
+"""The commands fastgen-generate-for-fairseq and fastgen-eval-lm-for-fairseq: how they begin, and how they end."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
 
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError
 from fastgen.cli.pipeline.interrupt import interruptible
+from fastgen.optimizer.fairseq.installation import INSTALL, import_hint
 
 
-def run_command(prog: str, run: Callable[[], None], argv: list[str] | None) -> int:
-    """Runs a command with `argv` as its arguments and returns its exit status; expected errors are one line each.
+def generate(argv: list[str] | None = None) -> int:
+    """Runs fastgen-generate-for-fairseq and returns its exit status."""
+    return _run_command("fastgen-generate-for-fairseq", "fastgen.cli.fairseq.fairseq_generate", argv)
+
+
+def eval_lm(argv: list[str] | None = None) -> int:
+    """Runs fastgen-eval-lm-for-fairseq and returns its exit status."""
+    return _run_command("fastgen-eval-lm-for-fairseq", "fastgen.cli.fairseq.fairseq_eval_lm", argv)
+
+
+def _run_command(prog: str, module: str, argv: list[str] | None) -> int:
+    """Calls `run` of a module with `argv` as the program's arguments; expected errors are one line each.
 
     0 done, 1 failed on the way, 2 a flag, file or model cannot be used, 130 interrupted, 141 nobody reads any more.
     """
@@ -24,10 +36,12 @@ def run_command(prog: str, run: Callable[[], None], argv: list[str] | None) -> i
     # fairseq looks for --user-dir in sys.argv, whatever arguments its parser is given.
     sys.argv = [prog, *(before[1:] if argv is None else argv)]
     try:
-        _show_version()
+        # --version comes before fairseq, which takes seconds, or is what is broken.
+        _add_version(parser := argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+        parser.parse_known_args()
         fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
         with interruptible():
-            run()
+            _import(module).run()
             sys.stdout.flush()
     except (InputError, FileNotFoundError, pickle.UnpicklingError) as error:
         return _stop(f"error: {_one_line(error)}", UNUSABLE)
@@ -46,11 +60,24 @@ def run_command(prog: str, run: Callable[[], None], argv: list[str] | None) -> i
     return 0
 
 
-def _show_version() -> None:
-    """Where --version is given: before fairseq, which takes seconds, or is what is broken."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_version(parser)
-    parser.parse_known_args()
+def _import(module: str) -> ModuleType:
+    """A module that imports fairseq; raises InputError with what to install where Python cannot import that.
+
+    Without garbage collections: of what an import makes nothing is garbage, and looking takes a quarter of its time.
+    """
+    if find_spec("fairseq") is None:
+        raise InputError(f"needs the package fairseq: {INSTALL}")
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    except ValueError as error:
+        if hint := import_hint(error):
+            raise InputError(hint) from error
+        raise
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _add_version(parser: argparse._ActionsContainer) -> None:
@@ -59,29 +86,17 @@ def _add_version(parser: argparse._ActionsContainer) -> None:
 
 
 def say(message: str) -> None:
-    """A line on stderr that begins with the name of the command that `run_command` runs."""
+    """A line on stderr that begins with the name of the command that runs."""
     print(f"{sys.argv[0]}: {message}", file=sys.stderr)
 
 
-def add_no_fastgen(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+def add_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """The group of fastgen's flags, with those that both commands have."""
     group = parser.add_argument_group("fastgen")
     _add_version(group)
-    group.add_argument(
-        "--no-fastgen",
-        action="store_true",
-        help="run fairseq's own command, unpatched but for the loading of checkpoints",
-    )
+    what = "run fairseq's own command, unpatched but for the loading of checkpoints"
+    group.add_argument("--no-fastgen", action="store_true", help=what)
     return group
-
-
-@contextmanager
-def without_fastgen() -> Iterator[None]:
-    """The unchanged library; fairseq's checkpoints load all the same, as under torch before 2.6."""
-    from fastgen.optimizer.fairseq.checkpoints import allowed
-
-    with fastgen.disabled(), allowed():
-        yield
 
 
 def _one_line(error: Exception) -> str:

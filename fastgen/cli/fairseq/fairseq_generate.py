@@ -1,4 +1,4 @@
-"""fastgen-generate-for-fairseq: fairseq-generate under fastgen, with an asynchronous pipeline.
+"""fastgen-generate-for-fairseq: fairseq-generate under fastgen, with its output made beside the model.
 
 It takes every flag of fairseq-generate and prints the same lines in the same order.
 """
@@ -6,17 +6,25 @@ It takes every flag of fairseq-generate and prints the same lines in the same or
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from multiprocessing import get_all_start_methods
+from typing import Any
 
-from fastgen.cli.fairseq.command import add_no_fastgen, run_command, say, without_fastgen
-from fastgen.cli.fairseq.imports import import_fairseq, without_collections
+import torch
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import generate as upstream
+
+import fastgen
+from fastgen.cli.errors import InputError
+from fastgen.cli.fairseq import mistakes, pipeline, scores
+from fastgen.cli.fairseq.command import add_flags, say
 from fastgen.cli.pipeline.ordered_pool import WorkerError
+from fastgen.optimizer.fairseq.checkpoints import allowed
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-PROG = "fastgen-generate-for-fairseq"
+MOST_WORKERS = 8  # unless told otherwise: one that is not needed sleeps, and costs a fork
 LARGEST_POOL = 256
 # Flags of FastSeq for what happens here in any case.
 WITHOUT_EFFECT = {
@@ -25,62 +33,42 @@ WITHOUT_EFFECT = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    return run_command(PROG, run, argv)
-
-
 def run() -> None:
-    """Parse sys.argv, look for mistakes in it, and generate."""
-    with without_collections():
-        import_fairseq()
-        args = parse_arguments()
-        own = {name: vars(args).pop(name) for name in ("no_fastgen", "postprocess_workers")}
-        for name, why in WITHOUT_EFFECT.items():
-            if vars(args).pop(name):
-                say(f"--{name.replace('_', '-')} changes nothing: {why}")
-        from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-
-        from fastgen.cli.fairseq import checks, mistakes
-
-        checks.check(args)
-        cfg = convert_namespace_to_omegaconf(args)
+    """Parses sys.argv, looks for mistakes in it, and generates, with the pipeline where it can do what is asked for."""
+    args = parse_arguments()
+    no_fastgen, workers = (vars(args).pop(name) for name in ("no_fastgen", "postprocess_workers"))
+    for name, why in WITHOUT_EFFECT.items():
+        if vars(args).pop(name):
+            say(f"--{name.replace('_', '-')} changes nothing: {why}")
+    check(args)
+    cfg = convert_namespace_to_omegaconf(args)
     with mistakes.named(cfg):
-        generate(cfg, **own)
-
-
-def generate(cfg: DictConfig, no_fastgen: bool, postprocess_workers: int | None) -> None:
-    """With the pipeline where it can do what is asked for."""
-    from fastgen.cli.fairseq import checks, pipeline
-
-    if no_fastgen:
-        with without_fastgen():
-            upstream_main(cfg)
-        return
-    workers = checks.default_workers() if postprocess_workers is None else postprocess_workers
-    if reasons := checks.unsupported_run_reasons(cfg, workers):
-        say(f"without the pipeline: {'; '.join(reasons)}")
-        upstream_main(cfg)
-        return
-    try:
-        pipeline.generate(cfg, workers)
-    except WorkerError as error:
-        raise OSError(f"post-processing: {error}") from error
+        if no_fastgen:
+            with fastgen.disabled(), allowed():
+                upstream.main(cfg)
+        elif reasons := unsupported_reasons(cfg, workers):
+            say(f"without the pipeline: {'; '.join(reasons)}")
+            upstream.main(cfg)
+        else:
+            try:
+                pipeline.generate(cfg, workers)
+            except WorkerError as error:
+                raise OSError(f"post-processing: {error}") from error
 
 
 def parse_arguments() -> argparse.Namespace:
     """sys.argv as fairseq-generate reads it, with fastgen's own flags beside fairseq's."""
-    from fairseq import options
-
     parser = options.get_generation_parser()
     # fairseq-generate has this flag besides those of its parser, for tasks that ask for the arguments of a model.
     parser.add_argument("--arch", "-a", metavar="ARCH", default="wav2vec2", help="model architecture, for some tasks")
-    group = add_no_fastgen(parser)
+    group = add_flags(parser)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     group.add_argument(
         "--postprocess-workers",
         "--postprocess_workers",
         "--post-process-workers",
         type=number_of_workers,
+        default=min(MOST_WORKERS, cores),
         metavar="N",
         help="processes that turn the model's output into text and score it while the model runs "
         "(default: enough; 0: in between, as fairseq-generate does)",
@@ -93,21 +81,35 @@ def parse_arguments() -> argparse.Namespace:
 
 def number_of_workers(text: str) -> int:
     """A whole number that a machine can take."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (accepted: 0 to {LARGEST_POOL})") from None
-    if not 0 <= value <= LARGEST_POOL:
-        raise argparse.ArgumentTypeError(f"{text} is out of range (accepted: 0 to {LARGEST_POOL})")
-    return value
+    if not (text.isdecimal() and int(text) <= LARGEST_POOL):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers (accepted: 0 to {LARGEST_POOL})")
+    return int(text)
 
 
-def upstream_main(cfg: DictConfig) -> None:
-    """fairseq-generate's own loop."""
-    from fairseq_cli import generate
+def check(args: argparse.Namespace) -> None:
+    """Raises InputError where fairseq-generate would stop with an assertion or a traceback."""
+    mistakes.check_path(args)
+    for flag, value in (("--beam", args.beam), ("--nbest", args.nbest)):
+        if value < 1:
+            raise InputError(f"{flag} {value} (accepted: 1 or more)")
+    if args.sampling and args.nbest != args.beam:
+        raise InputError(f"--sampling needs --nbest {args.beam}, the value of --beam (given: {args.nbest})")
+    if args.replace_unk is not None and args.dataset_impl != "raw":
+        raise InputError(f"--replace-unk needs --dataset-impl raw (given: {args.dataset_impl})")
+    # Other tasks than translations have no languages, and moses takes English.
+    if args.tokenizer == "moses" and None in (vars(args).get(f"{side}_lang", "en") for side in ("source", "target")):
+        raise InputError("--tokenizer moses needs --source-lang and --target-lang (accepted: as in DATA, such as en)")
+    if args.scoring == "wer" and find_spec("editdistance") is None:
+        raise InputError("--scoring wer needs the package editdistance: pip install editdistance")
 
-    generate.main(cfg)
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+def unsupported_reasons(cfg: Any, workers: int) -> list[str]:
+    """Why this run is left to fairseq-generate's own loop."""
+    reasons = [] if workers else ["--postprocess-workers 0"]
+    if "fork" not in get_all_start_methods():
+        reasons.append(f"processes cannot be forked on {sys.platform}")
+    if torch.cuda.is_initialized():
+        reasons.append("CUDA is in use before the model is loaded, by a module of --user-dir")
+    if cfg.common.tpu:
+        reasons.append("--tpu")
+    return reasons + scores.unsupported_reasons(cfg.scoring if isinstance(cfg.scoring, str) else cfg.scoring._name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,12 @@ from fastgen.optimizer.fairseq.checkpoints import refusal
 READS_CHECKPOINTS = checkpoint_utils.load_checkpoint_to_cpu.__name__
 
 _NO_MODEL = "Model file not found: "
+
+
+def check_path(args: Namespace) -> None:
+    """Raises InputError where there is no --path."""
+    if args.path is None:
+        raise InputError("--path is missing (accepted: the file of a checkpoint)")
 
 
 @contextmanager

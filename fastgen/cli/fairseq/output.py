@@ -17,7 +17,7 @@ from fastgen.cli.pipeline.ordered_pool import OrderedPool
 
 
 class OrderedOutput:
-    """A text stream over `file` whose writes take their place behind the tasks of a pool, as long as there is one."""
+    """A text stream over `file` whose writes take their place behind the tasks of a pool, as long as it has one."""
 
     def __init__(self, file: TextIO) -> None:
         self.file = file
@@ -25,33 +25,22 @@ class OrderedOutput:
 
     def write(self, text: str) -> int:
         """Writes `text` when everything that was submitted before it has been written."""
-        if self.pool is None or self.pool.is_writing_here():
+        if self._is_its_turn():
             return self.file.write(text)
         self.pool.put(text)
         return len(text)
 
-    def write_now(self, text: str) -> None:
-        """Writes `text` out of turn and sees it through to the file: it survives whatever happens next."""
-        self.file.write(text)
-        self.file.flush()
-
     def flush(self) -> None:
         """Whatever waits for its turn is flushed when it is written."""
-        if self.pool is None or self.pool.is_writing_here():
+        if self._is_its_turn():
             self.file.flush()
+
+    def _is_its_turn(self) -> bool:
+        return self.pool is None or self.pool.is_writing_here()
 
     def __getattr__(self, name: str) -> object:
         """Everything else (isatty, encoding, fileno, …) is the file's."""
         return getattr(self.file, name)
-
-    @contextmanager
-    def in_turn(self, pool: OrderedPool) -> Iterator[None]:
-        """Lets writes wait for the tasks of `pool` until the block ends."""
-        self.pool = pool
-        try:
-            yield
-        finally:
-            self.pool = None
 
     @contextmanager
     def instead_of_its_file(self) -> Iterator[None]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from argparse import Namespace
+from itertools import repeat
 from typing import Any, TextIO
 
 import numpy as np
@@ -27,17 +26,18 @@ from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq_cli.generate import get_symbols_to_strip_from_output
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.fairseq import hypotheses, mistakes
+from fastgen.cli.fairseq import mistakes
 from fastgen.cli.fairseq.command import say
-from fastgen.cli.fairseq.hypotheses import Sentences, Wanted
+from fastgen.cli.fairseq.hypotheses import Sentence, collect
 from fastgen.cli.fairseq.output import OrderedOutput
-from fastgen.cli.fairseq.postprocess import Finished, Postprocessor
+from fastgen.cli.fairseq.postprocess import Postprocessor
 from fastgen.cli.fairseq.scores import add_part
 from fastgen.cli.pipeline.ordered_pool import OrderedPool
 
 logger = logging.getLogger("fairseq_cli.generate")
 
 UNFINISHED_TASKS_PER_WORKER = 8
+SMALLEST_TASK = 8  # sentences; below, sending them costs more than working on them together
 
 
 def generate(cfg: Any, workers: int) -> None:
@@ -75,26 +75,15 @@ def _generate(cfg: Any, file: TextIO, workers: int) -> None:
     task = tasks.setup_task(cfg.task)
     run = _Run(cfg, task, output)
     start = functools.partial(Postprocessor, cfg, task, run.src_dict, run.tgt_dict)
-    with _forked(start, run.write, workers) as pool, output.instead_of_its_file():
+    limit = UNFINISHED_TASKS_PER_WORKER * workers
+    with OrderedPool(start, run.write, workers=workers, limit=limit) as pool, output.instead_of_its_file():
         run.load()
-        with output.in_turn(pool):
-            run.all_batches(pool)
-            pool.close()
+        output.pool = pool
+        run.all_batches(pool)
+        pool.close()
+        output.pool = None
         run.report()
         output.flush()
-
-
-@contextmanager
-def _forked(start: Any, write: Any, workers: int) -> Iterator[OrderedPool]:
-    """The workers, with the pages that they share with this process kept shared."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    gc.freeze()  # a collection in a worker would write into every object, and so copy it
-    try:
-        with OrderedPool(start, write, workers=workers, limit=UNFINISHED_TASKS_PER_WORKER * workers) as pool:
-            yield pool
-    finally:
-        gc.unfreeze()
 
 
 class _Run:
@@ -109,7 +98,7 @@ class _Run:
         except NotImplementedError:
             self.src_dict = None
         self.tgt_dict = task.target_dictionary
-        self.wanted = Wanted.from_config(cfg)
+        self.generation = Namespace(**cfg.generation)  # a batch looks at many of them, and omegaconf takes its time
         self.timer = StopwatchMeter()
         self.sentences = 0
         self.has_target = True
@@ -125,7 +114,7 @@ class _Run:
             cfg.generation,
             extra_gen_cls_kwargs={"lm_model": language_model, "lm_weight": cfg.generation.lm_weight},
         )
-        self.ignored = frozenset(get_symbols_to_strip_from_output(self.generator))
+        self.ignored = set(get_symbols_to_strip_from_output(self.generator))
         # The workers have their own; a task that logs what it builds does it here, where logs have their order.
         if type(self.task).build_tokenizer is not FairseqTask.build_tokenizer:
             self.task.build_tokenizer(cfg.tokenizer)
@@ -155,10 +144,8 @@ class _Run:
                     [cfg.generation.lm_path], arg_overrides=overrides, task=None
                 )
             except Exception as error:
-                other = (
-                    f"--lm-path {cfg.generation.lm_path}: cannot be loaded ({error}); its dictionary must be the "
-                    f"target's and be in {cfg.task.data}"
-                )
+                needed = f"its dictionary must be the target's and be in {cfg.task.data}"
+                other = f"--lm-path {cfg.generation.lm_path}: cannot be loaded ({error}); {needed}"
                 raise InputError(mistakes.of_checkpoint(cfg, error) or other) from error
         for model in models if language_model is None else [*models, language_model]:
             if cfg.common.fp16:
@@ -219,14 +206,16 @@ class _Run:
             if "net_input" not in sample:
                 continue
             hypos, number_of_tokens = self._infer(on_device)
-            pool.submit(*self._sentences(sample, hypos).split(workers))
+            sentences = self._sentences(sample, hypos)
+            size = max(SMALLEST_TASK, -(-len(sentences) // workers))
+            pool.submit(*((sentences[i : i + size], self.ignored) for i in range(0, len(sentences), size)))
             speed.update(number_of_tokens)
             self.batches.log({"wps": round(speed.avg)})
             self.sentences += sample["nsentences"] if "nsentences" in sample else sample["id"].numel()
 
     def _infer(self, sample: dict[str, Any]) -> tuple[list[list[dict[str, Any]]], int]:
         """The model's hypotheses, and how many tokens the best ones have."""
-        size = self.cfg.generation.prefix_size
+        size = self.generation.prefix_size
         self.timer.start()
         hypos = self.task.inference_step(
             self.generator,
@@ -239,31 +228,27 @@ class _Run:
         self.timer.stop(number_of_tokens)
         return hypos, number_of_tokens
 
-    def _sentences(self, sample: dict[str, Any], hypos: list[list[dict[str, Any]]]) -> Sentences:
+    def _sentences(self, sample: dict[str, Any], hypos: list[list[dict[str, Any]]]) -> list[Sentence]:
         """What is printed of a batch; `sample` is the one in the host's memory."""
         ids = sample["id"].tolist()
         source, target = sample["net_input"].get("src_tokens"), sample["target"]
         self.has_target = target is not None
-        return Sentences(
-            ids=ids,
-            src_tokens=None if source is None or self.src_dict is None else source.numpy(),
-            target=None if target is None else target.numpy(),
-            hypotheses=hypotheses.collect(hypos, self.wanted),
-            originals=None if self.cfg.generation.replace_unk is None else self._originals(ids),
-            ignored=self.ignored,
-        )
+        sources = repeat(None) if source is None or self.src_dict is None else source.numpy()
+        targets = repeat(None) if target is None else target.numpy()
+        originals = repeat(None) if self.generation.replace_unk is None else self._originals(ids)
+        hypotheses = collect(hypos, self.generation, not self.cfg.common_eval.quiet)
+        return list(map(Sentence, ids, sources, targets, originals, hypotheses))
 
     def _originals(self, ids: list[int]) -> list[tuple[str, str]]:
         dataset = self.task.dataset(self.cfg.dataset.gen_subset)
         return [(dataset.src.get_original_text(i), dataset.tgt.get_original_text(i)) for i in ids]
 
-    def write(self, task: object, result: Finished | str) -> None:
+    def write(self, task: object, result: tuple[str, dict[str, Any]] | str) -> None:
         """Called by the pool for each result in order: a worker's, or what was written by this process."""
-        if isinstance(result, str):
-            self.output.write_now(result)
-        else:
-            self.output.write_now(result.text)
-            add_part(self.scorer, result.part)
+        text, part = (result, {}) if isinstance(result, str) else result
+        self.output.write(text)
+        self.output.flush()  # it survives whatever happens next
+        add_part(self.scorer, part)
 
     def report(self) -> None:
         """The lines after the last batch."""

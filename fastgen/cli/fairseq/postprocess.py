@@ -6,8 +6,8 @@ of its tokens, A- its alignment, I- the number of refinement steps, E- what it w
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,8 @@ from fairseq import scoring, utils
 from fairseq.data import Dictionary
 from fairseq.tokenizer import tokenize_line
 
-from fastgen.cli.fairseq.hypotheses import Hypothesis, Sentences
-from fastgen.cli.fairseq.scores import Part, PartialScorer
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Some sentences, ready to be written."""
-
-    text: str
-    part: Part
+from fastgen.cli.fairseq.hypotheses import Hypothesis, Sentence
+from fastgen.cli.fairseq.scores import scorer_in_parts, take_part
 
 
 class Postprocessor:
@@ -37,70 +29,62 @@ class Postprocessor:
 
     def __init__(self, cfg: Any, task: Any, src_dict: Dictionary | None, tgt_dict: Dictionary) -> None:
         torch.set_num_threads(1)  # the cores belong to the model
-        self.cfg = cfg
+        self.generation = Namespace(**cfg.generation)
+        self.post_process, self.printed = cfg.common_eval.post_process, not cfg.common_eval.quiet
         self.src_dict = src_dict
         self.tgt_dict = tgt_dict
         self.align_dict = utils.load_align_dict(cfg.generation.replace_unk)
         self.tokenizer = task.build_tokenizer(cfg.tokenizer)
         self.bpe = task.build_bpe(cfg.bpe)
-        self.scorer = PartialScorer(scoring.build_scorer(cfg.scoring, tgt_dict))
+        self.scorer = scorer_in_parts(scoring.build_scorer(cfg.scoring, tgt_dict))
 
-    def __call__(self, sentences: Sentences) -> Finished:
-        """The lines of the sentences and what they add to the score."""
-        lines = [line for row in range(len(sentences.ids)) for line in self._sentence(sentences, row)]
-        return Finished("".join(f"{line}\n" for line in lines), self.scorer.take())
+    def __call__(self, task: tuple[list[Sentence], set[int]]) -> tuple[str, dict[str, Any]]:
+        """The lines of some sentences and what they add to the score.
 
-    def _sentence(self, sentences: Sentences, row: int) -> Iterator[str]:
-        number, printed = sentences.ids[row], not self.cfg.common_eval.quiet
-        source, target_tokens, target = self._source_and_target(sentences, row)
-        if printed and self.src_dict is not None:
+        The numbers beside the sentences are those of symbols that are not part of a text.
+        """
+        sentences, ignored = task
+        lines = [line for sentence in sentences for line in self._lines(sentence, ignored)]
+        return "".join(f"{line}\n" for line in lines), take_part(self.scorer)
+
+    def _lines(self, sentence: Sentence, ignored: set[int]) -> Iterator[str]:
+        number = sentence.id
+        source, target_tokens, target = self._source_and_target(sentence, ignored)
+        if self.printed and self.src_dict is not None:
             yield f"S-{number}\t{source}"
-        if printed and target is not None:
+        if self.printed and target is not None:
             yield f"T-{number}\t{target}"
-        for place, hypothesis in enumerate(sentences.hypotheses[row]):
-            text = self._text(hypothesis, source, sentences.ignored)
+        for place, hypothesis in enumerate(sentence.hypotheses):
+            text = _string(self.tgt_dict, hypothesis.tokens, self.post_process, extra_symbols_to_ignore=ignored)
+            if self.align_dict is not None:
+                unk = self.tgt_dict.unk_string()
+                text = utils.replace_unk(text, source, hypothesis.alignment, self.align_dict, unk)
             detokenized = self._decode(text)
-            if printed:
+            if self.printed:
                 yield f"H-{number}\t{hypothesis.score}\t{text}"
                 yield f"D-{number}\t{hypothesis.score}\t{detokenized}"
                 yield from self._details(number, hypothesis)
             if place == 0 and target is not None:
                 self._score(target_tokens, target, hypothesis.tokens, detokenized)
 
-    def _source_and_target(self, sentences: Sentences, row: int) -> tuple[str, np.ndarray | None, str | None]:
+    def _source_and_target(self, sentence: Sentence, ignored: set[int]) -> tuple[str, np.ndarray | None, str | None]:
         """The source's text, the target's tokens and the target's text."""
-        pad = self.tgt_dict.pad()
-        target_tokens = None if sentences.target is None else _without(pad, sentences.target[row]).astype(np.int32)
-        target = None
-        if sentences.originals is not None:
-            source, target = sentences.originals[row]
+        pad, source, target, tokens = self.tgt_dict.pad(), "", None, None
+        if sentence.target is not None:
+            tokens = sentence.target[sentence.target != pad].astype(np.int32)
+        if sentence.original is not None:
+            source, target = sentence.original
         else:
-            source = ""
-            needed = not self.cfg.common_eval.quiet
-            if self.src_dict is not None and sentences.src_tokens is not None and needed:
-                tokens = _without(pad, sentences.src_tokens[row])
-                source = _string(self.src_dict, tokens, self.cfg.common_eval.post_process)
-            if target_tokens is not None:
-                target = _string(
-                    self.tgt_dict,
-                    target_tokens,
-                    self.cfg.common_eval.post_process,
-                    escape_unk=True,
-                    extra_symbols_to_ignore=sentences.ignored,
-                )
-        return self._decode(source), target_tokens, None if target_tokens is None else self._decode(target)
-
-    def _text(self, hypothesis: Hypothesis, source: str, ignored: frozenset[int]) -> str:
-        text = _string(
-            self.tgt_dict, hypothesis.tokens, self.cfg.common_eval.post_process, extra_symbols_to_ignore=ignored
-        )
-        if self.align_dict is None:
-            return text
-        return utils.replace_unk(text, source, hypothesis.alignment, self.align_dict, self.tgt_dict.unk_string())
+            if self.printed and self.src_dict is not None and sentence.source is not None:
+                source = _string(self.src_dict, sentence.source[sentence.source != pad], self.post_process)
+            if tokens is not None:
+                options = {"escape_unk": True, "extra_symbols_to_ignore": ignored}
+                target = _string(self.tgt_dict, tokens, self.post_process, **options)
+        return self._decode(source), tokens, None if tokens is None else self._decode(target)
 
     def _details(self, number: int, hypothesis: Hypothesis) -> Iterator[str]:
         yield f"P-{number}\t" + " ".join(f"{score:.4f}" for score in hypothesis.positional_scores.tolist())
-        kind = self.cfg.generation.print_alignment
+        kind = self.generation.print_alignment
         if kind == "hard":
             yield f"A-{number}\t" + " ".join(f"{source}-{target}" for source, target in hypothesis.alignment)
         if kind == "soft":
@@ -111,12 +95,12 @@ class Postprocessor:
             yield f"E-{number}_{step}\t{_string(self.tgt_dict, tokens, None)}"
 
     def _score(self, target_tokens: np.ndarray, target: str, tokens: np.ndarray, hypothesis: str) -> None:
-        if not self.scorer.wants_tokens:
+        if hasattr(self.scorer, "add_string"):
             self.scorer.add_string(target, hypothesis)
-        elif self.align_dict is None and self.cfg.common_eval.post_process is None:
-            self.scorer.add_tokens(target_tokens, tokens)
-        else:
-            self.scorer.add_tokens(self._encode(target), self._encode(hypothesis))
+            return
+        if self.align_dict is not None or self.post_process is not None:
+            target_tokens, tokens = self._encode(target), self._encode(hypothesis)
+        self.scorer.add(torch.from_numpy(target_tokens), torch.from_numpy(tokens))
 
     def _decode(self, text: str) -> str:
         if self.bpe is not None:
@@ -130,10 +114,6 @@ class Postprocessor:
         # The same without a tensor that is filled number by number, which takes most of encode_line's time.
         numbers = [self.tgt_dict.add_symbol(word) for word in tokenize_line(text)]
         return np.array([*numbers, self.tgt_dict.eos()], dtype=np.int32)
-
-
-def _without(pad: int, tokens: np.ndarray) -> np.ndarray:
-    return tokens[tokens != pad]
 
 
 def _string(dictionary: Dictionary, tokens: np.ndarray, post_process: str | None, **options: Any) -> str:

@@ -1,27 +1,25 @@
-"""What runs inside a worker process: take a task, do it, send the result, until there are no more.
+"""What runs inside a worker process: take a task, do it, send the result, until it is killed.
 
 Nothing here may print: standard output belongs to the process that writes the results.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fastgen.cli.pipeline.interrupt import SIGNALS
-
 SECONDS_BETWEEN_LOOKS = 1.0
-END = None  # sent instead of a task when there are no more
 
 
 @dataclass(frozen=True)
@@ -32,18 +30,18 @@ class Failed:
     details: str
 
 
-def serve(connection: Connection, others: list[Connection], start: Callable[[], Callable[[Any], Any]]) -> None:
-    """Calls `start` for the function that does the tasks, and does those that come until END.
+def failed(error: Exception) -> Failed:
+    """What is sent for an exception, while it is being handled."""
+    message = " ".join(str(error).split())
+    return Failed(type(error).__name__ + (f": {message}" if message else ""), traceback.format_exc())
 
-    others: ends of connections that this process inherited and does not need. As long as it held them, a worker on
-    the far end would not see them close.
+
+def serve(connection: Connection, start: Callable[[], Callable[[Any], Any]]) -> None:
+    """Calls `start` for the function that does the tasks, and answers each with its result and the seconds it took.
+
+    If `start` raises, that is the answer to every task.
     """
-    signal.set_wakeup_fd(-1)  # it is the parent's
-    for number in SIGNALS:  # the parent decides what they mean
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    for other in others:
-        other.close()
+    gc.freeze()  # a collection would write into every object that is inherited, and so copy it
     _log_to_stderr()
     # Not os.getppid(): the parent may be gone by now.
     parent = multiprocessing.parent_process().pid
@@ -51,24 +49,17 @@ def serve(connection: Connection, others: list[Connection], start: Callable[[], 
     try:
         work = start()
     except Exception as error:
-        work = _always(failed(error))
-        # Said at once, and not by ending: a connection that closes on tasks that nobody has read loses what was said.
-        _answer(connection, work(None), 0.0)
-    while True:
-        try:
+        not_started = failed(error)
+        work = lambda task: not_started  # noqa: E731
+    with suppress(EOFError, ConnectionError):  # the parent is gone
+        while True:
             task = connection.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        if task is END:
-            sys.stderr.flush()
-            os._exit(0)  # the interpreter would tidy up all that it has inherited, while the program waits for it
-        begun = time.perf_counter()
-        try:
-            result = work(task)
-        except Exception as error:
-            result = failed(error)
-        if not _answer(connection, result, time.perf_counter() - begun):
-            return
+            begun = time.perf_counter()
+            try:
+                result = work(task)
+            except Exception as error:
+                result = failed(error)
+            connection.send((result, time.perf_counter() - begun))
 
 
 def _end_with(parent: int) -> None:
@@ -78,31 +69,8 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _answer(connection: Connection, result: Any, seconds: float) -> bool:
-    """Sends the result and how long it took; False when nobody wants it any more."""
-    try:
-        connection.send((result, seconds))
-    except (BrokenPipeError, ConnectionResetError):
-        return False
-    return True
-
-
-def _always(failed: Failed) -> Callable[[Any], Failed]:
-    return lambda task: failed
-
-
-def failed(error: Exception) -> Failed:
-    """What is sent for an exception, while it is being handled."""
-    message = " ".join(str(error).split())
-    return Failed(type(error).__name__ + (f": {message}" if message else ""), traceback.format_exc())
-
-
 def _log_to_stderr() -> None:
     """Warnings and prints of the libraries that are used here go to stderr, out of the way of the results."""
     sys.stdout = sys.stderr
-    root = logging.getLogger()
-    for handler in root.handlers[:]:
-        root.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setLevel(logging.WARNING)
-    root.addHandler(handler)
+    logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
+    logging.disable(logging.INFO)

@@ -7,5 +7,6 @@ model/       device, model and tokenizer; arguments of generate; what the model 
 files/       INPUT, OUTPUT and references; lines and records; files that are written whole or not at all
 stages/      read → tokenize → batch → generate → detokenize → write, beside each other
 resume/      OUTPUT.part, and what --resume has to know to go on with it
+stop.py      Ctrl-C and SIGTERM let a batch in flight finish
 compare.py   --compare; metrics.py: ROUGE, BLEU, chrF, exact match
 """

@@ -11,11 +11,12 @@ from importlib.util import find_spec
 
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError
-from fastgen.cli.pipeline.interrupt import Stopped, interruptible
+from fastgen.cli.pipeline.interrupt import interruptible
 from fastgen.cli.pipeline.ordered_pool import WorkerError
 from fastgen.cli.transformers.files.paths import Files, check_files
 from fastgen.cli.transformers.flags.arguments import PROG, parse_arguments
 from fastgen.cli.transformers.flags.run_config import RunConfig
+from fastgen.cli.transformers.stop import Stopped
 
 
 def main(argv: list[str] | None = None) -> int:

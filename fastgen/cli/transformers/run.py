@@ -9,7 +9,6 @@ from typing import Any, TextIO
 import torch
 
 from fastgen.cli.errors import FAILED, InputError
-from fastgen.cli.pipeline.interrupt import stoppable
 from fastgen.cli.transformers import metrics
 from fastgen.cli.transformers.compare import SideBySide
 from fastgen.cli.transformers.files.lines import raw_lines, read_chunks
@@ -32,6 +31,7 @@ from fastgen.cli.transformers.stages.pipeline import run_stages
 from fastgen.cli.transformers.stages.postprocess import first_text
 from fastgen.cli.transformers.stages.progress import Progress
 from fastgen.cli.transformers.stages.transfer import Transfer
+from fastgen.cli.transformers.stop import stoppable
 
 NOTICE = "finishing the batch in flight; a second Ctrl-C or SIGTERM stops at once"
 

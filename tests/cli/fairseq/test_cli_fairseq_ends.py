@@ -16,7 +16,7 @@ pytest.importorskip("fairseq")
 from fairseq_command_data import CommandData, make
 from python_process import REPOSITORY
 
-COMMAND = [sys.executable, "-m", "fastgen.cli.fairseq.fairseq_generate"]
+COMMAND = [sys.executable, "-c", "import sys; from fastgen.cli.fairseq.command import generate; sys.exit(generate())"]
 # One line at a time and long outputs: a run that lasts longer than what is done to it.
 SLOW = "--batch-size 1 --beam 8 --min-len 150 --max-len-b 200 --remove-bpe --tokenizer moses".split()
 

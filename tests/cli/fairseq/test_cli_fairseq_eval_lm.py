@@ -9,7 +9,7 @@ pytest.importorskip("fairseq")
 from fairseq_command_data import make_language_model, upstream
 from python_process import run_python
 
-COMMAND = "fastgen.cli.fairseq.fairseq_eval_lm"
+COMMAND = "import sys; from fastgen.cli.fairseq.command import eval_lm; sys.exit(eval_lm())"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def results(text: str) -> list[str]:
 def test_words_and_loss_are_fairseq_eval_lms(arguments: list[str], flags: list[str]) -> None:
     args = [*arguments, "--output-word-probs", "--output-word-stats"]
     expected = upstream("eval_lm", *args)
-    done = run_python("-m", COMMAND, *args, *flags, OMP_NUM_THREADS="1")
+    done = run_python("-c", COMMAND, *args, *flags, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected.stdout
     found = results(done.stderr)

@@ -12,8 +12,7 @@ import torch
 from fairseq_command_data import CommandData, make
 
 import fastgen
-from fastgen.cli.fairseq import fairseq_eval_lm as eval_lm
-from fastgen.cli.fairseq import fairseq_generate as generate
+from fastgen.cli.fairseq.command import eval_lm, generate
 
 DAMAGED = "is no checkpoint, or a damaged one ("
 
@@ -47,7 +46,7 @@ def stopped(capfd: pytest.CaptureFixture, main: Callable[[list[str]], int], args
 FLAGS = [
     ("--results-path {folder}/text.pt", "--results-path {folder}/text.pt: "),
     ("--postprocess-workers -1", "--postprocess-workers"),
-    ("--postprocess-workers many", "'many' is not a whole number (accepted: 0 to 256)"),
+    ("--postprocess-workers many", "'many' is no number of workers (accepted: 0 to 256)"),
     ("--sampling --beam 4", "--sampling needs --nbest 4"),
     ("--beam 0", "error: --beam 0 (accepted: 1 or more)"),
     ("--nbest 0", "error: --nbest 0 (accepted: 1 or more)"),
@@ -63,7 +62,7 @@ FLAGS = [
 def test_a_flag_that_cannot_be_used_is_named(
     data: CommandData, capfd: pytest.CaptureFixture, flags: str, named: str
 ) -> None:
-    error = stopped(capfd, generate.main, [*data.generation, *flags.format(folder=data.folder).split()])
+    error = stopped(capfd, generate, [*data.generation, *flags.format(folder=data.folder).split()])
     assert named.format(folder=data.folder) in error
 
 
@@ -76,17 +75,17 @@ def test_a_file_that_is_no_checkpoint_is_named(
     data: CommandData, capfd: pytest.CaptureFixture, file: str, said: str, more: list[str]
 ) -> None:
     path = str(data.folder / file)
-    for main, args in ((generate.main, data.generation), (eval_lm.main, [str(data.folder / "lm"), "--cpu"])):
+    for main, args in ((generate, data.generation), (eval_lm, [str(data.folder / "lm"), "--cpu"])):
         assert f"error: --path {path}: {said}" in stopped(capfd, main, [*args, "--path", path, *more])
 
 
-@pytest.mark.parametrize("main", [generate.main, eval_lm.main])
+@pytest.mark.parametrize("main", [generate, eval_lm])
 def test_data_that_is_not_there_is_named(capfd: pytest.CaptureFixture, tmp_path: Path, main: Callable) -> None:
     error = stopped(capfd, main, [str(tmp_path / "none"), "--path", "checkpoint.pt", "--cpu"])
     assert f"error: DATA {tmp_path / 'none'}: does not exist" in error
 
 
-@pytest.mark.parametrize("main", [generate.main, eval_lm.main])
+@pytest.mark.parametrize("main", [generate, eval_lm])
 def test_the_version_is_shown_without_fairseq(
     capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, main: Callable
 ) -> None:
@@ -96,7 +95,7 @@ def test_the_version_is_shown_without_fairseq(
     assert (stopped.value.code, capfd.readouterr().out) == (0, f"fastgen {fastgen.__version__}\n")
 
 
-@pytest.mark.parametrize("main", [generate.main, eval_lm.main])
+@pytest.mark.parametrize("main", [generate, eval_lm])
 def test_path_is_asked_for(capfd: pytest.CaptureFixture, tmp_path: Path, main: Callable) -> None:
     assert "error: --path is missing" in stopped(capfd, main, [str(tmp_path), "--cpu"])
 
@@ -104,10 +103,10 @@ def test_path_is_asked_for(capfd: pytest.CaptureFixture, tmp_path: Path, main: C
 @pytest.mark.parametrize("more", [[], ["--no-fastgen"]])
 def test_languages_are_asked_for(capfd: pytest.CaptureFixture, tmp_path: Path, more: list[str]) -> None:
     args = [str(tmp_path), "--path", "checkpoint.pt", "--cpu", *more]
-    error = stopped(capfd, generate.main, args)
+    error = stopped(capfd, generate, args)
     assert f"DATA {tmp_path}: " in error and "--source-lang and --target-lang" in error
     for languages in ([], ["-s", "de"]):
-        error = stopped(capfd, generate.main, [*args, *languages, "--tokenizer", "moses"])
+        error = stopped(capfd, generate, [*args, *languages, "--tokenizer", "moses"])
         assert "error: --tokenizer moses needs --source-lang and --target-lang" in error
 
 
@@ -115,7 +114,7 @@ def test_wer_asks_for_its_package(
     data: CommandData, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "editdistance", None)
-    error = stopped(capfd, generate.main, [*data.generation, "--scoring", "wer"])
+    error = stopped(capfd, generate, [*data.generation, "--scoring", "wer"])
     assert "--scoring wer needs the package editdistance" in error
 
 
@@ -123,7 +122,7 @@ LEFT_OUT = "fastgen-generate-for-fairseq: fairseq leaves out "
 
 
 def test_sentences_that_fairseq_leaves_out_are_counted(data: CommandData, capfd: pytest.CaptureFixture) -> None:
-    assert generate.main(data.generation) == 0
+    assert generate(data.generation) == 0
     captured = capfd.readouterr()
     assert captured.out.count("\nH-") == 56
     (said,) = (line for line in captured.err.splitlines() if LEFT_OUT in line)
@@ -135,7 +134,7 @@ def test_sentences_that_fairseq_skips_are_counted(
     data: CommandData, capfd: pytest.CaptureFixture, multiple: int
 ) -> None:
     flags = f"--skip-invalid-size-inputs-valid-test --max-source-positions 9 --required-batch-size-multiple {multiple}"
-    assert generate.main([*data.generation, *flags.split()]) == 0
+    assert generate([*data.generation, *flags.split()]) == 0
     captured = capfd.readouterr()
     missing = 60 - captured.out.count("\nH-")
     assert 0 < missing < 60
@@ -155,12 +154,12 @@ def test_sentences_that_fairseq_skips_are_counted(
 def test_sentences_that_are_not_there_for_another_reason_are_not(
     data: CommandData, capfd: pytest.CaptureFixture, flags: str
 ) -> None:
-    assert generate.main([*data.generation, *flags.split()]) == 0
+    assert generate([*data.generation, *flags.split()]) == 0
     captured = capfd.readouterr()
     assert "\nH-" in captured.out
     assert LEFT_OUT not in captured.err
 
 
 def test_a_run_that_fairseq_leaves_empty_is_refused(data: CommandData, capfd: pytest.CaptureFixture) -> None:
-    error = stopped(capfd, generate.main, [*data.generation, "--required-batch-size-multiple", "100"])
+    error = stopped(capfd, generate, [*data.generation, "--required-batch-size-multiple", "100"])
     assert "fairseq leaves out 60 of 60 sentences" in error

@@ -17,7 +17,7 @@ from fairseq_command_data import PIPELINE_ONLY, CommandData, make, make_encoded,
 from python_process import run_python
 
 import fastgen
-from fastgen.cli.fairseq.fairseq_generate import main
+from fastgen.cli.fairseq.command import generate
 from fastgen.optimizer.fairseq.checkpoints import allowed
 
 
@@ -42,7 +42,7 @@ def written(capfd: pytest.CaptureFixture, *args: str) -> str:
     Unless `args` say otherwise, no other process reads the data: the tests would wait five seconds for each to end.
     """
     capfd.readouterr()
-    assert main(["--num-workers", "0", *args]) == 0
+    assert generate(["--num-workers", "0", *args]) == 0
     return capfd.readouterr().out
 
 
@@ -88,7 +88,7 @@ def test_flags_of_fastseq_are_taken_and_those_without_effect_say_so(
     args = ["--num-workers", "0", *data.generation, "--batch-size", "16", "--beam", "2", "--remove-bpe"]
     expected = written(capfd, *args)
     for flags in ("--decode-hypothesis --use-el-attn --post-process-workers 2", "--decode_hypothesis --use_el_attn"):
-        assert main([*args, *flags.split()]) == 0
+        assert generate([*args, *flags.split()]) == 0
         captured = capfd.readouterr()
         assert captured.out == expected
         said = [line for line in captured.err.splitlines() if "changes nothing" in line]
@@ -246,7 +246,7 @@ def test_no_pipeline_is_said_with_its_reason(capfd: pytest.CaptureFixture, data:
     args = [*data.generation, "--batch-size", "16", "--remove-bpe"]
     expected = written(capfd, *args, "--no-fastgen")
     with fastgen.disabled(), allowed():
-        assert main([*args, "--num-workers", "0", "--postprocess-workers", "0"]) == 0
+        assert generate([*args, "--num-workers", "0", "--postprocess-workers", "0"]) == 0
     captured = capfd.readouterr()
     assert captured.out == expected
     assert "without the pipeline: --postprocess-workers 0\n" in captured.err

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -30,7 +31,14 @@ def do(task: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     if task == "exit":
         os._exit(3)
+    if task == "die while writing":
+        Connection._send = die_while_writing
     return task
+
+
+def die_while_writing(connection: Connection, data: bytes) -> None:
+    os.write(connection.fileno(), bytes(data)[:-1])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def pool(write: Callable[[Any], None], work: Callable[[Any], Any] = do, **options: int) -> OrderedPool:
@@ -82,7 +90,12 @@ def test_submit_waits_while_too_much_is_unfinished() -> None:
 
 @pytest.mark.parametrize(
     ("task", "message"),
-    [("raise", "^ValueError: a bad task$"), ("die", "was ended by SIGKILL$"), ("exit", "ended with status 3")],
+    [
+        ("raise", "^ValueError: a bad task$"),
+        ("die", "was ended by SIGKILL$"),
+        ("die while writing", "was ended by SIGKILL$"),
+        ("exit", "ended with status 3"),
+    ],
 )
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_goes_wrong_in_a_worker_is_raised_in_its_place(task: str, message: str, workers: int) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastgen.cli.errors import RunError
-from fastgen.cli.pipeline.interrupt import Stop
 from fastgen.cli.transformers.resume.run_state import RunState
 from fastgen.cli.transformers.stages.batches import Planner
 from fastgen.cli.transformers.stages.choice import workers_for
@@ -24,6 +23,7 @@ from fastgen.cli.transformers.stages.prefetcher import MakePrepare, Prefetcher
 from fastgen.cli.transformers.stages.progress import Progress
 from fastgen.cli.transformers.stages.transfer import Transfer
 from fastgen.cli.transformers.stages.writer import MakeFinish, Output, Writer
+from fastgen.cli.transformers.stop import Stop
 
 PROBED_LINES = 32
 PROBED_TOKENS = 32

@@ -198,7 +198,9 @@ class TestCompiled:
 
 
 class TestAdapters:
-    peft = pytest.importorskip("peft")
+    @pytest.fixture(autouse=True)
+    def import_peft(self):
+        self.peft = pytest.importorskip("peft")
 
     def adapted(self, config, name="llama", *others: str) -> nn.Module:
         model = self.peft.get_peft_model(build(name), config)

@@ -101,9 +101,8 @@ def _status(failures: int, inputs: int) -> int:
 
 
 def _progress(args: RunConfig, files: Files, written_before: int) -> Progress:
-    total, surveyed = files.total(args.n_obs), files.survey
-    size = None if surveyed is None else surveyed.size * (total - written_before) / max(surveyed.lines, 1)
-    progress = Progress(total, written_before, args.quiet, size, args.verbose)
+    total = files.total(args.n_obs)
+    progress = Progress(total, written_before, args.quiet, args.verbose)
     if args.resume and not args.quiet:
         progress.say(f"goes on at line {written_before + 1} of {total}")
     return progress

@@ -29,11 +29,10 @@ CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over a file finds. A last line counts without its line end, too. size: in bytes."""
+    """What one pass over a file finds. A last line counts without its line end, too."""
 
     lines: int
     sha256: str
-    size: int
 
 
 def is_stream(path: Path) -> bool:
@@ -44,14 +43,13 @@ def is_stream(path: Path) -> bool:
 def survey(path: Path) -> Survey:
     """Counts the lines of INPUT."""
     digest = hashlib.sha256()
-    lines, size, last = 0, 0, b"\n"
+    lines, last = 0, b"\n"
     with _opened("INPUT", path) as file:
         while block := _read(file, SURVEY_BLOCK):
             digest.update(block)
             lines += block.count(b"\n")
-            size += len(block)
             last = block[-1:]
-    return Survey(lines + (last != b"\n"), digest.hexdigest(), size)
+    return Survey(lines + (last != b"\n"), digest.hexdigest())
 
 
 def read_chunks(

@@ -73,4 +73,3 @@ class Finished:
     records: list[tuple[int, bytes]]  # line number, record
     tokens: int  # how many were generated
     failures: list[tuple[int, str]]  # line number, why
-    size: int = 0  # bytes of the lines of INPUT, with their ends

@@ -109,7 +109,6 @@ def _finish(decode: Decode, count: Count, output_format: OutputFormat, generated
     finished = Finished(records=[], tokens=sum(tokens), failures=[])
     for result in _results(decode, tokens, generated):
         number = result.line.number
-        finished.size += len(result.line.raw) + 1
         record = _json_record(result, output_format) if output_format.jsonl else _text_record(result, output_format)
         finished.records.append((number, record))
         if result.error is not None:

@@ -31,7 +31,6 @@ from fastgen.cli.transformers.stages.generation import Model, WithinMemory
 from fastgen.cli.transformers.stages.pipeline import run_stages
 from fastgen.cli.transformers.stages.postprocess import first_text
 from fastgen.cli.transformers.stages.progress import Progress
-from fastgen.cli.transformers.stages.transfer import Transfer
 
 NOTICE = "finishing the batch in flight; a second Ctrl-C or SIGTERM stops at once"
 
@@ -44,8 +43,7 @@ def run(args: RunConfig, files: Files) -> int:
     settings = generate_arguments(args, loaded, task)
     asked, args = args, with_batch_size(args, loaded, settings)
     check_settings(args, loaded, settings)
-    transfer = Transfer(device)
-    model = _model(args, loaded, settings, transfer)
+    model = _model(args, loaded, settings, device)
     signed = None if args.output == STREAM else signature(args, loaded, files.survey)
     failures = failures_if_complete(args.output, signed, args.overwrite) if args.resume else None
     if failures is not None:
@@ -119,10 +117,10 @@ def _open_output(args: RunConfig, signed: dict[str, Any] | None) -> PartFile | S
     return (PartFile.resume if args.resume else PartFile.create)(args.output, signed, args.overwrite)
 
 
-def _model(args: RunConfig, loaded: LoadedModel, settings: dict, transfer: Transfer) -> Model | SideBySide:
+def _model(args: RunConfig, loaded: LoadedModel, settings: dict, device: torch.device) -> Model | SideBySide:
     """What turns a batch into tokens: one generate call, or with --compare two."""
-    model = Model(loaded, settings, transfer)
-    return SideBySide(Model(loaded, settings, transfer), model) if args.compare else model
+    model = Model(loaded, settings, device)
+    return SideBySide(Model(loaded, settings, device), model) if args.compare else model
 
 
 def _leave(args: RunConfig, output: PartFile | StandardOutput, written_before: int, progress: Progress) -> None:

@@ -17,7 +17,6 @@ from fastgen.cli.transformers.files.records import reason
 from fastgen.cli.transformers.model.loading import LoadedModel
 from fastgen.cli.transformers.stages import beam_scores
 from fastgen.cli.transformers.stages.items import Batch, Generated, NotGenerated
-from fastgen.cli.transformers.stages.transfer import Transfer
 
 NO_SEQUENCES = np.empty((0, 0), np.int64)
 # What allocators say that raise a plain RuntimeError.
@@ -29,19 +28,19 @@ logger = logging.getLogger(__name__)
 class Model:
     """Calls generate with the settings of a run, and counts the seconds spent in it."""
 
-    def __init__(self, loaded: LoadedModel, settings: dict[str, Any], transfer: Transfer) -> None:
+    def __init__(self, loaded: LoadedModel, settings: dict[str, Any], device: torch.device) -> None:
         self.seconds = 0.0
         self._loaded = loaded
         self._takes_scores = bool(settings.get("output_scores")) and beam_scores.can_be_taken(loaded.model)
         left_out = beam_scores.ARGUMENTS if self._takes_scores else ()
         self._settings = {name: value for name, value in settings.items() if name not in left_out}
-        self.transfer = transfer
+        self.device = device
 
     def __call__(self, batch: Batch) -> Generated:
         """What is generated for a batch of at least one line; raises RunError where the device is of no more use."""
         begun = time.perf_counter()
         try:
-            inputs = self.transfer.receive(batch.inputs, batch.sent)
+            inputs = {name: tensor.to(self.device) for name, tensor in batch.inputs.items()}
             generated, scores = self._generate(inputs)
             sequences = generated if isinstance(generated, torch.Tensor) else generated.sequences
             if self._loaded.causal_lm:
@@ -51,15 +50,15 @@ class Model:
             return Generated(
                 batch.lines,
                 batch.lengths,
-                self.transfer.fetch_sync(sequences),
+                sequences.cpu().numpy(),
                 None if scores is None else scores.tolist(),
                 batch.not_generated,
             )
         except Exception as error:
-            if not self.transfer.device_works_sync():
+            if not self._device_works_sync():
                 numbers = [line.number for line in batch.lines]
                 where = f"at lines {min(numbers)} to {max(numbers)}"
-                raise RunError(f"{self.transfer.device} failed {where}: {reason(error)}") from error
+                raise RunError(f"{self.device} failed {where}: {reason(error)}") from error
             raise
         finally:
             self.seconds += time.perf_counter() - begun
@@ -74,6 +73,15 @@ class Model:
             sequences = model.generate(**inputs, **self._settings)
         outputs = len(sequences) // scores[0].shape[0]
         return sequences, scores[0][:, :outputs].flatten()
+
+    def _device_works_sync(self) -> bool:
+        """After some errors, such as an index out of range in a kernel, a GPU answers everything with that error."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
 
 
 class WithinMemory:
@@ -162,7 +170,7 @@ def _part(batch: Batch, start: int, stop: int, left: bool) -> Batch:
         columns = slice(-width, None) if left else slice(width)
         inputs = {name: tensor[:, columns] for name, tensor in inputs.items()}
     not_generated = batch.not_generated if start == 0 else []
-    return Batch(batch.lines[start:stop], lengths, inputs, not_generated, batch.sent)
+    return Batch(batch.lines[start:stop], lengths, inputs, not_generated)
 
 
 def _free_memory() -> None:

@@ -1,6 +1,6 @@
 """What the stages of the command hand to each other, in the order in which a line of INPUT goes through them.
 
-Line → Prepared (preprocess.py) → Batch (batches.py) → Generated (model.py) → Finished (postprocess.py)
+Line → Prepared (preprocess.py) → Batch (batches.py) → Generated (generation.py) → Finished (postprocess.py)
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Batch:
     inputs: dict[str, torch.Tensor]  # [B, N, …], padded, with an attention_mask where anything is; empty where B is 0
     not_generated: list[NotGenerated] = field(default_factory=list)
     ends_window: bool = True  # of lines that were sorted by length, longest first
-    sent: torch.cuda.Event | None = None  # after which `inputs` may be read, where they were copied to a GPU
 
     def __len__(self) -> int:
         return len(self.lines)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from tqdm import tqdm
 
@@ -16,6 +18,9 @@ from fastgen.cli.transformers.flags.arguments import PROG
 from fastgen.cli.transformers.stages.items import Finished
 
 SECONDS_BETWEEN_LINES = 10.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Progress:
@@ -101,6 +106,32 @@ class Progress:
 
     def _shares(self) -> str:
         return "idle: " + ", ".join(f"{stage} {share:.0%}" for stage, share in self._idle(self.seconds).items())
+
+
+class Busy:
+    """How long stages have been at work, each in all of its threads together. threads: how many each has."""
+
+    def __init__(self, threads: dict[str, int]) -> None:
+        self._threads = threads
+        self._seconds = dict.fromkeys(threads, 0.0)
+        self._lock = threading.Lock()
+
+    def timed(self, stage: str, work: Callable[P, R]) -> Callable[P, R]:
+        """`work`, whose time counts for a stage."""
+
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            begun = time.perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                with self._lock:
+                    self._seconds[stage] += time.perf_counter() - begun
+
+        return timed
+
+    def idle(self, seconds: float) -> dict[str, float]:
+        """The share of so many seconds in which each stage had nothing to do."""
+        return {stage: max(0.0, 1 - busy / (seconds * self._threads[stage])) for stage, busy in self._seconds.items()}
 
 
 def _has_columns() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,20 +105,21 @@ class WithinMemory:
         if not batch.lines:
             yield Generated([], [], NO_SEQUENCES, None, batch.not_generated)
             return
-        parts = deque([batch])
-        while parts:
-            # What is remembered may have become less since this part was made.
-            part, *others = self._split(parts.popleft())
-            parts.extendleft(reversed(others))
-            generated = self._generate(part)
+        rows = len(batch)
+        if self.cells is not None:
+            rows = min(rows, max(1, self.cells // max(batch.lengths)))
+        if rows == len(batch):
+            generated = self._generate(batch)
             if isinstance(generated, Generated):
                 yield generated
-            elif len(part) > 1:
-                half = (len(part) + 1) // 2
-                parts.extendleft([_part(part, half, len(part), self._left), _part(part, 0, half, self._left)])
-            else:
-                failed = [*part.not_generated, NotGenerated(part.lines[0], generated)]
+                return
+            if rows == 1:
+                failed = [*batch.not_generated, NotGenerated(batch.lines[0], generated)]
                 yield Generated([], [], NO_SEQUENCES, None, failed)
+                return
+            rows = (rows + 1) // 2
+        for start in range(0, len(batch), rows):
+            yield from self(_part(batch, start, start + rows, self._left))
 
     def _generate(self, part: Batch) -> Generated | str:
         """Why nothing was generated is one line: the exception, and all that its traceback holds, is gone by then."""
@@ -131,7 +131,9 @@ class WithinMemory:
             if not is_out_of_memory(error):
                 logger.debug("generate raised for %d inputs", len(part), exc_info=True)
                 return f"cannot be generated for ({reason(error)})"
-        _free_memory()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         self._remember(part)
         return f"the memory is too small for this input of length {part.lengths[0]} alone"
 
@@ -144,13 +146,6 @@ class WithinMemory:
                 f"going on with at most {self.cells} tokens in a batch"
             )
 
-    def _split(self, batch: Batch) -> Iterator[Batch]:
-        rows = len(batch)
-        if self.cells is not None:
-            rows = min(rows, max(1, self.cells // max(batch.lengths)))
-        for start in range(0, len(batch), rows):
-            yield _part(batch, start, start + rows, self._left)
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host had no memory left, however its allocator says so."""
@@ -161,8 +156,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _part(batch: Batch, start: int, stop: int, left: bool) -> Batch:
     """Some rows of a batch, text without the columns that are padding in all of them."""
-    if (start, stop) == (0, len(batch)):
-        return batch
     lengths = batch.lengths[start:stop]
     inputs = {name: tensor[start:stop] for name, tensor in batch.inputs.items()}
     if "input_ids" in inputs:
@@ -171,9 +164,3 @@ def _part(batch: Batch, start: int, stop: int, left: bool) -> Batch:
         inputs = {name: tensor[:, columns] for name, tensor in inputs.items()}
     not_generated = batch.not_generated if start == 0 else []
     return Batch(batch.lines[start:stop], lengths, inputs, not_generated)
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

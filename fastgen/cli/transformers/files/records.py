@@ -11,10 +11,9 @@ import json
 import math
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fastgen.cli.transformers.stages.items import Line
+from fastgen.cli.transformers.stages.items import Line
 
 # What a record of OUTPUT has besides the fields of its record of INPUT. There, with a number: those of earlier runs.
 ADDED_FIELDS = ("input_tokens", "outputs", "error")

@@ -6,9 +6,11 @@ Line → Prepared (preprocess.py) → Batch (batches.py) → Generated (generati
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+if TYPE_CHECKING:  # lines are read before torch is imported
+    import numpy as np
+    import torch
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Any, TextIO
 
 import torch
@@ -55,7 +56,7 @@ def run(args: RunConfig, files: Files) -> int:
     written_before = output.records
     progress = _progress(args, files, written_before)
     try:
-        state = RunState.from_bytes(output.state)
+        state = RunState(**(output.state or {}))
         left = loaded.tokenizer.padding_side == "left"
         generate = WithinMemory(model, left, progress.say, state.cells)
         stages = make_stages(args, loaded, settings, task, model, generate, progress.say)
@@ -64,7 +65,7 @@ def run(args: RunConfig, files: Files) -> int:
         elif args.seed is not None:
             torch.manual_seed(args.seed)
         if not output.records:
-            output.keep_state(stages.state().to_bytes())
+            output.keep_state(asdict(stages.state()))
         chunks = read_chunks(args.input, first=output.records, n_obs=args.n_obs, longest=stages.line_bytes)
         with stoppable(NOTICE) as stop:
             complete = run_stages(chunks, stages, output, state.failures, progress, stop)

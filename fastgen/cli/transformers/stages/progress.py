@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
@@ -18,9 +18,6 @@ from fastgen.cli.transformers.flags.arguments import PROG
 from fastgen.cli.transformers.stages.items import Finished
 
 SECONDS_BETWEEN_LINES = 10.0
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Progress:
@@ -116,13 +113,13 @@ class Busy:
         self._seconds = dict.fromkeys(threads, 0.0)
         self._lock = threading.Lock()
 
-    def timed(self, stage: str, work: Callable[P, R]) -> Callable[P, R]:
+    def timed(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
         """`work`, whose time counts for a stage."""
 
-        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+        def timed(*args: Any) -> Any:
             begun = time.perf_counter()
             try:
-                return work(*args, **kwargs)
+                return work(*args)
             finally:
                 with self._lock:
                     self._seconds[stage] += time.perf_counter() - begun

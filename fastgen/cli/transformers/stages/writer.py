@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from fastgen.cli.transformers.files.standard_output import StandardOutput
 from fastgen.cli.transformers.resume.part_file import PartFile
@@ -115,5 +115,5 @@ class Writer:
 
     def _keep_state(self) -> None:
         if self._state is not None:
-            self._output.keep_state(self._state.to_bytes())
+            self._output.keep_state(asdict(self._state))
             self._state, self._kept = None, time.monotonic()

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError
 from fastgen.cli.pipeline.interrupt import interruptible
-from fastgen.cli.pipeline.ordered_pool import WorkerError
 from fastgen.cli.transformers.files.paths import Files, check_files
 from fastgen.cli.transformers.flags.arguments import PROG, parse_arguments
 from fastgen.cli.transformers.flags.run_config import RunConfig
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         return _stop(f"error: {error}", UNUSABLE)
     except BrokenPipeError:
         return _stop("error: nobody reads the standard output any more; what was written is complete records", FAILED)
-    except (OSError, WorkerError, RunError) as error:
+    except (OSError, RunError) as error:
         return _stop(f"error: {error}", FAILED)
     except Stopped as stopped:
         return _stop("interrupted", stopped.status)

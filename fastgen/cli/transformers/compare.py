@@ -22,7 +22,7 @@ class SideBySide:
     def __init__(self, stock: Model, with_fastgen: Model) -> None:
         self.stock = stock
         self.with_fastgen = with_fastgen
-        self.transfer = stock.transfer
+        self.device = stock.device
         self.batches = 0
         self.inputs = 0
         self.equal = 0
@@ -69,10 +69,9 @@ class SideBySide:
 
     def _same_random_state(self) -> AbstractContextManager[None]:
         """What follows the block draws the same random numbers as the block did; sampling is not comparable without."""
-        device = self.transfer.device
-        if device.type == "cpu":
+        if self.device.type == "cpu":
             return torch.random.fork_rng(devices=[])
-        return torch.random.fork_rng(devices=[device], device_type=device.type)
+        return torch.random.fork_rng(devices=[self.device], device_type=self.device.type)
 
 
 def _equal_inputs(stock: np.ndarray, generated: np.ndarray, inputs: int) -> np.ndarray:

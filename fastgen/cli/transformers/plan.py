@@ -51,10 +51,10 @@ def make_stages(
         embedded_tokens=embedded_tokens(loaded.model),
     )
     if loaded.feature_extractor is None:
-        make_prepare = partial(prepare_text, tokenizer, input_format)
+        prepare = prepare_text(tokenizer, input_format)
         collate = pad_text(tokenizer.pad_token_id, tokenizer.padding_side == "left")
     else:
-        make_prepare = partial(prepare_audio, loaded.feature_extractor, input_format)
+        prepare = prepare_audio(loaded.feature_extractor, input_format)
         collate = partial(collate_audio, loaded.feature_extractor)
     reasons = reasons_to_keep_file_order(args, settings, loaded)
     if reasons and not args.quiet:
@@ -64,23 +64,19 @@ def make_stages(
     window, window_cells = _window(args, limits)
     samples = effective("do_sample", settings, loaded) or isinstance(effective("temperature", settings, loaded), list)
     return Stages(
-        make_prepare=make_prepare,
+        prepare=prepare,
         planner=Planner(limits, 0 if in_order else window, collate, window_cells),
-        transfer=model.transfer,
         generate=generate,
-        make_finish=partial(
-            finish,
+        finish=finish(
             tokenizer,
             output_format(args, loaded),
             token_ids(effective("eos_token_id", settings, loaded)),
             effective("pad_token_id", settings, loaded),
         ),
-        vocabulary=len(tokenizer),
-        model_seconds=lambda: model.seconds,
         workers=(args.preprocess_workers, args.postprocess_workers),
         line_bytes=input_format.line_bytes,
         in_order=in_order,
-        random=partial(random_state, model.transfer.device) if samples else None,
+        random=partial(random_state, model.device) if samples else None,
     )
 
 

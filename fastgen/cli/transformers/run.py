@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Any, TextIO
 
 import torch
@@ -30,7 +31,6 @@ from fastgen.cli.transformers.stages.generation import Model, WithinMemory
 from fastgen.cli.transformers.stages.pipeline import run_stages
 from fastgen.cli.transformers.stages.postprocess import first_text
 from fastgen.cli.transformers.stages.progress import Progress
-from fastgen.cli.transformers.stages.transfer import Transfer
 from fastgen.cli.transformers.stop import stoppable
 
 NOTICE = "finishing the batch in flight; a second Ctrl-C or SIGTERM stops at once"
@@ -44,8 +44,7 @@ def run(args: RunConfig, files: Files) -> int:
     settings = generate_arguments(args, loaded, task)
     asked, args = args, with_batch_size(args, loaded, settings)
     check_settings(args, loaded, settings)
-    transfer = Transfer(device)
-    model = _model(args, loaded, settings, transfer)
+    model = _model(args, loaded, settings, device)
     signed = None if args.output == STREAM else signature(args, loaded, files.survey)
     failures = failures_if_complete(args.output, signed, args.overwrite) if args.resume else None
     if failures is not None:
@@ -57,7 +56,7 @@ def run(args: RunConfig, files: Files) -> int:
     written_before = output.records
     progress = _progress(args, files, written_before)
     try:
-        state = RunState.from_bytes(output.state)
+        state = RunState(**(output.state or {}))
         left = loaded.tokenizer.padding_side == "left"
         generate = WithinMemory(model, left, progress.say, state.cells)
         stages = make_stages(args, loaded, settings, task, model, generate, progress.say)
@@ -66,7 +65,7 @@ def run(args: RunConfig, files: Files) -> int:
         elif args.seed is not None:
             torch.manual_seed(args.seed)
         if not output.records:
-            output.keep_state(stages.state().to_bytes())
+            output.keep_state(asdict(stages.state()))
         chunks = read_chunks(args.input, first=output.records, n_obs=args.n_obs, longest=stages.line_bytes)
         with stoppable(NOTICE) as stop:
             complete = run_stages(chunks, stages, output, state.failures, progress, stop)
@@ -101,9 +100,8 @@ def _status(failures: int, inputs: int) -> int:
 
 
 def _progress(args: RunConfig, files: Files, written_before: int) -> Progress:
-    total, surveyed = files.total(args.n_obs), files.survey
-    size = None if surveyed is None else surveyed.size * (total - written_before) / max(surveyed.lines, 1)
-    progress = Progress(total, written_before, args.quiet, size, args.verbose)
+    total = files.total(args.n_obs)
+    progress = Progress(total, written_before, args.quiet, args.verbose)
     if args.resume and not args.quiet:
         progress.say(f"goes on at line {written_before + 1} of {total}")
     return progress
@@ -120,13 +118,13 @@ def _open_output(args: RunConfig, signed: dict[str, Any] | None) -> PartFile | S
     return (PartFile.resume if args.resume else PartFile.create)(args.output, signed, args.overwrite)
 
 
-def _model(args: RunConfig, loaded: LoadedModel, settings: dict, transfer: Transfer) -> Model | SideBySide:
+def _model(args: RunConfig, loaded: LoadedModel, settings: dict, device: torch.device) -> Model | SideBySide:
     """What turns a batch into tokens: one generate call, or with --compare two."""
-    model = Model(loaded, settings, transfer)
+    model = Model(loaded, settings, device)
     if not args.compare:
         return model
     tokens_only = {name: value for name, value in settings.items() if name not in SCORES}
-    return SideBySide(Model(loaded, tokens_only, transfer), model)
+    return SideBySide(Model(loaded, tokens_only, device), model)
 
 
 def _leave(args: RunConfig, output: PartFile | StandardOutput, written_before: int, progress: Progress) -> None:

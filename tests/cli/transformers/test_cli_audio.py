@@ -1,13 +1,12 @@
 """Paths of audio files become the features that a plain loop gives; a bad file is its line's error only."""
 
 import json
-import multiprocessing
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -228,29 +227,13 @@ def test_a_stream_of_unknown_length_is_read_to_its_end(folder: Path) -> None:
     assert np.array_equal(stream.arrays["input_features"], plainly.arrays["input_features"])
 
 
-def _in_worker(file: str, connection: Any) -> None:
-    prepared = prepare([file])
-    connection.send((torch.get_num_threads(), prepared[0].arrays["input_features"]))
-
-
-def test_forked_workers_have_one_thread_and_the_same_features() -> None:
-    file = save("good.wav", sound(1))
-    expected = prepare([file])[0].arrays["input_features"]
-    torch.set_num_threads(2)
-    try:
-        torch.ones(200_000).exp().sum()  # starts the threads that a forked process does not have
-        ours, theirs = multiprocessing.Pipe()
-        worker = multiprocessing.get_context("fork").Process(target=_in_worker, args=(file, theirs))
-        worker.start()
-        assert ours.poll(60)
-        threads, features = ours.recv()
-        worker.join()
-        prepare([file])
-        assert torch.get_num_threads() == 2  # the program's own are left alone
-    finally:
-        torch.set_num_threads(1)
-    assert threads == 1
-    assert np.array_equal(features, expected)
+def test_threads_may_share_a_feature_extractor() -> None:
+    files = [save(f"{number}.wav", sound(0.2 + 0.1 * number)) for number in range(8)]
+    expected = prepare(files)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda file: prepare([file])[0], files))
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one.arrays["input_features"], other.arrays["input_features"])
 
 
 @pytest.mark.parametrize(("extractor", "make"), [("whisper", make_whisper), ("speech2text", make_speech2text)])

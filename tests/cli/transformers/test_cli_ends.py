@@ -20,11 +20,9 @@ from fastgen.cli.transformers.flags.arguments import PROG
 LINES = sentences(120)
 FLAGS = ("--bs", "4", "--window", "16", "--beam", "2")
 
-# Every batch takes at least SECONDS, so that there is time to end the run in the middle of one; workers are processes.
+# Every batch takes at least SECONDS, so that there is time to end the run in the middle of one.
 SLOW = """
 import sys, time
-from fastgen.cli.transformers.stages import choice
-choice.waits_beside = lambda call: 1.0
 from transformers import BartForConditionalGeneration
 generate, seconds = BartForConditionalGeneration.generate, float(sys.argv.pop(1))
 def slow(self, **inputs):
@@ -122,20 +120,6 @@ def test_kill_9_of_the_command(start: Callable[..., Run], bart: Path, tmp_path: 
     run.wait_for_records()
     run.process.kill()
     assert run.end()[0] == -signal.SIGKILL
-    run.check_part(expected, 20)
-    run.check_resumes(bart, tmp_path, expected)
-
-
-def test_kill_9_of_a_worker(start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes) -> None:
-    run = start()
-    run.wait_for_records()
-    workers = [child for child in run.children if child.status() != psutil.STATUS_ZOMBIE]
-    assert workers
-    workers[0].kill()
-    status, stderr = run.end()
-    assert status == 1
-    assert f"worker process {workers[0].pid} was ended by SIGKILL" in stderr and "Traceback" not in stderr
-    assert "the same command with --resume goes on after them" in stderr
     run.check_part(expected, 20)
     run.check_resumes(bart, tmp_path, expected)
 

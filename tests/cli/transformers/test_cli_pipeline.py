@@ -17,14 +17,11 @@ from cli_loop import generate, plain_loop
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, sentences
 
 import fastgen
-from fastgen.cli.pipeline.ordered_pool import OrderedPool
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.files import paths as files
 from fastgen.cli.transformers.files.lines import Survey
-from fastgen.cli.transformers.stages import pipeline
 from fastgen.cli.transformers.stages.generation import WithinMemory
 from fastgen.cli.transformers.stages.items import Batch, Generated
-from fastgen.cli.transformers.stages.ordered_threads import OrderedThreads
 
 LINES = sentences(70)
 
@@ -87,12 +84,8 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("kind", [OrderedPool, OrderedThreads])
 @pytest.mark.parametrize("size", SIZES)
-def test_output_does_not_depend_on_batches_and_workers(
-    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, size: tuple, kind: type
-) -> None:
-    monkeypatch.setattr(pipeline, "workers_for", lambda call: kind)
+def test_output_does_not_depend_on_batches_and_workers(tmp_path: Path, bart: Path, size: tuple) -> None:
     expected = plain_loop(bart, LINES, 4, num_beams=3)
     assert generate(tmp_path, bart, LINES, "--beam", 3, *size) == expected
 
@@ -406,7 +399,7 @@ def test_input_that_ends_early_completes_nothing(
 ) -> None:
     source, output = tmp_path / "in", tmp_path / "out"
     source.write_text("\n".join(LINES))
-    monkeypatch.setattr(files, "survey", lambda path: Survey(len(LINES) + 1, "the sum of a longer file", 99))
+    monkeypatch.setattr(files, "survey", lambda path: Survey(len(LINES) + 1, "the sum of a longer file"))
     assert main([str(bart), str(source), str(output)]) == 2
     assert "INPUT changed while it was read: it had 71 lines, and 70 could be read" in capsys.readouterr().err
     assert not output.exists()

@@ -196,9 +196,23 @@ def test_records_need_the_field_of_the_id(prepare: Callable[..., list[Prepared]]
     assert bad.error == 'has no field "id" (its fields: "text", "key")'
 
 
-def test_fields_that_python_does_not_hold_are_no_errors(prepare: Callable[..., list[Prepared]]) -> None:
-    lines = [f'{{"text": "word1", "number": {number}}}' for number in ("1e400", "NaN", "9" * 5000, "-0.0")]
-    assert ids(prepare(lines, jsonl=True)) == [[0, 5, 2]] * 4
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        ("-0.0", None),
+        ("9" * 4000, None),
+        ("9" * 5000, "has an integer of 5000 digits, which is too long"),
+        ("-1e400", "has the number -1e400, which is too large"),
+        ("NaN", "has NaN, which is no JSON"),
+        ("-Infinity", "has -Infinity, which is no JSON"),
+    ],
+)
+def test_numbers_that_python_or_json_does_not_hold_are_their_lines_errors(
+    prepare: Callable[..., list[Prepared]], number: str, error: str | None
+) -> None:
+    good, found = prepare(['{"text": "word1"}', f'{{"text": "word1", "a": [{number}]}}'], jsonl=True)
+    assert ids([good]) == [[0, 5, 2]]
+    assert found.error == error and (found.arrays is None) == (error is not None)
 
 
 def test_text_that_is_not_utf8_is_its_lines_error(prepare: Callable[..., list[Prepared]]) -> None:

@@ -118,37 +118,18 @@ def test_quiet_names_failures_only(capsys: pytest.CaptureFixture, monkeypatch: p
     assert (quiet.inputs, quiet.tokens, quiet.failures) == (2, 7, 1)
 
 
-LENGTHS = [260, 205, 195, 150, 137, 123, 103, 94, 82, 66, 60, 52, 40, 33, 29, 20]  # of a window, the longest first
-
-
-@pytest.mark.parametrize(("per_input", "per_byte"), [(0.0, 0.001), (0.3, 0.0), (0.05, 0.001)])
-@pytest.mark.parametrize("is_size_known", [True, False])
-def test_the_time_left_is_right_from_the_second_batch_on(
-    monkeypatch: pytest.MonkeyPatch, per_input: float, per_byte: float, is_size_known: bool
+def test_the_time_left_is_that_of_the_speed_so_far(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two windows. Where the size of INPUT is unknown, the first has to be over."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    batches = [(32, 32 * length) for length in [*LENGTHS, *LENGTHS]]
-    costs = [inputs * per_input + size * per_byte for inputs, size in batches]
-    size = sum(size for _, size in batches)
-    shown = Progress(32 * len(batches), 0, True, size if is_size_known else None)
-    shown.watch(lambda seconds: IDLE)
-    for number, (batch, cost) in enumerate(zip(batches, costs), start=1):
-        now[0] += cost
-        shown.finished(Finished([(0, b"")] * batch[0], 0, [], size=batch[1]))
-        truth, found = sum(costs[number:]), shown._pace.seconds_left(shown.seconds)
-        if number > 1 if is_size_known else number == len(LENGTHS):
-            assert found == pytest.approx(truth, abs=1e-6)
-        elif is_size_known and per_input == 0.0:  # one batch alone: as long as its bytes
-            assert found == pytest.approx(truth, rel=1e-3)
-
-
-def test_nobody_knows_the_time_left_before_the_first_batch_or_without_a_total() -> None:
-    assert progress._Pace(10, 100.0).seconds_left(1.0) is None
-    unknown = progress._Pace(None, None)
-    unknown.add(2, 10, 1.0)
-    assert unknown.seconds_left(1.0) is None
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    shown = start(100, done=10)
+    for line in ("12 of 100 inputs, 0.5 inputs/s, 02:56 left", "14 of 100 inputs, 0.5 inputs/s, 02:52 left"):
+        now[0] += 4.0
+        shown.finished(BATCH)
+        assert capsys.readouterr().err.splitlines()[-1] == line
+    shown.finished(Finished(records=[], tokens=0, failures=[]))
 
 
 @pytest.fixture(scope="module")

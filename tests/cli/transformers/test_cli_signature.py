@@ -17,7 +17,7 @@ from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.resume.differences import differences
 from fastgen.cli.transformers.resume.signature import fingerprint_sync, signature
 
-SURVEY = Survey(3, "0" * 64, 99)
+SURVEY = Survey(3, "0" * 64)
 FLAGS = RunConfig(model="bart", input=Path("in.txt"), output=Path("out.txt"))
 
 
@@ -88,7 +88,7 @@ def test_every_other_flag_counts_also_one_that_nobody_has_thought_of(folder: Pat
 def test_the_input_counts_by_what_is_in_it(folder: Path) -> None:
     loaded = load(folder)
     expected = ["INPUT's content changed", "INPUT's number of lines was 3, is 4"]
-    assert changes(sign(loaded), sign(loaded, Survey(4, "1" * 64, 99))) == expected
+    assert changes(sign(loaded), sign(loaded, Survey(4, "1" * 64))) == expected
     assert changes(sign(loaded, None), sign(loaded, None)) == []
 
 

@@ -1,6 +1,7 @@
 """OUTPUT.part holds whole records, and --resume goes on from it only where everything is as it was."""
 
 import gzip
+import json
 import os
 import tracemalloc
 from pathlib import Path
@@ -16,6 +17,7 @@ SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "
 
 def write_records(part: PartFile, *records: str) -> None:
     part.write("".join(record + "\n" for record in records).encode(), len(records))
+    part.keep_state("a state")
 
 
 def left_part(path: Path, *records: str, half: bytes = b"") -> Path:
@@ -42,7 +44,7 @@ def test_output_appears_when_complete_and_nothing_else_stays(tmp_path: Path) -> 
     output = tmp_path / "out"
     with PartFile.create(output, SIGNATURE) as part:
         write_records(part, "one", "two")
-        part.keep_state(b"state")
+        part.keep_state("a state")
         assert not output.exists()
         assert (tmp_path / "out.part").read_bytes() == b"one\ntwo\n"  # nothing waits in a buffer
         part.complete()
@@ -61,7 +63,7 @@ def test_a_run_that_is_left_can_be_resumed_and_one_without_records_leaves_nothin
         part.complete()
     assert output.read_bytes() == b"one\ntwo\n"
     with PartFile.create(tmp_path / "other", SIGNATURE) as part:
-        part.keep_state(b"")
+        part.keep_state("")
     assert names(tmp_path) == ["out", "out.run.json"]
 
 
@@ -110,7 +112,7 @@ def test_a_complete_output_is_known_until_something_changes(tmp_path: Path) -> N
     assert failures_if_complete(output, other, overwrite=True) is None
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with PartFile.create(output, other, overwrite=True) as part:
-        part.keep_state(b"")
+        part.keep_state("")
         assert failures_if_complete(output, SIGNATURE, overwrite=True) is None  # there is a run to go on with
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     output.write_text("changed\n")
@@ -163,13 +165,15 @@ def test_half_a_record_is_cut_and_written_again(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == b"one\ntwo\nthree\n"
 
 
-def test_records_are_counted_in_little_memory(tmp_path: Path) -> None:
-    left_part(tmp_path / "out", *["x" * 999] * 50_000, half=b"x" * 5_000_000)
+def test_records_are_compressed_in_little_memory(tmp_path: Path) -> None:
+    left_part(tmp_path / "out.gz", *["x" * 999] * 50_000, half=b"x" * 5_000_000)
     tracemalloc.start()
-    with PartFile.resume(tmp_path / "out", SIGNATURE) as part:
-        peak = tracemalloc.get_traced_memory()[1]
+    with PartFile.resume(tmp_path / "out.gz", SIGNATURE) as part:
+        assert part.records == 50_000
+        part.complete()
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert part.records == 50_000 and peak < 8 << 20
+    assert peak < 8 << 20
 
 
 def test_every_difference_is_named_and_the_part_stays_as_it_is(tmp_path: Path) -> None:
@@ -190,7 +194,10 @@ def test_values_inside_a_setting_are_compared_one_by_one(tmp_path: Path) -> None
         PartFile.resume(tmp_path / "out", {"--gen": {"top_k": 6, "top_p": 0.5}, "--bad": (1, 2), "--added": None})
 
 
-@pytest.mark.parametrize("content", [None, b"", b"[]", b'{"name": "mine"}', b"\xff"])
+INCOMPLETE = json.dumps({"written_by": "fastgen", "signature": SIGNATURE, "records": 1}).encode()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b'{"name": "mine"}', b"\xff", INCOMPLETE])
 def test_a_part_whose_signature_is_missing_or_damaged_is_refused(tmp_path: Path, content: bytes | None) -> None:
     part_path = left_part(tmp_path / "out", "one")
     signature = tmp_path / "out.part.json"
@@ -198,29 +205,28 @@ def test_a_part_whose_signature_is_missing_or_damaged_is_refused(tmp_path: Path,
     with pytest.raises(InputError, match=r"out\.part\.json.*remove"):
         PartFile.resume(tmp_path / "out", SIGNATURE)
     part_path.unlink()
-    if content is not None:  # a file that is not the command's is not replaced, either
+    if content not in (None, INCOMPLETE):  # a file that is not the command's is not replaced, either
         with pytest.raises(InputError, match=r"out\.part\.json.*remove"):
             PartFile.create(tmp_path / "out", SIGNATURE)
         assert signature.read_bytes() == content
 
 
 def test_records_behind_the_state_are_given_up(tmp_path: Path) -> None:
+    state = {"random": "\x00second", "cells": 3}
     with PartFile.create(tmp_path / "out", SIGNATURE) as part:
-        part.keep_state(b"first")
-        write_records(part, "one", "two")
-        part.keep_state(b"\x00second\xff")
-        write_records(part, "three")
+        part.keep_state("first")
+        part.write(b"one\ntwo\n", 2)
+        part.keep_state(state)
+        part.write(b"three\n", 1)
     with PartFile.resume(tmp_path / "out", SIGNATURE) as part:
-        assert (part.records, part.state) == (2, b"\x00second\xff")
+        assert (part.records, part.state) == (2, state)
         assert (tmp_path / "out.part").read_bytes() == b"one\ntwo\n"
 
 
-def test_a_state_of_records_that_are_not_there_is_refused(tmp_path: Path) -> None:
-    with PartFile.create(tmp_path / "out", SIGNATURE) as part:
-        write_records(part, "one", "two")
-        part.keep_state(b"state")
+def test_a_part_that_lacks_records_is_refused(tmp_path: Path) -> None:
+    left_part(tmp_path / "out", "one", "two")
     (tmp_path / "out.part").write_bytes(b"one\n")
-    with pytest.raises(InputError, match=r"has 1 records, but had 2 .*remove"):
+    with pytest.raises(InputError, match=r"has 4 bytes, but had 8 .*remove"):
         PartFile.resume(tmp_path / "out", SIGNATURE)
 
 

@@ -30,7 +30,7 @@ def job(path, total, longest=40):
     with PartFile.resume(Path(path), {"--total": total}) as part:
         draw = random.Random(1)
         if part.state is None:
-            part.keep_state(repr(draw.getstate()).encode())
+            part.keep_state(repr(draw.getstate()))
         else:
             draw.setstate(eval(part.state))
         while part.records < total:
@@ -38,7 +38,7 @@ def job(path, total, longest=40):
             first = part.records
             texts = [f"{first + i} {draw.random()} {'x' * draw.randint(0, longest)}" for i in range(number)]
             part.write("".join(text + chr(10) for text in texts).encode(), number)
-            part.keep_state(repr(draw.getstate()).encode())
+            part.keep_state(repr(draw.getstate()))
         part.complete()
 """
 # Ends the process before the K-th line of these modules is run, for every K, and then completes the job.
@@ -82,7 +82,7 @@ whole = (folder / "whole").read_bytes()
 output = folder / "work" / sys.argv[3]
 read = gzip.open if output.suffix == ".gz" else open
 # The last ones of a run that was killed after its OUTPUT had its name.
-ENDS = ["", ".run.json", ".part.json", ".part.state", ".part.state.new"] + [".part"] * (output.suffix == ".gz")
+ENDS = ["", ".run.json", ".part.json", ".part.json.new"] + [".part"] * (output.suffix == ".gz")
 line, status = 0, 9
 while status == 9:
     line += 1
@@ -112,6 +112,7 @@ def test_a_part_that_another_run_writes_is_refused_until_that_run_is_killed(tmp_
         "import os, time\n"
         f"part = PartFile.create(Path({str(tmp_path / 'out')!r}), {SIGNATURE!r})\n"
         "part.write(b'one\\n', 1)\n"
+        "part.keep_state('a state')\n"
         "child = os.fork()\n"
         "if child:\n    print(child, flush=True)\n"
         "time.sleep(60)\n"
@@ -152,10 +153,10 @@ def test_killed_before_any_line_of_these_modules_a_run_can_be_resumed(tmp_path: 
         records = (tmp_path / "before").read_bytes().splitlines(keepends=True)
         run_code(
             JOB + f"part = PartFile.create(Path({str(folder / name)!r}), {{'--total': 7}})\n"
-            "part.keep_state(repr(random.Random(1).getstate()).encode())\n"
+            "part.keep_state(repr(random.Random(1).getstate()))\n"
             f"part.write({b''.join(records[:2])!r}, 2)\n"
         )
-        (folder / f"{name}.part.state.new").write_text("half")
+        (folder / f"{name}.part.json.new").write_text("half")
         with (folder / f"{name}.part").open("ab") as file:
             file.write(records[2][:4])
     if start == "killed when it was complete":
@@ -208,13 +209,13 @@ def test_a_full_disk_leaves_whole_records_and_more_room_completes_them(tmp_path:
     )
     part = tmp_path / "out.part"
     # 5000 is too small for the state of the random numbers, 50000 for the records.
-    stopped = [(5000, f"{part}.state.new"), (50_000, str(part))]
+    stopped = [(5000, f"{part}.json.new"), (50_000, str(part))]
     for limit, filename in stopped:
         assert run_code(code.replace("LARGEST", str(limit))) == f"{errno.EFBIG} {filename}\n"
         assert part.exists() == (limit == 50_000)
     data = part.read_bytes()
     assert 47_000 < len(data) <= 50_000 and data.endswith(b"\n")
-    assert data.count(b"\n") == json.loads((tmp_path / "out.part.state").read_bytes())["records"]
-    assert names(tmp_path) == ["out.part", "out.part.json", "out.part.state"]
+    assert data.count(b"\n") == json.loads((tmp_path / "out.part.json").read_bytes())["records"]
+    assert names(tmp_path) == ["out.part", "out.part.json"]
     run_code(JOB + f"job({str(tmp_path / 'out')!r}, 300, 500)\njob({str(tmp_path / 'whole')!r}, 300, 500)")
     assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()

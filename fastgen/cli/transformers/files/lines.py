@@ -12,15 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.files.records import RecordError, decode_raw, field, kind, parse
 from fastgen.cli.transformers.files.whole_file import is_gzip, named
 from fastgen.cli.transformers.flags.argument_types import STREAM
-
-if TYPE_CHECKING:
-    from fastgen.cli.transformers.stages.items import Line
+from fastgen.cli.transformers.stages.items import Line
 
 SURVEY_BLOCK = 1 << 20
 READ_BLOCK = 1 << 16
@@ -29,11 +26,10 @@ CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over a file finds. A last line counts without its line end, too. size: in bytes."""
+    """What one pass over a file finds. A last line counts without its line end, too."""
 
     lines: int
     sha256: str
-    size: int
 
 
 def is_stream(path: Path) -> bool:
@@ -44,14 +40,13 @@ def is_stream(path: Path) -> bool:
 def survey(path: Path) -> Survey:
     """Counts the lines of INPUT."""
     digest = hashlib.sha256()
-    lines, size, last = 0, 0, b"\n"
+    lines, last = 0, b"\n"
     with _opened("INPUT", path) as file:
         while block := _read(file, SURVEY_BLOCK):
             digest.update(block)
             lines += block.count(b"\n")
-            size += len(block)
             last = block[-1:]
-    return Survey(lines + (last != b"\n"), digest.hexdigest(), size)
+    return Survey(lines + (last != b"\n"), digest.hexdigest())
 
 
 def read_chunks(
@@ -67,9 +62,6 @@ def read_chunks(
     A chunk has up to `lines` lines of together up to `size` bytes, or a single longer one. From a stream that is slow
     it has those that are there. Of a line of more than `longest` bytes only so many are kept.
     """
-    # It needs torch, and the rest of this file is for checks that are made before that is imported.
-    from fastgen.cli.transformers.stages.items import Line
-
     number = 0
     with _opened("INPUT", path) as file:
         for ended in _ended_lines(file, longest):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastgen.cli.errors import InputError
+from fastgen.cli.transformers import metrics
 from fastgen.cli.transformers.files.lines import Survey, is_stream, raw_lines, read_references, survey
 from fastgen.cli.transformers.files.records import LONGEST_RECORD, RecordError, decode_raw, field, parse
 from fastgen.cli.transformers.files.whole_file import beside
@@ -52,8 +53,6 @@ def _references(args: RunConfig, surveyed: Survey | None) -> list[str] | None:
     """Those of --reference_path, or else of the records of INPUT; None where nothing is to be scored."""
     if args.reference_path is None and args.reference_field is None:
         return None
-    from fastgen.cli.transformers import metrics
-
     metrics.check_installed()
     if args.reference_path is not None:
         references = read_references("--reference_path", args.reference_path, args.reference_field)

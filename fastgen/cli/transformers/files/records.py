@@ -1,20 +1,19 @@
-"""JSON records: one object per line of INPUT, and the same object with what was generated in OUTPUT.
+"""JSON records: one object per line of INPUT, and its fields before what was generated in OUTPUT.
 
-The fields of a record go to OUTPUT character by character as they stand in INPUT, and the others are put behind them.
-Writing anew what was read would change what Python does not hold as JSON does: 1e400, 0.10000000000000000001, integers
-of thousands of digits. Only fields that an earlier run added get other names.
+Fields are read and written by Python, which decides how a number looks: 1E3 becomes 1000.0. What Python cannot hold,
+and what is no JSON, makes the record a bad one.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-import re
+import math
+from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fastgen.cli.transformers.stages.items import Line
+from fastgen.cli.transformers.stages.items import Line
 
 # What a record of OUTPUT has besides the fields of its record of INPUT. There, with a number: those of earlier runs.
 ADDED_FIELDS = ("input_tokens", "outputs", "error")
@@ -22,7 +21,6 @@ ADDED_FIELDS = ("input_tokens", "outputs", "error")
 LONGEST_RECORD = 1 << 24
 BYTE_ORDER_MARK = "\ufeff"
 FIELDS_NAMED = 10
-_WHITE_SPACE = re.compile(r"[ \t\n\r]*")
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
 # JSON allows these inside strings, and some programs end a line at them.
 _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -54,7 +52,9 @@ def decode_raw(raw: bytes, number: int, cut: bool = False) -> str:
 def parse(text: str) -> dict[str, Any]:
     """The object that a record is; raises RecordError for anything else, and for a field that stands there twice."""
     try:
-        record = json.loads(text, parse_int=_integer, object_pairs_hook=_object)
+        record = json.loads(
+            text, parse_int=_integer, parse_float=_finite, parse_constant=_no_constant, object_pairs_hook=_object
+        )
     except json.JSONDecodeError as error:
         raise RecordError(f"is not JSON ({error.msg} at character {error.pos + 1})") from error
     except RecursionError as error:
@@ -92,49 +92,34 @@ def field(record: dict[str, Any], path: str) -> Any:
     return value
 
 
-def own_fields(line: Line) -> str:
-    """The record of a line, with which `extended` begins; raises RecordError for a line that is none.
+def written(line: Line, is_record: bool, added: dict[str, Any]) -> bytes:
+    """A record of OUTPUT with its line end: the fields of the line's own record, or else its number, then `added`.
 
-    Fields that are called as those of OUTPUT get a number, the first that is free for all of them: outputs_1, and in
-    the run after that outputs_2.
+    A line that is no record, or one that is nested too deeply to be written, is known by its number only.
     """
-    text = decode(line)
-    taken = parse(text).keys()
-    if taken.isdisjoint(ADDED_FIELDS):
-        return text
+    if is_record:
+        with suppress(RecordError, RecursionError):
+            return _one_line(_own_fields(line) | added)
+    return _one_line({"line": line.number} | added)
+
+
+def _own_fields(line: Line) -> dict[str, Any]:
+    """Fields that are called as those of OUTPUT get a number, the first that is free for all of them.
+
+    These are outputs_1, and in the run after that outputs_2.
+    """
+    record = parse(decode(line))
     numbered = ({name: f"{name}_{number}" for name in ADDED_FIELDS} for number in count(1))
-    names = next(names for names in numbered if taken.isdisjoint(names.values()))
-    decoder = json.JSONDecoder(parse_int=_integer)
-    pieces, done, at = [], 0, text.index("{")
-    while text[at] != "}":  # at the brace or a comma before a field
-        start = _behind_space(text, at + 1)
-        name, end = decoder.raw_decode(text, start)
-        if name in names:
-            pieces += [text[done:start], quoted(names[name])]
-            done = end
-        _, end = decoder.raw_decode(text, _behind_space(text, text.index(":", end) + 1))
-        at = _behind_space(text, end)
-    return "".join([*pieces, text[done:]])
+    names = next(names for names in numbered if record.keys().isdisjoint(names.values()))
+    return {names.get(name, name): value for name, value in record.items()}
 
 
-def extended(own: str | None, line_number: int, added: dict[str, Any]) -> bytes:
-    """A record of OUTPUT with its line end: `added` behind the fields of the record `own`, or behind the line's number.
-
-    `own` must come from `own_fields`, and the floats in `added` must be finite.
-    """
-    # A CR that is white space between the fields of one record ends a line for programs that take any line end.
-    head = json.dumps({"line": line_number}) if own is None else own.replace("\r", " ")
-    head = head.rstrip().removesuffix("}").rstrip()
-    separator = "" if head.endswith("{") else ", "
-    text = head + separator + json.dumps(added, ensure_ascii=False).removeprefix("{")
+def _one_line(record: dict[str, Any]) -> bytes:
+    text = json.dumps(record, ensure_ascii=False)
     for character, escape in _LINE_ENDS.items():
         text = text.replace(character, escape)
     # Half a surrogate pair, which UTF-8 has no bytes for, becomes the escape by which JSON writes it.
     return text.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _behind_space(text: str, at: int) -> int:
-    return _WHITE_SPACE.match(text, at).end()
 
 
 def kind(value: Any) -> str:
@@ -152,12 +137,22 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
-def _integer(digits: str) -> int | float:
-    """Python refuses to read integers of thousands of digits; that such a field is a number is all that matters."""
+def _integer(digits: str) -> int:
     try:
         return int(digits)
-    except ValueError:
-        return float(digits)
+    except ValueError:  # Python reads no integers of thousands of digits
+        raise RecordError(f"has an integer of {len(digits)} digits, which is too long") from None
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise RecordError(f"has the number {number}, which is too large")
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise RecordError(f"has {name}, which is no JSON")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from contextlib import AbstractContextManager
+from typing import Any
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.files.whole_file import named, write_all
@@ -35,7 +36,7 @@ class StandardOutput(AbstractContextManager):
             write_all(self._descriptor, data)
         self.records += records
 
-    def keep_state(self, state: bytes) -> None:
+    def keep_state(self, state: dict[str, Any]) -> None:
         """Does nothing: what has been read from standard output cannot be gone on from."""
 
     def complete(self, failures: int = 0) -> None:

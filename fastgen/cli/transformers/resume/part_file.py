@@ -3,10 +3,9 @@
 A run may be killed at any moment. What then lies there is one of these, and PartFile.resume goes on from each:
 
     OUTPUT.part, empty                a run that had no record; what else is there is of no use
-    OUTPUT.part, OUTPUT.part.json     records, the last perhaps cut off, and the signature that was there before them
-    and OUTPUT.part.state             the random numbers' state after as many records as there are, or fewer
+    OUTPUT.part, OUTPUT.part.json     records, and how many of them count, what they were made of and the run's state
     OUTPUT, OUTPUT.run.json           a run that was complete, and the signature and digest by which that is seen
-    and OUTPUT.part.json, …           of one that was killed just then; the next run clears them away
+    and OUTPUT.part.json              of one that was killed just then; the next run clears it away
 
 An OUTPUT that is there is replaced only where the user says so (`overwrite`), by a run that is complete.
 
@@ -16,7 +15,6 @@ that was killed between the two leaves both; --resume finds it complete.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -25,15 +23,33 @@ from contextlib import AbstractContextManager
 from gzip import GzipFile
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.files.whole_file import beside, is_gzip, named, replace, resolved, sha256, write_all
+from fastgen.cli.transformers.files.whole_file import (
+    BLOCK,
+    beside,
+    is_gzip,
+    named,
+    replace,
+    resolved,
+    sha256,
+    write_all,
+)
 from fastgen.cli.transformers.resume.differences import differences
-from fastgen.cli.transformers.resume.locked_file import BLOCK, lock, open_locked, whole_records
+from fastgen.cli.transformers.resume.locked_file import lock, open_locked
 
 WRITTEN_BY = "fastgen"
-ENDS = (".part", ".part.json", ".part.state", ".run.json")
+ENDS = (".part", ".part.json", ".run.json")
+
+
+class _Files(NamedTuple):
+    """OUTPUT, or what it points to where it is a link, and what is beside it, as in ENDS."""
+
+    output: Path
+    part: Path
+    kept: Path
+    made: Path
 
 
 class PartFile(AbstractContextManager):
@@ -42,14 +58,14 @@ class PartFile(AbstractContextManager):
     Leaving its context keeps the records for `resume`, unless it is complete.
     """
 
-    def __init__(self, path: Path, file: FileIO, overwrite: bool) -> None:
+    def __init__(self, path: Path, file: FileIO, signature: dict[str, Any], overwrite: bool) -> None:
         """Use `create` or `resume`."""
         self.records = 0  # how many are in the part
-        self.state: bytes | None = None  # what `resume` found of `keep_state`
-        self._output, (self._part, self._signature_file, self._state_file, self._made_file) = _files(path)
+        self.state: Any = None  # what `resume` found of `keep_state`
+        self._files = _files(path)
         self._file = file
+        self._signature = signature
         self._overwrite = overwrite
-        self._signature: dict[str, Any] = {}
         self._compressed = is_gzip(path)
         self._end = 0  # of the last record, in bytes
 
@@ -61,29 +77,30 @@ class PartFile(AbstractContextManager):
         """
         check_part(path, resume=False, overwrite=overwrite)
         try:
-            file = FileIO(_files(path)[1][0], "x+")
+            file = FileIO(_files(path).part, "x+")
         except FileExistsError:
             raise _exists(path) from None
         lock(file)
-        part = cls(path, file, overwrite)
-        part._begin(signature)
+        part = cls(path, file, signature, overwrite)
+        part._begin()
         return part
 
     @classmethod
     def resume(cls, path: Path, signature: dict[str, Any], overwrite: bool = False) -> PartFile:
-        """The part that a run left, cut to whole records; where there is none, as `create`.
+        """The part that a run left, cut to the records of its last state; where there is none, as `create`.
 
         Raises InputError that names every difference between the signature of that run and this one.
         """
-        file = open_locked(_files(path)[1][0])
+        file = open_locked(_files(path).part)
         if file is None:
             return cls.create(path, signature, overwrite)
-        part = cls(path, file, overwrite)
-        if os.fstat(file.fileno()).st_size == 0:
-            part._begin(signature)
+        part = cls(path, file, signature, overwrite)
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            part._begin()
             return part
         try:
-            part._take_up(signature)
+            part._take_up(size)
         except BaseException:
             file.close()
             raise
@@ -94,7 +111,7 @@ class PartFile(AbstractContextManager):
         if data.count(b"\n") != records or data[-1:] not in (b"", b"\n"):
             raise ValueError(f"{records} records are {records} whole lines, not {data[-80:]!r}")
         try:
-            with named(self._part):
+            with named(self._files.part):
                 write_all(self._file.fileno(), data)
         except BaseException:
             self._cut(self.records, self._end)
@@ -102,13 +119,13 @@ class PartFile(AbstractContextManager):
         self.records += records
         self._end += len(data)
 
-    def keep_state(self, state: bytes) -> None:
-        """Keeps what `resume` finds as `.state`, and to which it cuts the part back.
+    def keep_state(self, state: Any) -> None:
+        """Keeps a JSON value that `resume` finds as `.state`, and the present records as those that it goes on after.
 
-        A run that keeps states keeps the first before its first record, else a part without a state could not be told
-        from the part of a run that needs none.
+        Records that are written later count from the next call on.
         """
-        self._replace(self._state_file, {"records": self.records, "state": base64.b64encode(state).decode("ascii")})
+        content = {"signature": self._signature, "records": self.records, "bytes": self._end, "state": state}
+        _replace(self._files.kept, content)
 
     def complete(self, failures: int = 0) -> None:
         """Gives the file its name. With an OSError it keeps the other one, and everything for `resume`.
@@ -116,20 +133,18 @@ class PartFile(AbstractContextManager):
         failures: how many of the records are of inputs that failed, for `failures_if_complete`.
         Raises InputError where an OUTPUT has appeared in the meantime that it may not replace.
         """
-        self._cut(self.records, self._end)
-        if not self._overwrite and os.path.lexists(self._output):
-            raise InputError(f"{_is_there(self._output)}, with --resume; all records are in {self._part}")
-        with named(self._part):
+        output, part, _, made = self._files
+        if not self._overwrite and os.path.lexists(output):
+            raise InputError(f"{_is_there(output)}, with --resume; all records are in {part}")
+        with named(part):
             os.fsync(self._file.fileno())
-        whole = self._compress() if self._compressed else self._part
+        whole = self._compress() if self._compressed else part
         with named(whole), whole.open("rb", buffering=0) as file:
-            made = {"signature": self._signature, "failures": failures, "sha256": sha256(file)}
-            self._replace(self._made_file, made)
-        self._close_on_windows()
-        os.replace(whole, self._output)
-        self._part.unlink(missing_ok=True)
+            _replace(made, {"signature": self._signature, "failures": failures, "sha256": sha256(file)})
+        os.replace(whole, output)
+        part.unlink(missing_ok=True)
         self._remove_others()
-        self._file.close()
+        self._file.close()  # last, for its lock
 
     def leave(self) -> None:
         """Keeps the part for `resume`, or removes it where it has no record."""
@@ -137,9 +152,8 @@ class PartFile(AbstractContextManager):
             if self.records:
                 self._cut(self.records, self._end)
             else:
-                self._close_on_windows()
                 self._remove_others()
-                self._part.unlink(missing_ok=True)
+                self._files.part.unlink(missing_ok=True)
         finally:
             self._file.close()
 
@@ -147,53 +161,47 @@ class PartFile(AbstractContextManager):
         if not self._file.closed:
             self.leave()
 
-    def _begin(self, signature: dict[str, Any]) -> None:
-        self._signature = signature
+    def _begin(self) -> None:
         try:
             self._remove_others()  # what is left of a run that was killed when it was complete
-            self._replace(self._signature_file, {"signature": signature})
+            self.keep_state(None)
         except BaseException:
             self.leave()
             raise
 
-    def _take_up(self, signature: dict[str, Any]) -> None:
-        """Compares, counts the records, and gives up what is behind the last of them or behind the state's."""
-        self._signature = signature
-        before = _load(self._signature_file)
-        if before is None:
+    def _take_up(self, size: int) -> None:
+        """Compares, and gives up what is behind the last state; `size` is that of the part."""
+        _, part, kept_file, _ = self._files
+        kept = _load(kept_file)
+        if kept is None:
             raise InputError(
-                f"--resume: {self._signature_file}, which says what {self._part} was made of, is missing "
-                f"(remove {self._part} to start again)"
+                f"--resume: {kept_file}, which says what {part} was made of, is missing (remove {part} to start again)"
             )
-        if changes := differences(before.get("signature"), signature):
+        if changes := differences(kept.get("signature"), self._signature):
             raise InputError(
-                f"--resume: {self._part} was made differently: {'; '.join(changes)} "
-                f"(accepted: as it was; remove {self._part} to start again)"
+                f"--resume: {part} was made differently: {'; '.join(changes)} "
+                f"(accepted: as it was; remove {part} to start again)"
             )
-        records, end = whole_records(self._file)
-        if (kept := _load(self._state_file)) is not None:
-            try:
-                of_records, self.state = int(kept["records"]), base64.b64decode(kept["state"], validate=True)
-            except (KeyError, TypeError, ValueError) as error:
-                raise _not_ours(self._state_file) from error
-            if of_records > records:
-                raise InputError(
-                    f"--resume: {self._part} has {records} records, but had {of_records} when {self._state_file} was "
-                    f"written (remove {self._part} to start again)"
-                )
-            if of_records < records:
-                records, end = whole_records(self._file, at_most=of_records)
+        try:
+            records, end, self.state = int(kept["records"]), int(kept["bytes"]), kept["state"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _not_ours(kept_file) from error
+        if end > size:
+            raise InputError(
+                f"--resume: {part} has {size} bytes, but had {end} when {kept_file} was written "
+                f"(remove {part} to start again)"
+            )
         self._cut(records, end)
 
     def _cut(self, records: int, end: int) -> None:
-        with named(self._part):
+        with named(self._files.part):
             self._file.truncate(end)
             self._file.seek(end)
         self.records, self._end = records, end
 
     def _compress(self) -> Path:
         """The records as a file of gzip, the same bytes for the same records."""
-        new = beside(self._part, ".new")
+        new = beside(self._files.part, ".new")
         self._file.seek(0)
         with named(new), new.open("wb") as file:
             with GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as compressed:
@@ -202,21 +210,10 @@ class PartFile(AbstractContextManager):
             os.fsync(file.fileno())
         return new
 
-    def _replace(self, path: Path, content: dict[str, Any]) -> None:
-        new = beside(path, ".new")
-        new.unlink(missing_ok=True)  # of a run that was killed while it wrote it
-        replace(path, json.dumps({"written_by": WRITTEN_BY} | content, ensure_ascii=False, indent=1).encode(), new)
-
     def _remove_others(self) -> None:
-        beside(self._part, ".new").unlink(missing_ok=True)
-        for path in (self._state_file, self._signature_file):
-            beside(path, ".new").unlink(missing_ok=True)
+        _, part, kept, _ = self._files
+        for path in (beside(part, ".new"), beside(kept, ".new"), kept):
             path.unlink(missing_ok=True)
-
-    def _close_on_windows(self) -> None:
-        """Where files that are open can neither be renamed nor removed. Elsewhere it is closed last, for its lock."""
-        if os.name == "nt":
-            self._file.close()
 
 
 def check_writable(flag: str, path: Path, sources: dict[str, Path | None]) -> None:
@@ -246,7 +243,7 @@ def check_part(path: Path, resume: bool, overwrite: bool = False) -> None:
 
     With `resume` an OUTPUT passes that a run has completed: `failures_if_complete` tells whether it was the same run.
     """
-    output, (part, *others) = _files(path)
+    output, part, *others = _files(path)
     for other in others:
         _load(other)
     if (resume or part.is_file()) and (file := open_locked(part)) is not None:  # not if another run is writing to it
@@ -266,7 +263,7 @@ def failures_if_complete(path: Path, signature: dict[str, Any], overwrite: bool)
     Where there was one, --resume has nothing to do. Raises InputError that names every difference where OUTPUT is that
     of another run and may not be replaced.
     """
-    goes_on = os.path.lexists(_files(path)[1][0]) and not is_gzip(path)
+    goes_on = os.path.lexists(_files(path).part) and not is_gzip(path)
     made = None if goes_on else _made(path)
     if made is None:
         return None
@@ -278,7 +275,7 @@ def failures_if_complete(path: Path, signature: dict[str, Any], overwrite: bool)
 
 def _made(path: Path) -> dict[str, Any] | None:
     """What is kept of the run that completed OUTPUT; None where it is not known, or OUTPUT was changed since."""
-    output, (*_, made_file) = _files(path)
+    output, _, _, made_file = _files(path)
     made = _load(made_file)
     if made is None or not output.is_file():
         return None
@@ -290,19 +287,25 @@ def _is_there(path: Path) -> str:
     return f"OUTPUT {path}: is there already (accepted: another name, or --overwrite to replace it)"
 
 
-def _files(path: Path) -> tuple[Path, list[Path]]:
-    """OUTPUT, or what it points to where it is a link, and what is beside it, as in ENDS."""
+def _files(path: Path) -> _Files:
     output = resolved(path)
-    return output, [beside(output, end) for end in ENDS]
+    return _Files(output, *(beside(output, end) for end in ENDS))
 
 
 def _exists(path: Path) -> InputError:
-    part = _files(path)[1][0]
-    return InputError(f"OUTPUT {path}: there is {part} (--resume goes on from it; remove it to start again)")
+    return InputError(
+        f"OUTPUT {path}: there is {_files(path).part} (--resume goes on from it; remove it to start again)"
+    )
 
 
 def _not_ours(path: Path) -> InputError:
     return InputError(f"{path}: is damaged, or is no file of this command (remove it, and a .part to start again)")
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    new = beside(path, ".new")
+    new.unlink(missing_ok=True)  # of a run that was killed while it wrote it
+    replace(path, json.dumps({"written_by": WRITTEN_BY} | content, ensure_ascii=False, indent=1).encode(), new)
 
 
 def _load(path: Path) -> dict[str, Any] | None:

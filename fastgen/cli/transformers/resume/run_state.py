@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -23,15 +22,6 @@ class RunState:
     failures: int = 0
     cells: int | None = None
     random: str | None = None
-
-    def to_bytes(self) -> bytes:
-        """For `from_bytes`."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_bytes(cls, state: bytes | None) -> RunState:
-        """None: of a run that begins."""
-        return cls() if state is None else cls(**json.loads(state))
 
 
 def random_state(device: torch.device) -> str:

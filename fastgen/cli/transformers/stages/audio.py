@@ -6,7 +6,6 @@ of the first half of a recording looks like any other.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,8 +31,6 @@ def prepare_audio(
     A line, or its record's text field, is a path, relative to the current folder. What `input_format` says of prefixes,
     chats and tokens is for text and has no meaning here.
     """
-    if multiprocessing.parent_process() is not None:
-        torch.set_num_threads(1)  # the threads that the program had are not there in a process that it forked
     return partial(_prepare, feature_extractor, replace(input_format, prefix="", chat=False))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from fastgen.cli.errors import RunError
 from fastgen.cli.transformers.files.records import reason
 from fastgen.cli.transformers.model.loading import LoadedModel
 from fastgen.cli.transformers.stages.items import Batch, Generated, NotGenerated
-from fastgen.cli.transformers.stages.transfer import Transfer
 from fastgen.optimizer.transformers.beam_search import finished_scores_only
 
 NO_SEQUENCES = np.empty((0, 0), np.int64)
@@ -29,17 +27,17 @@ logger = logging.getLogger(__name__)
 class Model:
     """Calls generate with the settings of a run, and counts the seconds spent in it."""
 
-    def __init__(self, loaded: LoadedModel, settings: dict[str, Any], transfer: Transfer) -> None:
+    def __init__(self, loaded: LoadedModel, settings: dict[str, Any], device: torch.device) -> None:
         self.seconds = 0.0
         self._loaded = loaded
         self._settings = settings
-        self.transfer = transfer
+        self.device = device
 
     def __call__(self, batch: Batch) -> Generated:
         """What is generated for a batch of at least one line; raises RunError where the device is of no more use."""
         begun = time.perf_counter()
         try:
-            inputs = self.transfer.receive(batch.inputs, batch.sent)
+            inputs = {name: tensor.to(self.device) for name, tensor in batch.inputs.items()}
             with finished_scores_only():
                 generated = self._loaded.model.generate(**inputs, **self._settings)
             scores = getattr(generated, "sequences_scores", None)  # [B * R]
@@ -51,18 +49,27 @@ class Model:
             return Generated(
                 batch.lines,
                 batch.lengths,
-                self.transfer.fetch_sync(sequences),
+                sequences.cpu().numpy(),
                 None if scores is None else scores.tolist(),
                 batch.not_generated,
             )
         except Exception as error:
-            if not self.transfer.device_works_sync():
+            if not self._device_works_sync():
                 numbers = [line.number for line in batch.lines]
                 where = f"at lines {min(numbers)} to {max(numbers)}"
-                raise RunError(f"{self.transfer.device} failed {where}: {reason(error)}") from error
+                raise RunError(f"{self.device} failed {where}: {reason(error)}") from error
             raise
         finally:
             self.seconds += time.perf_counter() - begun
+
+    def _device_works_sync(self) -> bool:
+        """After some errors, such as an index out of range in a kernel, a GPU answers everything with that error."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
 
 
 class WithinMemory:
@@ -87,20 +94,21 @@ class WithinMemory:
         if not batch.lines:
             yield Generated([], [], NO_SEQUENCES, None, batch.not_generated)
             return
-        parts = deque([batch])
-        while parts:
-            # What is remembered may have become less since this part was made.
-            part, *others = self._split(parts.popleft())
-            parts.extendleft(reversed(others))
-            generated = self._generate(part)
+        rows = len(batch)
+        if self.cells is not None:
+            rows = min(rows, max(1, self.cells // max(batch.lengths)))
+        if rows == len(batch):
+            generated = self._generate(batch)
             if isinstance(generated, Generated):
                 yield generated
-            elif len(part) > 1:
-                half = (len(part) + 1) // 2
-                parts.extendleft([_part(part, half, len(part), self._left), _part(part, 0, half, self._left)])
-            else:
-                failed = [*part.not_generated, NotGenerated(part.lines[0], generated)]
+                return
+            if rows == 1:
+                failed = [*batch.not_generated, NotGenerated(batch.lines[0], generated)]
                 yield Generated([], [], NO_SEQUENCES, None, failed)
+                return
+            rows = (rows + 1) // 2
+        for start in range(0, len(batch), rows):
+            yield from self(_part(batch, start, start + rows, self._left))
 
     def _generate(self, part: Batch) -> Generated | str:
         """Why nothing was generated is one line: the exception, and all that its traceback holds, is gone by then."""
@@ -112,7 +120,9 @@ class WithinMemory:
             if not is_out_of_memory(error):
                 logger.debug("generate raised for %d inputs", len(part), exc_info=True)
                 return f"cannot be generated for ({reason(error)})"
-        _free_memory()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         self._remember(part)
         return f"the memory is too small for this input of length {part.lengths[0]} alone"
 
@@ -125,13 +135,6 @@ class WithinMemory:
                 f"going on with at most {self.cells} tokens in a batch"
             )
 
-    def _split(self, batch: Batch) -> Iterator[Batch]:
-        rows = len(batch)
-        if self.cells is not None:
-            rows = min(rows, max(1, self.cells // max(batch.lengths)))
-        for start in range(0, len(batch), rows):
-            yield _part(batch, start, start + rows, self._left)
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host had no memory left, however its allocator says so."""
@@ -142,8 +145,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _part(batch: Batch, start: int, stop: int, left: bool) -> Batch:
     """Some rows of a batch, text without the columns that are padding in all of them."""
-    if (start, stop) == (0, len(batch)):
-        return batch
     lengths = batch.lengths[start:stop]
     inputs = {name: tensor[start:stop] for name, tensor in batch.inputs.items()}
     if "input_ids" in inputs:
@@ -151,10 +152,4 @@ def _part(batch: Batch, start: int, stop: int, left: bool) -> Batch:
         columns = slice(-width, None) if left else slice(width)
         inputs = {name: tensor[:, columns] for name, tensor in inputs.items()}
     not_generated = batch.not_generated if start == 0 else []
-    return Batch(batch.lines[start:stop], lengths, inputs, not_generated, batch.sent)
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    return Batch(batch.lines[start:stop], lengths, inputs, not_generated)

@@ -1,14 +1,16 @@
 """What the stages of the command hand to each other, in the order in which a line of INPUT goes through them.
 
-Line → Prepared (preprocess.py) → Batch (batches.py) → Generated (model.py) → Finished (postprocess.py)
+Line → Prepared (preprocess.py) → Batch (batches.py) → Generated (generation.py) → Finished (postprocess.py)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+if TYPE_CHECKING:  # lines are read before torch is imported
+    import numpy as np
+    import torch
 
 
 @dataclass(slots=True)
@@ -49,7 +51,6 @@ class Batch:
     inputs: dict[str, torch.Tensor]  # [B, N, …], padded, with an attention_mask where anything is; empty where B is 0
     not_generated: list[NotGenerated] = field(default_factory=list)
     ends_window: bool = True  # of lines that were sorted by length, longest first
-    sent: torch.cuda.Event | None = None  # after which `inputs` may be read, where they were copied to a GPU
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -73,4 +74,3 @@ class Finished:
     records: list[tuple[int, bytes]]  # line number, record
     tokens: int  # how many were generated
     failures: list[tuple[int, str]]  # line number, why
-    size: int = 0  # bytes of the lines of INPUT, with their ends

@@ -1,32 +1,27 @@
 """The stages of a run put together: read → tokenise → batch → generate → detokenise → write (§4.3 of the paper).
 
-The main thread runs the model and does nothing else: what comes before and behind it happens in threads and workers,
-a bounded number of batches away.
+The main thread runs the model and does nothing else: what comes before and behind it happens in other threads, a
+bounded number of batches away.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from fastgen.cli.errors import RunError
+from fastgen.cli.transformers.files.standard_output import StandardOutput
+from fastgen.cli.transformers.resume.part_file import PartFile
 from fastgen.cli.transformers.resume.run_state import RunState
 from fastgen.cli.transformers.stages.batches import Planner
-from fastgen.cli.transformers.stages.choice import workers_for
 from fastgen.cli.transformers.stages.generation import WithinMemory
-from fastgen.cli.transformers.stages.items import Generated, Line
-from fastgen.cli.transformers.stages.prefetcher import MakePrepare, Prefetcher
-from fastgen.cli.transformers.stages.progress import Progress
-from fastgen.cli.transformers.stages.transfer import Transfer
-from fastgen.cli.transformers.stages.writer import MakeFinish, Output, Writer
+from fastgen.cli.transformers.stages.items import Finished, Generated, Line, Prepared
+from fastgen.cli.transformers.stages.prefetcher import Prefetcher
+from fastgen.cli.transformers.stages.progress import Busy, Progress
+from fastgen.cli.transformers.stages.writer import Writer
 from fastgen.cli.transformers.stop import Stop
 
-PROBED_LINES = 32
-PROBED_TOKENS = 32
 # In a row, and a whole window of them: lines of one length, which come together, may all fail for their length.
 MOST_FAILED_BATCHES = 3
 
@@ -35,20 +30,16 @@ MOST_FAILED_BATCHES = 3
 class Stages:
     """What a run does with its lines.
 
-    make_prepare, make_finish: make what workers do ahead of the model and behind it. vocabulary: number of tokens.
-    model_seconds: how long the model has been at work. workers: ahead of the model, and behind it.
+    prepare, finish: what workers do ahead of the model and behind it; threads share them. workers: how many of both.
     line_bytes: how much of a line is to be read.
     in_order: batches hold the lines as they stand in INPUT. random: gives the state of the random numbers, where
         samples are drawn.
     """
 
-    make_prepare: MakePrepare
+    prepare: Callable[[list[Line]], list[Prepared]]
     planner: Planner
-    transfer: Transfer
     generate: WithinMemory
-    make_finish: MakeFinish
-    vocabulary: int
-    model_seconds: Callable[[], float]
+    finish: Callable[[Generated], Finished]
     workers: tuple[int, int]
     line_bytes: int
     in_order: bool
@@ -60,37 +51,24 @@ class Stages:
 
 
 def run_stages(
-    chunks: Iterator[list[Line]], stages: Stages, output: Output, failures: int, progress: Progress, stop: Stop
+    chunks: Iterator[list[Line]],
+    stages: Stages,
+    output: PartFile | StandardOutput,
+    failures: int,
+    progress: Progress,
+    stop: Stop,
 ) -> bool:
     """Writes a record for every line to `output`; returns whether that is done, and not ended early by `stop`.
 
     failures: of the records that are there.
     """
-    first_chunk = next(chunks, None)
-    if first_chunk is None:
-        return True
-    prepare, finish = stages.make_prepare(), stages.make_finish()
-    prepares = workers_for(lambda: prepare(first_chunk[:PROBED_LINES]))
-    finishes = workers_for(lambda: finish(_sample(first_chunk[0], stages.vocabulary)))
-    workers, first = stages.workers, first_chunk[0].number
-    writer = Writer(stages.make_finish, finishes, workers[1], output, progress, first, failures, stages.in_order)
-    chunks = itertools.chain([first_chunk], chunks)
-    prefetcher = Prefetcher(chunks, stages.make_prepare, prepares, workers[0], stages.planner, stages.transfer)
-
-    def idle(seconds: float) -> dict[str, float]:
-        busy = {
-            "read": prefetcher.reading_seconds,
-            "tokenise": prefetcher.preparing_seconds / workers[0],
-            "model": stages.model_seconds(),
-            "detokenise": writer.finishing_seconds / workers[1],
-            "write": writer.writing_seconds,
-        }
-        return {stage: max(0.0, 1 - share / seconds) for stage, share in busy.items()}
-
-    progress.watch(idle)
-    prefetcher.start()
+    ahead, behind = stages.workers
+    busy = Busy({"read": 1, "tokenise": ahead, "model": 1, "detokenise": behind, "write": 1})
+    progress.watch(busy.idle)
+    writer = Writer(stages.finish, behind, output, progress, failures, stages.in_order, busy)
+    prefetcher = Prefetcher(chunks, stages.prepare, ahead, stages.planner, busy)
     try:
-        complete = _generate_all(prefetcher, stages, writer, stop)
+        complete = _generate_all(prefetcher, stages, busy, writer, stop)
     except KeyboardInterrupt:
         if stop.requests > 1:
             writer.kill()
@@ -107,7 +85,7 @@ def run_stages(
     return complete
 
 
-def _generate_all(prefetcher: Prefetcher, stages: Stages, writer: Writer, stop: Stop) -> bool:
+def _generate_all(prefetcher: Prefetcher, stages: Stages, busy: Busy, writer: Writer, stop: Stop) -> bool:
     """Whether there is no batch left; a batch in flight is finished before a request to stop is followed.
 
     Batches of which every line fails are held back until one does not: it may be something else than their lines that
@@ -115,9 +93,10 @@ def _generate_all(prefetcher: Prefetcher, stages: Stages, writer: Writer, stop: 
     """
     held: list[tuple[list[Generated], RunState]] = []
     failed, first = 0, None
+    generate = busy.timed("model", lambda batch: list(stages.generate(batch)))
     for batch in prefetcher:
         stop.finishing = True
-        parts = list(stages.generate(batch))
+        parts = generate(batch)
         held.append((parts, stages.state()))
         if any(part.lines for part in parts):
             failed = 0
@@ -150,10 +129,3 @@ def _finish(writer: Writer, stop: Stop) -> None:
     except KeyboardInterrupt:
         writer.kill()
         raise
-
-
-def _sample(line: Line, vocabulary: int) -> Generated:
-    """Sequences of all kinds of tokens, to see how they are turned into text."""
-    tokens = np.arange(PROBED_LINES * PROBED_TOKENS) % vocabulary
-    lines = [line] * PROBED_LINES
-    return Generated(lines, [1] * PROBED_LINES, tokens.reshape(PROBED_LINES, -1), None, [])

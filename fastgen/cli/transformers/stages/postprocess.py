@@ -109,7 +109,6 @@ def _finish(decode: Decode, count: Count, output_format: OutputFormat, generated
     finished = Finished(records=[], tokens=sum(tokens), failures=[])
     for result in _results(decode, tokens, generated):
         number = result.line.number
-        finished.size += len(result.line.raw) + 1
         record = _json_record(result, output_format) if output_format.jsonl else _text_record(result, output_format)
         finished.records.append((number, record))
         if result.error is not None:
@@ -164,16 +163,11 @@ def _text_record(result: _Result, output_format: OutputFormat) -> bytes:
 
 
 def _json_record(result: _Result, output_format: OutputFormat) -> bytes:
-    line = result.line
-    own = None
-    if output_format.input_jsonl:
-        with suppress(records.RecordError):  # a line that is no record is known by its number only
-            own = records.own_fields(line)
     added: dict[str, Any] = {} if result.input_tokens is None else {"input_tokens": result.input_tokens}
     added["outputs"] = [_json_output(output) for output in result.outputs]
     if result.error is not None:
         added["error"] = result.error
-    return records.extended(own, line.number, added)
+    return records.written(result.line, output_format.input_jsonl, added)
 
 
 def _json_output(output: _Output) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from fastgen.cli.transformers.flags.arguments import PROG
@@ -23,19 +24,16 @@ class Progress:
     """Counts what is finished; called by the thread that writes.
 
     total: how many inputs there are, None where nobody knows. done: how many of them an earlier run has written.
-    size: bytes of those that are left, None where nobody knows. verbose: says how long each stage had nothing to do.
+    verbose: says how long each stage had nothing to do.
     """
 
-    def __init__(
-        self, total: int | None, done: int, quiet: bool, size: float | None = None, verbose: bool = False
-    ) -> None:
+    def __init__(self, total: int | None, done: int, quiet: bool, verbose: bool = False) -> None:
         self.inputs = self.tokens = self.failures = 0
         self._total = total
         self._done = done
         self._quiet = quiet
         self._verbose = verbose
-        self._pace = _Pace(None if total is None else total - done, size)
-        self._begun = self._said = self._finished = time.perf_counter()
+        self._begun = self._said = time.perf_counter()
         self._idle: Callable[[float], dict[str, float]] = lambda seconds: {}
         inputs = "{n_fmt} inputs" if total is None else "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} inputs"
         self._bar = tqdm(
@@ -50,7 +48,7 @@ class Progress:
     def watch(self, idle: Callable[[float], dict[str, float]]) -> None:
         """idle: given the seconds since the start, the share of them in which each stage had nothing to do."""
         self._idle = idle
-        self._begun = self._said = self._finished = time.perf_counter()
+        self._begun = self._said = time.perf_counter()
 
     @property
     def seconds(self) -> float:
@@ -59,9 +57,6 @@ class Progress:
 
     def finished(self, finished: Finished) -> None:
         """Counts a batch, and names the inputs in it that failed."""
-        now = time.perf_counter()
-        self._pace.add(len(finished.records), finished.size, now - self._finished)
-        self._finished = now
         for number, error in finished.failures:
             self.say(f"line {number}: {error}")
         self.failures += len(finished.failures)
@@ -70,6 +65,7 @@ class Progress:
         if not self._bar.disable:
             self._bar.set_postfix_str(self._speed(), refresh=False)
             self._bar.update(len(finished.records))
+        now = time.perf_counter()
         if not self._quiet and now - self._said >= SECONDS_BETWEEN_LINES:
             self._said = now
             if self._bar.disable:
@@ -98,49 +94,41 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def _speed(self) -> str:
-        left = self._pace.seconds_left(self.seconds)
-        rest = "" if left is None else f", {tqdm.format_interval(left)} left"
-        return f"{self.inputs / self.seconds:.1f} inputs/s{rest}"
+        """With the time left at this speed: too long at first, where the longest inputs come first."""
+        speed = self.inputs / self.seconds
+        if self._total is None or not self.inputs:
+            return f"{speed:.1f} inputs/s"
+        left = (self._total - self._done - self.inputs) / speed
+        return f"{speed:.1f} inputs/s, {tqdm.format_interval(left)} left"
 
     def _shares(self) -> str:
         return "idle: " + ", ".join(f"{stage} {share:.0%}" for stage, share in self._idle(self.seconds).items())
 
 
-class _Pace:
-    """The time that is left. The longest inputs of a window come first, so that it is no matter of their number alone.
+class Busy:
+    """How long stages have been at work, each in all of its threads together. threads: how many each has."""
 
-    An input takes as long as all inputs do and as long as each of its bytes does; how long that is, the batches so far
-    tell, by least squares. One batch cannot tell them apart: then bytes count, because outputs are mostly as long.
-    """
+    def __init__(self, threads: dict[str, int]) -> None:
+        self._threads = threads
+        self._seconds = dict.fromkeys(threads, 0.0)
+        self._lock = threading.Lock()
 
-    def __init__(self, inputs: int | None, size: float | None) -> None:
-        """inputs, size: how many there are, and their bytes."""
-        self._all = inputs, size
-        self._done = np.zeros(2)  # inputs, bytes
-        self._products = np.zeros((2, 2))  # of both with both
-        self._with_seconds = np.zeros(2)
+    def timed(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """`work`, whose time counts for a stage."""
 
-    def add(self, inputs: int, size: int, seconds: float) -> None:
-        """A batch, and how long it took."""
-        batch = np.array([inputs, size], float)
-        self._done += batch
-        self._products += np.outer(batch, batch)
-        self._with_seconds += batch * seconds
+        def timed(*args: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return work(*args)
+            finally:
+                with self._lock:
+                    self._seconds[stage] += time.perf_counter() - begun
 
-    def seconds_left(self, seconds: float) -> float | None:
-        """After so many seconds; None where nobody knows how much there is, or nothing is done."""
-        inputs, size = self._all
-        if inputs is None or not self._done[0]:
-            return None
-        mean = self._done[1] / self._done[0]
-        rest = np.array([inputs, inputs * mean if size is None else size]) - self._done
-        per_input, per_byte = np.linalg.lstsq(self._products, self._with_seconds, rcond=None)[0]
-        if per_input < 0:
-            per_input, per_byte = 0.0, 1.0
-        elif per_byte < 0:
-            per_input, per_byte = 1.0, 0.0
-        cost = np.array([per_input, per_byte])
-        return max(0.0, seconds * float(cost @ rest) / float(cost @ self._done))
+        return timed
+
+    def idle(self, seconds: float) -> dict[str, float]:
+        """The share of so many seconds in which each stage had nothing to do."""
+        return {stage: max(0.0, 1 - busy / (seconds * self._threads[stage])) for stage, busy in self._seconds.items()}
 
 
 def _has_columns() -> bool:

@@ -2,98 +2,101 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
 
+from fastgen.cli.transformers.files.standard_output import StandardOutput
+from fastgen.cli.transformers.resume.part_file import PartFile
 from fastgen.cli.transformers.resume.run_state import RunState
-from fastgen.cli.transformers.stages.choice import Workers
 from fastgen.cli.transformers.stages.items import Finished, Generated
-from fastgen.cli.transformers.stages.progress import Progress
+from fastgen.cli.transformers.stages.progress import Busy, Progress
 
 TASKS_PER_WORKER = 8
 # What is written after the last state is written again by a run that goes on after a kill.
 SECONDS_BETWEEN_STATES = 1.0
-
-# Makes, in a worker, the function that turns tokens into records there.
-MakeFinish = Callable[[], Callable[[Generated], Finished]]
-
-
-# What workers get, with what stays beside it.
-Task = tuple[Generated, RunState | None]
-
-
-class Output(Protocol):
-    """Where records go: a part file or the standard output."""
-
-    records: int
-
-    def write(self, data: bytes, records: int) -> None:
-        """Adds whole records."""
-
-    def keep_state(self, state: bytes) -> None:
-        """Keeps what a run that goes on after the present records has to start with."""
+SECONDS_TO_END = 0.5
 
 
 class Writer:
     """Takes what the model generates and writes it.
 
-    make_finish: what workers do; `kind` says where they run. first: the number of the first line to be written.
-    failures: of the records that were there before. in_order: batches hold the lines as they stand in INPUT, so that
-        where one ends is where another run can go on with the same batches.
+    finish: what workers do. failures: of the records that are in `output`.
+    in_order: batches hold the lines as they stand in INPUT, so that where one ends is where another run can go on with
+        the same batches.
     """
 
     def __init__(
         self,
-        make_finish: MakeFinish,
-        kind: type[Workers],
+        finish: Callable[[Generated], Finished],
         workers: int,
-        output: Output,
+        output: PartFile | StandardOutput,
         progress: Progress,
-        first: int,
         failures: int,
         in_order: bool,
+        busy: Busy,
     ) -> None:
-        self.writing_seconds = 0.0
+        self._finish = busy.timed("detokenise", finish)
+        self._write = busy.timed("write", self._write_in_order)
         self._output = output
         self._progress = progress
-        self._next = first
+        self._next = output.records + 1  # the number of the line to be written next
         self._early: dict[int, bytes] = {}  # records whose turn has not come, by line number
         self._failed: set[int] = set()  # those of `_early`
         self._state: RunState | None = None  # to go on with after what is written, and not kept yet
         self._kept = time.monotonic()
         self._failures = failures
         self._in_order = in_order
-        self._pool = kind(
-            partial(_finishing, make_finish), self._write, workers=workers, limit=TASKS_PER_WORKER * workers
-        )
-
-    @property
-    def finishing_seconds(self) -> float:
-        """Of all workers together."""
-        return self._pool.busy_seconds
+        self._error: BaseException | None = None
+        self._killed = False
+        self._workers = ThreadPoolExecutor(workers, "fastgen-detokenise")
+        self._tasks: queue.Queue[tuple[Future[Finished], RunState | None] | None]
+        self._tasks = queue.Queue(TASKS_PER_WORKER * workers)
+        self._thread = threading.Thread(target=self._run, name="fastgen-writer", daemon=True)
+        self._thread.start()
 
     def submit(self, generated: Generated, state: RunState | None) -> None:
         """Waits while too much is unfinished; raises what went wrong so far.
 
         state: to go on with after these records; None for a part of a batch. Failures are counted here.
         """
-        self._pool.submit((generated, state))
+        if self._error is not None:
+            raise self._error
+        self._tasks.put((self._workers.submit(self._finish, generated), state))
 
     def close(self) -> None:
-        """Waits until everything is written whose turn has come."""
-        self._pool.close()
+        """Waits until everything is written whose turn has come; raises what went wrong."""
+        self._tasks.put(None)
+        self._thread.join()
+        self._workers.shutdown()
+        if self._error is not None:
+            raise self._error
         self._keep_state()
 
     def kill(self) -> None:
-        """Gives up what is not written."""
-        self._pool.kill()
+        """Gives up what is not written, without waiting for what never ends."""
+        self._killed = True
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        with suppress(queue.Full):
+            self._tasks.put(None, timeout=SECONDS_TO_END)
+        self._thread.join(SECONDS_TO_END)
 
-    def _write(self, task: Task, finished: Finished) -> None:
-        """Called with the workers' results, in the order in which they were submitted."""
-        begun = time.perf_counter()
+    def _run(self) -> None:
+        """After an error it goes on taking tasks, so that a `submit` that waits for room comes back."""
+        while (task := self._tasks.get()) is not None:
+            if self._killed or self._error is not None:
+                continue
+            finished, state = task
+            try:
+                self._write(finished.result(), state)
+            except BaseException as error:
+                self._error = error
+
+    def _write_in_order(self, finished: Finished, state: RunState | None) -> None:
         self._early.update(finished.records)
         self._failed.update(number for number, _ in finished.failures)
         ready = []
@@ -102,7 +105,6 @@ class Writer:
             self._failures += self._next in self._failed
             self._failed.discard(self._next)
             self._next += 1
-        _, state = task
         if ready:
             self._output.write(b"".join(ready), len(ready))
             goes_on = state is not None and not (self._in_order and self._early)
@@ -110,14 +112,8 @@ class Writer:
         if time.monotonic() - self._kept >= SECONDS_BETWEEN_STATES:
             self._keep_state()
         self._progress.finished(finished)
-        self.writing_seconds += time.perf_counter() - begun
 
     def _keep_state(self) -> None:
         if self._state is not None:
-            self._output.keep_state(self._state.to_bytes())
+            self._output.keep_state(asdict(self._state))
             self._state, self._kept = None, time.monotonic()
-
-
-def _finishing(make_finish: MakeFinish) -> Callable[[Task], Finished]:
-    finish = make_finish()
-    return lambda task: finish(task[0])

@@ -317,7 +317,8 @@ import inspect, fastgen
 from transformers import GenerationMixin, activations
 names = ("generate", "_prefill", "_sample", "_beam_search")
 patched = [inspect.signature(getattr(GenerationMixin, name)) for name in names]
-print({state.state for state in fastgen.status() if state.name.startswith("transformers.")}, end=" ")
+states = {one.state for one in fastgen.status() if one.name.startswith("transformers.") and "vocoder" not in one.name}
+print(states, end=" ")
 wrappers = [vars(GenerationMixin)[name] for name in names]
 fastgen.disable()
 print([inspect.signature(getattr(GenerationMixin, name)) for name in names] == patched, end=" ")

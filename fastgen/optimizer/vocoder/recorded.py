@@ -23,7 +23,7 @@ from fastgen.optimizer.vocoder.convolutions import Torch
 from fastgen.optimizer.vocoder.hifi_gan import HifiGan, plain_weights, waveform
 from fastgen.patching import warn
 
-# How far a replay may be from the forward, of a waveform between -1 and 1.
+# Of waveforms between -1 and 1.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 TOLERANCE = 0.05  # of half precision
 
@@ -76,7 +76,7 @@ def _of_bucket(
     if not recording.is_proven and recording.is_recorded:
         expected = waveform(gan, weights, states, Torch, voice)
         found = recording.replay(inputs)
-        if not torch.allclose(found[..., :samples], expected, rtol=0, atol=_tolerance(states), equal_nan=True):
+        if not torch.allclose(found[..., :samples], expected, rtol=0, atol=tolerance(states), equal_nan=True):
             _refuse(recordings, "a replay gave another waveform than the forward", is_expected=False)
             return expected
         recording.is_proven = True
@@ -100,7 +100,8 @@ def _refuse(recordings: Recordings, reason: str, is_expected: bool = True) -> No
         warn(f"fastgen does not record a vocoder: {reason}")
 
 
-def _tolerance(states: Tensor) -> float:
+def tolerance(states: Tensor) -> float:
+    """How far two waveforms of one type may be from each other where rounding is all that differs."""
     return TOLERANCES.get(states.dtype, TOLERANCE)
 
 

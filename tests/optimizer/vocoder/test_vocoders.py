@@ -25,7 +25,7 @@ from vocoders import (
 
 import fastgen
 from fastgen.optimizer.decoding.static_cache import rounded
-from fastgen.optimizer.vocoder import convolutions, recorded
+from fastgen.optimizer.vocoder import convolutions, faster, recorded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -312,6 +312,32 @@ def test_errors_are_those_of_the_library():
                 vocoder.generator(wrong)
             errors.append(str(caught.value))
         assert errors[0] == errors[1]
+
+
+@needs_onednn
+@pytest.mark.parametrize("frames", [faster.MIN_FRAMES - 1, faster.MIN_FRAMES])
+def test_short_inputs_are_left_to_the_library(frames):
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    found, expected, report = waveforms(vocoder, *vocoder.inputs(1, frames))
+    assert_same(found, expected)
+    assert report.kernels[ONEDNN] == (frames == faster.MIN_FRAMES)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypatch, is_right):
+    from fastgen.optimizer.transformers import vocoder as host
+
+    failed, real = [], host.faster_waveform
+    monkeypatch.setattr(host, "_known_to_agree", set())
+    monkeypatch.setattr(host.PATCH_SET, "newer_than_tested", lambda name: True)
+    monkeypatch.setattr(host.PATCH_SET, "fail", lambda group, reason: failed.append(group))
+    monkeypatch.setattr(host, "faster_waveform", lambda *given: real(*given) + (0 if is_right else 0.01))
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    with onednn():
+        found, expected, _ = waveforms(vocoder, *vocoder.inputs(1, 5))
+    assert torch.equal(found, expected)
+    assert failed == ([] if is_right else ["transformers.seamless_vocoder"])
+    assert len(host._known_to_agree) == is_right
 
 
 def test_vocoders_are_compiled_in_one_graph():

@@ -254,6 +254,8 @@ class PatchSet:
         replacement: Callable | None = None
 
         def call(*args: object, **kwargs: object) -> object:
+            if (torch := sys.modules.get("torch")) is not None and torch.compiler.is_compiling():
+                return function(*args, **kwargs)  # in one graph, which the switch would break
             on = _switch.get()
             if not (target.active and (self._everywhere if on is None else on)):
                 return function(*args, **kwargs)

@@ -97,6 +97,14 @@ def test_doing_it_twice_is_doing_it_once(host, fast):
     assert host.function(1) == ("fast", 1)
 
 
+def test_what_torch_compiles_is_the_original_in_one_graph(host, fast):
+    torch = pytest.importorskip("torch")
+    armed(make_patch(f"{host.__name__}:function", fast))
+    compiled = torch.compile(host.function, backend="eager", fullgraph=True)
+    assert host.function(2) == ("fast", 2)
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
+
+
 def test_a_reverted_set_leaves_a_host_imported_later_alone(write, fast):
     name = write(HOST)
     patch_set = armed(make_patch(f"{name}:function", fast))

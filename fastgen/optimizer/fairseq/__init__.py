@@ -61,4 +61,28 @@ PATCHES = (
         parameters=("self", "tokens", "lprobs", "bsz", "beam_size", "step"),
         group="fairseq.no_repeat_ngram",
     ),
+    Patch(
+        "fairseq.vocoder",
+        "fairseq.models.text_to_speech.hifigan:Generator.forward",
+        "fastgen.optimizer.fairseq.vocoder:forward",
+        tested=_TESTED,
+        parameters=("self", "x"),
+        group="fairseq.vocoder",
+    ),
+    Patch(
+        "fairseq.unit_vocoder",
+        "fairseq.models.text_to_speech.vocoder:CodeHiFiGANVocoder.forward",
+        "fastgen.optimizer.fairseq.vocoder:without_gradients",
+        tested=_TESTED,
+        parameters=("self", "x", "dur_prediction"),
+        group="fairseq.vocoder",
+    ),
+    Patch(
+        "fairseq.spectrogram_vocoder",
+        "fairseq.models.text_to_speech.vocoder:HiFiGANVocoder.forward",
+        "fastgen.optimizer.fairseq.vocoder:without_gradients",
+        tested=_TESTED,
+        parameters=("self", "x"),
+        group="fairseq.vocoder",
+    ),
 )

@@ -106,4 +106,44 @@ PATCHES = (
         )
         for model, name in (("m2m_100", "M2M100"), *SEAMLESS)
     ),
+    Patch(
+        "transformers.seamless_vocoder",
+        "transformers.models.seamless_m4t.modeling_seamless_m4t:SeamlessM4THifiGan.forward",
+        "fastgen.optimizer.transformers.vocoder:of_units",
+        tested=_TESTED,
+        parameters=("self", "inputs_embeds"),
+        group="transformers.seamless_vocoder",
+    ),
+    Patch(
+        "transformers.seamless_v2_vocoder",
+        "transformers.models.seamless_m4t_v2.modeling_seamless_m4t_v2:SeamlessM4Tv2HifiGan.forward",
+        "fastgen.optimizer.transformers.vocoder:of_units",
+        tested=_TESTED,
+        parameters=("self", "inputs_embeds"),
+        group="transformers.seamless_v2_vocoder",
+    ),
+    Patch(
+        "transformers.speecht5_vocoder",
+        "transformers.models.speecht5.modeling_speecht5:SpeechT5HifiGan.forward",
+        "fastgen.optimizer.transformers.vocoder:of_spectrogram",
+        tested=_TESTED,
+        parameters=("self", "spectrogram"),
+        group="transformers.speecht5_vocoder",
+    ),
+    Patch(
+        "transformers.fastspeech2_conformer_vocoder",
+        "transformers.models.fastspeech2_conformer.modeling_fastspeech2_conformer:FastSpeech2ConformerHifiGan.forward",
+        "fastgen.optimizer.transformers.vocoder:of_spectrogram",
+        tested=_TESTED,
+        parameters=("self", "spectrogram"),
+        group="transformers.fastspeech2_conformer_vocoder",
+    ),
+    Patch(
+        "transformers.vits_vocoder",
+        "transformers.models.vits.modeling_vits:VitsHifiGan.forward",
+        "fastgen.optimizer.transformers.vocoder:of_latents",
+        tested=_TESTED,
+        parameters=("self", "spectrogram", "global_conditioning"),
+        group="transformers.vits_vocoder",
+    ),
 )

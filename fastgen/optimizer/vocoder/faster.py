@@ -1,0 +1,102 @@
+"""One call of a generator: the way in which it is computed, or why it is left to the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.ops.transforms import is_transformed, is_watched
+from fastgen.optimizer.decoding.generation import count, current, fell_back, generating
+from fastgen.optimizer.vocoder import hifi_gan, layers, recorded
+from fastgen.optimizer.vocoder.convolutions import OneDnn, Torch, onednn_reasons
+from fastgen.optimizer.vocoder.hifi_gan import HifiGan, plain_weights, waveform
+from fastgen.optimizer.vocoder.weights import norm_of
+
+FOLDED = "vocoder, weight norm folded"
+ONEDNN = "vocoder, oneDNN"
+
+# Of all rows together: so many that oneDNN's reordering of each weight does not matter, see `OneDnn`.
+MIN_FRAMES = 64
+
+
+def faster_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tensor | None = None) -> Tensor | None:
+    """The waveform `[batch, 1, samples]` of `states` `[batch, channels, frames]`, or None to leave it to the library.
+
+    owner: the module that has these layers. voice: `[batch or 1, channels, 1]`. What was done, or why not, is told to
+    the report of the `generate` that runs; of a call outside of one, `explain()` tells it.
+    """
+    with _reporting(owner):
+        if reasons := unsupported_reasons(owner, gan, states, voice):
+            fell_back([f"vocoder: {reason}" for reason in reasons])
+            return None
+        with torch.no_grad():
+            return _faster_waveform(owner, gan, states, voice)
+
+
+@contextmanager
+def _reporting(owner: nn.Module) -> Iterator[None]:
+    if current() is not None:
+        yield
+        return
+    with generating(type(owner).__name__):
+        yield
+
+
+def _faster_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tensor | None) -> Tensor | None:
+    is_normed = any(norm_of(layer) is not None for layer in gan.layers())
+    found = None
+    if recorded.are_wanted(states):
+        found = recorded.recorded_waveform(owner, gan, states, voice)
+    elif not (reasons := onednn_unsupported_reasons(gan, states)):
+        found = waveform(gan, plain_weights(gan), states, OneDnn, voice)
+        count(ONEDNN)
+    elif not is_normed:
+        fell_back([f"vocoder: {reason}, and there is no weight norm to fold" for reason in reasons])
+        return None
+    if found is None:
+        found = waveform(gan, plain_weights(gan), states, Torch, voice)
+    if is_normed:
+        count(FOLDED)
+    return found
+
+
+def onednn_unsupported_reasons(gan: HifiGan, states: Tensor) -> list[str]:
+    """Why torch's convolutions are taken; empty where oneDNN's are faster."""
+    if not states.is_cpu or states.dtype != torch.float32:
+        return [f"{states.dtype} on {states.device.type} (oneDNN: float32 on cpu)"]
+    if onednn_reasons():
+        return onednn_reasons()
+    if states.shape[0] * states.shape[2] < MIN_FRAMES:
+        return [f"{states.shape[0]} x {states.shape[2]} frames are too few to gain"]
+    return []
+
+
+def unsupported_reasons(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tensor | None) -> list[str]:
+    """Why a call is left to the library; empty if `waveform` gives what it would give."""
+    if owner.training:
+        return ["in training mode"]
+    given = [states] if voice is None else [states, voice]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, *owner.parameters())):
+        return ["gradients are recorded"]
+    if not _are_plain(given) or states.dim() != 3 or not states.numel() or states.shape[1] != gan.first.in_channels:
+        return [f"an input of shape {tuple(states.shape)} (supported: [batch, {gan.first.in_channels}, frames])"]
+    if voice is not None and (gan.condition is None or voice.shape[2:] != (1,) or len(voice) not in (1, len(states))):
+        return [f"a voice of shape {tuple(voice.shape)} (supported: [{len(states)}, channels, 1])"]
+    if torch.is_autocast_enabled(states.device.type):
+        return ["autocast"]
+    if is_transformed() or is_watched() or layers.are_all_watched():
+        return ["the program records or watches what torch computes"]
+    if reasons := hifi_gan.unsupported_reasons(gan):
+        return reasons
+    weights = [tensor for layer in gan.layers() for tensor in layers.tensors_of(layer)]
+    if any((tensor.device, tensor.dtype) != (states.device, states.dtype) for tensor in (*given, *weights)):
+        return ["weights and inputs of several types or on several devices"]
+    return [] if gan.samples(states.shape[-1]) > 0 else ["no samples"]
+
+
+def _are_plain(tensors: list[Tensor]) -> bool:
+    kinds = (Tensor, nn.Parameter)
+    return all(type(one) in kinds and one.layout == torch.strided and one.is_floating_point() for one in tensors)

@@ -1,0 +1,148 @@
+"""The layers of a HiFi-GAN generator, whatever its host calls them, and its forward (Kong et al., section 2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fastgen.optimizer.vocoder import layers
+from fastgen.optimizer.vocoder.convolutions import Torch, upsampling
+from fastgen.optimizer.vocoder.weights import plain_weight
+
+# Of the last LeakyReLU, for which the hosts take what torch has by default.
+LAST_SLOPE = 0.01
+
+# The convolutions of a residual block: `x` becomes `x + second(leaky_relu(first(leaky_relu(x))))`, for each pair.
+Block = list[tuple[nn.Conv1d, nn.Conv1d]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An upsampling, and the blocks whose mean is taken of its output. slopes: of the blocks' LeakyReLU."""
+
+    upsampling: nn.ConvTranspose1d
+    blocks: list[Block]
+    slopes: list[float]
+
+
+@dataclass(frozen=True)
+class HifiGan:
+    """slope: of the LeakyReLU before each upsampling. condition: makes a summand of what the voice is given by, if the
+    generator can be told. skipped: modules whose forwards are not called, and the class that these forwards come from.
+    """
+
+    first: nn.Conv1d
+    stages: list[Stage]
+    last: nn.Conv1d
+    slope: float
+    condition: nn.Conv1d | None
+    skipped: list[nn.Module]
+    skipped_class: type[nn.Module]
+
+    def convolutions(self) -> Iterator[nn.Conv1d]:
+        """All that keep the length."""
+        yield self.first
+        if self.condition is not None:
+            yield self.condition
+        for stage in self.stages:
+            for block in stage.blocks:
+                for pair in block:
+                    yield from pair
+        yield self.last
+
+    def layers(self) -> list[nn.Module]:
+        """All layers."""
+        return [*self.convolutions(), *(stage.upsampling for stage in self.stages)]
+
+    def samples(self, frames: int) -> int:
+        """The length of the waveform for so many frames."""
+        for stage in self.stages:
+            frames = layers.upsampled(stage.upsampling, frames)
+        return frames
+
+
+def unsupported_reasons(gan: HifiGan) -> list[str]:
+    """Why these layers are not what `waveform` computes; empty if they are."""
+    blocks = [block for stage in gan.stages for block in stage.blocks]
+    if not blocks or not all(blocks) or not all(stage.blocks for stage in gan.stages):
+        return ["a stage without residual blocks"]
+    for layer in gan.layers():
+        if reasons := layers.unsupported_reasons(layer):
+            return reasons
+    if not all(isinstance(layer, nn.Conv1d) and layers.keeps_length(layer) for layer in gan.convolutions()):
+        return ["a convolution that changes the length"]
+    if not all(isinstance(stage.upsampling, nn.ConvTranspose1d) for stage in gan.stages):
+        return ["an upsampling that is no transposed convolution"]
+    if any(layers.has_own_code(module, gan.skipped_class) for module in gan.skipped):
+        return ["a residual block has a forward of its own"]
+    if any(map(layers.has_hooks, gan.skipped)):
+        return ["a residual block has a forward hook"]
+    return [] if gan.last.out_channels == 1 else [f"a waveform of {gan.last.out_channels} channels"]
+
+
+def plain_weights(gan: HifiGan) -> dict[nn.Module, Tensor]:
+    """What `waveform` reads."""
+    return {layer: plain_weight(layer) for layer in gan.layers()}
+
+
+def waveform(
+    gan: HifiGan,
+    weights: dict[nn.Module, Tensor],
+    states: Tensor,
+    way: type[Torch],
+    voice: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """The waveform `[batch, 1, samples]` of `states` `[batch, channels, frames]`; without gradients.
+
+    weights: `plain_weights`. voice: for the condition, `[batch or 1, channels, 1]`. lengths: how many frames of each
+    row are true, int64 `[batch or 1]` on the same device; further ones are zero, and so is whatever a convolution
+    reads there. None: all are true.
+    """
+    states = states.unsqueeze(2).contiguous()
+    tail = _Tail(lengths, states)
+    states = Torch.convolution(states, gan.first, weights[gan.first])
+    if voice is not None and gan.condition is not None:
+        states = states.add_(Torch.convolution(voice.unsqueeze(2), gan.condition, weights[gan.condition]))
+    states = tail.zeroed(states).contiguous(memory_format=way.memory_format)
+    for stage in gan.stages:
+        states = functional.leaky_relu_(states, gan.slope)
+        states = upsampling(states, stage.upsampling, weights[stage.upsampling])
+        tail = _Tail(None if lengths is None else layers.upsampled(stage.upsampling, lengths), states)
+        lengths = tail.lengths
+        states = _mean_of_blocks(stage, weights, tail.zeroed(states), way, tail)
+    states = functional.leaky_relu_(states, LAST_SLOPE)
+    found = torch.tanh_(way.convolution(states, gan.last, weights[gan.last]))
+    return found.reshape(found.shape[0], found.shape[1], -1)
+
+
+class _Tail:
+    """What lies beyond the true lengths, int64 `[batch or 1]`, of states `[batch, channels, 1, length]`."""
+
+    def __init__(self, lengths: Tensor | None, states: Tensor) -> None:
+        self.lengths = lengths
+        if lengths is not None:
+            positions = torch.arange(states.shape[-1], device=states.device)
+            self.mask = positions >= lengths.view(-1, 1, 1, 1)  # [batch or 1, 1, 1, length]
+
+    def zeroed(self, states: Tensor) -> Tensor:
+        """The states, written in place."""
+        return states if self.lengths is None else states.masked_fill_(self.mask, 0)
+
+
+def _mean_of_blocks(
+    stage: Stage, weights: dict[nn.Module, Tensor], states: Tensor, way: type[Torch], tail: _Tail
+) -> Tensor:
+    total = None
+    for block, slope in zip(stage.blocks, stage.slopes):
+        found = states
+        for first, second in block:
+            inner = way.convolution(functional.leaky_relu(found, slope), first, weights[first], slope=slope)
+            found = way.convolution(tail.zeroed(inner), second, weights[second], plus=found)
+            found = tail.zeroed(found)
+        total = found if total is None else total.add_(found)
+    return total.div_(len(stage.blocks))

@@ -1,0 +1,373 @@
+"""The forward of every HiFi-GAN, with oneDNN and with recordings, against the library's."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from torch import nn
+from vocoders import (
+    CLASSES,
+    FOLDED,
+    ONEDNN,
+    RECORDED,
+    SHAPE,
+    assert_same,
+    make_loud,
+    of_class,
+    onednn,
+    padding,
+    waveforms,
+)
+
+import fastgen
+from fastgen.optimizer.decoding.static_cache import rounded
+from fastgen.optimizer.vocoder import convolutions, faster, recorded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TRANSFORMERS = [name for name in CLASSES if "fairseq" not in name]
+needs_onednn = pytest.mark.skipif(bool(convolutions.onednn_reasons()), reason="no oneDNN")
+
+
+def vocoder_of(name):
+    pytest.importorskip("fairseq" if "fairseq" in name else "transformers")
+    return of_class(name)
+
+
+@needs_onednn
+@pytest.mark.parametrize("name", CLASSES)
+def test_waveforms_of_onednn_are_those_of_the_library(name):
+    vocoder = vocoder_of(name)
+    for batch, frames in ((1, 1), (1, 2), (1, 7), (1, 40), (2, 1), (3, 9)):
+        with onednn():
+            found, expected, report = waveforms(vocoder, *vocoder.inputs(batch, frames))
+        assert report.kernels[ONEDNN] == 1
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_padded_and_unpadded_waveforms_agree_for_every_length_of_two_buckets(name):
+    vocoder = vocoder_of(name)
+    lengths = range(1, 2 * rounded(1) + 1)
+    with padding(), onednn():
+        for frames in lengths:
+            found, expected, report = waveforms(vocoder, *vocoder.inputs(1, frames))
+            assert report.kernels[RECORDED] == 1, report
+            assert_same(found, expected)
+    assert len(recorded._known[vocoder.generator]) == len({rounded(frames) for frames in lengths}) == 2
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_padded_batches_agree_with_torchs_convolutions(name):
+    vocoder = vocoder_of(name)
+    with padding(), onednn(False):
+        for frames in (5, 3, 16):
+            found, expected, report = waveforms(vocoder, *vocoder.inputs(3, frames))
+            assert report.kernels[RECORDED] == 1
+            assert ONEDNN not in report.kernels
+            assert_same(found, expected)
+
+
+def test_rows_of_different_lengths_are_each_what_they_are_alone():
+    from fastgen.optimizer.transformers.vocoder import _hifi_gan
+    from fastgen.optimizer.vocoder.hifi_gan import waveform
+    from fastgen.optimizer.vocoder.weights import plain_weight
+
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    gan = _hifi_gan(vocoder.generator, vocoder.generator.leaky_relu_slope)
+    weights = {layer: plain_weight(layer) for layer in gan.layers()}
+    lengths = torch.tensor([1, 12, 7, 3])
+    (states,) = vocoder.inputs(4, 12)
+    states[torch.arange(12).view(1, 1, -1).expand_as(states) >= lengths.view(-1, 1, 1)] = 0
+    with torch.no_grad():
+        together = waveform(gan, weights, states, convolutions.Torch, lengths=lengths)
+        for row, frames in enumerate(lengths.tolist()):
+            with fastgen.disabled():
+                alone = vocoder.generator(states[row : row + 1, :, :frames])
+            torch.testing.assert_close(together[row, :, : gan.samples(frames)], alone, rtol=0, atol=1e-5)
+            assert frames == 12 or together[row, 0, gan.samples(frames) :].abs().max() > 0  # the mask was needed
+
+
+@pytest.mark.parametrize("name", ["SpeechT5HifiGan", "FastSpeech2ConformerHifiGan"])
+def test_one_spectrogram_without_a_batch_gives_one_waveform(name):
+    vocoder = vocoder_of(name)
+    with onednn(), padding():
+        found, expected, report = waveforms(vocoder, *(one[0] for one in vocoder.inputs(1, 6)))
+    assert report.kernels[RECORDED] == 1
+    assert_same(found, expected)
+
+
+def test_spectrograms_are_normalized_where_the_configuration_asks_for_it():
+    vocoder = vocoder_of("SpeechT5HifiGan")
+    assert vocoder.generator.config.normalize_before
+    vocoder.generator.mean.uniform_(-1, 1)
+    vocoder.generator.scale.uniform_(0.5, 2)
+    with onednn():
+        assert_same(*waveforms(vocoder, *vocoder.inputs(2, 6))[:2])
+
+
+def test_vits_without_a_voice_is_as_fast():
+    vocoder = vocoder_of("VitsHifiGan")
+    with onednn(), padding():
+        found, expected, report = waveforms(vocoder, vocoder.inputs(2, 6)[0])
+    assert report.kernels[RECORDED] == 1
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("version", ["", "v2"])
+def test_units_of_seamless_become_waveforms_and_lengths_of_the_library(version):
+    import transformers
+    from transformers.models import seamless_m4t, seamless_m4t_v2
+
+    config = getattr(transformers, f"SeamlessM4T{version}Config")
+    models = seamless_m4t_v2.modeling_seamless_m4t_v2 if version else seamless_m4t.modeling_seamless_m4t
+    sizes = {"unit_embed_dim": 4, "lang_embed_dim": 2, "spkr_embed_dim": 2, "unit_hifi_gan_vocab_size": 30}
+    torch.manual_seed(0)
+    vocoder = make_loud(getattr(models, f"SeamlessM4T{version}CodeHifiGan")(config(**SHAPE, **sizes))).eval()
+    voice, language = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.long)
+    for batch, units in ((1, 9), (3, 7)):
+        units = torch.randint(2, 30, (batch, units))
+        given = units, voice.expand(batch, 1), language.expand(batch, 1)
+        with torch.no_grad(), onednn(), padding():
+            found, lengths = vocoder(*given)
+            assert fastgen.explain().kernels[RECORDED] == 1
+            with fastgen.disabled():
+                expected, expected_lengths = vocoder(*given)
+        assert_same(found, expected)
+        assert torch.equal(lengths, expected_lengths)
+
+
+@pytest.mark.parametrize("name", [pytest.param(ONEDNN, marks=needs_onednn), RECORDED])
+def test_weights_that_were_written_in_place_or_replaced_are_noticed(name):
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    inputs = vocoder.inputs(1, 6)
+    with padding() if name == RECORDED else onednn():
+        before = waveforms(vocoder, *inputs)[0]
+        vocoder.generator.conv_pre.weight.data.mul_(1.5)
+        found, expected, _ = waveforms(vocoder, *inputs)
+        assert_same(found, expected)
+        assert (found - before).abs().max() > 1e-3
+        for change in ("parameter", "data", "slope"):
+            if change == "parameter":
+                vocoder.generator.conv_post.weight = nn.Parameter(torch.randn(1, 4, 7) / 5)
+            elif change == "data":
+                vocoder.generator.conv_post.weight.data = torch.randn(1, 4, 7) / 5
+            else:
+                vocoder.generator.leaky_relu_slope = 0.3
+            found, expected, report = waveforms(vocoder, *inputs)
+            assert report.kernels[name] == 1
+            assert_same(found, expected)
+
+
+def test_a_waveform_is_not_written_by_later_calls():
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    with padding(), torch.no_grad():
+        first = vocoder.generator(*vocoder.inputs(1, 6))
+        kept = first.clone()
+        vocoder.generator(*vocoder.inputs(1, 6))
+        vocoder.generator(*vocoder.inputs(1, 4))
+    assert torch.equal(first, kept)
+
+
+def test_a_replay_that_is_wrong_is_not_trusted(monkeypatch):
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    real = recorded.waveform
+
+    def without_padding(*args, lengths=None, **kwargs):
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(recorded, "waveform", without_padding)
+    with padding(), onednn(), pytest.warns(RuntimeWarning, match="another waveform"):
+        found, expected, report = waveforms(vocoder, *vocoder.inputs(1, 5))
+    assert_same(found, expected)
+    assert any("another waveform" in reason for reason in report.fallbacks)
+
+
+def test_threads_may_call_one_vocoder():
+    vocoder = vocoder_of("SeamlessM4THifiGan").put_weight_norm()
+    given = [vocoder.inputs(1, frames) for frames in (3, 5, 8, 9)]
+    with fastgen.disabled(), torch.no_grad():
+        expected = [vocoder.generator(*inputs) for inputs in given]
+    wrong, recorded_calls = [], []
+
+    def call(place):
+        for _ in range(10):
+            with torch.no_grad():
+                found = vocoder.generator(*given[place])
+            recorded_calls.append(fastgen.explain().kernels[RECORDED])
+            if not torch.allclose(found, expected[place], rtol=0, atol=1e-5):
+                wrong.append(place)
+
+    with padding(), onednn():
+        threads = [threading.Thread(target=call, args=(place,)) for place in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert len(recorded_calls) == 40
+    assert any(recorded_calls)
+
+
+def left_alone(vocoder, *inputs):
+    """The reasons, after a comparison."""
+    found, expected, report = waveforms(vocoder, *inputs)
+    assert torch.equal(found, expected)
+    assert not report.kernels
+    return " ".join(report.fallbacks)
+
+
+def test_what_is_left_to_the_library_has_a_reason():
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    inputs = vocoder.inputs(1, 5)
+    with onednn():
+        assert waveforms(vocoder, *inputs)[2].kernels[ONEDNN] == 1
+        vocoder.generator.train()
+        assert "in training mode" in left_alone(vocoder, *inputs)
+        vocoder.generator.eval()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert "autocast" in left_alone(vocoder, *inputs)
+        block = vocoder.generator.resblocks[0]
+        handle = block.convs1[0].register_forward_hook(lambda *args: None)
+        assert "a layer has a forward hook" in left_alone(vocoder, *inputs)
+        handle.remove()
+        handle = block.register_forward_pre_hook(lambda *args: None)
+        assert "a residual block has a forward hook" in left_alone(vocoder, *inputs)
+        handle.remove()
+        block.forward = type(block).forward.__get__(block)
+        assert "a residual block has a forward of its own" in left_alone(vocoder, *inputs)
+        del block.forward
+        assert waveforms(vocoder, *inputs)[2].kernels[ONEDNN] == 1
+    with onednn(False):
+        assert "too few to gain" in left_alone(vocoder, *inputs)
+
+
+def test_layers_with_code_of_their_own_are_called():
+    class Louder(nn.Conv1d):
+        def forward(self, input):
+            return super().forward(input) * 2
+
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    old = vocoder.generator.conv_pre
+    vocoder.generator.conv_pre = Louder(old.in_channels, old.out_channels, 7, padding=3)
+    with onednn():
+        assert "a Louder has a forward of its own" in left_alone(vocoder, *vocoder.inputs(1, 5))
+
+
+def test_a_subclass_may_call_the_forward_of_the_library():
+    from transformers.models.seamless_m4t.modeling_seamless_m4t import SeamlessM4THifiGan
+
+    class Louder(SeamlessM4THifiGan):
+        def forward(self, inputs_embeds):
+            return super().forward(inputs_embeds) * 2
+
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    vocoder.generator.__class__ = Louder
+    with onednn():
+        found, expected, report = waveforms(vocoder, *vocoder.inputs(1, 5))
+    assert report.kernels[ONEDNN] == 1
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_gradients_are_those_of_the_library(name):
+    vocoder = vocoder_of(name)
+    inputs = vocoder.inputs(1, 5)
+    gradients = []
+    for switch in (onednn(), fastgen.disabled()):
+        with switch:
+            vocoder.generator.zero_grad()
+            vocoder.generator(*inputs).sum().backward()
+        gradients.append([weight.grad.clone() for weight in vocoder.generator.parameters() if weight.grad is not None])
+    assert gradients[0]
+    assert all(map(torch.equal, *gradients))
+
+
+def test_double_precision_and_inference_mode():
+    vocoder = vocoder_of("SeamlessM4THifiGan").put_weight_norm()
+    (states,) = vocoder.inputs(1, 5)
+    with torch.inference_mode(), padding(), onednn():
+        found = vocoder.generator(states)
+        assert fastgen.explain().kernels[RECORDED] == 1
+        assert found.is_inference()
+    with padding(), onednn():
+        assert_same(*waveforms(vocoder, states)[:2])
+        vocoder.generator.double()
+        found, expected, report = waveforms(vocoder, states.double())
+        assert report.kernels[RECORDED] == report.kernels[FOLDED] == 1
+        assert ONEDNN not in report.kernels
+        assert_same(found, expected)
+
+
+def test_errors_are_those_of_the_library():
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    for wrong in (torch.randn(1, 7, 5), torch.randn(1, 8, 5, dtype=torch.float64), torch.randn(1, 8, 0)):
+        errors = []
+        for switch in (onednn(), fastgen.disabled()):
+            with switch, torch.no_grad(), pytest.raises(RuntimeError) as caught:
+                vocoder.generator(wrong)
+            errors.append(str(caught.value))
+        assert errors[0] == errors[1]
+
+
+@needs_onednn
+@pytest.mark.parametrize("frames", [faster.MIN_FRAMES - 1, faster.MIN_FRAMES])
+def test_short_inputs_are_left_to_the_library(frames):
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    found, expected, report = waveforms(vocoder, *vocoder.inputs(1, frames))
+    assert_same(found, expected)
+    assert report.kernels[ONEDNN] == (frames == faster.MIN_FRAMES)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypatch, is_right):
+    from fastgen.optimizer.transformers import vocoder as host
+
+    failed, real = [], host.faster_waveform
+    monkeypatch.setattr(host, "_known_to_agree", set())
+    monkeypatch.setattr(host.PATCH_SET, "newer_than_tested", lambda name: True)
+    monkeypatch.setattr(host.PATCH_SET, "fail", lambda group, reason: failed.append(group))
+    monkeypatch.setattr(host, "faster_waveform", lambda *given: real(*given) + (0 if is_right else 0.01))
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    with onednn():
+        found, expected, _ = waveforms(vocoder, *vocoder.inputs(1, 5))
+    assert torch.equal(found, expected)
+    assert failed == ([] if is_right else ["transformers.seamless_vocoder"])
+    assert len(host._known_to_agree) == is_right
+
+
+def test_vocoders_are_compiled_in_one_graph():
+    vocoder = vocoder_of("SpeechT5HifiGan")
+    inputs = vocoder.inputs(1, 5)
+    compiled = torch.compile(vocoder.generator, backend="eager", fullgraph=True)
+    with torch.no_grad(), fastgen.disabled():
+        expected = vocoder.generator(*inputs)
+    with torch.no_grad(), onednn():
+        assert torch.equal(compiled(*inputs), expected)
+
+
+def test_copies_and_files_of_a_vocoder_are_those_of_the_library():
+    vocoder = vocoder_of("SpeechT5HifiGan")
+    inputs = vocoder.inputs(1, 5)
+    with onednn(), padding():
+        expected = waveforms(vocoder, *inputs)[1]
+        assert_same(waveforms(vocoder._replace(generator=copy.deepcopy(vocoder.generator)), *inputs)[0], expected)
+        file = io.BytesIO()
+        torch.save(vocoder.generator, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert_same(waveforms(vocoder._replace(generator=loaded), *inputs)[0], expected)
+
+
+def test_random_numbers_are_not_drawn():
+    vocoder = vocoder_of("SeamlessM4THifiGan").put_weight_norm()
+    inputs = vocoder.inputs(1, 5)
+    before = torch.get_rng_state()
+    with torch.no_grad(), onednn(), padding():
+        vocoder.generator(*inputs)
+        assert fastgen.explain().kernels[RECORDED] == 1
+    assert torch.equal(before, torch.get_rng_state())

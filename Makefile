@@ -12,7 +12,7 @@ SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
-	@$(BIN)/python -m fastgen.cli.demo
+	@$(BIN)/python tools/demo.py
 
 # Lists what is skipped: the tests of fairseq where this Python has no build of it (3.10 and 3.13), those of a GPU.
 test: $(VENV)/test.installed

@@ -230,7 +230,8 @@ def test_fp16_without_a_gpu_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     command = [str(models / "bart"), str(files / "input.txt"), str(files / "output.txt")]
-    check_refused(capsys, files, [*command, "--fp16"], "--fp16 needs a GPU", "--bf16")
+    check_refused(capsys, files, [*command, "--fp16"], "--fp16 does not go with --device cpu", "--bf16")
+    check_refused(capsys, files, [*command, "--dtype", "float16"], "--dtype float16 does not go with --device cpu")
     assert main([*command, "--bf16"]) == 0
 
 

@@ -10,7 +10,7 @@ import fastgen
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.flags.argument_types import named_jsonl
 from fastgen.cli.transformers.flags.flag_checks import check_flags
-from fastgen.cli.transformers.flags.run_config import GROUPS, SPEECH, RunConfig
+from fastgen.cli.transformers.flags.run_config import EXCLUSIVE, GROUPS, SPEECH, RunConfig
 
 PROG = "fastgen-generate-for-transformers"
 
@@ -64,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"fastgen {fastgen.__version__}", help="show the version and leave"
     )
     group: argparse._ActionsContainer = parser
+    exclusive: dict[tuple[str, ...], argparse._ActionsContainer] = {}
     for each in fields(RunConfig):
         options = dict(each.metadata)
         if each.name in ("model", "input", "output"):
@@ -72,8 +73,13 @@ def build_parser() -> argparse.ArgumentParser:
         if each.name in GROUPS:
             group = parser.add_argument_group(GROUPS[each.name])
         options.pop("setting", None)
+        target = group
+        if (rivals := next((names for names in EXCLUSIVE if each.name in names), None)) is not None:
+            if rivals not in exclusive:
+                exclusive[rivals] = group.add_mutually_exclusive_group()
+            target = exclusive[rivals]
         names = [f"--{each.name}", *filter(None, [options.pop("also", None)])]
-        group.add_argument(*names, dest=each.name, default=argparse.SUPPRESS, **options)
+        target.add_argument(*names, dest=each.name, default=argparse.SUPPRESS, **options)
     return parser
 
 

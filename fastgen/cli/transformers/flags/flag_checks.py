@@ -26,17 +26,10 @@ def check_flags(args: RunConfig) -> None:
     """Raise InputError for flags that contradict each other."""
     _check_settings(args)
     _check_lengths(args)
-    _check_precision(args)
     _check_files(args)
     _check_kind_of_model(args)
-    for one, other in (
-        ("quiet", "verbose"),
-        ("compare", "without_fastgen_opt"),
-        ("truncation", "no_truncation"),
-        ("truncation", "chat"),
-    ):
-        if getattr(args, one) and getattr(args, other):
-            _contradict(f"--{one}", f"--{other}")
+    if args.truncation and args.chat:
+        _contradict("--truncation", "--chat")
 
 
 def check_several_outputs(args: RunConfig, num_return_sequences: int) -> None:
@@ -97,15 +90,6 @@ def _check_lengths(args: RunConfig) -> None:
         # A causal LM's shortest length counts the prompt, so nothing can be said before the prompts are known.
         if shortest > longest and (key == "max_length" or not args.causal_lm):
             raise InputError(f"{short_flag} is more than {long_flag}")
-
-
-def _check_precision(args: RunConfig) -> None:
-    types = {"--fp16": "float16" * args.fp16, "--bf16": "bfloat16" * args.bf16, f"--dtype {args.dtype}": args.dtype}
-    asked = {flag: name for flag, name in types.items() if name}
-    if len(set(asked.values())) > 1:
-        _contradict(*list(asked)[:2])
-    if args.device == "cpu" and "float16" in asked.values():
-        raise InputError(f"{next(iter(asked))} does not go with --device cpu (accepted on the CPU: --bf16, or neither)")
 
 
 def _check_files(args: RunConfig) -> None:

@@ -33,6 +33,14 @@ GROUPS = {
     "reference_path": "scores",
 }
 
+# Of these only one is accepted at a time.
+EXCLUSIVE = (
+    ("quiet", "verbose"),
+    ("without_fastgen_opt", "compare"),
+    ("dtype", "fp16", "bf16"),
+    ("truncation", "no_truncation"),
+)
+
 
 def flag(help: str, default: Any = None, **options: Any) -> Any:
     """A field that is a flag; `options` are those of argparse's add_argument, with `also` for a second name."""

@@ -58,7 +58,7 @@ def choose_device(args: RunConfig) -> torch.device:
     device = torch.device(name)
     if _dtype_name(args) == "float16" and device.type == "cpu":
         flag = "--fp16" if args.fp16 else "--dtype float16"
-        raise InputError(f"{flag} needs a GPU, and there is none here (accepted on the CPU: --bf16, or neither)")
+        raise InputError(f"{flag} does not go with --device {name} (accepted on the CPU: --bf16, or neither)")
     return device
 
 

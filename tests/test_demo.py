@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import fastgen
-from fastgen.cli import demo
 from fastgen.models.demo import sample_path
+from tools import demo
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from fastgen.cli.transformers.stages.audio import collate_audio, prepare_audio
 from fastgen.cli.transformers.stages.batches import Limits, Planner, pad_text
 from fastgen.cli.transformers.stages.generation import Model, WithinMemory
 from fastgen.cli.transformers.stages.pipeline import Stages
-from fastgen.cli.transformers.stages.postprocess import OutputFormat, finish
+from fastgen.cli.transformers.stages.postprocess import finish
 from fastgen.cli.transformers.stages.preprocess import InputFormat, prepare_text
 
 BATCHES_PER_WINDOW = 16
@@ -40,7 +40,7 @@ def make_stages(
     if args.truncation and truncate_to is None and not args.quiet:
         say("--truncation changes nothing: MODEL takes inputs of any length (--max_tokenizer_length N sets one)")
     input_format = InputFormat(
-        jsonl=args.input_format == "jsonl",
+        jsonl=args.reads_jsonl,
         text_field=args.text_field,
         id_field=args.id_field,
         prefix=prefix,
@@ -69,28 +69,15 @@ def make_stages(
         generate=generate,
         finish=finish(
             tokenizer,
-            output_format(args, loaded),
+            args,
             token_ids(effective("eos_token_id", settings, loaded)),
             effective("pad_token_id", settings, loaded),
+            start_tokens=0 if loaded.causal_lm or loaded.model.config.model_type == "whisper" else 1,
         ),
         workers=(args.preprocess_workers, args.postprocess_workers),
         line_bytes=input_format.line_bytes,
         in_order=in_order,
         random=partial(random_state, model.device) if samples else None,
-    )
-
-
-def output_format(args: RunConfig, loaded: LoadedModel) -> OutputFormat:
-    """What a record of OUTPUT looks like."""
-    return OutputFormat(
-        jsonl=args.output_format == "jsonl",
-        input_jsonl=args.input_format == "jsonl",
-        id_field=args.id_field,
-        with_scores=args.output_sequence_scores,
-        join_outputs=args.join_outputs,
-        skip_special_tokens=not args.include_special_tokens,
-        clean_up_tokenization_spaces=True if args.clean_up_tokenization_spaces else None,
-        start_tokens=0 if loaded.causal_lm or loaded.model.config.model_type == "whisper" else 1,
     )
 
 

@@ -23,7 +23,7 @@ from fastgen.cli.transformers.model.default_batch import with_batch_size
 from fastgen.cli.transformers.model.limits import check_settings
 from fastgen.cli.transformers.model.loading import LoadedModel, choose_device, load_model
 from fastgen.cli.transformers.model.settings import SCORES, generate_arguments, task_settings
-from fastgen.cli.transformers.plan import make_stages, output_format
+from fastgen.cli.transformers.plan import make_stages
 from fastgen.cli.transformers.resume.part_file import PartFile, failures_if_complete
 from fastgen.cli.transformers.resume.run_state import RunState, restore_random_state
 from fastgen.cli.transformers.resume.signature import signature
@@ -150,8 +150,7 @@ def _score(args: RunConfig, files: Files, loaded: LoadedModel, lines: int) -> No
     if files.references is None:
         return
     check_same_length(args, len(files.references), lines)
-    written = output_format(args, loaded)
-    outputs = [first_text(record, written) for record in raw_lines("OUTPUT", args.output)]
+    outputs = [first_text(record, args) for record in raw_lines("OUTPUT", args.output)]
     scores = metrics.score(outputs, files.references)
     print(metrics.report(scores), file=_stdout(args))
     if args.score_path is not None and (args.overwrite or not args.score_path.exists()):

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 import fastgen
 from fastgen.cli.transformers.files.records import ADDED_FIELDS
+from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.stages.items import Finished, Generated, Line, NotGenerated
-from fastgen.cli.transformers.stages.postprocess import OutputFormat, finish, first_text
+from fastgen.cli.transformers.stages.postprocess import finish, first_text
 from fastgen.cli.transformers.stages.preprocess import InputFormat, prepare_text
 
 EOS, PAD = 2, 1
@@ -37,22 +38,13 @@ def tokenizer(folders: dict[str, Path]) -> transformers.PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folders["bart"])
 
 
-def output_format(**settings: Any) -> OutputFormat:
-    plain = {
-        "jsonl": False,
-        "input_jsonl": False,
-        "id_field": None,
-        "with_scores": False,
-        "join_outputs": False,
-        "skip_special_tokens": True,
-        "clean_up_tokenization_spaces": None,
-        "start_tokens": 1,
-    }
-    return OutputFormat(**plain | settings)
+def asked(**flags: Any) -> RunConfig:
+    formats = {"input_format": "text", "output_format": "text"}
+    return RunConfig("model", Path("in"), Path("out"), **formats | flags)
 
 
-JSONL = output_format(jsonl=True)
-BOTH_JSONL = output_format(jsonl=True, input_jsonl=True)
+JSONL = asked(output_format="jsonl")
+BOTH_JSONL = asked(output_format="jsonl", input_format="jsonl")
 
 
 def generated(
@@ -118,12 +110,12 @@ def test_texts_scores_and_tokens_are_those_of_a_plain_loop(
     plain_tokens = [count_in_a_loop(row, tokenizer.pad_token_id) for row in output.sequences[:, start:].tolist()]
     scores = getattr(output, "sequences_scores", None)
 
-    form = output_format(jsonl=True, start_tokens=0 if causal else 1)
+    form = asked(output_format="jsonl")
     sequences = output.sequences[:, start:] if causal else output.sequences
     lines = [Line(number, text.encode()) for number, text in enumerate(texts, start=1)]
     lengths = inputs["attention_mask"].sum(dim=1).tolist()
     batch = Generated(lines, lengths, sequences.numpy(), None if scores is None else scores.tolist(), [])
-    finished = finish(tokenizer, form, {EOS}, tokenizer.pad_token_id)(batch)
+    finished = finish(tokenizer, form, {EOS}, tokenizer.pad_token_id, 0 if causal else 1)(batch)
 
     outputs = [one for record in parsed(finished) for one in record["outputs"]]
     assert [one["text"] for one in outputs] == plain_texts
@@ -161,17 +153,17 @@ def test_tokens_are_counted_up_to_the_first_end(
     start: int,
     tokens: int,
 ) -> None:
-    form = output_format(jsonl=True, start_tokens=start)
-    finished = finish(tokenizer, form, eos, pad)(generated(["a"], [row]))
+    form = asked(output_format="jsonl")
+    finished = finish(tokenizer, form, eos, pad, start)(generated(["a"], [row]))
     assert parsed(finished)[0]["outputs"][0]["tokens"] == finished.tokens == tokens
 
 
 def test_text_is_one_line_per_input(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     batch = generated(["a", "b"], [[0, 5, 6, 2], [0, 7, 2, 1]], not_generated=(NotGenerated(Line(3, b"")),))
-    finished = finish(tokenizer, output_format(), {EOS}, PAD)(batch)
+    finished = finish(tokenizer, asked(), {EOS}, PAD)(batch)
     assert sorted(finished.records) == [(1, b"word1 word2\n"), (2, b"word3\n"), (3, b"\n")]
     assert (finished.tokens, finished.failures) == (5, [])
-    finished = finish(tokenizer, output_format(skip_special_tokens=False), {EOS}, PAD)(batch)
+    finished = finish(tokenizer, asked(include_special_tokens=True), {EOS}, PAD)(batch)
     assert sorted(finished.records)[1] == (2, b"<s> word3 </s> <pad>\n")
 
 
@@ -185,13 +177,13 @@ def test_text_is_one_line_per_input(tokenizer: transformers.PreTrainedTokenizerB
 def test_scores_and_several_outputs_stand_in_one_line_of_text(
     tokenizer: transformers.PreTrainedTokenizerBase, scores: list[float] | None, expected: bytes
 ) -> None:
-    form = output_format(with_scores=True, join_outputs=True)
+    form = asked(output_sequence_scores=True, join_outputs=True)
     batch = generated(["a"], [[0, 5, 2], [0, 6, 2]], scores, (NotGenerated(Line(2, b"")),))
     records = sorted(finish(tokenizer, form, {EOS}, PAD)(batch).records)
     assert records == [(1, expected), (2, b"NA\t\n")]
     assert [first_text(record, form) for _, record in records] == ["word1", ""]
     with pytest.raises(ValueError, match="no room for 2 outputs"):
-        finish(tokenizer, output_format(), {EOS}, PAD)(batch)
+        finish(tokenizer, asked(), {EOS}, PAD)(batch)
 
 
 class Decoder:
@@ -219,7 +211,7 @@ def test_every_record_is_one_line_whatever_the_text_is() -> None:
     batch = generated(["a"], [[0]])
     (record,) = parsed(finish(Decoder([AWKWARD]), JSONL, {EOS}, PAD)(batch))
     assert record["outputs"][0]["text"] == AWKWARD
-    finished = finish(Decoder([AWKWARD]), output_format(), {EOS}, PAD)(batch)
+    finished = finish(Decoder([AWKWARD]), asked(), {EOS}, PAD)(batch)
     assert finished.records == [(1, "a b c d\te \u2028\x85\x0c####\\ud800\n".encode())]
 
 
@@ -228,7 +220,7 @@ def test_all_rows_are_decoded_in_one_call_as_asked_for() -> None:
     finish(decoder, JSONL, {EOS}, PAD)(generated(["x", "y"], [[0], [1]]))
     assert decoder.calls == [2]
     assert decoder.settings == {"skip_special_tokens": True}
-    form = output_format(jsonl=True, clean_up_tokenization_spaces=True, skip_special_tokens=False)
+    form = asked(output_format="jsonl", clean_up_tokenization_spaces=True, include_special_tokens=True)
     finish(decoder, form, {EOS}, PAD)(generated(["x", "y"], [[0], [1]]))
     assert decoder.settings == {"skip_special_tokens": False, "clean_up_tokenization_spaces": True}
 
@@ -353,7 +345,7 @@ def test_failed_records_keep_their_fields_where_they_have_any(
     form = InputFormat(True, "text", None, "", False, None, None, (3, "positions"))
     prepared = prepare_text(tokenizer, form)(lines)
     not_generated = tuple(NotGenerated(line, each.error) for line, each in zip(lines, prepared, strict=True))
-    form = output_format(jsonl=True, input_jsonl=True, id_field="id")
+    form = asked(output_format="jsonl", input_format="jsonl", id_field="id")
     finished = finish(tokenizer, form, {EOS}, PAD)(generated([], np.empty((0, 0)), not_generated=not_generated))
     errors = [each.error for each in prepared]
     assert parsed(finished) == [
@@ -371,12 +363,12 @@ def test_failed_records_keep_their_fields_where_they_have_any(
         (5, f"id 2: {errors[4]}"),
         (6, f"id 3: {errors[5]}"),
     ]
-    text = finish(tokenizer, output_format(input_jsonl=True), {EOS}, PAD)
+    text = finish(tokenizer, asked(input_format="jsonl"), {EOS}, PAD)
     assert text(generated(raw[:1], [[0, 5, 2]])).records == [(1, b"word1\n")]
 
 
-@pytest.mark.parametrize("form", [JSONL, BOTH_JSONL, output_format(), output_format(with_scores=True)])
-def test_the_first_text_of_a_record_is_what_was_generated_first(form: OutputFormat) -> None:
+@pytest.mark.parametrize("form", [JSONL, BOTH_JSONL, asked(), asked(output_sequence_scores=True)])
+def test_the_first_text_of_a_record_is_what_was_generated_first(form: RunConfig) -> None:
     text = "a #### b\tc é"
     batch = generated(['{"text": "x", "outputs_of_others": 1}'], [[0]], [-0.5], (NotGenerated(Line(2, b"")),))
     records = finish(Decoder([text]), form, {EOS}, PAD)(batch).records

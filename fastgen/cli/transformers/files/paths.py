@@ -33,7 +33,7 @@ def check_files(args: RunConfig) -> Files:
     surveyed = None if is_stream(args.input) else survey(args.input)
     if surveyed is None and args.resume:
         raise InputError(f"--resume needs INPUT to be a file, and {args.input} can be read only once")
-    if surveyed is not None and args.input_format == "jsonl":
+    if surveyed is not None and args.reads_jsonl:
         _check_first_record(args)
     references = _references(args, surveyed)
     sources = {"INPUT": args.input, "--reference_path": args.reference_path}

@@ -34,15 +34,11 @@ def check_flags(args: RunConfig) -> None:
 
 def check_several_outputs(args: RunConfig, num_return_sequences: int) -> None:
     """A line of text holds several outputs only where that was asked for."""
-    if num_return_sequences > 1 and not args.join_outputs and not _writes_jsonl(args):
+    if num_return_sequences > 1 and not args.join_outputs and not args.writes_jsonl:
         raise InputError(
             f"--num_return_sequences {num_return_sequences} does not go with one line of text per input "
             "(accepted: --output_format jsonl, or --join_outputs to join them with ####)"
         )
-
-
-def _writes_jsonl(args: RunConfig) -> bool:
-    return args.output_format == "jsonl"
 
 
 def _check_settings(args: RunConfig) -> None:
@@ -108,9 +104,9 @@ def _check_files(args: RunConfig) -> None:
         )
     of_input = ("text_field", "id_field", *(("reference_field",) if args.reference_path is None else ()))
     for flag in of_input:
-        if getattr(args, flag) is not None and args.input_format != "jsonl":
+        if getattr(args, flag) is not None and not args.reads_jsonl:
             raise InputError(f"--{flag} {getattr(args, flag)} needs --input_format jsonl")
-    if args.join_outputs and _writes_jsonl(args):
+    if args.join_outputs and args.writes_jsonl:
         raise InputError("--join_outputs does not go with JSONL, which keeps outputs apart (accepted: one of them)")
 
 

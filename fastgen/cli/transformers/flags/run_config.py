@@ -232,6 +232,16 @@ class RunConfig:
     )
     score_path: Path | None = flag("where to write these scores as JSON; needs references", type=Path, metavar="FILE")
 
+    @property
+    def reads_jsonl(self) -> bool:
+        """Whether INPUT holds JSON records."""
+        return self.input_format == "jsonl"
+
+    @property
+    def writes_jsonl(self) -> bool:
+        """Whether OUTPUT does."""
+        return self.output_format == "jsonl"
+
     def settings(self) -> list[tuple[str, Any, str]]:
         """Name and value of every setting of generate that a flag of its own gives, and that flag as it was written."""
         given = []

@@ -60,7 +60,7 @@ def generate_arguments(args: RunConfig, loaded: LoadedModel, task: dict[str, Any
         settings["tokenizer"] = loaded.tokenizer
     # Whisper's generate decodes a sound in several passes, and returns but the last one where it returns scores.
     has_scores = (effective("num_beams", settings, loaded) or 1) > 1 and loaded.model.config.model_type != "whisper"
-    if has_scores and (args.output_sequence_scores or args.output_format == "jsonl"):
+    if has_scores and (args.output_sequence_scores or args.writes_jsonl):
         settings |= SCORES
     return settings
 

@@ -31,7 +31,7 @@ def prepare_audio(
     A line, or its record's text field, is a path, relative to the current folder. What `input_format` says of prefixes,
     chats and tokens is for text and has no meaning here.
     """
-    return partial(_prepare, feature_extractor, replace(input_format, prefix="", chat=False))
+    return partial(_prepare, feature_extractor, input_format)
 
 
 def collate_audio(feature_extractor: FeatureExtractor, arrays: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:

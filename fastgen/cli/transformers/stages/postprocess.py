@@ -13,33 +13,13 @@ import numpy as np
 import transformers
 
 from fastgen.cli.transformers.files import records
+from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.stages.items import Finished, Generated, Line
 
 Tokenizer: TypeAlias = transformers.PreTrainedTokenizerBase
 SEPARATOR = "####"
 Decode = Callable[[np.ndarray], list[str]]
 Count = Callable[[np.ndarray], np.ndarray]
-
-
-@dataclass(frozen=True)
-class OutputFormat:
-    """How a record of OUTPUT looks, and what in a row of Generated.sequences was generated.
-
-    jsonl: records are JSON objects. input_jsonl: INPUT's are too, and their fields are kept.
-    id_field: by which a failed record of INPUT is named, besides its number.
-    with_scores: text is SCORE<tab>TEXT. join_outputs: text has all outputs of a line, joined with ####.
-    start_tokens: how many tokens at the start of a row were given to the decoder and not generated: 1 for an
-        encoder-decoder, 0 for a causal LM, and 0 for Whisper, whose generate leaves them out.
-    """
-
-    jsonl: bool
-    input_jsonl: bool
-    id_field: str | None
-    with_scores: bool
-    join_outputs: bool
-    skip_special_tokens: bool
-    clean_up_tokenization_spaces: bool | None
-    start_tokens: int
 
 
 @dataclass(frozen=True)
@@ -60,31 +40,32 @@ class _Result:
 
 
 def finish(
-    tokenizer: Tokenizer, output_format: OutputFormat, eos_token_ids: Collection[int], pad_token_id: int | None
+    tokenizer: Tokenizer,
+    args: RunConfig,
+    eos_token_ids: Collection[int],
+    pad_token_id: int | None,
+    start_tokens: int = 1,
 ) -> Callable[[Generated], Finished]:
-    """A function that turns what was generated into records; threads may share it."""
-    decoding: dict[str, Any] = {"skip_special_tokens": output_format.skip_special_tokens}
-    if output_format.clean_up_tokenization_spaces is not None:
-        decoding["clean_up_tokenization_spaces"] = output_format.clean_up_tokenization_spaces
-    decode = partial(tokenizer.batch_decode, **decoding)
-    count = partial(
-        count_tokens,
-        start_tokens=output_format.start_tokens,
-        eos_token_ids=list(eos_token_ids),
-        pad_token_id=pad_token_id,
-    )
-    return partial(_finish, decode, count, output_format)
+    """A function that turns what was generated into records; threads may share it.
+
+    start_tokens: how many tokens at the start of a row were given to the decoder and not generated: 1 for an
+        encoder-decoder, 0 for a causal LM, and 0 for Whisper, whose generate leaves them out.
+    """
+    clean_up = {"clean_up_tokenization_spaces": True} if args.clean_up_tokenization_spaces else {}
+    decode = partial(tokenizer.batch_decode, skip_special_tokens=not args.include_special_tokens, **clean_up)
+    count = partial(count_tokens, start_tokens=start_tokens, eos_token_ids=[*eos_token_ids], pad_token_id=pad_token_id)
+    return partial(_finish, decode, count, args)
 
 
-def first_text(record: bytes, output_format: OutputFormat) -> str:
+def first_text(record: bytes, args: RunConfig) -> str:
     """The first output's text of a record, empty where there is none."""
     text = record.decode("utf-8").removesuffix("\n")
-    if output_format.jsonl:
+    if args.writes_jsonl:
         outputs = records.parse(text)["outputs"]
         return outputs[0]["text"] if outputs else ""
-    if output_format.with_scores:
+    if args.output_sequence_scores:
         text = text.partition("\t")[2]
-    return text.partition(SEPARATOR)[0] if output_format.join_outputs else text
+    return text.partition(SEPARATOR)[0] if args.join_outputs else text
 
 
 def count_tokens(
@@ -104,15 +85,15 @@ def count_tokens(
     return np.where(is_eos.any(axis=1), is_eos.argmax(axis=1) + 1, unpadded)
 
 
-def _finish(decode: Decode, count: Count, output_format: OutputFormat, generated: Generated) -> Finished:
+def _finish(decode: Decode, count: Count, args: RunConfig, generated: Generated) -> Finished:
     tokens = count(generated.sequences).tolist()
     finished = Finished(records=[], tokens=sum(tokens), failures=[])
     for result in _results(decode, tokens, generated):
         number = result.line.number
-        record = _json_record(result, output_format) if output_format.jsonl else _text_record(result, output_format)
+        record = _json_record(result, args) if args.writes_jsonl else _text_record(result, args)
         finished.records.append((number, record))
         if result.error is not None:
-            finished.failures.append((number, _name(result.line, output_format) + result.error))
+            finished.failures.append((number, _name(result.line, args) + result.error))
     return finished
 
 
@@ -150,24 +131,24 @@ def _decode_line(decode: Decode, sequences: np.ndarray) -> list[str] | str:
         return f"what was generated cannot be decoded ({records.reason(error)})"
 
 
-def _text_record(result: _Result, output_format: OutputFormat) -> bytes:
+def _text_record(result: _Result, args: RunConfig) -> bytes:
     """A line as FastSeq writes it; nothing, or no score and nothing, where there are no outputs."""
     outputs = result.outputs
-    if len(outputs) > 1 and not output_format.join_outputs:
+    if len(outputs) > 1 and not args.join_outputs:
         raise ValueError(f"a line of text has no room for {len(outputs)} outputs (accepted: JSON, or joined outputs)")
     text = SEPARATOR.join(_on_one_line(output.text) for output in outputs)
-    if output_format.with_scores:
+    if args.output_sequence_scores:
         scores = ["NA" if output.score is None else f"{output.score:f}" for output in outputs]
         text = SEPARATOR.join(scores or ["NA"]) + "\t" + text
     return (text + "\n").encode("utf-8", "backslashreplace")
 
 
-def _json_record(result: _Result, output_format: OutputFormat) -> bytes:
+def _json_record(result: _Result, args: RunConfig) -> bytes:
     added: dict[str, Any] = {} if result.input_tokens is None else {"input_tokens": result.input_tokens}
     added["outputs"] = [_json_output(output) for output in result.outputs]
     if result.error is not None:
         added["error"] = result.error
-    return records.written(result.line, output_format.input_jsonl, added)
+    return records.written(result.line, args.reads_jsonl, added)
 
 
 def _json_output(output: _Output) -> dict[str, Any]:
@@ -177,12 +158,12 @@ def _json_output(output: _Output) -> dict[str, Any]:
     return {"text": output.text, **score, "tokens": output.tokens}
 
 
-def _name(line: Line, output_format: OutputFormat) -> str:
+def _name(line: Line, args: RunConfig) -> str:
     """What a failed record is called by those who wrote it, where it says so."""
-    if output_format.input_jsonl and output_format.id_field is not None:
+    if args.reads_jsonl and args.id_field is not None:
         with suppress(records.RecordError):
             record = records.parse(records.decode(line))
-            return f"{output_format.id_field} {records.quoted(records.field(record, output_format.id_field))}: "
+            return f"{args.id_field} {records.quoted(records.field(record, args.id_field))}: "
     return ""
 
 

@@ -7,7 +7,6 @@ of the first half of a recording looks like any other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -28,8 +27,8 @@ def prepare_audio(
 ) -> Callable[[list[Line]], list[Prepared]]:
     """A function that makes of lines what the feature extractor makes of their sounds, without the batch dimension.
 
-    A line, or its record's text field, is a path, relative to the current folder. What `input_format` says of prefixes,
-    chats and tokens is for text and has no meaning here.
+    A line, or its record's text field, is a path, relative to the current folder. What `input_format` says of tokens is
+    for text and has no meaning here.
     """
     return partial(_prepare, feature_extractor, input_format)
 

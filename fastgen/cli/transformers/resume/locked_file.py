@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 from io import FileIO
 from pathlib import Path
 
 from fastgen.cli.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is locked
+    fcntl = None
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
@@ -44,6 +48,8 @@ def lock(file: FileIO) -> None:
     The lock belongs to this process, not to the open file as that of flock does: worker processes that are forked
     would hold on to that one when this process is killed. It is lost when the file is opened and closed once more.
     """
+    if fcntl is None:
+        return
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

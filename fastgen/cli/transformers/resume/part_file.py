@@ -141,10 +141,11 @@ class PartFile(AbstractContextManager):
         whole = self._compress() if self._compressed else part
         with named(whole), whole.open("rb", buffering=0) as file:
             _replace(made, {"signature": self._signature, "failures": failures, "sha256": sha256(file)})
+        self._close_on_windows()
         os.replace(whole, output)
         part.unlink(missing_ok=True)
         self._remove_others()
-        self._file.close()  # last, for its lock
+        self._file.close()
 
     def leave(self) -> None:
         """Keeps the part for `resume`, or removes it where it has no record."""
@@ -152,6 +153,7 @@ class PartFile(AbstractContextManager):
             if self.records:
                 self._cut(self.records, self._end)
             else:
+                self._close_on_windows()
                 self._remove_others()
                 self._files.part.unlink(missing_ok=True)
         finally:
@@ -214,6 +216,11 @@ class PartFile(AbstractContextManager):
         _, part, kept, _ = self._files
         for path in (beside(part, ".new"), beside(kept, ".new"), kept):
             path.unlink(missing_ok=True)
+
+    def _close_on_windows(self) -> None:
+        """Where files that are open can neither be renamed nor removed. Elsewhere it is closed last, for its lock."""
+        if os.name == "nt":
+            self._file.close()
 
 
 def check_writable(flag: str, path: Path, sources: dict[str, Path | None]) -> None:

@@ -112,9 +112,10 @@ def report() -> str:
     PATCH_SET.load_replacements()
     versions = [f"fastgen {fastgen.__version__}", f"Python {platform.python_version()}"]
     versions += [_version(package) for package in _PACKAGES]
-    states = [
-        (s.name, s.state, errors.get(s.name, s.reason) if s.state == "pending" else s.reason) for s in fastgen.status()
-    ]
+    groups: dict[str, tuple[str, str]] = {}  # the patches of one are applied all or none
+    for s in fastgen.status():
+        groups.setdefault(s.group, (s.state, errors.get(s.name, s.reason) if s.state == "pending" else s.reason))
+    states = [(group, *found) for group, found in groups.items()]
     kernels = [(k.name, k.implementation, "; ".join(k.reasons) or "usable") for k in ops.kernels()]
     return "\n".join([", ".join(versions), "", "Patches", table(states), "", "Kernels", table(kernels)])
 

@@ -115,7 +115,7 @@ def test_the_report_shows_versions_patches_and_kernels_in_one_screen():
     assert lines[0].startswith(f"fastgen {fastgen.__version__}, Python ")
     assert f"transformers {transformers.__version__}" in lines[0]
     states = [line.split()[:2] for line in lines[lines.index("Patches") + 1 : lines.index("Kernels") - 1]]
-    assert [name for name, _ in states] == [patch.name for patch in PATCHES]
+    assert [name for name, _ in states] == list(dict.fromkeys(patch.group for patch in PATCHES))
     assert {state for name, state in states if name.startswith("transformers.")} == {"applied"}
     kernels = [line.split() for line in lines[lines.index("Kernels") + 1 :]]
     assert kernels[0] == ["shared", "attention", "torch", "usable"]
@@ -131,6 +131,6 @@ def test_the_report_says_why_a_host_is_not_patched(tmp_path):
     done = run_python("-m", "fastgen", path=tmp_path)
     assert done.returncode == 0, done.stderr
     reason = "import transformers.generation.utils: ImportError: broken installation"
-    assert done.stdout.count(f"pending  {reason}") == 5
+    assert done.stdout.count(f"pending  {reason}") == 2  # shared_caches, loops
     done = run_python("-m", "fastgen", FASTGEN_DISABLE="1", path=tmp_path)
-    assert done.stdout.count("skipped  FASTGEN_DISABLE=1") == len(PATCHES)
+    assert done.stdout.count("skipped  FASTGEN_DISABLE=1") == len({patch.group for patch in PATCHES})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,6 +202,16 @@ def test_a_way_that_gives_wrong_numbers_is_not_used(timed, caplog):
     assert fastest(5, torch.ones(1024, 512)) == "BLAS"
 
 
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_how_wrong_is_judged_by_the_size_of_the_numbers(timed, size):
+    found, weight, bias = timed[2], torch.full((1024, 512), size), torch.full((1024,), 100 * size)
+    found["oneDNN"] = lambda *tensors: functional.linear(*tensors) * 1.001
+    found["few rows"] = lambda *tensors: functional.linear(*tensors) * 1.00001
+    assert fastest(3, weight) == "few rows"
+    found["few rows"] = lambda rows, weight, bias: functional.linear(rows, weight)
+    assert fastest(3, weight, bias) == "BLAS"
+
+
 def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed):
     assert fastest() == "oneDNN"
     kept.Answers(QUESTION, str).add(KIND, "BLAS")
@@ -225,6 +236,16 @@ def test_damaged_lines_are_measured_again(timed, damage):
     kept.path().write_bytes(damage + line[:40])
     later_process()
     assert fastest() == "oneDNN" and timed[1]
+
+
+def test_answers_are_kept_where_the_switch_says_or_in_the_cache_of_the_user(monkeypatch):
+    monkeypatch.setattr(kept, "CONFIG", Config(cache="/here"))
+    assert kept.path().parent == Path("/here")
+    monkeypatch.setattr(kept, "CONFIG", Config())
+    monkeypatch.setenv("XDG_CACHE_HOME", "/there")
+    assert kept.path().parent == Path("/there/fastgen")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert kept.path().parent == Path.home() / ".cache" / "fastgen"
 
 
 def test_a_folder_that_cannot_be_written_only_means_that_nothing_is_kept(timed, monkeypatch, tmp_path):

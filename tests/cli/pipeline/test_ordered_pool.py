@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -64,6 +65,23 @@ def test_results_come_in_the_order_of_the_tasks() -> None:
             p.put(f"after {number}")
     assert written == [item for number in range(30) for item in (2 * number, f"after {number}")]
     assert alive(p.pids) == []
+
+
+def number_of_the_task() -> Callable[[float], int]:
+    done = count()
+
+    def work(seconds: float) -> int:
+        time.sleep(seconds)
+        return next(done)
+
+    return work
+
+
+def test_a_worker_does_the_tasks_in_their_order() -> None:
+    written = []
+    with OrderedPool(number_of_the_task, lambda task, result: written.append(result), workers=1, limit=100) as p:
+        p.submit(0.3, 0.0, 0.0, 0.0)
+    assert written == [0, 1, 2, 3]
 
 
 def test_submit_waits_while_too_much_is_unfinished() -> None:

@@ -190,3 +190,11 @@ def test_a_single_key_head_is_broadcast_over_the_query_heads():
     expanded = tensor.whole().expand(-1, 3, -1, -1)
     torch.testing.assert_close(found, functional.scaled_dot_product_attention(QUERY, expanded, expanded))
     assert tensor.usage == {"scaled_dot_product_attention": 1}
+
+
+def test_code_below_the_functions_of_torch_gets_the_whole_tensor():
+    tensor = states()
+    with torch._C.DisableTorchFunctionSubclass():
+        found = torch.add(tensor, 1), torch.zeros_like(tensor, dtype=torch.float64)
+    assert torch.equal(found[0], tensor.whole() + 1)
+    assert found[1].shape == tensor.shape and found[1].dtype == torch.float64

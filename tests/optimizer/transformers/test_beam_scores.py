@@ -10,6 +10,7 @@ import torch
 from own_models import by_einsum, odd_model
 from parity import BEAMS, padded, run_both, tiny
 
+from fastgen.optimizer.decoding.generation import current
 from fastgen.optimizer.transformers.beam_search import finished_scores_only
 
 ASKED = {"return_dict_in_generate": True, "output_scores": True}
@@ -67,9 +68,16 @@ def test_a_model_with_its_own_finished_beams_keeps_its_scores() -> None:
     assert fast.scores and torch.equal(fast.sequences_scores, stock.sequences_scores)
 
 
-def test_a_model_of_the_programs_own_is_verified_as_ever() -> None:
-    model = odd_model(by_einsum)
+def test_a_model_of_the_programs_own_is_verified_as_ever(share_always: None) -> None:
+    own_code = []
+
+    def attend(*states: torch.Tensor) -> torch.Tensor:
+        own_code.extend([generation.own_code] if (generation := current()) is not None else [])
+        return by_einsum(*states)
+
+    model = odd_model(attend)
     with finished_scores_only():
-        stock, fast, _ = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED))
+        stock, fast, report = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED))
+    assert report.shared and set(own_code) == {True}  # while it is compared, and in the call itself
     assert torch.equal(fast.sequences, stock.sequences) and fast.scores is None
     assert torch.allclose(fast.sequences_scores, stock.sequences_scores, rtol=0, atol=1e-4)

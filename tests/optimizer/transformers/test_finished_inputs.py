@@ -13,6 +13,7 @@ from sharing import sharing
 from transformers import LogitsProcessor
 
 from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding.generation import current
 from fastgen.optimizer.transformers import decode_step
 from fastgen.optimizer.transformers.beam_search import BeamSearch
 
@@ -154,6 +155,20 @@ def test_a_method_of_the_librarys_loop_that_a_program_has_replaced_is_called(mon
         assert bool(called) == expected
         replaced = model if owner == "model" else type(model)
         monkeypatch.setattr(replaced, "_update_finished_beams", lambda *_, **given: called.append(1) or update(**given))
+
+
+def test_a_model_that_moves_its_cache_itself_is_given_it():
+    model, moved = tiny("gpt2"), set()
+
+    def reorder(cache, beam_idx):
+        moved.add((beam_idx.shape[0], current() is not None))
+        cache.reorder_cache(beam_idx)
+        return cache
+
+    model._reorder_cache = reorder
+    stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **ENDS, num_beams=3))
+    assert torch.equal(stock, fast) and LEFT not in report.shared
+    assert moved == {(15, False), (15, True)}  # by the library's loop, and by fastgen's
 
 
 def test_all_of_a_search_are_left_in_their_places():

@@ -61,6 +61,8 @@ def test_any_shape_and_mask(inputs, fan_out, kv_heads, groups, length, shared_le
         attn_mask=mask,
         scale=0.3,
     )
+    if expected.isnan().any():  # where the mask leaves nothing, in torch before 2.5
+        found, expected = found.nan_to_num(), expected.nan_to_num()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

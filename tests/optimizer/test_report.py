@@ -7,6 +7,7 @@ import logging
 
 import pytest
 from parity import BEAMS, PREFILL, padded, tiny
+from versions import needs
 
 import fastgen
 from fastgen import ops
@@ -82,6 +83,7 @@ def test_a_call_of_which_fastgen_saw_no_rows_has_none_in_its_text():
     assert str(Report("Model")).splitlines()[:2] == ["Model", "  shared: nothing"]
 
 
+@needs("transformers", "5.6", "the loop is the library's, which is one more reason")
 def test_under_debug_each_call_is_one_line(caplog):
     caplog.set_level(logging.DEBUG, logger="fastgen")
     model = tiny("gpt2")

@@ -119,10 +119,11 @@ class DecodingCache:
         self._by_layer = list(zip(*(buffer.unbind(0) for buffer in buffers)))
 
     def _not_held_elsewhere(self) -> list[Tensor]:
-        """The buffers, or copies if somebody else holds a view of them, such as a model that remembers its keys."""
-        use_count = getattr(torch._C, "_storage_Use_Count", None)  # not in every version of torch
-        if use_count is not None:
-            known = 2 + len(self.lengths)  # the buffer, its layers, and the storage asked for
-            if any(use_count(buffer.untyped_storage()._cdata) > known for buffer in self.buffers):
-                self._use([buffer.clone() for buffer in self.buffers])
+        """The buffers, or copies if somebody else holds a view of them, such as a model that remembers its keys.
+
+        Copies as well where torch does not tell who holds them (2.4)."""
+        use_count = getattr(torch._C, "_storage_Use_Count", None)
+        known = 2 + len(self.lengths)  # the buffer, its layers, and the storage asked for
+        if use_count is None or any(use_count(buffer.untyped_storage()._cdata) > known for buffer in self.buffers):
+            self._use([buffer.clone() for buffer in self.buffers])
         return self.buffers

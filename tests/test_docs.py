@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 
@@ -50,3 +51,13 @@ def test_tables_hold_what_was_measured(monkeypatch):
 
     assert (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8") == show_results.tables()
     sys.modules.pop("show_results")
+
+
+def test_the_table_of_versions_holds_what_the_matrix_ran(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "tools" / "matrix")
+    import run
+
+    rows = json.loads(run.RESULTS.read_text(encoding="utf-8"))
+    assert {row["name"] for row in rows} <= {combination.name for combination in run.COMBINATIONS}
+    assert run.BEGIN + run.table(rows) + run.END in run.PAGE.read_text(encoding="utf-8")
+    sys.modules.pop("run")

@@ -1,15 +1,14 @@
 """What fastgen changes in fairseq, as data; the replacements are imported when they are first called."""
 
+from fastgen.optimizer.tested import TESTED
 from fastgen.patching import Patch
-
-_TESTED = ("0.12.0", "0.12.3")
 
 PATCHES = (
     Patch(
         "fairseq.checkpoints",
         "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
         "fastgen.optimizer.fairseq.checkpoints:load_checkpoint_to_cpu",
-        tested=_TESTED,
+        tested=TESTED["fairseq"],
         parameters=("path",),
         group="fairseq.checkpoints",
     ),
@@ -17,7 +16,7 @@ PATCHES = (
         "fairseq.generate",
         "fairseq.sequence_generator:SequenceGenerator._generate",
         "fastgen.optimizer.fairseq.generate:generate",
-        tested=_TESTED,
+        tested=TESTED["fairseq"],
         parameters=("self", "sample", "prefix_tokens", "constraints", "bos_token"),
         group="fairseq.generation",
     ),
@@ -25,7 +24,7 @@ PATCHES = (
         "fairseq.attention",
         "fairseq.modules.multihead_attention:MultiheadAttention.forward",
         "fastgen.optimizer.fairseq.attention:forward",
-        tested=_TESTED,
+        tested=TESTED["fairseq"],
         parameters=("self", "query", "key", "value", "key_padding_mask", "incremental_state", "need_weights"),
         group="fairseq.generation",
     ),
@@ -33,7 +32,7 @@ PATCHES = (
         "fairseq.decoder",
         "fairseq.models.transformer.transformer_decoder:TransformerDecoderBase.extract_features_scriptable",
         "fastgen.optimizer.fairseq.decoder:extract_features",
-        tested=_TESTED,
+        tested=TESTED["fairseq"],
         parameters=("self", "prev_output_tokens", "encoder_out", "incremental_state"),
         group="fairseq.generation",
     ),
@@ -41,7 +40,7 @@ PATCHES = (
         "fairseq.learned_positions",
         "fairseq.modules.learned_positional_embedding:LearnedPositionalEmbedding.forward",
         "fastgen.optimizer.fairseq.positions:forward",
-        tested=_TESTED,
+        tested=TESTED["fairseq"],
         parameters=("self", "input", "incremental_state", "positions"),
         group="fairseq.generation",
     ),
@@ -49,7 +48,7 @@ PATCHES = (
         "fairseq.sinusoidal_positions",
         "fairseq.modules.sinusoidal_positional_embedding:SinusoidalPositionalEmbedding.forward",
         "fastgen.optimizer.fairseq.positions:forward",
-        tested=_TESTED,
+        tested=TESTED["fairseq"],
         parameters=("self", "input", "incremental_state", "timestep", "positions"),
         group="fairseq.generation",
     ),
@@ -57,7 +56,7 @@ PATCHES = (
         "fairseq.no_repeat_ngram",
         "fairseq.ngram_repeat_block:NGramRepeatBlock.forward",
         "fastgen.optimizer.fairseq.no_repeat_ngram:no_repeat_ngram",
-        tested=_TESTED,
+        tested=TESTED["fairseq"],
         parameters=("self", "tokens", "lprobs", "bsz", "beam_size", "step"),
         group="fairseq.no_repeat_ngram",
     ),
@@ -65,7 +64,7 @@ PATCHES = (
         "fairseq.vocoder",
         "fairseq.models.text_to_speech.hifigan:Generator.forward",
         "fastgen.optimizer.fairseq.vocoder:forward",
-        tested=_TESTED,
+        tested=TESTED["fairseq"],
         parameters=("self", "x"),
         group="fairseq.vocoder",
     ),
@@ -73,7 +72,7 @@ PATCHES = (
         "fairseq.unit_vocoder",
         "fairseq.models.text_to_speech.vocoder:CodeHiFiGANVocoder.forward",
         "fastgen.optimizer.fairseq.vocoder:without_gradients",
-        tested=_TESTED,
+        tested=TESTED["fairseq"],
         parameters=("self", "x", "dur_prediction"),
         group="fairseq.vocoder",
     ),
@@ -81,7 +80,7 @@ PATCHES = (
         "fairseq.spectrogram_vocoder",
         "fairseq.models.text_to_speech.vocoder:HiFiGANVocoder.forward",
         "fastgen.optimizer.fairseq.vocoder:without_gradients",
-        tested=_TESTED,
+        tested=TESTED["fairseq"],
         parameters=("self", "x"),
         group="fairseq.vocoder",
     ),

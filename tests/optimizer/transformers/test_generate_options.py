@@ -244,5 +244,6 @@ def test_error_of_a_processor_comes_through_and_the_next_call_works(models, name
     with pytest.raises(LookupError) as caught:
         models[name].generate(**padded(9, 5), **BEAMS, logits_processor=[fail])
     assert caught.value is error
-    assert {state.state for state in fastgen.status() if state.name.startswith("transformers.")} == {"applied"}
+    states = {state.state for state in fastgen.status() if state.name.startswith("transformers.")}
+    assert states <= {"applied", "pending"}  # pending: of models that nobody has imported
     assert is_shared(assert_same(models[name], padded(9, 5), **BEAMS), *what_is_shared(name))

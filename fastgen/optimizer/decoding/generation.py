@@ -30,8 +30,7 @@ class Generation:
     given, where it has to be compared with the original before anything is shared. caches: those with shared states, as
     long as they live. shares: something was computed or kept once per input, or the loop is fastgen's. recorded: the
     decode steps that are recorded, to be told when the call ends. until_end: contexts that are left when it ends.
-    has_stages: other calls of `generate` are stages of this one, which is their `outer`; reads_sequences: it reads only
-    the sequences of those that return a decoder's output, and the encoder's states.
+    has_stages: other calls of `generate` are stages of this one.
     beam_scores: of the best hypotheses that beam search has found, `[inputs, num_beams]`, the best first.
     """
 
@@ -47,8 +46,6 @@ class Generation:
     recorded: Any = None
     until_end: ExitStack = field(default_factory=ExitStack)
     has_stages: bool = False
-    reads_sequences: bool = False
-    outer: Generation | None = None
     begun: float = field(default_factory=time.perf_counter)
     beam_scores: Any = None
 
@@ -86,7 +83,7 @@ _thread = _Thread()
 def generating(model: str, has_stages: bool = False) -> Iterator[Generation]:
     """Inside this context `current()` is a new call of the `generate` of a model of this class."""
     outer = _current.get()
-    generation = Generation(Report(model), has_stages=has_stages, outer=outer)
+    generation = Generation(Report(model), has_stages=has_stages)
     token = _current.set(generation)
     try:
         yield generation

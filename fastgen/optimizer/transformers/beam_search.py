@@ -6,25 +6,19 @@ moved, and those of a hypothesis when it becomes one of the best.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import GenerationMixin
-from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
 from fastgen.optimizer.decoding.generation import current
 from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.transformers import recordable
 from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
-from fastgen.optimizer.transformers.stages import without_unread
-from fastgen.origin import comes_with
+from fastgen.optimizer.transformers.unread import without_unread
 
 # What the library adds to the score of a candidate that is out of the race, and gives to places that are free.
 OUT = -1.0e9
@@ -41,22 +35,6 @@ METHODS = (
     "_gather_beams",
 )
 
-_FINISHED_ONLY: ContextVar[bool] = ContextVar("fastgen_finished_only", default=False)
-
-
-@contextmanager
-def finished_scores_only() -> Iterator[None]:
-    """Inside this context beam search gives `sequences_scores`, asked for with `output_scores`, without `scores`.
-
-    `scores` are a tensor `[rows, vocabulary_size]` of each step: gigabytes for a batch of summaries. They stay where
-    other outputs are wanted, and where fastgen is off.
-    """
-    token = _FINISHED_ONLY.set(True)
-    try:
-        yield
-    finally:
-        _FINISHED_ONLY.reset(token)
-
 
 @without_unread
 def beam_search(
@@ -69,21 +47,15 @@ def beam_search(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
-    arguments = self, input_ids, logits_processor, stopping_criteria
-    if not _FINISHED_ONLY.get() or not _can_leave_out_scores(self, generation_config):
-        return _search(original, *arguments, generation_config, synced_gpus, model_kwargs)
-    config = copy.copy(generation_config)
-    config.return_dict_in_generate = False
-    sequences = _search(original, *arguments, config, synced_gpus, model_kwargs)
-    scores = current().beam_scores[:, : config.num_return_sequences].flatten()
-    kind = GenerateBeamEncoderDecoderOutput if self.config.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
-    return kind(sequences=sequences, sequences_scores=scores)
-
-
-def _can_leave_out_scores(model: Any, config: Any) -> bool:
-    wanted = config.return_dict_in_generate and config.output_scores
-    others = config.output_logits or config.output_attentions or config.output_hidden_states
-    return wanted and not others and current() is not None and comes_with(model._update_finished_beams, GenerationMixin)
+    is_other = generation_config.do_sample or generation_config.low_memory
+    if is_other or loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs, METHODS):
+        processors = writing_processors(logits_processor, generation_config)
+        return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
+    fan_out = generation_config.num_beams
+    records = recordable.can_record(self, generation_config, input_ids, model_kwargs)
+    step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], fan_out, records)
+    with undone_after_errors(model_kwargs):
+        return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
 
 
 def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,26 +64,6 @@ def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: A
     if (generation := current()) is not None:
         generation.beam_scores = updated[1]
     return updated
-
-
-def _search(
-    original: Callable,
-    model: Any,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    config: Any,
-    synced_gpus: bool,
-    model_kwargs: dict[str, Any],
-) -> Any:
-    is_other = config.do_sample or config.low_memory
-    if is_other or loop_reasons(model, stopping_criteria, config, synced_gpus, model_kwargs, METHODS):
-        processors = writing_processors(logits_processor, config)
-        return original(model, input_ids, processors, stopping_criteria, config, synced_gpus, **model_kwargs)
-    records = recordable.can_record(model, config, input_ids, model_kwargs)
-    step = DecodeStep(model, config, logits_processor, model_kwargs, input_ids.shape[0], config.num_beams, records)
-    with undone_after_errors(model_kwargs):
-        return BeamSearch(input_ids, config, step).run(stopping_criteria)
 
 
 class BeamSearch:

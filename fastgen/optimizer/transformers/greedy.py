@@ -18,7 +18,7 @@ from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.transformers import recordable
 from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
-from fastgen.optimizer.transformers.stages import without_unread
+from fastgen.optimizer.transformers.unread import without_unread
 
 
 @without_unread

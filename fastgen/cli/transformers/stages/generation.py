@@ -15,7 +15,7 @@ from fastgen.cli.errors import RunError
 from fastgen.cli.transformers.files.records import reason
 from fastgen.cli.transformers.model.loading import LoadedModel
 from fastgen.cli.transformers.stages.items import Batch, Generated, NotGenerated
-from fastgen.optimizer.transformers.beam_search import finished_scores_only
+from fastgen.optimizer.transformers.unread import SEQUENCES_SCORES, reading_only
 
 NO_SEQUENCES = np.empty((0, 0), np.int64)
 # What allocators say that raise a plain RuntimeError.
@@ -38,7 +38,7 @@ class Model:
         begun = time.perf_counter()
         try:
             inputs = {name: tensor.to(self.device) for name, tensor in batch.inputs.items()}
-            with finished_scores_only():
+            with reading_only(SEQUENCES_SCORES):
                 generated = self._loaded.model.generate(**inputs, **self._settings)
             scores = getattr(generated, "sequences_scores", None)  # [B * R]
             sequences = generated if isinstance(generated, torch.Tensor) else generated.sequences

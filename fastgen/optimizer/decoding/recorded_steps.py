@@ -204,7 +204,7 @@ class RecordedSteps(ABC):
     def _key(self, contents: list[Content]) -> Hashable:
         kinds = tuple(frozenset(content.kinds()) for content in contents)
         fan_outs = tuple(content.fan_out for content in contents)
-        return self.variant, _settings(), tuple(self._capacities(contents)), kinds, fan_outs
+        return self.variant, settings(), tuple(self._capacities(contents)), kinds, fan_outs
 
     def _capacities(self, contents: list[Content]) -> list[tuple[int, int]]:
         """Of each part of the cache: for what the rows have for themselves, and for what they share."""
@@ -299,7 +299,7 @@ def abandon() -> None:
         recorded.abandon()
 
 
-def _settings() -> tuple:
+def settings() -> tuple:
     """What of torch decides which kernels run, and whether tensors may be written outside of inference mode."""
     attention = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math")]
     precision = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()

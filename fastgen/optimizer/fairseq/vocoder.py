@@ -10,7 +10,7 @@ from fairseq.models.text_to_speech.hifigan import LRELU_SLOPE, ResBlock
 from torch import Tensor
 
 from fastgen.optimizer.vocoder.faster import faster_waveform
-from fastgen.optimizer.vocoder.hifi_gan import HifiGan, Stage
+from fastgen.optimizer.vocoder.hifi_gan import HifiGan, stages_of
 from fastgen.optimizer.vocoder.layers import are_all_watched, has_hooks
 
 
@@ -34,9 +34,7 @@ def _watchable(vocoder: Any) -> list[Any]:
 
 
 def _hifi_gan(generator: Any) -> HifiGan:
-    blocks, stages = list(generator.resblocks), []
-    for place, upsampling in enumerate(generator.ups[: generator.num_upsamples]):
-        own = blocks[place * generator.num_kernels : (place + 1) * generator.num_kernels]
-        pairs = [list(zip(block.convs1, block.convs2)) for block in own]
-        stages.append(Stage(upsampling, pairs, [LRELU_SLOPE] * len(own)))
+    blocks = list(generator.resblocks)
+    slopes = [LRELU_SLOPE] * len(blocks)
+    stages = stages_of(generator.ups[: generator.num_upsamples], blocks, generator.num_kernels, slopes)
     return HifiGan(generator.conv_pre, stages, generator.conv_post, LRELU_SLOPE, None, blocks, ResBlock)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.transformers import PATCHES
 from fastgen.optimizer.vocoder.faster import faster_waveform
-from fastgen.optimizer.vocoder.hifi_gan import HifiGan, Stage
+from fastgen.optimizer.vocoder.hifi_gan import HifiGan, stages_of
 from fastgen.optimizer.vocoder.recorded import tolerance
 from fastgen.patching import disabled
 
@@ -69,11 +69,9 @@ def _verified(generator: Any, found: Tensor, original: Callable[[], Tensor]) -> 
 
 
 def _hifi_gan(generator: Any, slope: float) -> HifiGan:
-    blocks, stages = list(generator.resblocks), []
-    for place, upsampling in enumerate(generator.upsampler[: generator.num_upsamples]):
-        own = blocks[place * generator.num_kernels : (place + 1) * generator.num_kernels]
-        pairs = [list(zip(block.convs1, block.convs2)) for block in own]
-        stages.append(Stage(upsampling, pairs, [block.leaky_relu_slope for block in own]))
+    blocks = list(generator.resblocks)
+    slopes = [block.leaky_relu_slope for block in blocks]
+    stages = stages_of(generator.upsampler[: generator.num_upsamples], blocks, generator.num_kernels, slopes)
     condition = getattr(generator, "cond", None)
     first, last = generator.conv_pre, generator.conv_post
     return HifiGan(first, stages, last, slope, condition, blocks, _block_class(generator))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,16 @@ class Stage:
     upsampling: nn.ConvTranspose1d
     blocks: list[Block]
     slopes: list[float]
+
+
+def stages_of(upsamplings: Iterable[nn.Module], blocks: list[Any], each: int, slopes: list[float]) -> list[Stage]:
+    """The stages of a generator that has `each` residual blocks for every upsampling, in a row, with these slopes."""
+    stages = []
+    for place, layer in enumerate(upsamplings):
+        own = slice(place * each, (place + 1) * each)
+        pairs = [list(zip(block.convs1, block.convs2)) for block in blocks[own]]
+        stages.append(Stage(layer, pairs, slopes[own]))
+    return stages
 
 
 @dataclass(frozen=True)

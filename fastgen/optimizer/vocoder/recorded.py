@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from fastgen.config import CONFIG
 from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
 from fastgen.optimizer.decoding.generation import count, fell_back
 from fastgen.optimizer.decoding.recorded_step import Recording, Recordings
+from fastgen.optimizer.decoding.recorded_steps import recordings_of, settings
 from fastgen.optimizer.decoding.static_cache import rounded
 from fastgen.optimizer.vocoder.convolutions import Torch
 from fastgen.optimizer.vocoder.hifi_gan import HifiGan, plain_weights, waveform
@@ -26,8 +26,6 @@ from fastgen.patching import warn
 # Of waveforms between -1 and 1.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 TOLERANCE = 0.05  # of half precision
-
-_known: WeakKeyDictionary[nn.Module, Recordings] = WeakKeyDictionary()
 
 
 def are_wanted(states: Tensor) -> bool:
@@ -42,7 +40,7 @@ def recorded_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Ten
 
     A new recording is compared with the forward at its first replay.
     """
-    recordings = _recordings_of(owner, states)
+    recordings = recordings_of(owner, owner)
     if recordings.refused or not recordings.in_use.acquire(blocking=False):
         fell_back([f"vocoder not recorded: {reason}" for reason in recordings.refused or ["another call uses it"]])
         return None
@@ -85,13 +83,6 @@ def _of_bucket(
     return found[..., :samples].clone(memory_format=torch.contiguous_format)
 
 
-def _recordings_of(owner: nn.Module, states: Tensor) -> Recordings:
-    known = _known.get(owner)
-    if known is None or (known.device, known.dtype) != (states.device, states.dtype):
-        known = _known[owner] = Recordings(states.device, states.dtype)
-    return known
-
-
 def _refuse(recordings: Recordings, reason: str, is_expected: bool = True) -> None:
     recordings.forget()
     recordings.refused = [reason]
@@ -116,5 +107,4 @@ def _key(inputs: dict[str, Tensor | None]) -> Hashable:
     """A recording's shapes, and what of torch decides which kernels run."""
     shapes = tuple(None if tensor is None else tensor.shape for tensor in inputs.values())
     cudnn = torch.backends.cudnn
-    kernels = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, torch.get_num_threads()
-    return shapes, kernels, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
+    return shapes, settings(), cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32

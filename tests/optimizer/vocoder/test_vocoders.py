@@ -24,6 +24,7 @@ from vocoders import (
 )
 
 import fastgen
+from fastgen.optimizer.decoding import recorded_steps
 from fastgen.optimizer.decoding.static_cache import rounded
 from fastgen.optimizer.vocoder import convolutions, faster, recorded
 
@@ -58,7 +59,7 @@ def test_padded_and_unpadded_waveforms_agree_for_every_length_of_two_buckets(nam
             found, expected, report = waveforms(vocoder, *vocoder.inputs(1, frames))
             assert report.kernels[RECORDED] == 1, report
             assert_same(found, expected)
-    assert len(recorded._known[vocoder.generator]) == len({rounded(frames) for frames in lengths}) == 2
+    assert len(recorded_steps._known[vocoder.generator]) == len({rounded(frames) for frames in lengths}) == 2
 
 
 @pytest.mark.parametrize("name", CLASSES)

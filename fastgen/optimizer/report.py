@@ -14,23 +14,21 @@ from fastgen import ops
 class Stage:
     """A part of a call, such as the encoder.
 
-    seconds: of the host's clock, which does not wait for a GPU. done: what was done in it. report: of a stage that is a
-    call of `generate`.
+    seconds: of the host's clock, which does not wait for a GPU. report: of a stage that is a call of `generate`.
     """
 
     name: str
     seconds: float
-    done: list[str] = field(default_factory=list)
     report: Report | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON has it."""
         inner = {} if self.report is None else {"report": self.report.as_dict()}
-        return {"name": self.name, "seconds": self.seconds, "done": list(self.done), **inner}
+        return {"name": self.name, "seconds": self.seconds, **inner}
 
     def lines(self) -> list[str]:
         """For people."""
-        own = [f"  stage: {self.name}, {self.seconds:.3f} s", *(f"    {item}" for item in self.done)]
+        own = [f"  stage: {self.name}, {self.seconds:.3f} s"]
         return own + ([] if self.report is None else [f"  {line}" for line in repr(self.report).splitlines()[1:]])
 
 
@@ -94,11 +92,10 @@ class Report:
     def __repr__(self) -> str:
         lines = [self._call() + (f", {self.seconds:.3f} s" if self.seconds else "")]
         lines += [line for stage in self.stages for line in stage.lines()]
-        if any(stage.report is not None for stage in self.stages):
-            return "\n".join(lines)  # it is they that share
-        lines += [f"  shared: {item}" for item in self.shared or ["nothing"]]
+        shares = all(stage.report is None for stage in self.stages)  # else it is they that share
+        lines += [f"  shared: {item}" for item in self.shared or ["nothing"] if shares]
         lines += [f"  kernel: {name}, {calls} calls" for name, calls in sorted(self.kernels.items())]
-        lines += [f"  not used: {name}: {reason}" for name, reason in self.unused_kernels.items()]
+        lines += [f"  not used: {name}: {reason}" for name, reason in self.unused_kernels.items() if shares]
         lines += [f"  fell back: {item}" for item in self.fallbacks]
         return "\n".join(lines)
 

@@ -116,11 +116,12 @@ def test_what_a_worker_raises_comes_after_the_batches_before_it() -> None:
             raise ValueError("a bad task")
         return [Prepared({"input_ids": np.array([1])}) for _ in lines]
 
-    seen = []
+    seen, ahead = [], prefetcher(prepare, 30)
     with pytest.raises(ValueError, match="a bad task"):
-        for batch in prefetcher(prepare, 30):
+        for batch in ahead:
             seen.append(batch)
     assert len(seen) == BATCHES_AHEAD
+    ahead.stop()  # its reader waits for room
 
 
 class Output:

@@ -243,7 +243,7 @@ class _Run:
         dataset = self.task.dataset(self.cfg.dataset.gen_subset)
         return [(dataset.src.get_original_text(i), dataset.tgt.get_original_text(i)) for i in ids]
 
-    def write(self, task: object, result: tuple[str, dict[str, Any]] | str) -> None:
+    def write(self, result: tuple[str, dict[str, Any]] | str) -> None:
         """Called by the pool for each result in order: a worker's, or what was written by this process."""
         text, part = (result, {}) if isinstance(result, str) else result
         self.output.write(text)

@@ -1,6 +1,6 @@
 """What the commands of both hosts share; knows no host library.
 
-ordered_pool.py  worker processes whose results are handed on in the order of their tasks
-worker.py        what runs inside one of those processes
-interrupt.py     Ctrl-C ends a command in time, whatever it is doing
+results_in_order.py  one thread hands on what workers make, in order
+ordered_pool.py      worker processes for that; worker.py: what runs inside of one
+interrupt.py         Ctrl-C ends a command in time, whatever it is doing
 """

@@ -16,7 +16,6 @@ import multiprocessing.util
 import queue
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,9 +23,9 @@ from types import TracebackType
 from typing import Any
 
 from fastgen.cli.pipeline.interrupt import SIGNALS
+from fastgen.cli.pipeline.results_in_order import ResultsInOrder
 from fastgen.cli.pipeline.worker import Failed, serve
 
-_END = None
 SECONDS_TO_END = 0.5
 
 
@@ -36,13 +35,6 @@ class WorkerError(Exception):
 
 class WorkerTraceback(Exception):
     """The cause of a WorkerError: where in the worker's program it was raised."""
-
-
-def worker_error(failed: Failed) -> WorkerError:
-    """What is raised for a task that failed."""
-    error = WorkerError(failed.message)
-    error.__cause__ = WorkerTraceback(failed.details) if failed.details else None
-    return error
 
 
 class _Worker:
@@ -62,16 +54,16 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
-    def do(self, task: Any) -> tuple[Any, float]:
-        """The result of a task, and the seconds it took; raises WorkerError."""
+    def do(self, task: Any) -> Any:
+        """The result of a task; raises WorkerError."""
         try:
             self._connection.send(task)
-            result, seconds = self._connection.recv()
+            result = self._connection.recv()
         except (EOFError, OSError):
             raise WorkerError(self._how_it_ended()) from None
         if isinstance(result, Failed):
-            raise worker_error(result)
-        return result, seconds
+            raise WorkerError(result.message) from WorkerTraceback(result.details)
+        return result
 
     def _how_it_ended(self) -> str:
         self.process.join(SECONDS_TO_END)
@@ -87,18 +79,13 @@ class OrderedPool:
     """`workers` processes that are forked at once, so that they hold what the program holds then and nothing later.
 
     start: called in each worker; returns the function that turns a task into a result. Results must be picklable.
-    write: called with each task and its result, and with None and what was given to `put`, in order, by one thread.
+    write: called with each result, of a task or given to `put`, in order, by one thread.
     limit: how many tasks and results may be unfinished before `submit` and `put` wait.
     """
 
     def __init__(
-        self, start: Callable[[], Callable[[Any], Any]], write: Callable[[Any, Any], None], *, workers: int, limit: int
+        self, start: Callable[[], Callable[[Any], Any]], write: Callable[[Any], None], *, workers: int, limit: int
     ) -> None:
-        self.busy_seconds = 0.0  # that all workers together spent on their tasks
-        self._write = write
-        self._error: BaseException | None = None
-        self._room = threading.Semaphore(limit)
-        self._unfinished: queue.SimpleQueue[tuple[Any, Future] | None] = queue.SimpleQueue()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # a worker would inherit what is left in them
         self._workers = [_Worker(start) for _ in range(workers)]
@@ -106,45 +93,36 @@ class OrderedPool:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers, "fastgen-worker")
-        self._writer = threading.Thread(target=self._write_all, name="fastgen-writer", daemon=True)
-        self._writer.start()
+        self._results = ResultsInOrder(write, limit)
+        self.is_writing_here = self._results.is_writing_here
 
     @property
     def pids(self) -> list[int]:
         """Of the worker processes."""
         return [worker.process.pid for worker in self._workers]
 
-    def is_writing_here(self) -> bool:
-        """Whether this is called from inside `write`, where `put` could wait for itself."""
-        return threading.current_thread() is self._writer
-
     def submit(self, *tasks: Any) -> None:
         """Has workers do the tasks, whose results are written in this place; raises what has gone wrong so far."""
         for task in tasks:
-            self._wait_for_room()
-            self._unfinished.put((task, self._threads.submit(self._do, task)))
+            self._results.put(self._threads.submit(self._do, task))
 
     def put(self, result: Any) -> None:
         """Has `result` written in this place; raises what has gone wrong so far."""
-        self._wait_for_room()
         done: Future = Future()
-        done.set_result((result, 0.0))
-        self._unfinished.put((None, done))
+        done.set_result(result)
+        self._results.put(done)
 
     def close(self) -> None:
         """Waits until everything is written and ends the workers; raises the first error in the order of the tasks."""
-        self._unfinished.put(_END)
-        self._writer.join()
-        self._end_workers()
-        if self._error is not None:
-            raise self._error
+        try:
+            self._results.close()
+        finally:
+            self._end_workers()
 
     def kill(self) -> None:
         """Ends the workers and gives up what is not written; a `write` that never returns is left behind."""
-        self._error = self._error or WorkerError("given up")
+        self._results.kill()
         self._end_workers()
-        self._unfinished.put(_END)
-        self._writer.join(SECONDS_TO_END)
 
     def __enter__(self) -> OrderedPool:
         return self
@@ -161,32 +139,13 @@ class OrderedPool:
         else:
             self.kill()
 
-    def _wait_for_room(self) -> None:
-        self._room.acquire()
-        if self._error is not None:
-            self.close()
-
-    def _do(self, task: Any) -> tuple[Any, float]:
+    def _do(self, task: Any) -> Any:
         """In one of as many threads as there are workers."""
         worker = self._idle.get()
         try:
             return worker.do(task)
         finally:
             self._idle.put(worker)
-
-    def _write_all(self) -> None:
-        """After an error it goes on taking results, so that a `submit` that waits for room comes back."""
-        while (item := self._unfinished.get()) is not _END:
-            task, future = item
-            try:
-                if self._error is None:
-                    result, seconds = future.result()
-                    self.busy_seconds += seconds
-                    self._write(task, result)
-            except BaseException as error:
-                self._error = self._error or error
-                self._end_workers()
-            self._room.release()
 
     def _end_workers(self) -> None:
         """Those in the middle of a task, too."""

@@ -37,7 +37,7 @@ def failed(error: Exception) -> Failed:
 
 
 def serve(connection: Connection, start: Callable[[], Callable[[Any], Any]]) -> None:
-    """Calls `start` for the function that does the tasks, and answers each with its result and the seconds it took.
+    """Calls `start` for the function that does the tasks, and answers each with its result.
 
     If `start` raises, that is the answer to every task.
     """
@@ -54,12 +54,11 @@ def serve(connection: Connection, start: Callable[[], Callable[[Any], Any]]) -> 
     with suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
             task = connection.recv()
-            begun = time.perf_counter()
             try:
                 result = work(task)
             except Exception as error:
                 result = failed(error)
-            connection.send((result, time.perf_counter() - begun))
+            connection.send(result)
 
 
 def _end_with(parent: int) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
+from fastgen.cli.pipeline.results_in_order import ResultsInOrder
 from fastgen.cli.transformers.files.standard_output import StandardOutput
 from fastgen.cli.transformers.resume.part_file import PartFile
 from fastgen.cli.transformers.resume.run_state import RunState
@@ -19,7 +17,6 @@ from fastgen.cli.transformers.stages.progress import Busy, Progress
 TASKS_PER_WORKER = 8
 # What is written after the last state is written again by a run that goes on after a kill.
 SECONDS_BETWEEN_STATES = 1.0
-SECONDS_TO_END = 0.5
 
 
 class Writer:
@@ -41,7 +38,6 @@ class Writer:
         busy: Busy,
     ) -> None:
         self._finish = busy.timed("detokenise", finish)
-        self._write = busy.timed("write", self._write_in_order)
         self._output = output
         self._progress = progress
         self._next = output.records + 1  # the number of the line to be written next
@@ -51,52 +47,30 @@ class Writer:
         self._kept = time.monotonic()
         self._failures = failures
         self._in_order = in_order
-        self._error: BaseException | None = None
-        self._killed = False
         self._workers = ThreadPoolExecutor(workers, "fastgen-detokenise")
-        self._tasks: queue.Queue[tuple[Future[Finished], RunState | None] | None]
-        self._tasks = queue.Queue(TASKS_PER_WORKER * workers)
-        self._thread = threading.Thread(target=self._run, name="fastgen-writer", daemon=True)
-        self._thread.start()
+        self._results = ResultsInOrder(busy.timed("write", self._write), TASKS_PER_WORKER * workers)
 
     def submit(self, generated: Generated, state: RunState | None) -> None:
         """Waits while too much is unfinished; raises what went wrong so far.
 
         state: to go on with after these records; None for a part of a batch. Failures are counted here.
         """
-        if self._error is not None:
-            raise self._error
-        self._tasks.put((self._workers.submit(self._finish, generated), state))
+        self._results.put(self._workers.submit(self._finish, generated), state)
 
     def close(self) -> None:
         """Waits until everything is written whose turn has come; raises what went wrong."""
-        self._tasks.put(None)
-        self._thread.join()
-        self._workers.shutdown()
-        if self._error is not None:
-            raise self._error
+        try:
+            self._results.close()
+        finally:
+            self._workers.shutdown()
         self._keep_state()
 
     def kill(self) -> None:
         """Gives up what is not written, without waiting for what never ends."""
-        self._killed = True
         self._workers.shutdown(wait=False, cancel_futures=True)
-        with suppress(queue.Full):
-            self._tasks.put(None, timeout=SECONDS_TO_END)
-        self._thread.join(SECONDS_TO_END)
+        self._results.kill()
 
-    def _run(self) -> None:
-        """After an error it goes on taking tasks, so that a `submit` that waits for room comes back."""
-        while (task := self._tasks.get()) is not None:
-            if self._killed or self._error is not None:
-                continue
-            finished, state = task
-            try:
-                self._write(finished.result(), state)
-            except BaseException as error:
-                self._error = error
-
-    def _write_in_order(self, finished: Finished, state: RunState | None) -> None:
+    def _write(self, finished: Finished, state: RunState | None) -> None:
         self._early.update(finished.records)
         self._failed.update(number for number, _ in finished.failures)
         ready = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from fastgen.cli.transformers.stages.batches import Limits, Planner, pad_text
 from fastgen.cli.transformers.stages.generation import Model, WithinMemory
 from fastgen.cli.transformers.stages.pipeline import Stages
 from fastgen.cli.transformers.stages.postprocess import finish
-from fastgen.cli.transformers.stages.preprocess import InputFormat, prepare_text
+from fastgen.cli.transformers.stages.preprocess import TextLimits, prepare_text
 
 BATCHES_PER_WINDOW = 16
 LINES_PER_WINDOW = 1 << 12  # at most, where batches are cut by tokens only
@@ -39,22 +40,13 @@ def make_stages(
     truncate_to, limit = lengths_of_inputs(args, loaded, settings)
     if args.truncation and truncate_to is None and not args.quiet:
         say("--truncation changes nothing: MODEL takes inputs of any length (--max_tokenizer_length N sets one)")
-    input_format = InputFormat(
-        jsonl=args.reads_jsonl,
-        text_field=args.text_field,
-        id_field=args.id_field,
-        prefix=prefix,
-        chat=args.chat,
-        system=args.system,
-        max_tokenizer_length=truncate_to,
-        limit=limit,
-        embedded_tokens=embedded_tokens(loaded.model),
-    )
+    args = replace(args, prefix=prefix)
+    text_limits = TextLimits(truncate_to, limit, embedded_tokens(loaded.model))
     if loaded.feature_extractor is None:
-        prepare = prepare_text(tokenizer, input_format)
+        prepare = prepare_text(tokenizer, args, text_limits)
         collate = pad_text(tokenizer.pad_token_id, tokenizer.padding_side == "left")
     else:
-        prepare = prepare_audio(loaded.feature_extractor, input_format)
+        prepare = prepare_audio(loaded.feature_extractor, args)
         collate = partial(collate_audio, loaded.feature_extractor)
     reasons = reasons_to_keep_file_order(args, settings, loaded)
     if reasons and not args.quiet:
@@ -75,7 +67,7 @@ def make_stages(
             start_tokens=0 if loaded.causal_lm or loaded.model.config.model_type == "whisper" else 1,
         ),
         workers=(args.preprocess_workers, args.postprocess_workers),
-        line_bytes=input_format.line_bytes,
+        line_bytes=text_limits.line_bytes(args),
         in_order=in_order,
         random=partial(random_state, model.device) if samples else None,
     )

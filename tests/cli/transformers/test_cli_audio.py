@@ -17,15 +17,15 @@ import transformers
 from transformers import Speech2TextFeatureExtractor, Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 import fastgen
+from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.model.loading import LoadedModel
 from fastgen.cli.transformers.model.padding import outputs_depend_on_padding_sync
 from fastgen.cli.transformers.stages.audio import collate_audio, prepare_audio
 from fastgen.cli.transformers.stages.items import Line, Prepared
-from fastgen.cli.transformers.stages.preprocess import InputFormat
 
 RATE = 16000
-FORMAT = InputFormat(False, "path", None, "", False, None, None, None)
-RECORDS = InputFormat(True, "path", None, "", False, None, None, None)
+FORMAT = RunConfig("model", Path("in"), Path("out"), input_format="text")
+RECORDS = replace(FORMAT, input_format="jsonl", text_field="path")
 EXTRACTORS = {
     "whisper": WhisperFeatureExtractor(),
     "speech2text": Speech2TextFeatureExtractor(),
@@ -57,9 +57,9 @@ def save(name: str, samples: np.ndarray, rate: int = RATE, **details: str) -> st
     return name
 
 
-def prepare(paths: list[str], extractor: str = "whisper", input_format: InputFormat = FORMAT) -> list[Prepared]:
+def prepare(paths: list[str], extractor: str = "whisper", args: RunConfig = FORMAT) -> list[Prepared]:
     lines = [Line(number, path.encode()) for number, path in enumerate(paths, start=1)]
-    return prepare_audio(EXTRACTORS[extractor], input_format)(lines)
+    return prepare_audio(EXTRACTORS[extractor], args)(lines)
 
 
 def batch(prepared: list[Prepared], extractor: str) -> dict[str, torch.Tensor]:
@@ -193,7 +193,7 @@ def test_unusable_files_are_their_lines_errors(folder: Path) -> None:
         "\\u0000": "there is no such file",
     }
     lines = [f'{{"path": "{path}"}}' for path in [good, *errors, good]]
-    first, *bad, last = prepare(lines, input_format=RECORDS)
+    first, *bad, last = prepare(lines, args=RECORDS)
     for path, found in zip(errors, bad, strict=True):
         name = " ".join(json.loads(f'"{path}"').splitlines())
         assert found.error.startswith(f"{name}: ") and errors[path] in found.error, found.error
@@ -201,8 +201,8 @@ def test_unusable_files_are_their_lines_errors(folder: Path) -> None:
     assert np.array_equal(first.arrays["input_features"], last.arrays["input_features"])
     assert prepare(["", " "]) == [Prepared()] * 2
     of_text = replace(FORMAT, prefix="summarize: ", chat=True, limit=(1, "positions"))
-    assert prepare([good], input_format=of_text)[0].error is None
-    assert prepare(['{"file": "good.wav"}'], input_format=RECORDS)[0].error.startswith('has no field "path"')
+    assert prepare([good], args=of_text)[0].error is None
+    assert prepare(['{"file": "good.wav"}'], args=RECORDS)[0].error.startswith('has no field "path"')
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the feature extractor, about means of nothing

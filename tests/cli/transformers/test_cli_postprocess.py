@@ -1,6 +1,7 @@
 """What was generated becomes the texts, scores and token counts of a plain loop, one record a line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fastgen.cli.transformers.files.records import ADDED_FIELDS
 from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.stages.items import Finished, Generated, Line, NotGenerated
 from fastgen.cli.transformers.stages.postprocess import finish, first_text
-from fastgen.cli.transformers.stages.preprocess import InputFormat, prepare_text
+from fastgen.cli.transformers.stages.preprocess import TextLimits, prepare_text
 
 EOS, PAD = 2, 1
 SAVED = {"bart": save_bart, "t5": save_t5, "gpt2": save_gpt2}
@@ -342,10 +343,9 @@ def test_failed_records_keep_their_fields_where_they_have_any(
         '{"id": 3, "text": "too long"}',
     ]
     lines = [Line(number, text.encode()) for number, text in enumerate(raw, start=1)]
-    form = InputFormat(True, "text", None, "", False, None, None, (3, "positions"))
-    prepared = prepare_text(tokenizer, form)(lines)
+    form = asked(output_format="jsonl", input_format="jsonl", text_field="text", id_field="id")
+    prepared = prepare_text(tokenizer, replace(form, id_field=None), TextLimits(most=(3, "positions")))(lines)
     not_generated = tuple(NotGenerated(line, each.error) for line, each in zip(lines, prepared, strict=True))
-    form = asked(output_format="jsonl", input_format="jsonl", id_field="id")
     finished = finish(tokenizer, form, {EOS}, PAD)(generated([], np.empty((0, 0)), not_generated=not_generated))
     errors = [each.error for each in prepared]
     assert parsed(finished) == [

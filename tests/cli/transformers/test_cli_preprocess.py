@@ -10,8 +10,9 @@ import pytest
 import transformers
 from cli_models import save_bart, save_gpt2, sentences
 
+from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.stages.items import Line, Prepared
-from fastgen.cli.transformers.stages.preprocess import SHORTEST_LONG_TEXT, InputFormat, prepare_text
+from fastgen.cli.transformers.stages.preprocess import SHORTEST_LONG_TEXT, TextLimits, prepare_text
 from fastgen.models.demo import demo_path
 
 TEMPLATE = (
@@ -38,23 +39,19 @@ def prepare(tokenizer: transformers.PreTrainedTokenizerBase) -> Callable[..., li
     def prepare_lines(lines: list[str | bytes], with_tokenizer: Any = None, **given: Any) -> list[Prepared]:
         raw = [line if isinstance(line, bytes) else line.encode() for line in lines]
         numbered = [Line(number, each) for number, each in enumerate(raw, start=1)]
-        return prepare_text(with_tokenizer or tokenizer, input_format(**given))(numbered)
+        lengths = {name: given.pop(name) for name in ("max_tokenizer_length", "limit") if name in given}
+        return prepare_text(with_tokenizer or tokenizer, asked(**given), limits(**lengths))(numbered)
 
     return prepare_lines
 
 
-def input_format(**given: Any) -> InputFormat:
-    plain = {
-        "jsonl": False,
-        "text_field": "text",
-        "id_field": None,
-        "prefix": "",
-        "chat": False,
-        "system": None,
-        "max_tokenizer_length": None,
-        "limit": None,
-    }
-    return InputFormat(**plain | given)
+def asked(jsonl: bool = False, **flags: Any) -> RunConfig:
+    formats = {"input_format": "jsonl" if jsonl else "text", "text_field": "text"}
+    return RunConfig("model", Path("in"), Path("out"), **formats | flags)
+
+
+def limits(max_tokenizer_length: int | None = None, limit: tuple[int, str] | None = None) -> TextLimits:
+    return TextLimits(max_tokenizer_length, limit)
 
 
 def ids(prepared: list[Prepared]) -> list[list[int]]:
@@ -298,8 +295,8 @@ def test_a_long_text_that_cannot_be_cut_fails_before_it_is_tokenized(
     long, why = "word1 " * LONG, "has more than 262144 characters, the most that are tokenized"
     good, bad = prepare(["word1", long], never, limit=(60, "positions"))
     assert (ids([good]), bad.error) == ([[0, 5, 2]], f"{why} (--max_tokenizer_length N truncates to N tokens)")
-    assert input_format().characters == 1 << 20
-    assert input_format(limit=(70_000, "positions")).characters == 16 * 70_000
+    assert limits().characters == 1 << 20
+    assert limits(limit=(70_000, "positions")).characters == 16 * 70_000
     turns = [{"role": "user", "content": long[:LONG]}]
     [bad] = prepare(records([turns]), tokenizer, jsonl=True, chat=True, max_tokenizer_length=60)
     assert bad.error == why
@@ -311,24 +308,26 @@ def test_a_long_text_that_cannot_be_cut_fails_before_it_is_tokenized(
 def test_a_line_that_is_cut_ends_before_a_character_and_a_record_must_be_whole(
     tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> None:
-    plain = input_format(max_tokenizer_length=5)
+    plain, cut = asked(), limits(max_tokenizer_length=5)
+    most = cut.line_bytes(plain)
     raw = ("word1 ö " * SHORTEST_LONG_TEXT).encode()
-    for size in range(plain.line_bytes - 3, plain.line_bytes + 1):
-        [found] = prepare_text(tokenizer, plain)([Line(1, raw[:size], cut=True)])
+    for size in range(most - 3, most + 1):
+        [found] = prepare_text(tokenizer, plain, cut)([Line(1, raw[:size], cut=True)])
         assert ids([found]) == [[0, 5, 3, 5, 2]]
-    blank = Line(1, b" " * plain.line_bytes, cut=True)
-    assert "has more than 262144 characters" in prepare_text(tokenizer, plain)([blank])[0].error
-    of_records = input_format(jsonl=True)
-    [found] = prepare_text(tokenizer, of_records)([Line(1, b'{"text": "' + b"a" * of_records.line_bytes, cut=True)])
+    blank = Line(1, b" " * most, cut=True)
+    assert "has more than 262144 characters" in prepare_text(tokenizer, plain, cut)([blank])[0].error
+    of_records = asked(jsonl=True)
+    begins = b'{"text": "' + b"a" * limits().line_bytes(of_records)
+    [found] = prepare_text(tokenizer, of_records, limits())([Line(1, begins, cut=True)])
     assert "the most that are read of a record" in found.error
 
 
 def test_a_tokenizer_is_settled_before_threads_share_it(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(save_bart(tmp_path))
     tokenizer.backend_tokenizer.enable_truncation(3)
-    prepare_text(tokenizer, input_format())
+    prepare_text(tokenizer, asked(), limits())
     assert tokenizer.backend_tokenizer.truncation is None
-    prepare_text(tokenizer, input_format(max_tokenizer_length=4))
+    prepare_text(tokenizer, asked(), limits(max_tokenizer_length=4))
     assert tokenizer.backend_tokenizer.truncation["max_length"] == 4
 
 

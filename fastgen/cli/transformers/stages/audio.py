@@ -16,21 +16,19 @@ import torch
 import transformers
 
 from fastgen.cli.transformers.files.records import RecordError, reason
+from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.stages.items import Line, Prepared
-from fastgen.cli.transformers.stages.preprocess import InputFormat, read_input
+from fastgen.cli.transformers.stages.preprocess import read_input
 
 FeatureExtractor: TypeAlias = transformers.SequenceFeatureExtractor
 
 
-def prepare_audio(
-    feature_extractor: FeatureExtractor, input_format: InputFormat
-) -> Callable[[list[Line]], list[Prepared]]:
+def prepare_audio(feature_extractor: FeatureExtractor, args: RunConfig) -> Callable[[list[Line]], list[Prepared]]:
     """A function that makes of lines what the feature extractor makes of their sounds, without the batch dimension.
 
-    A line, or its record's text field, is a path, relative to the current folder. What `input_format` says of tokens is
-    for text and has no meaning here.
+    A line, or its record's text field, is a path, relative to the current folder.
     """
-    return partial(_prepare, feature_extractor, input_format)
+    return partial(_prepare, feature_extractor, args)
 
 
 def collate_audio(feature_extractor: FeatureExtractor, arrays: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
@@ -42,13 +40,13 @@ def collate_audio(feature_extractor: FeatureExtractor, arrays: list[dict[str, np
     return dict(feature_extractor.pad(arrays, padding=True, return_tensors="pt"))
 
 
-def _prepare(feature_extractor: FeatureExtractor, input_format: InputFormat, lines: list[Line]) -> list[Prepared]:
-    return [_prepare_line(feature_extractor, input_format, line) for line in lines]
+def _prepare(feature_extractor: FeatureExtractor, args: RunConfig, lines: list[Line]) -> list[Prepared]:
+    return [_prepare_line(feature_extractor, args, line) for line in lines]
 
 
-def _prepare_line(feature_extractor: FeatureExtractor, input_format: InputFormat, line: Line) -> Prepared:
+def _prepare_line(feature_extractor: FeatureExtractor, args: RunConfig, line: Line) -> Prepared:
     try:
-        path = read_input(line, input_format)
+        path = read_input(line, args)
     except RecordError as error:
         return Prepared(error=str(error))
     if not isinstance(path, str):  # an empty line, since no chat is read here

@@ -14,6 +14,7 @@ import numpy as np
 import transformers
 
 from fastgen.cli.transformers.files.records import LONGEST_RECORD, RecordError, decode, field, kind, parse, reason
+from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.stages.items import Line, Prepared
 
 Tokenizer: TypeAlias = transformers.PreTrainedTokenizerBase
@@ -30,87 +31,81 @@ CHAT_IS_NOT_TRUNCATED = "--max_tokenizer_length; a conversation is not truncated
 
 
 @dataclass(frozen=True)
-class InputFormat:
-    """How a line of INPUT is to be read, and what may come of it.
+class TextLimits:
+    """How long texts may be.
 
-    jsonl: lines are JSON objects with the text in `text_field` and, where it is given, something in `id_field`.
-    prefix: stands before every text that is not empty, but not before a list of messages.
-    chat: the text becomes a user's message, after the message `system`; `text_field` may also hold a list of messages.
-    max_tokenizer_length: texts are truncated to so many tokens.
-    limit: the most tokens that the model takes, and what sets this limit.
-    embedded_tokens: how many the model's embedding has, None where nobody knows.
+    truncate_to: to so many tokens they are truncated. most: the most tokens that the model takes, and what sets this
+    limit. embedded_tokens: how many the model's embedding has. None of each: nobody knows, or nothing limits it.
     """
 
-    jsonl: bool
-    text_field: str
-    id_field: str | None
-    prefix: str
-    chat: bool
-    system: str | None
-    max_tokenizer_length: int | None
-    limit: tuple[int, str] | None
+    truncate_to: int | None = None
+    most: tuple[int, str] | None = None
     embedded_tokens: int | None = None
 
     @property
     def characters(self) -> int:
         """No tokenizer is given a text that has more."""
-        limits = [self.max_tokenizer_length, None if self.limit is None else self.limit[0]]
+        limits = [self.truncate_to, None if self.most is None else self.most[0]]
         tokens = min((each for each in limits if each is not None), default=TOKENS_WITHOUT_LIMIT)
         return max(SHORTEST_LONG_TEXT, CHARACTERS_PER_TOKEN * tokens)
 
-    @property
-    def line_bytes(self) -> int:
+    def line_bytes(self, args: RunConfig) -> int:
         """How much of a line is to be read. Text of which this is not all has more than `characters` in it."""
         characters = 4 * (self.characters + 2)  # a byte order mark, and one that is cut, do not count
-        return max(characters, LONGEST_RECORD) if self.jsonl else characters
+        return max(characters, LONGEST_RECORD) if args.reads_jsonl else characters
 
 
-def prepare_text(tokenizer: Tokenizer, input_format: InputFormat) -> Callable[[list[Line]], list[Prepared]]:
-    """A function that tokenizes lines, {"input_ids": int64 [N]} for each; threads may share it."""
-    truncation: dict[str, Any] = {}
-    limits = [] if input_format.limit is None else [input_format.limit]
+def prepare_text(
+    tokenizer: Tokenizer, args: RunConfig, limits: TextLimits, **options: Any
+) -> Callable[[list[Line]], list[Prepared]]:
+    """A function that tokenizes lines, {"input_ids": int64 [N]} for each; threads may share it.
+
+    args.prefix: stands before every text that is not empty, but not before a list of messages. options: of the
+    tokenizer's call.
+    """
+    most = [] if limits.most is None else [limits.most]
     # Truncating is asked for by a length; without one the full length is wanted, to compare it with the limit.
-    if input_format.max_tokenizer_length is not None:
-        if input_format.chat:
-            limits.append((input_format.max_tokenizer_length, CHAT_IS_NOT_TRUNCATED))
-        else:
-            truncation = {"truncation": True, "max_length": input_format.max_tokenizer_length}
+    truncates = limits.truncate_to is not None and not args.chat
+    if truncates:
+        options |= {"truncation": True, "max_length": limits.truncate_to}
+    elif limits.truncate_to is not None:
+        most.append((limits.truncate_to, CHAT_IS_NOT_TRUNCATED))
     if isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         # The first call with these settings writes them into the tokenizer, which must not be in use then: tokenizers
         # before 0.23 raise "Already borrowed" where another thread is in the middle of a call.
-        tokenizer([""], verbose=False, **truncation)
-    encode = partial(_encode_conversations if input_format.chat else _encode_texts, tokenizer, truncation)
+        tokenizer([""], verbose=False, **options)
+    encode = partial(_encode_conversations if args.chat else _encode_texts, tokenizer, options)
     # Where the end of a text is kept, its beginning says nothing.
-    cuts = bool(truncation) and tokenizer.truncation_side == "right"
-    return partial(_prepare, encode, input_format, min(limits, default=None), cuts)
+    cuts = truncates and tokenizer.truncation_side == "right"
+    return partial(_prepare, encode, args, limits, min(most, default=None), cuts)
 
 
-def read_input(line: Line, input_format: InputFormat) -> str | Messages | None:
+def read_input(line: Line, args: RunConfig) -> str | Messages | None:
     """The text of a line, or with chat its messages; None for a line with nothing in it. Raises RecordError."""
-    if line.cut and input_format.jsonl:
+    if line.cut and args.reads_jsonl:
         raise RecordError(f"is longer than {len(line.raw)} bytes, the most that are read of a record")
     text: Any = decode(line)
     if not text.strip() and not line.cut:
         return None
-    if input_format.jsonl:
+    if args.reads_jsonl:
         record = parse(text)
-        if input_format.id_field is not None:
-            field(record, input_format.id_field)
-        text = field(record, input_format.text_field)
-        if isinstance(text, list) and input_format.chat:
-            return _messages(text, input_format)
+        if args.id_field is not None:
+            field(record, args.id_field)
+        text = field(record, args.text_field)
+        if isinstance(text, list) and args.chat:
+            return _messages(text, args)
         if not isinstance(text, str):
-            accepted = "a string or a list of messages" if input_format.chat else "a string"
-            raise RecordError(f'has {kind(text)} in its field "{input_format.text_field}" (accepted: {accepted})')
+            accepted = "a string or a list of messages" if args.chat else "a string"
+            raise RecordError(f'has {kind(text)} in its field "{args.text_field}" (accepted: {accepted})')
     if not text.strip() and not line.cut:
         return None
-    text = input_format.prefix + text
-    return _messages([{"role": "user", "content": text}], input_format) if input_format.chat else text
+    text = (args.prefix or "") + text
+    return _messages([{"role": "user", "content": text}], args) if args.chat else text
 
 
-def _messages(messages: list[Any], input_format: InputFormat) -> Messages:
+def _messages(messages: list[Any], args: RunConfig) -> Messages:
     """The messages of a conversation, with the system message of the command before those that have none."""
-    name = input_format.text_field
+    name = args.text_field
     if not messages:
         raise RecordError(f'has an empty list in its field "{name}" (accepted: a string or a list of messages)')
     for number, message in enumerate(messages, start=1):
@@ -119,13 +114,13 @@ def _messages(messages: list[Any], input_format: InputFormat) -> Messages:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise RecordError(f'has no text as "{key}" of message {number} in its field "{name}"')
-    if input_format.system is not None and messages[0]["role"] != "system":
-        return [{"role": "system", "content": input_format.system}, *messages]
+    if args.system is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": args.system}, *messages]
     return messages
 
 
-def _encode_texts(tokenizer: Tokenizer, truncation: dict[str, Any], texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, verbose=False, **truncation)["input_ids"]
+def _encode_texts(tokenizer: Tokenizer, options: dict[str, Any], texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, verbose=False, **options)["input_ids"]
 
 
 def _encode_conversations(tokenizer: Tokenizer, _: dict[str, Any], conversations: list[Messages]) -> list[list[int]]:
@@ -136,29 +131,29 @@ def _encode_conversations(tokenizer: Tokenizer, _: dict[str, Any], conversations
 
 
 def _prepare(
-    encode: Encode, input_format: InputFormat, limit: tuple[int, str] | None, cuts: bool, lines: list[Line]
+    encode: Encode, args: RunConfig, limits: TextLimits, most: tuple[int, str] | None, cuts: bool, lines: list[Line]
 ) -> list[Prepared]:
     prepared = [Prepared() for _ in lines]
     inputs: dict[int, Any] = {}
     long: dict[int, Any] = {}
     for index, line in enumerate(lines):
         try:
-            found = read_input(line, input_format)
+            found = read_input(line, args)
         except RecordError as error:
             prepared[index] = Prepared(error=str(error))
             continue
         if found is not None:
-            (long if _length(found) > input_format.characters else inputs)[index] = found
+            (long if _length(found) > limits.characters else inputs)[index] = found
     encoded = dict(zip(inputs, _encode_each(encode, list(inputs.values())), strict=True))
     for index, text in long.items():
-        encoded[index] = _encode_long(encode, input_format, cuts, text)
+        encoded[index] = _encode_long(encode, limits, cuts, text)
     for index, ids in encoded.items():
         if isinstance(ids, Prepared):
             prepared[index] = ids
-        elif limit is not None and len(ids) > limit[0]:
-            prepared[index] = Prepared(error=f"has {len(ids)} tokens, the limit is {limit[0]} ({limit[1]})")
-        elif input_format.embedded_tokens is not None and max(ids, default=0) >= input_format.embedded_tokens:
-            last = input_format.embedded_tokens - 1
+        elif most is not None and len(ids) > most[0]:
+            prepared[index] = Prepared(error=f"has {len(ids)} tokens, the limit is {most[0]} ({most[1]})")
+        elif limits.embedded_tokens is not None and max(ids, default=0) >= limits.embedded_tokens:
+            last = limits.embedded_tokens - 1
             prepared[index] = Prepared(error=f"has the token {max(ids)}, the last that MODEL knows is {last}")
         elif ids:  # a tokenizer may find no token in a text of characters that it drops
             prepared[index] = Prepared({"input_ids": np.array(ids, np.int64)})
@@ -169,9 +164,9 @@ def _length(found: str | Messages) -> int:
     return len(found) if isinstance(found, str) else sum(len(message["content"]) for message in found)
 
 
-def _encode_long(encode: Encode, input_format: InputFormat, cuts: bool, text: Any) -> list[int] | Prepared:
+def _encode_long(encode: Encode, limits: TextLimits, cuts: bool, text: Any) -> list[int] | Prepared:
     """The tokens that a text is truncated to, of its beginning, where half of that comes to the same ones."""
-    most, tokens = input_format.characters, input_format.max_tokenizer_length
+    most, tokens = limits.characters, limits.truncate_to
     why = f"has more than {most} characters"
     if not cuts:
         hint = " (--max_tokenizer_length N truncates to N tokens)" if tokens is None else ""

@@ -11,6 +11,8 @@ import fastgen
 from fastgen.cli.transformers.stages.generation import Model
 from fastgen.cli.transformers.stages.items import Batch, Generated
 
+SAME_SOUND = 1e-4  # of samples between -1 and 1: rounding is that of other kernels
+
 
 class SideBySide:
     """Generates every batch both ways from the same random state, and returns what fastgen generates.
@@ -41,7 +43,7 @@ class SideBySide:
         stock, generated = self._generate_both(batch)
         self.batches += 1
         self.inputs += len(batch)
-        self.equal += int(_equal_inputs(stock.sequences, generated.sequences, len(batch)).sum())
+        self.equal += int(_equal_inputs(stock, generated, len(batch)).sum())
         return generated
 
     def _generate_both(self, batch: Batch) -> tuple[Generated, Generated]:
@@ -74,8 +76,14 @@ class SideBySide:
         return torch.random.fork_rng(devices=[self.device], device_type=self.device.type)
 
 
-def _equal_inputs(stock: np.ndarray, generated: np.ndarray, inputs: int) -> np.ndarray:
-    """For each input, whether all of its outputs [B * R, T] have the same tokens."""
-    if stock.shape != generated.shape:
+def _equal_inputs(stock: Generated, generated: Generated, inputs: int) -> np.ndarray:
+    """For each input, whether all of its outputs [B * R, T] have the same tokens, or whether it is the same sound."""
+    if stock.sounds is not None and generated.sounds is not None:
+        return np.array([_same_sound(*sounds) for sounds in zip(stock.sounds, generated.sounds, strict=True)])
+    if stock.sequences.shape != generated.sequences.shape:
         return np.zeros(inputs, bool)
-    return (stock == generated).reshape(inputs, -1).all(axis=1)
+    return (stock.sequences == generated.sequences).reshape(inputs, -1).all(axis=1)
+
+
+def _same_sound(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.shape == other.shape and np.allclose(one, other, rtol=0, atol=SAME_SOUND)

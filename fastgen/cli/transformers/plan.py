@@ -8,17 +8,19 @@ from functools import partial
 from typing import Any
 
 from fastgen.cli.transformers.compare import SideBySide
+from fastgen.cli.transformers.files.sound_folder import SoundFolder
 from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.model.default_batch import rows_per_input
 from fastgen.cli.transformers.model.limits import embedded_tokens, lengths_of_inputs
 from fastgen.cli.transformers.model.loading import LoadedModel
 from fastgen.cli.transformers.model.settings import effective, reasons_to_keep_file_order, token_ids
+from fastgen.cli.transformers.model.speaking import speaking
 from fastgen.cli.transformers.resume.run_state import random_state
 from fastgen.cli.transformers.stages.audio import collate_audio, prepare_audio
 from fastgen.cli.transformers.stages.batches import Limits, Planner, pad_text
 from fastgen.cli.transformers.stages.generation import Model, WithinMemory
 from fastgen.cli.transformers.stages.pipeline import Stages
-from fastgen.cli.transformers.stages.postprocess import finish
+from fastgen.cli.transformers.stages.postprocess import finish, finish_sounds
 from fastgen.cli.transformers.stages.preprocess import TextLimits, prepare_text
 
 BATCHES_PER_WINDOW = 16
@@ -32,9 +34,10 @@ def make_stages(
     task: dict[str, Any],
     model: Model | SideBySide,
     generate: WithinMemory,
+    sounds: SoundFolder | None,
     say: Callable[[str], None],
 ) -> Stages:
-    """The stages of a run; `say` gets notes for the user."""
+    """The stages of a run; sounds: where they go if MODEL speaks. `say` gets notes for the user."""
     prefix = args.prefix if args.prefix is not None else task.get("prefix") or ""
     tokenizer = loaded.tokenizer
     truncate_to, limit = lengths_of_inputs(args, loaded, settings)
@@ -43,7 +46,8 @@ def make_stages(
     args = replace(args, prefix=prefix)
     text_limits = TextLimits(truncate_to, limit, embedded_tokens(loaded.model))
     if loaded.feature_extractor is None:
-        prepare = prepare_text(tokenizer, args, text_limits)
+        options = speaking(loaded.model).tokenizer if loaded.speaks else {}
+        prepare = prepare_text(tokenizer, args, text_limits, **options)
         collate = pad_text(tokenizer.pad_token_id, tokenizer.padding_side == "left")
     else:
         prepare = prepare_audio(loaded.feature_extractor, args)
@@ -55,21 +59,25 @@ def make_stages(
     limits = _limits(args, loaded, settings)
     window, window_cells = _window(args, limits)
     samples = effective("do_sample", settings, loaded) or isinstance(effective("temperature", settings, loaded), list)
-    return Stages(
-        prepare=prepare,
-        planner=Planner(limits, 0 if in_order else window, collate, window_cells),
-        generate=generate,
-        finish=finish(
+    if sounds is None:
+        make_records = finish(
             tokenizer,
             args,
             token_ids(effective("eos_token_id", settings, loaded)),
             effective("pad_token_id", settings, loaded),
             start_tokens=0 if loaded.causal_lm or loaded.model.config.model_type == "whisper" else 1,
-        ),
+        )
+    else:
+        make_records = finish_sounds(sounds, args)
+    return Stages(
+        prepare=prepare,
+        planner=Planner(limits, 0 if in_order else window, collate, window_cells),
+        generate=generate,
+        finish=make_records,
         workers=(args.preprocess_workers, args.postprocess_workers),
         line_bytes=text_limits.line_bytes(args),
         in_order=in_order,
-        random=partial(random_state, model.device) if samples else None,
+        random=partial(random_state, model.device) if samples or loaded.speaks else None,
     )
 
 

@@ -14,6 +14,7 @@ from fastgen.cli.transformers import metrics
 from fastgen.cli.transformers.compare import SideBySide
 from fastgen.cli.transformers.files.lines import raw_lines, read_chunks
 from fastgen.cli.transformers.files.paths import Files, check_same_length
+from fastgen.cli.transformers.files.sound_folder import SoundFolder
 from fastgen.cli.transformers.files.standard_output import StandardOutput
 from fastgen.cli.transformers.files.whole_file import write_whole
 from fastgen.cli.transformers.flags.argument_types import STREAM
@@ -23,6 +24,7 @@ from fastgen.cli.transformers.model.default_batch import with_batch_size
 from fastgen.cli.transformers.model.limits import check_settings
 from fastgen.cli.transformers.model.loading import LoadedModel, choose_device, load_model
 from fastgen.cli.transformers.model.settings import SCORES, generate_arguments, task_settings
+from fastgen.cli.transformers.model.speaking import sampling_rate
 from fastgen.cli.transformers.plan import make_stages
 from fastgen.cli.transformers.resume.part_file import PartFile, failures_if_complete
 from fastgen.cli.transformers.resume.run_state import RunState, restore_random_state
@@ -43,7 +45,8 @@ def run(args: RunConfig, files: Files) -> int:
     task = task_settings(args, loaded.model.config)
     settings = generate_arguments(args, loaded, task)
     asked, args = args, with_batch_size(args, loaded, settings)
-    check_settings(args, loaded, settings)
+    if not loaded.speaks:
+        check_settings(args, loaded, settings)
     model = _model(args, loaded, settings, device)
     signed = None if args.output == STREAM else signature(args, loaded, files.survey)
     failures = failures_if_complete(args.output, signed, args.overwrite) if args.resume else None
@@ -59,7 +62,8 @@ def run(args: RunConfig, files: Files) -> int:
         state = RunState(**(output.state or {}))
         left = loaded.tokenizer.padding_side == "left"
         generate = WithinMemory(model, left, progress.say, state.cells)
-        stages = make_stages(args, loaded, settings, task, model, generate, progress.say)
+        sounds = SoundFolder(args.output, sampling_rate(loaded.model), output.records) if args.speaks else None
+        stages = make_stages(args, loaded, settings, task, model, generate, sounds, progress.say)
         if state.random is not None:
             restore_random_state(state.random, device)
         elif args.seed is not None:
@@ -79,6 +83,8 @@ def run(args: RunConfig, files: Files) -> int:
         progress.say("interrupted")
         return stop.status
     failures = state.failures + progress.failures
+    if sounds is not None:
+        sounds.complete()
     output.complete(failures)
     progress.close()
     if isinstance(model, SideBySide):
@@ -101,7 +107,8 @@ def _status(failures: int, inputs: int) -> int:
 
 def _progress(args: RunConfig, files: Files, written_before: int) -> Progress:
     total = files.total(args.n_obs)
-    progress = Progress(total, written_before, args.quiet, args.verbose)
+    unit = "s of sound" if args.speaks else "tokens"
+    progress = Progress(total, written_before, args.quiet, args.verbose, unit)
     if args.resume and not args.quiet:
         progress.say(f"goes on at line {written_before + 1} of {total}")
     return progress

@@ -200,8 +200,6 @@ def test_unusable_files_are_their_lines_errors(folder: Path) -> None:
         assert "\n" not in found.error
     assert np.array_equal(first.arrays["input_features"], last.arrays["input_features"])
     assert prepare(["", " "]) == [Prepared()] * 2
-    of_text = replace(FORMAT, prefix="summarize: ", chat=True, limit=(1, "positions"))
-    assert prepare([good], args=of_text)[0].error is None
     assert prepare(['{"file": "good.wav"}'], args=RECORDS)[0].error.startswith('has no field "path"')
 
 

@@ -121,7 +121,7 @@ def test_texts_scores_and_tokens_are_those_of_a_plain_loop(
     outputs = [one for record in parsed(finished) for one in record["outputs"]]
     assert [one["text"] for one in outputs] == plain_texts
     assert [one["tokens"] for one in outputs] == plain_tokens
-    assert finished.tokens == sum(plain_tokens)
+    assert finished.amount == sum(plain_tokens)
     assert [one.get("score") for one in outputs] == ([None] * len(outputs) if scores is None else scores.tolist())
     assert [len(record["outputs"]) for record in parsed(finished)] == [each] * len(texts)
     assert [record["input_tokens"] for record in parsed(finished)] == lengths
@@ -156,14 +156,14 @@ def test_tokens_are_counted_up_to_the_first_end(
 ) -> None:
     form = asked(output_format="jsonl")
     finished = finish(tokenizer, form, eos, pad, start)(generated(["a"], [row]))
-    assert parsed(finished)[0]["outputs"][0]["tokens"] == finished.tokens == tokens
+    assert parsed(finished)[0]["outputs"][0]["tokens"] == finished.amount == tokens
 
 
 def test_text_is_one_line_per_input(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     batch = generated(["a", "b"], [[0, 5, 6, 2], [0, 7, 2, 1]], not_generated=(NotGenerated(Line(3, b"")),))
     finished = finish(tokenizer, asked(), {EOS}, PAD)(batch)
     assert sorted(finished.records) == [(1, b"word1 word2\n"), (2, b"word3\n"), (3, b"\n")]
-    assert (finished.tokens, finished.failures) == (5, [])
+    assert (finished.amount, finished.failures) == (5, [])
     finished = finish(tokenizer, asked(include_special_tokens=True), {EOS}, PAD)(batch)
     assert sorted(finished.records)[1] == (2, b"<s> word3 </s> <pad>\n")
 

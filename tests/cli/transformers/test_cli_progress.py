@@ -19,7 +19,7 @@ from fastgen.cli.transformers.stages import writer as behind
 from fastgen.cli.transformers.stages.items import Finished
 from fastgen.cli.transformers.stages.progress import Progress
 
-BATCH = Finished(records=[(1, b"a\n"), (2, b"b\n")], tokens=7, failures=[(2, "is broken")])
+BATCH = Finished(records=[(1, b"a\n"), (2, b"b\n")], amount=7, failures=[(2, "is broken")])
 IDLE = {"read": 0.25, "model": 0.5}
 
 
@@ -115,7 +115,7 @@ def test_quiet_names_failures_only(capsys: pytest.CaptureFixture, monkeypatch: p
     quiet = start(10, quiet=True)
     quiet.finished(BATCH)
     assert capsys.readouterr().err.splitlines() == ["fastgen-generate-for-transformers: line 2: is broken"]
-    assert (quiet.inputs, quiet.tokens, quiet.failures) == (2, 7, 1)
+    assert (quiet.inputs, quiet.amount, quiet.failures) == (2, 7, 1)
 
 
 def test_the_time_left_is_that_of_the_speed_so_far(
@@ -129,7 +129,7 @@ def test_the_time_left_is_that_of_the_speed_so_far(
         now[0] += 4.0
         shown.finished(BATCH)
         assert capsys.readouterr().err.splitlines()[-1] == line
-    shown.finished(Finished(records=[], tokens=0, failures=[]))
+    shown.finished(Finished(records=[], amount=0, failures=[]))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from fastgen.cli.errors import InputError
 from fastgen.cli.transformers import metrics
 from fastgen.cli.transformers.files.lines import Survey, is_stream, raw_lines, read_references, survey
 from fastgen.cli.transformers.files.records import LONGEST_RECORD, RecordError, decode_raw, field, parse
+from fastgen.cli.transformers.files.sound_folder import check_sound_folder
 from fastgen.cli.transformers.files.whole_file import beside
 from fastgen.cli.transformers.flags.argument_types import STREAM
 from fastgen.cli.transformers.flags.run_config import RunConfig
@@ -40,6 +41,8 @@ def check_files(args: RunConfig) -> Files:
     if args.output != STREAM:
         check_writable("OUTPUT", args.output, sources)
         check_part(args.output, args.resume, args.overwrite)
+        if args.speaks:
+            check_sound_folder(args.output, args.overwrite)
     if args.score_path is not None:
         own = {"OUTPUT": args.output, "OUTPUT.part": beside(args.output, ".part")}
         check_writable("--score_path", args.score_path, sources | own)

@@ -10,7 +10,7 @@ import fastgen
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.flags.argument_types import named_jsonl
 from fastgen.cli.transformers.flags.flag_checks import check_flags
-from fastgen.cli.transformers.flags.run_config import EXCLUSIVE, GROUPS, SPEECH, RunConfig
+from fastgen.cli.transformers.flags.run_config import EXCLUSIVE, GROUPS, RunConfig
 
 PROG = "fastgen-generate-for-transformers"
 
@@ -27,7 +27,9 @@ examples:
   {PROG} facebook/nllb-200-distilled-600M in.jsonl out.jsonl.gz \\
       --src_lang eng_Latn --tgt_lang deu_Latn --batch_tokens 4096
   {PROG} gpt2 prompts.txt out.txt --causal_lm --max_new_tokens 64 --do_sample --seed 1
-  {PROG} openai/whisper-small files.txt out.txt --task {SPEECH} --src_lang en
+  {PROG} openai/whisper-small files.txt out.txt --task automatic-speech-recognition --src_lang en
+  {PROG} facebook/seamless-m4t-v2-large lines.txt out.jsonl \\
+      --task text-to-speech --src_lang eng --tgt_lang fra
   {PROG} demo test.source out.txt --compare
   {PROG} gpt2 out.jsonl next.jsonl --causal_lm --text_field outputs.0.text
 
@@ -99,7 +101,7 @@ def parse_arguments(argv: Sequence[str]) -> RunConfig:
     args = RunConfig(**vars(build_parser().parse_args(underscored(argv))))
     inferred = args.input_format is None and named_jsonl(args.input)
     input_format = args.input_format or ("jsonl" if inferred else "text")
-    output_format = args.output_format or ("jsonl" if named_jsonl(args.output) else input_format)
+    output_format = args.output_format or ("jsonl" if named_jsonl(args.output) or args.speaks else input_format)
     args = replace(args, input_format=input_format, output_format=output_format)
     check_flags(args)
     if inferred and not args.quiet:

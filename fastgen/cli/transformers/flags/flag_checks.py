@@ -4,7 +4,7 @@ from typing import Any
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.flags.argument_types import STREAM, named_jsonl
-from fastgen.cli.transformers.flags.run_config import SPEECH, RunConfig
+from fastgen.cli.transformers.flags.run_config import SPEAKING, RunConfig
 
 _OUTPUTS = "the command asks for what it writes (accepted: --output_sequence_scores, --output_format jsonl)"
 _OBJECT = "it is an object of a program, which no command line can give"
@@ -67,7 +67,7 @@ def _given(args: RunConfig) -> list[tuple[str, Any, str]]:
         given.append(("forced_bos_token_id", args.forced_bos_token, f"--forced_bos_token {args.forced_bos_token}"))
     if args.tgt_lang is not None:
         given.append(("forced_bos_token_id", args.tgt_lang, f"--tgt_lang {args.tgt_lang}"))
-    if args.src_lang is not None and args.task == SPEECH:
+    if args.src_lang is not None and args.hears:
         given.append(("language", args.src_lang, f"--src_lang {args.src_lang}"))
     return [*given, *((key, value, f"--gen {key}={value}") for key, value in args.gen)]
 
@@ -116,17 +116,32 @@ def _check_kind_of_model(args: RunConfig) -> None:
     if args.system is not None and not args.chat:
         raise InputError(f"--system {args.system} needs --chat")
     if args.causal_lm:
-        for flag in ("decoder_start_token_id", "src_lang", "tgt_lang", "forced_bos_token"):
-            if getattr(args, flag) is not None:
-                raise InputError(
-                    f"--{flag} {getattr(args, flag)} does not go with --causal_lm, "
-                    "which has no encoder (accepted: one of them)"
-                )
-    if args.task == SPEECH:
-        for flag in ("causal_lm", "prefix", "max_tokenizer_length", "truncation", "padding_side"):
-            if getattr(args, flag):
-                value = "" if getattr(args, flag) is True else f" {getattr(args, flag)}"
-                raise InputError(f"--{flag}{value} does not go with --task {SPEECH}, whose inputs are audio files")
+        _refuse(args, _OF_ENCODERS, "--causal_lm, which has no encoder (accepted: one of them)")
+    if args.hears:
+        _refuse(args, _OF_TEXTS_READ, f"--task {args.task}, whose inputs are audio files")
+    if args.speaks:
+        _refuse(args, _OF_TEXTS_WRITTEN, f"--task {args.task}, whose outputs are audio files")
+        if args.output == STREAM or not args.writes_jsonl:
+            asked = "OUTPUT -" if args.output == STREAM else "--output_format text"
+            raise InputError(f"{asked} does not go with --task {args.task} (accepted: a file of JSON records)")
+    elif args.speaker_id is not None:
+        raise InputError(f"--speaker_id {args.speaker_id} needs --task {' or '.join(SPEAKING)}")
+
+
+_OF_ENCODERS = ("decoder_start_token_id", "src_lang", "tgt_lang", "forced_bos_token")
+_OF_TEXTS_READ = ("causal_lm", "prefix", "max_tokenizer_length", "truncation", "padding_side")
+_OF_TEXTS_WRITTEN = (
+    *("causal_lm", "num_return_sequences", "decoder_start_token_id", "forced_bos_token"),
+    *("include_special_tokens", "clean_up_tokenization_spaces", "join_outputs", "output_sequence_scores"),
+    *("reference_path", "reference_field"),
+)
+
+
+def _refuse(args: RunConfig, flags: tuple[str, ...], what: str) -> None:
+    for flag in flags:
+        value = getattr(args, flag)
+        if value is not None and value is not False:
+            raise InputError(f"--{flag}{'' if value is True else f' {value}'} does not go with {what}")
 
 
 def _contradict(one: str, other: str) -> None:

@@ -17,6 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.flags.run_config import RunConfig
+from fastgen.cli.transformers.model.speaking import settings_of_parts
 
 # Arguments of a model's own generate that take plain values and that no GenerationConfig needs to have: Whisper's.
 OWN_ARGUMENTS = (
@@ -64,6 +65,8 @@ def apply_file(args: RunConfig, model: transformers.PreTrainedModel) -> None:
 def gen_settings(args: RunConfig, model: transformers.PreTrainedModel) -> dict[str, Any]:
     """What --gen asks for; raises InputError for a key that neither the library nor the model knows."""
     known = known_settings(model)
+    if args.speaks:
+        known |= settings_of_parts(model, known)
     for key, value in args.gen:
         if key not in known:
             raise InputError(f"--gen {key}={value}: there is no such setting{_did_you_mean(key, known)}")

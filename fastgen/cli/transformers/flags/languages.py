@@ -50,11 +50,17 @@ def language_settings(
     if model.config.model_type == "whisper":
         return {} if args.src_lang is None else {"language": args.src_lang}
     if args.tgt_lang is None:
+        if args.speaks and model.config.model_type in SEAMLESS:
+            raise InputError(f"--task {args.task} needs --tgt_lang with MODEL {args.model} (accepted: eng, fra, …)")
         return {}
     known = language_ids(tokenizer)
     code = _find("--tgt_lang", args.tgt_lang, known)
     if model.config.model_type in SEAMLESS:
-        return {"tgt_lang": code.strip("_")}
+        code = code.strip("_")
+        spoken = getattr(model.generation_config, "vocoder_lang_code_to_id", None) or {}
+        if args.speaks and code not in spoken:
+            raise InputError(f"--tgt_lang {args.tgt_lang} is not spoken by MODEL (accepted: {_nearest(code, spoken)})")
+        return {"tgt_lang": code}
     if _name(tokenizer) in DECODER_STARTS_WITH_LANGUAGE:
         if args.decoder_start_token_id is not None:
             raise InputError(

@@ -19,8 +19,10 @@ from fastgen.cli.transformers.flags.argument_types import (
     whole_number,
 )
 
-SPEECH = "automatic-speech-recognition"  # the --task that reads audio
-
+# What --task may be besides a name of MODEL's own settings.
+HEARING = ("automatic-speech-recognition", "speech-to-text", "speech-to-speech")  # INPUT names audio files
+SPEAKING = ("text-to-speech", "speech-to-speech")  # OUTPUT does
+TRANSLATION = "translation"
 
 # The groups of --help, by the first flag of each.
 GROUPS = {
@@ -102,9 +104,11 @@ class RunConfig:
 
     causal_lm: bool = switch("MODEL is a decoder-only model (GPT-2, Llama, …)")
     task: str | None = flag(
-        f"{SPEECH}: INPUT names audio files, one per line (pip install soundfile soxr). Any other name: use the "
-        "settings the model's config keeps for this task (task_specific_params), such as summarization or "
-        "translation_en_to_de; flags given here win over them (default: none, unlike FastSeq, as in the library)",
+        f"{', '.join(HEARING)}: INPUT names audio files, one per line. {', '.join(SPEAKING)}: OUTPUT does, in JSON "
+        "records with path, seconds and sampling_rate; the folder OUTPUT.audio has them. Both need soundfile and soxr. "
+        f"{TRANSLATION}: as without --task. Any other name: use the settings the model's config keeps for this task "
+        "(task_specific_params), such as summarization or translation_en_to_de; flags given here win over them "
+        "(default: none, unlike FastSeq, as in the library)",
         metavar="NAME",
     )
     device: str | None = flag("cpu, cuda, cuda:1, … (default: cuda where there is one, else cpu)", type=device_name)
@@ -144,6 +148,7 @@ class RunConfig:
     system: str | None = flag("system message before each chat; needs --chat", metavar="TEXT")
     src_lang: str | None = flag("language of INPUT, as the model calls it: eng_Latn, en_XX, en, …", metavar="LANG")
     tgt_lang: str | None = flag("language of OUTPUT, as the model calls it", metavar="LANG")
+    speaker_id: int | None = flag("whose voice speaks, a number", type=whole_number(0), metavar="N")
     max_tokenizer_length: int | None = flag(
         "truncate inputs to N tokens; without it a line longer than the model's limit is a failed input. Of text "
         "of more than 262,144 characters (16 N, where that is more) only so many are read; without N it fails",
@@ -231,6 +236,16 @@ class RunConfig:
         metavar="NAME",
     )
     score_path: Path | None = flag("where to write these scores as JSON; needs references", type=Path, metavar="FILE")
+
+    @property
+    def hears(self) -> bool:
+        """Whether INPUT names audio files."""
+        return self.task in HEARING
+
+    @property
+    def speaks(self) -> bool:
+        """Whether outputs are sounds."""
+        return self.task in SPEAKING
 
     @property
     def reads_jsonl(self) -> bool:

@@ -36,7 +36,7 @@ def with_batch_size(args: RunConfig, loaded: LoadedModel, settings: dict[str, An
     """`args`, with --bs and --batch_tokens where neither is given."""
     if args.bs is not None or args.batch_tokens is not None:
         return args
-    if loaded.feature_extractor is not None:  # sounds have frames, most of which a model joins at once
+    if loaded.feature_extractor is not None or loaded.speaks:  # sounds have frames, most of which a model joins at once
         return replace(args, bs=LEAST_INPUTS)
     config = loaded.model.config.get_text_config(decoder=True)
     rows = rows_per_input(settings, loaded)

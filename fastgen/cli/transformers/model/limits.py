@@ -14,6 +14,7 @@ from fastgen.cli.transformers.flags.flag_checks import check_several_outputs
 from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.model.loading import LoadedModel, positions
 from fastgen.cli.transformers.model.settings import effective
+from fastgen.cli.transformers.model.speaking import speaking
 
 # Tokenizers without a limit of their own say 10**30.
 NO_LIMIT = 10**9
@@ -96,6 +97,8 @@ def input_limit(args: RunConfig, loaded: LoadedModel, settings: dict[str, Any]) 
 
 def _limits_of_inputs(args: RunConfig, loaded: LoadedModel) -> list[tuple[int, str]]:
     limits = []
+    if loaded.speaks and (most := speaking(loaded.model).most_tokens) is not None:
+        limits.append((most, "MODEL's prompt"))
     number = positions(loaded.model.config, "decoder" if loaded.causal_lm else "encoder")
     if number is not None:
         limits.append((number, "MODEL's positions"))

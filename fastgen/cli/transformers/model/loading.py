@@ -20,16 +20,25 @@ from transformers.utils import logging
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.flags.generation_config import apply_file
 from fastgen.cli.transformers.flags.languages import set_languages
-from fastgen.cli.transformers.flags.run_config import SPEECH, RunConfig
+from fastgen.cli.transformers.flags.run_config import RunConfig
+from fastgen.cli.transformers.model.speaking import KINDS, check_settings_have_a_use
 
 # Their positions are computed, for as many tokens as there are; what the config says is no limit.
 GROWING_POSITIONS = ("fsmt", "m2m_100", "nllb-moe", "xglm")
 # What loads a model, by how the command is told of it.
 PLAIN = "without --causal_lm and --task"
+SPEECH_TO_SPEECH = {  # the library has no class that finds them
+    "seamless_m4t": "SeamlessM4TForSpeechToSpeech",
+    "seamless_m4t_v2": "SeamlessM4Tv2ForSpeechToSpeech",
+}
+TRANSCRIBING = (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "AutoModelForSpeechSeq2Seq")
 AUTO_CLASSES = {
-    PLAIN: (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForSeq2SeqLM),
-    "with --causal_lm": (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForCausalLM),
-    f"with --task {SPEECH}": (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, transformers.AutoModelForSpeechSeq2Seq),
+    PLAIN: (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM"),
+    "with --causal_lm": (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
+    "with --task automatic-speech-recognition": TRANSCRIBING,
+    "with --task speech-to-text": TRANSCRIBING,
+    "with --task text-to-speech": (KINDS, "AutoModelForTextToWaveform"),
+    "with --task speech-to-speech": (SPEECH_TO_SPEECH, None),
 }
 AUDIO_PACKAGES = ("soundfile", "soxr")
 
@@ -38,13 +47,19 @@ AUDIO_PACKAGES = ("soundfile", "soxr")
 class LoadedModel:
     """A model in evaluation mode on its device, and a tokenizer that can pad.
 
-    feature_extractor: what turns sound into the model's inputs; None for models of text.
+    speaks: outputs are sounds. feature_extractor: what turns sound into the model's inputs; None for models of text.
     """
 
     model: transformers.PreTrainedModel
     tokenizer: transformers.PreTrainedTokenizerBase
     causal_lm: bool
     feature_extractor: transformers.SequenceFeatureExtractor | None = None
+    speaks: bool = False
+
+    @property
+    def generation_config(self) -> transformers.GenerationConfig | None:
+        """The model's own; None where it has no generate."""
+        return getattr(self.model, "generation_config", None)
 
 
 def choose_device(args: RunConfig) -> torch.device:
@@ -64,9 +79,10 @@ def choose_device(args: RunConfig) -> torch.device:
 
 def load_model(args: RunConfig, device: torch.device) -> LoadedModel:
     """Model and tokenizer of MODEL; raises InputError where it does not exist, is broken, or cannot generate."""
-    speech = args.task == SPEECH
-    if speech and (missing := [name for name in AUDIO_PACKAGES if find_spec(name) is None]):
-        raise InputError(f"--task {SPEECH} needs the package {' and '.join(missing)}: pip install {' '.join(missing)}")
+    missing = [name for name in AUDIO_PACKAGES if find_spec(name) is None]
+    if missing and (args.hears or args.speaks):
+        needs = f"needs the package {' and '.join(missing)}: pip install {' '.join(missing)}"
+        raise InputError(f"--task {args.task} {needs}")
     source = _source(args.model)
     try:
         with _quiet_loading():
@@ -80,7 +96,7 @@ def load_model(args: RunConfig, device: torch.device) -> LoadedModel:
     except Exception as error:
         # from_pretrained raises almost anything for a broken folder: OSError, ValueError, KeyError, SafetensorError, …
         raise InputError(_what_failed(args, error)) from error
-    if not model.can_generate():
+    if not (model.can_generate() or args.speaks):
         raise InputError(f"MODEL {args.model}: {type(model).__name__} cannot generate")
     parameters = dict(model.named_parameters())
     if missing := sorted(name for name in loading_info["missing_keys"] if name in parameters):
@@ -88,10 +104,11 @@ def load_model(args: RunConfig, device: torch.device) -> LoadedModel:
             f"MODEL {args.model}: has no weights for {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}, "
             f"so {type(model).__name__} would generate at random"
         )
+    check_settings_have_a_use(args, model)
     apply_file(args, model)
     _prepare_tokenizer(args, tokenizer)
     set_languages(args, tokenizer, model)
-    return LoadedModel(model.to(device).eval(), tokenizer, args.causal_lm, feature_extractor)
+    return LoadedModel(model.to(device).eval(), tokenizer, args.causal_lm, feature_extractor, args.speaks)
 
 
 def positions(config: transformers.PretrainedConfig, part: str) -> int | None:
@@ -125,15 +142,17 @@ def _source(model: str) -> str:
 
 def _auto_class(args: RunConfig, config: transformers.PretrainedConfig) -> Any:
     """The class that loads MODEL for what the flags ask for; raises InputError where it does not know such models."""
-    asked = f"with --task {SPEECH}" if args.task == SPEECH else "with --causal_lm" if args.causal_lm else PLAIN
+    asked = f"with --task {args.task}"
+    if asked not in AUTO_CLASSES:
+        asked = "with --causal_lm" if args.causal_lm else PLAIN
     known, auto_class = AUTO_CLASSES[asked]
     kind = config.model_type
     if kind not in known:
         others = [way for way, (names, _) in AUTO_CLASSES.items() if kind in names]
         raise InputError(f"MODEL {args.model}: {kind} cannot generate {asked} ({_accepted(others)})")
-    if args.task == SPEECH and not config.is_encoder_decoder:
+    if args.hears and not config.is_encoder_decoder:
         raise InputError(f"MODEL {args.model}: {kind} needs a text beside the sound (accepted: Whisper, Moonshine, …)")
-    return auto_class
+    return getattr(transformers, auto_class or known[kind])
 
 
 def _accepted(ways: list[str]) -> str:
@@ -158,7 +177,7 @@ def _loading_options(args: RunConfig) -> dict[str, Any]:
 def _processors(
     args: RunConfig, source: str
 ) -> tuple[transformers.PreTrainedTokenizerBase, transformers.SequenceFeatureExtractor | None]:
-    if args.task != SPEECH:
+    if not args.hears:
         return transformers.AutoTokenizer.from_pretrained(source), None
     processor = transformers.AutoProcessor.from_pretrained(source)
     parts = [getattr(processor, name, None) for name in ("tokenizer", "feature_extractor")]

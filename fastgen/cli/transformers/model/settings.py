@@ -9,9 +9,10 @@ from packaging.version import Version
 from fastgen.cli.transformers.files.records import reason
 from fastgen.cli.transformers.flags.generation_config import check_values, gen_settings
 from fastgen.cli.transformers.flags.languages import language_settings
-from fastgen.cli.transformers.flags.run_config import SPEECH, RunConfig
+from fastgen.cli.transformers.flags.run_config import TRANSLATION, RunConfig
 from fastgen.cli.transformers.model.loading import LoadedModel, positions
 from fastgen.cli.transformers.model.padding import outputs_depend_on_padding_sync
+from fastgen.cli.transformers.model.speaking import speaker_settings
 
 # A model's own value of the second would silently win over the flag that sets the first.
 OVERRULED_BY = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
@@ -26,13 +27,13 @@ def task_settings(args: RunConfig, config: transformers.PretrainedConfig) -> dic
 
     Without --task nothing, where FastSeq takes summarization: the library's generate does not use them, either.
     """
-    if args.task == SPEECH:
+    if args.hears or args.speaks:
         return {}
     known = getattr(config, "task_specific_params", None) or {}
     has = ", ".join(known) or "none"
     if args.task is None and known and not args.quiet:
         print(f"note: MODEL has settings for some tasks, which only --task NAME uses (it has: {has})", file=sys.stderr)
-    if args.task is not None and args.task not in known:
+    if args.task not in (None, TRANSLATION, *known):
         print(f"note: MODEL has no settings for --task {args.task} (it has: {has})", file=sys.stderr)
     return known.get(args.task, {})
 
@@ -42,17 +43,21 @@ def generate_arguments(args: RunConfig, loaded: LoadedModel, task: dict[str, Any
 
     Raises InputError for settings that the library or this model does not know or refuses.
     """
-    own = loaded.model.generation_config
+    own = loaded.generation_config
+    if own is None:
+        return speaker_settings(args, loaded.model)
     settings = {name: value for name, value in task.items() if hasattr(own, name)}
     given = gen_settings(args, loaded.model) | language_settings(args, loaded.tokenizer, loaded.model)
     given |= {name: value for name, value, _ in args.settings()}
+    if loaded.speaks:
+        given |= speaker_settings(args, loaded.model)
     settings |= given
     if given.get("max_new_tokens") is not None:
         settings["max_length"] = None  # it has no effect then, and the library would say so for every batch
     for name, stronger in OVERRULED_BY.items():
         if name in settings and stronger not in settings and getattr(own, stronger) is not None:
             settings[stronger] = None
-    if own.pad_token_id is None and settings.get("pad_token_id") is None:
+    if own.pad_token_id is None and settings.get("pad_token_id") is None and not loaded.speaks:
         settings["pad_token_id"] = loaded.tokenizer.pad_token_id
     check_values(args, loaded.model, settings)
     # These need words, and generate has only tokens.
@@ -60,14 +65,14 @@ def generate_arguments(args: RunConfig, loaded: LoadedModel, task: dict[str, Any
         settings["tokenizer"] = loaded.tokenizer
     # Whisper's generate decodes a sound in several passes, and returns but the last one where it returns scores.
     has_scores = (effective("num_beams", settings, loaded) or 1) > 1 and loaded.model.config.model_type != "whisper"
-    if has_scores and (args.output_sequence_scores or args.writes_jsonl):
+    if has_scores and not loaded.speaks and (args.output_sequence_scores or args.writes_jsonl):
         settings |= SCORES
     return settings
 
 
 def effective(name: str, settings: dict[str, Any], loaded: LoadedModel) -> Any:
     """The value generate will use, or None where neither flags, nor --generation_config, nor the model say."""
-    return settings[name] if name in settings else getattr(loaded.model.generation_config, name, None)
+    return settings[name] if name in settings else getattr(loaded.generation_config, name, None)
 
 
 def reasons_to_keep_file_order(args: RunConfig, settings: dict[str, Any], loaded: LoadedModel) -> list[str]:
@@ -79,6 +84,8 @@ def reasons_to_keep_file_order(args: RunConfig, settings: dict[str, Any], loaded
     def value(name: str) -> Any:
         return effective(name, settings, loaded)
 
+    if loaded.speaks:
+        return ["the end of a sound depends on how much it is padded"]
     reasons = []
     if value("do_sample"):
         reasons.append("sampling draws all its random numbers in a row")

@@ -46,13 +46,13 @@ SAMPLES_PER_PARAMETER = 64
 
 def signature(args: RunConfig, loaded: LoadedModel, survey: Survey | None) -> dict[str, Any]:
     """JSON values by the names that users know; `survey` is None for an INPUT that can be read only once."""
-    extractor = loaded.feature_extractor
+    extractor, own = loaded.feature_extractor, getattr(loaded.model, "generation_config", None)
     flags = {name: value for name, value in asdict(args).items() if name not in FLAGS_WITHOUT_EFFECT_ON_RECORDS}
     return {
         **{f"--{name}": _json_value(value) for name, value in flags.items()},
         "MODEL's architecture": type(loaded.model).__name__,
         "MODEL's config": _digest_of(_config(loaded.model.config)),
-        "MODEL's generation_config": _digest_of(_config(loaded.model.generation_config)),
+        "MODEL's generation_config": _digest_of(own and _config(own)),
         "MODEL's weights": fingerprint_sync(loaded.model),
         "MODEL's tokenizer": _digest_of(_tokenizer(loaded.tokenizer)),
         "MODEL's feature extractor": None if extractor is None else _digest_of(json.loads(extractor.to_json_string())),

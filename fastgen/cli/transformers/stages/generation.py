@@ -14,6 +14,7 @@ import torch
 from fastgen.cli.errors import RunError
 from fastgen.cli.transformers.files.records import reason
 from fastgen.cli.transformers.model.loading import LoadedModel
+from fastgen.cli.transformers.model.speaking import speaking
 from fastgen.cli.transformers.stages.items import Batch, Generated, NotGenerated
 from fastgen.optimizer.transformers.unread import SEQUENCES_SCORES, reading_only
 
@@ -38,6 +39,8 @@ class Model:
         begun = time.perf_counter()
         try:
             inputs = {name: tensor.to(self.device) for name, tensor in batch.inputs.items()}
+            if self._loaded.speaks:
+                return self._speak(batch, inputs)
             with reading_only(SEQUENCES_SCORES):
                 generated = self._loaded.model.generate(**inputs, **self._settings)
             scores = getattr(generated, "sequences_scores", None)  # [B * R]
@@ -61,6 +64,13 @@ class Model:
             raise
         finally:
             self.seconds += time.perf_counter() - begun
+
+    def _speak(self, batch: Batch, inputs: dict[str, torch.Tensor]) -> Generated:
+        model = self._loaded.model
+        waveforms, lengths = speaking(model).call(model, **inputs, **self._settings)
+        waveforms = waveforms.reshape(len(batch), -1).float().cpu().numpy()
+        sounds = [waveform[:length] for waveform, length in zip(waveforms, lengths.reshape(-1).tolist(), strict=True)]
+        return Generated(batch.lines, batch.lengths, NO_SEQUENCES, None, batch.not_generated, sounds)
 
     def _device_works_sync(self) -> bool:
         """After some errors, such as an index out of range in a kernel, a GPU answers everything with that error."""

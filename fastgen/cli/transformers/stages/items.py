@@ -65,6 +65,7 @@ class Generated:
     sequences: np.ndarray  # int64 [B * R, T]: what was generated, without the prompt of a causal LM
     scores: list[float] | None  # [B * R], of beam search where they were asked for
     not_generated: list[NotGenerated]
+    sounds: list[np.ndarray] | None = None  # B times float32 [S] where the model speaks, which has no sequences then
 
 
 @dataclass(slots=True)
@@ -72,5 +73,5 @@ class Finished:
     """Records for OUTPUT, whole lines of UTF-8 with their ends, in no particular order."""
 
     records: list[tuple[int, bytes]]  # line number, record
-    tokens: int  # how many were generated
+    amount: float  # how much was generated: tokens, or seconds of sound
     failures: list[tuple[int, str]]  # line number, why

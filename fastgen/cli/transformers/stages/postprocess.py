@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -13,6 +13,7 @@ import numpy as np
 import transformers
 
 from fastgen.cli.transformers.files import records
+from fastgen.cli.transformers.files.sound_folder import SoundFolder
 from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.stages.items import Finished, Generated, Line
 
@@ -23,10 +24,28 @@ Count = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
-class _Output:
+class _Text:
     text: str
     score: float | None  # None without beam scores
     tokens: int
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON."""
+        score = {}
+        if self.score is not None:
+            score["score"] = self.score if math.isfinite(self.score) else None  # JSON has no infinity
+        return {"text": self.text, **score, "tokens": self.tokens}
+
+
+@dataclass(frozen=True)
+class _Sound:
+    path: str
+    seconds: float
+    sampling_rate: int
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -35,7 +54,7 @@ class _Result:
 
     line: Line
     input_tokens: int | None  # None where nobody counted them
-    outputs: list[_Output]
+    outputs: list[Any]  # _Text or _Sound
     error: str | None = None
 
 
@@ -54,7 +73,22 @@ def finish(
     clean_up = {"clean_up_tokenization_spaces": True} if args.clean_up_tokenization_spaces else {}
     decode = partial(tokenizer.batch_decode, skip_special_tokens=not args.include_special_tokens, **clean_up)
     count = partial(count_tokens, start_tokens=start_tokens, eos_token_ids=[*eos_token_ids], pad_token_id=pad_token_id)
-    return partial(_finish, decode, count, args)
+
+    def finish_texts(generated: Generated) -> Finished:
+        tokens = count(generated.sequences).tolist()
+        return _finish(_texts(decode, tokens, generated), sum(tokens), generated, args)
+
+    return finish_texts
+
+
+def finish_sounds(folder: SoundFolder, args: RunConfig) -> Callable[[Generated], Finished]:
+    """A function that writes sounds to files, and makes records that name them; threads may share it."""
+
+    def finish(generated: Generated) -> Finished:
+        seconds = sum(map(len, generated.sounds or ())) / folder.sampling_rate
+        return _finish(_sounds(folder, generated), seconds, generated, args)
+
+    return finish
 
 
 def first_text(record: bytes, args: RunConfig) -> str:
@@ -85,10 +119,10 @@ def count_tokens(
     return np.where(is_eos.any(axis=1), is_eos.argmax(axis=1) + 1, unpadded)
 
 
-def _finish(decode: Decode, count: Count, args: RunConfig, generated: Generated) -> Finished:
-    tokens = count(generated.sequences).tolist()
-    finished = Finished(records=[], tokens=sum(tokens), failures=[])
-    for result in _results(decode, tokens, generated):
+def _finish(results: Iterable[_Result], amount: float, generated: Generated, args: RunConfig) -> Finished:
+    others = (_Result(each.line, None if each.error else 0, [], each.error) for each in generated.not_generated)
+    finished = Finished(records=[], amount=amount, failures=[])
+    for result in (*results, *others):
         number = result.line.number
         record = _json_record(result, args) if args.writes_jsonl else _text_record(result, args)
         finished.records.append((number, record))
@@ -97,7 +131,17 @@ def _finish(decode: Decode, count: Count, args: RunConfig, generated: Generated)
     return finished
 
 
-def _results(decode: Decode, tokens: list[int], generated: Generated) -> Iterator[_Result]:
+def _sounds(folder: SoundFolder, generated: Generated) -> Iterator[_Result]:
+    for line, length, samples in zip(generated.lines, generated.lengths, generated.sounds or (), strict=True):
+        if len(samples):
+            seconds = len(samples) / folder.sampling_rate
+            outputs = [_Sound(folder.write(line.number, samples), seconds, folder.sampling_rate)]
+            yield _Result(line, length, outputs)
+        else:
+            yield _Result(line, length, [], "became a sound of no length")
+
+
+def _texts(decode: Decode, tokens: list[int], generated: Generated) -> Iterator[_Result]:
     each = len(tokens) // max(1, len(generated.lines))  # R outputs of every line
     scores = generated.scores or [None] * len(tokens)
     texts_of_lines = _decode_lines(decode, generated.sequences, each)
@@ -107,9 +151,7 @@ def _results(decode: Decode, tokens: list[int], generated: Generated) -> Iterato
             yield _Result(line, length, [], error=texts)
         else:
             rows = slice(index * each, (index + 1) * each)
-            yield _Result(line, length, list(map(_Output, texts, scores[rows], tokens[rows])))
-    for other in generated.not_generated:
-        yield _Result(other.line, None if other.error else 0, [], other.error)
+            yield _Result(line, length, list(map(_Text, texts, scores[rows], tokens[rows])))
 
 
 def _decode_lines(decode: Decode, sequences: np.ndarray, each: int) -> list[list[str] | str]:
@@ -145,17 +187,10 @@ def _text_record(result: _Result, args: RunConfig) -> bytes:
 
 def _json_record(result: _Result, args: RunConfig) -> bytes:
     added: dict[str, Any] = {} if result.input_tokens is None else {"input_tokens": result.input_tokens}
-    added["outputs"] = [_json_output(output) for output in result.outputs]
+    added["outputs"] = [output.fields() for output in result.outputs]
     if result.error is not None:
         added["error"] = result.error
     return records.written(result.line, args.reads_jsonl, added)
-
-
-def _json_output(output: _Output) -> dict[str, Any]:
-    score = {}
-    if output.score is not None:
-        score["score"] = output.score if math.isfinite(output.score) else None  # JSON has no infinity
-    return {"text": output.text, **score, "tokens": output.tokens}
 
 
 def _name(line: Line, args: RunConfig) -> str:

@@ -24,11 +24,13 @@ class Progress:
     """Counts what is finished; called by the thread that writes.
 
     total: how many inputs there are, None where nobody knows. done: how many of them an earlier run has written.
-    verbose: says how long each stage had nothing to do.
+    verbose: says how long each stage had nothing to do. unit: of the amount that is generated.
     """
 
-    def __init__(self, total: int | None, done: int, quiet: bool, verbose: bool = False) -> None:
-        self.inputs = self.tokens = self.failures = 0
+    def __init__(self, total: int | None, done: int, quiet: bool, verbose: bool = False, unit: str = "tokens") -> None:
+        self.inputs = self.failures = 0
+        self.amount = 0.0
+        self._unit = unit
         self._total = total
         self._done = done
         self._quiet = quiet
@@ -61,7 +63,7 @@ class Progress:
             self.say(f"line {number}: {error}")
         self.failures += len(finished.failures)
         self.inputs += len(finished.records)
-        self.tokens += finished.tokens
+        self.amount += finished.amount
         if not self._bar.disable:
             self._bar.set_postfix_str(self._speed(), refresh=False)
             self._bar.update(len(finished.records))
@@ -85,7 +87,8 @@ class Progress:
     def summary(self) -> str:
         """What was done, how fast and, if verbose, how long each stage waited for others."""
         seconds = self.seconds
-        speed = f"{self.inputs / seconds:.2f} inputs/s, {self.tokens / seconds:.0f} tokens/s"
+        places = 0 if self._unit == "tokens" else 2
+        speed = f"{self.inputs / seconds:.2f} inputs/s, {self.amount / seconds:.{places}f} {self._unit}/s"
         shares = f"\n{self._shares()}" if self._verbose else ""
         return f"{self.inputs} lines in {seconds:.2f} s, {speed}{shares}"
 

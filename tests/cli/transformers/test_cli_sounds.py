@@ -1,0 +1,328 @@
+"""Tasks that speak: the sounds of a plain loop, whole files beside OUTPUT, and runs that go on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import transformers
+from cli_speech_models import save_bark, save_seamless, save_vits
+
+import fastgen
+from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.files.sound_folder import SoundFolder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEXTS = ["word1 word2 word3", "word4", "word5 word6 word7 word8", "word9 word2"]
+VERSIONS = ("SeamlessM4T", "SeamlessM4Tv2")
+T2S = ("--task", "text-to-speech")
+TO_FRENCH = ("--src_lang", "eng", "--tgt_lang", "fra")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A model's folder, made once."""
+    made: dict[tuple, Path] = {}
+
+    def folder(save: Callable[..., Path], *details: str) -> Path:
+        key = (save, *details)
+        if key not in made:
+            made[key] = save(tmp_path_factory.mktemp("model"), *details)
+        return made[key]
+
+    return folder
+
+
+@pytest.fixture
+def sounds(tmp_path: Path) -> list[str]:
+    """Paths of four files of noise of 16 kHz."""
+    draw = np.random.default_rng(0)
+    for number in range(4):
+        soundfile.write(tmp_path / f"{number}.wav", draw.normal(scale=0.1, size=8000 + 1000 * number), 16000)
+    return [str(tmp_path / f"{number}.wav") for number in range(4)]
+
+
+def run(tmp_path: Path, model: Path, lines: list[str], *flags: str, status: int = 0, name: str = "out.jsonl") -> Path:
+    source = tmp_path / "in"
+    source.write_text("".join(f"{line}\n" for line in lines))
+    assert main([str(model), str(source), str(tmp_path / name), *flags]) == status
+    return tmp_path / name
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def spoken(output: Path) -> list[np.ndarray]:
+    """The sounds that OUTPUT names, which are as long as it says."""
+    found = []
+    for record in records(output):
+        [described] = record["outputs"]
+        samples, rate = soundfile.read(described["path"], dtype="float32")
+        assert (rate, len(samples) / rate) == (described["sampling_rate"], described["seconds"])
+        found.append(samples)
+    return found
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert [len(one) for one in found] == [len(one) for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert len(one) and np.abs(other).max() > 1e-3
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def plain_seamless(folder: Path, kind: str, inputs: list[Any], bs: int, **settings: Any) -> list[np.ndarray]:
+    """What a user would write."""
+    model = getattr(transformers, kind).from_pretrained(folder)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    found = []
+    with fastgen.disabled():
+        for start in range(0, len(inputs), bs):
+            batch = inputs[start : start + bs]
+            if isinstance(batch[0], str):
+                given = processor.tokenizer(batch, src_lang="eng", return_tensors="pt", padding=True)
+                given = {name: given[name] for name in ("input_ids", "attention_mask")}
+            else:
+                given = processor.feature_extractor(batch, sampling_rate=16000, return_tensors="pt")
+            waveforms, lengths = model.generate(**given, tgt_lang="fra", **settings)[:2]
+            rows = waveforms.reshape(len(batch), -1).numpy()
+            found += [row[:length] for row, length in zip(rows, lengths.reshape(-1).tolist())]
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_seamless_speaks_texts_as_in_a_plain_loop(
+    tmp_path: Path, folders: Callable[..., Path], version: str, capsys: pytest.CaptureFixture
+) -> None:
+    folder = folders(save_seamless, version)
+    flags = ("--speaker_id", "2", "--beam", "2", "--bs", "2", "--gen", "text_max_new_tokens=8")
+    output = run(tmp_path, folder, TEXTS, *T2S, *TO_FRENCH, *flags, "--compare")
+    speaker = {"spkr_id" if version == "SeamlessM4T" else "speaker_id": 2}
+    settings = {"num_beams": 2, "text_max_new_tokens": 8, **speaker}
+    expected = plain_seamless(folder, f"{version}ForTextToSpeech", TEXTS, 2, **settings)
+    assert_same(spoken(output), expected)
+    printed = capsys.readouterr()
+    assert "4 of 4 outputs equal" in printed.out and "s of sound/s" in printed.err
+    other = run(tmp_path, folder, TEXTS, *T2S, *TO_FRENCH, *flags, "--speaker_id", "0", name="other.jsonl")
+    assert any(not np.array_equal(one, two) for one, two in zip(spoken(other), expected))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_seamless_speaks_what_it_hears(
+    tmp_path: Path, folders: Callable[..., Path], sounds: list[str], version: str
+) -> None:
+    folder = folders(save_seamless, version, "ForSpeechToSpeech")
+    lines = [sounds[0], sounds[1], str(tmp_path / "none.wav"), sounds[2], sounds[3]]
+    flags = ("--task", "speech-to-speech", "--tgt_lang", "fra", "--bs", "2")
+    output = run(tmp_path, folder, lines, *flags, status=1)
+    heard = [soundfile.read(path, dtype="float32")[0] for path in sounds]
+    expected = plain_seamless(folder, f"{version}ForSpeechToSpeech", heard, 2)
+    found = records(output)
+    assert found[2]["outputs"] == [] and "there is no such file" in found[2]["error"]
+    assert not (tmp_path / "out.jsonl.audio" / "000003.wav").exists()
+    described = [record["outputs"][0]["path"] for record in found if record["outputs"]]
+    assert_same([soundfile.read(path, dtype="float32")[0] for path in described], expected)
+
+
+@pytest.mark.parametrize(("task", "kind"), [("speech-to-text", "ForSpeechToText"), ("translation", "ForTextToText")])
+def test_seamless_writes_text(
+    tmp_path: Path, folders: Callable[..., Path], sounds: list[str], task: str, kind: str, capsys: pytest.CaptureFixture
+) -> None:
+    folder = folders(save_seamless, "SeamlessM4Tv2", kind)
+    lines, languages = (TEXTS, TO_FRENCH) if task == "translation" else (sounds, TO_FRENCH[2:])
+    flags = ("--task", task, *languages, "--beam", "2", "--max_new_tokens", "5", "--bs", "1")
+    output = run(tmp_path, folder, lines, *flags, name="out.txt")
+    assert "settings" not in capsys.readouterr().err
+    model = getattr(transformers, f"SeamlessM4Tv2{kind}").from_pretrained(folder)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    expected = []
+    with fastgen.disabled():
+        for line in lines:
+            if task == "translation":
+                given = processor.tokenizer([line], src_lang="eng", return_tensors="pt")
+                given = {name: given[name] for name in ("input_ids", "attention_mask")}
+            else:
+                samples = soundfile.read(line, dtype="float32")[0]
+                given = processor.feature_extractor([samples], sampling_rate=16000, return_tensors="pt")
+            tokens = model.generate(**given, tgt_lang="fra", num_beams=2, max_new_tokens=5)
+            expected += processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    assert output.read_text().splitlines() == expected and any(expected)
+
+
+def test_vits_speaks_as_in_a_plain_loop_from_the_same_seed(tmp_path: Path, folders: Callable[..., Path]) -> None:
+    folder, texts = folders(save_vits), ["abc def", "hello", "a"]
+    output = run(tmp_path, folder, texts, *T2S, "--seed", "3", "--speaker_id", "1", "--bs", "2")
+    model = transformers.VitsModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = []
+    torch.manual_seed(3)
+    with torch.no_grad(), fastgen.disabled():
+        for batch in (texts[:2], texts[2:]):
+            spoke = model(**tokenizer(batch, return_tensors="pt", padding=True), speaker_id=1)
+            expected += [row[:n].numpy() for row, n in zip(spoke.waveform, spoke.sequence_lengths.tolist())]
+    assert_same(spoken(output), expected)
+
+
+def test_bark_speaks_as_in_a_plain_loop_from_the_same_seed(tmp_path: Path, folders: Callable[..., Path]) -> None:
+    folder = folders(save_bark)
+    lines = [*TEXTS[:3], "word1 " * 257]
+    output = run(tmp_path, folder, lines, *T2S, "--seed", "3", "--gen", "semantic_temperature=0.5", status=1)
+    *_, too_long = records(output)
+    assert too_long["error"] == "has 257 tokens, the limit is 256 (MODEL's prompt; --truncation truncates)"
+    model = transformers.BarkModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    given = tokenizer(TEXTS[:3], add_special_tokens=False, padding="max_length", max_length=256, return_tensors="pt")
+    torch.manual_seed(3)
+    with fastgen.disabled():
+        ids, mask = given["input_ids"], given["attention_mask"]
+        waveforms, lengths = model.generate(
+            input_ids=ids, attention_mask=mask, semantic_temperature=0.5, return_output_lengths=True
+        )
+    expected = [row[:n].numpy() for row, n in zip(waveforms, lengths)]
+    paths = [record["outputs"][0]["path"] for record in records(output)[:3]]
+    assert_same([soundfile.read(path, dtype="float32")[0] for path in paths], expected)
+
+
+def break_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The disk is full in the middle of the file of this line."""
+    write = soundfile.write
+
+    def full(file: Any, samples: np.ndarray, *details: Any, **more: Any) -> None:
+        if f"{number:06}" in file.name:
+            file.write(b"RIFF")
+            raise OSError(28, "No space left on device")
+        write(file, samples, *details, **more)
+
+    monkeypatch.setattr(soundfile, "write", full)
+
+
+@pytest.mark.parametrize("between_names", [False, True])
+def test_a_run_goes_on_and_writes_what_is_not_whole_again(
+    tmp_path: Path,
+    folders: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    between_names: bool,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    folder, texts = folders(save_vits), ["abc", "def", "ghi", "jkl"]
+    flags = (*T2S, "--seed", "5", "--bs", "1")
+    expected = spoken(run(tmp_path, folder, texts, *flags, name="whole.jsonl"))
+    output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part.audio"
+    with monkeypatch.context() as patched:
+        if between_names:  # the folder has its name, and OUTPUT.part does not
+            patched.setattr("os.replace", _fail_for(output))
+        else:
+            break_at(patched, 3)
+        run(tmp_path, folder, texts, *flags, status=1)
+    error = capsys.readouterr().err
+    assert not output.exists() and ("No space left" in error or "no more names" in error)
+    assert part.exists() is not between_names
+    run(tmp_path, folder, texts, *flags, "--resume")
+    assert_same(spoken(output), expected)
+    assert sorted(path.name for path in Path(f"{output}.audio").iterdir()) == [f"00000{n}.wav" for n in range(1, 5)]
+    assert not part.exists()
+
+
+def _fail_for(output: Path) -> Callable[..., None]:
+    from os import replace
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(target) == output:
+            raise OSError("no more names")
+        replace(source, target)
+
+    return fail
+
+
+def test_sounds_that_are_there_stay_until_others_are_complete(
+    tmp_path: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folder = folders(save_vits)
+    output = run(tmp_path, folder, ["abc", "def"], *T2S, "--seed", "1")
+    before = spoken(output)
+    run(tmp_path, folder, ["abc"], *T2S, status=2)
+    with monkeypatch.context() as patched:
+        break_at(patched, 1)
+        run(tmp_path, folder, ["ghi"], *T2S, "--overwrite", status=1)
+    assert_same(spoken(output), before)
+    run(tmp_path, folder, ["ghi"], *T2S, "--overwrite")
+    assert len(spoken(output)) == 1 and len(list(Path(f"{output}.audio").iterdir())) == 1
+    output.unlink()
+    Path(f"{output}.run.json").unlink()
+    capsys.readouterr()
+    run(tmp_path, folder, ["abc"], *T2S, status=2)
+    assert "out.jsonl.audio is there already (accepted: another name, or --overwrite)" in capsys.readouterr().err
+
+
+def test_a_sound_of_no_length_is_a_failed_input(
+    tmp_path: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = transformers.VitsModel.forward
+
+    def short(self: Any, **given: Any) -> Any:
+        output = forward(self, **given)
+        output.sequence_lengths[0] = 0
+        return output
+
+    monkeypatch.setattr(transformers.VitsModel, "forward", short)
+    first, second = records(run(tmp_path, folders(save_vits), ["abc", "def"], *T2S, status=1))
+    assert (first["outputs"], first["error"]) == ([], "became a sound of no length")
+    assert len(second["outputs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((*T2S, "--output_format", "text"), "--output_format text does not go with --task text-to-speech"),
+        ((*T2S, "--causal_lm"), "--causal_lm does not go with --task text-to-speech, whose outputs are audio files"),
+        ((*T2S, "--num_return_sequences", "2"), "--num_return_sequences 2 does not go with --task text-to-speech"),
+        (("--speaker_id", "1"), "--speaker_id 1 needs --task text-to-speech or speech-to-speech"),
+        (("--task", "speech-to-speech", "--prefix", "a"), "--prefix a does not go with --task speech-to-speech"),
+    ],
+)
+def test_flags_that_contradict_a_task_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, flags: tuple[str, ...], message: str
+) -> None:
+    run(tmp_path, Path("/nowhere"), ["a"], *flags, status=2)
+    assert message in capsys.readouterr().err
+    assert main(["model", str(tmp_path / "in"), "-", *T2S]) == 2
+    assert "OUTPUT - does not go with --task text-to-speech" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("save", "flags", "message"),
+    [
+        (save_seamless, T2S, "--task text-to-speech needs --tgt_lang"),
+        (save_seamless, (*T2S, "--tgt_lang", "xyz"), "--tgt_lang xyz is not known to MODEL"),
+        (save_seamless, (*T2S, "--tgt_lang", "fra", "--speaker_id", "3"), "--speaker_id 3 is not known to MODEL (acc"),
+        (save_seamless, (*T2S, "--tgt_lang", "fra", "--gen", "coarse_top_k=3"), "--gen coarse_top_k=3: there is no"),
+        (save_vits, (*T2S, "--beam", "2"), "--beam 2 does not go with MODEL"),
+        (save_bark, (*T2S, "--speaker_id", "0"), "--speaker_id 0: MODEL"),
+        (save_vits, ("--task", "speech-to-speech"), "vits cannot generate with --task speech-to-speech (accepted with"),
+    ],
+)
+def test_what_a_model_cannot_do_is_named(
+    tmp_path: Path,
+    folders: Callable[..., Path],
+    capsys: pytest.CaptureFixture,
+    save: Callable[..., Path],
+    flags: tuple[str, ...],
+    message: str,
+) -> None:
+    output = run(tmp_path, folders(save), ["word1"], *flags, status=2)
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.glob(f"{output.name}*")) == []
+
+
+def test_files_of_sound_keep_every_sample(tmp_path: Path) -> None:
+    folder = SoundFolder(tmp_path / "out", 8000, 0)
+    samples = np.array([0.1, -1.5, 1e-9], np.float32)
+    path = folder.write(7, samples)
+    folder.complete()
+    assert path == str(tmp_path / "out.audio" / "000007.wav")
+    assert np.array_equal(soundfile.read(path, dtype="float32")[0], samples)

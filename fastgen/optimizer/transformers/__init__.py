@@ -120,4 +120,14 @@ PATCHES = (
             ("vits", "vits", "VitsHifiGan", "of_latents", ("spectrogram", "global_conditioning")),
         )
     ),
+    *(
+        _patch(
+            f"transformers.{model}_decoder",
+            f"transformers.models.{model}.modeling_{model}:{decoder}.forward",
+            "fastgen.optimizer.transformers.codecs:of_states",
+            parameters=("self", "hidden_states"),
+            group=f"transformers.{model}_decoder",
+        )
+        for model, decoder in (("encodec", "EncodecDecoder"), ("mimi", "MimiDecoder"))
+    ),
 )

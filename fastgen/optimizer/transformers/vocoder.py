@@ -27,7 +27,7 @@ def of_units(original: Callable, self: Any, inputs_embeds: Tensor) -> Tensor:
     found = faster_waveform(self, _hifi_gan(self, self.leaky_relu_slope), inputs_embeds)
     if found is None:
         return original(self, inputs_embeds)
-    return _verified(self, found.squeeze(1), lambda: original(self, inputs_embeds))
+    return verified(self, found.squeeze(1), lambda: original(self, inputs_embeds))
 
 
 def of_spectrogram(original: Callable, self: Any, spectrogram: Tensor, **kwargs: Any) -> Tensor:
@@ -42,7 +42,7 @@ def of_spectrogram(original: Callable, self: Any, spectrogram: Tensor, **kwargs:
     if found is None:
         return original(self, spectrogram, **kwargs)
     found = found.squeeze(1) if spectrogram.dim() == 3 else found.view(-1)
-    return _verified(self, found, lambda: original(self, spectrogram, **kwargs))
+    return verified(self, found, lambda: original(self, spectrogram, **kwargs))
 
 
 def of_latents(original: Callable, self: Any, spectrogram: Tensor, global_conditioning: Any = None) -> Tensor:
@@ -51,12 +51,12 @@ def of_latents(original: Callable, self: Any, spectrogram: Tensor, global_condit
     found = faster_waveform(self, gan, spectrogram, global_conditioning)
     if found is None:
         return original(self, spectrogram, global_conditioning)
-    return _verified(self, found, lambda: original(self, spectrogram, global_conditioning))
+    return verified(self, found, lambda: original(self, spectrogram, global_conditioning))
 
 
-def _verified(generator: Any, found: Tensor, original: Callable[[], Tensor]) -> Tensor:
+def verified(generator: Any, found: Tensor, original: Callable[[], Tensor]) -> Tensor:
     """What was found; where transformers is newer than any version tested, the first of a class is compared."""
-    kind = _library_class(generator)
+    kind = library_class(generator)
     if kind in _known_to_agree or not PATCH_SET.newer_than_tested("transformers"):
         return found
     with disabled():
@@ -79,9 +79,9 @@ def _hifi_gan(generator: Any, slope: float) -> HifiGan:
 
 def _block_class(generator: nn.Module) -> type[nn.Module]:
     """The residual block of the library's model, which has a module for itself."""
-    return sys.modules[_library_class(generator).__module__].HifiGanResidualBlock
+    return sys.modules[library_class(generator).__module__].HifiGanResidualBlock
 
 
-def _library_class(generator: nn.Module) -> type[nn.Module]:
+def library_class(generator: nn.Module) -> type[nn.Module]:
     """The class of the library that it is, or is made from."""
     return next(kind for kind in type(generator).__mro__ if kind.__module__.startswith("transformers."))

@@ -1,4 +1,4 @@
-"""One call of a generator: the way in which it is computed, or why it is left to the library."""
+"""One call of a generator or a codec's decoder: the way in which it is computed, or why it is left to the library."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from fastgen.ops.transforms import is_transformed, is_watched
 from fastgen.optimizer.decoding.generation import count, current, fell_back, generating
-from fastgen.optimizer.vocoder import hifi_gan, layers, recorded
+from fastgen.optimizer.vocoder import hifi_gan, layers, recorded, seanet
 from fastgen.optimizer.vocoder.convolutions import OneDnn, Torch, onednn_reasons
 from fastgen.optimizer.vocoder.hifi_gan import HifiGan, plain_weights, waveform
+from fastgen.optimizer.vocoder.seanet import Part, decoded
 from fastgen.optimizer.vocoder.weights import norm_of
 
 FOLDED = "vocoder, weight norm folded"
@@ -20,6 +21,9 @@ ONEDNN = "vocoder, oneDNN"
 
 # Of all rows together: so many that oneDNN's reordering of each weight does not matter, see `OneDnn`.
 MIN_FRAMES = 64
+
+# Of a codec's, whose wide layers oneDNN does not compute.
+MIN_CODEC_FRAMES = 16
 
 
 def faster_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tensor | None = None) -> Tensor | None:
@@ -36,6 +40,26 @@ def faster_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tenso
             return _faster_waveform(owner, gan, states, voice)
 
 
+def faster_decoded(owner: nn.Module, parts: list[Part], states: Tensor) -> Tensor | None:
+    """The waveform `[batch, channels, samples]` of `states`, as `faster_waveform`; for a codec's decoder."""
+    with _reporting(owner):
+        if reasons := codec_unsupported_reasons(owner, parts, states):
+            fell_back([f"vocoder: {reason}" for reason in reasons])
+            return None
+        is_normed = any(norm_of(layer) is not None for layer in seanet.layers_of(parts))
+        reasons = onednn_unsupported_reasons(states, MIN_CODEC_FRAMES)
+        if reasons and (states.is_cpu or not is_normed):
+            fell_back([f"vocoder: {reason}" for reason in reasons])
+            return None
+        with torch.no_grad():
+            found = decoded(parts, states, Torch if reasons else OneDnn)
+        if not reasons:
+            count(ONEDNN)
+        if is_normed:
+            count(FOLDED)
+        return found
+
+
 @contextmanager
 def _reporting(owner: nn.Module) -> Iterator[None]:
     if current() is not None:
@@ -50,7 +74,7 @@ def _faster_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tens
     found = None
     if recorded.are_wanted(states):
         found = recorded.recorded_waveform(owner, gan, states, voice)
-    elif not (reasons := onednn_unsupported_reasons(gan, states)):
+    elif not (reasons := onednn_unsupported_reasons(states, MIN_FRAMES)):
         found = waveform(gan, plain_weights(gan), states, OneDnn, voice)
         count(ONEDNN)
     elif not is_normed:
@@ -63,38 +87,63 @@ def _faster_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tens
     return found
 
 
-def onednn_unsupported_reasons(gan: HifiGan, states: Tensor) -> list[str]:
+def onednn_unsupported_reasons(states: Tensor, min_frames: int) -> list[str]:
     """Why torch's convolutions are taken; empty where oneDNN's are faster."""
     if not states.is_cpu or states.dtype != torch.float32:
         return [f"{states.dtype} on {states.device.type} (oneDNN: float32 on cpu)"]
     if onednn_reasons():
         return onednn_reasons()
-    if states.shape[0] * states.shape[2] < MIN_FRAMES:
+    if states.shape[0] * states.shape[2] < min_frames:
         return [f"{states.shape[0]} x {states.shape[2]} frames are too few to gain"]
     return []
 
 
 def unsupported_reasons(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tensor | None) -> list[str]:
     """Why a call is left to the library; empty if `waveform` gives what it would give."""
-    if owner.training:
-        return ["in training mode"]
     given = [states] if voice is None else [states, voice]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, *owner.parameters())):
-        return ["gradients are recorded"]
-    if not _are_plain(given) or states.dim() != 3 or not states.numel() or states.shape[1] != gan.first.in_channels:
-        return [f"an input of shape {tuple(states.shape)} (supported: [batch, {gan.first.in_channels}, frames])"]
+    if reasons := _call_unsupported_reasons(owner, given, gan.first.in_channels):
+        return reasons
     if voice is not None and (gan.condition is None or voice.shape[2:] != (1,) or len(voice) not in (1, len(states))):
         return [f"a voice of shape {tuple(voice.shape)} (supported: [{len(states)}, channels, 1])"]
+    if reasons := hifi_gan.unsupported_reasons(gan) or _mixed_reasons(gan.layers(), given):
+        return reasons
+    return [] if gan.samples(states.shape[-1]) > 0 else ["no samples"]
+
+
+def codec_unsupported_reasons(owner: nn.Module, parts: list[Part], states: Tensor) -> list[str]:
+    """Why a call is left to the library; empty if `decoded` gives what it would give."""
+    known, first = seanet.known(parts), parts[0].known()
+    if not known:
+        return ["no layer is known"]
+    if reasons := _call_unsupported_reasons(owner, [states], first[0].layer.in_channels if first else None):
+        return reasons
+    if states.shape[-1] <= max(max(one.front, one.behind) for one in known):
+        return [f"{states.shape[-1]} frames are no more than what a layer adds or cuts off"]
+    return _mixed_reasons(seanet.layers_of(parts), [states])
+
+
+def _call_unsupported_reasons(owner: nn.Module, given: list[Tensor], channels: int | None) -> list[str]:
+    """given: the states, which have so many channels if that is known, and what else there is."""
+    if owner.training:
+        return ["in training mode"]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*given, *owner.parameters())):
+        return ["gradients are recorded"]
+    states = given[0]
+    if not _are_plain(given) or states.dim() != 3 or not states.numel() or channels not in (None, states.shape[1]):
+        return [f"an input of shape {tuple(states.shape)} (supported: [batch, {channels or 'channels'}, frames])"]
     if torch.is_autocast_enabled(states.device.type):
         return ["autocast"]
     if is_transformed() or is_watched() or layers.are_all_watched():
         return ["the program records or watches what torch computes"]
-    if reasons := hifi_gan.unsupported_reasons(gan):
-        return reasons
-    weights = [tensor for layer in gan.layers() for tensor in layers.tensors_of(layer)]
+    return []
+
+
+def _mixed_reasons(all_layers: list[nn.Module], given: list[Tensor]) -> list[str]:
+    states = given[0]
+    weights = [tensor for layer in all_layers for tensor in layers.tensors_of(layer)]
     if any((tensor.device, tensor.dtype) != (states.device, states.dtype) for tensor in (*given, *weights)):
         return ["weights and inputs of several types or on several devices"]
-    return [] if gan.samples(states.shape[-1]) > 0 else ["no samples"]
+    return []
 
 
 def _are_plain(tensors: list[Tensor]) -> bool:

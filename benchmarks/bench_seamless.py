@@ -38,6 +38,7 @@ from show_seamless import END_TO_END, REST, STAGES, draw, table
 
 import fastgen
 from fastgen.optimizer.decoding import recordable
+from fastgen.optimizer.report import Report
 from fastgen.optimizer.transformers import vocoder
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.05, torch.bfloat16: 0.05}  # of waveforms
@@ -124,7 +125,8 @@ STOCK, *_, FASTGEN = WAYS
 class Result:
     """Medians of one version. seconds: of each way and stage, and from end to end; ratios: of stock to fastgen.
 
-    equal: tokens, units and waveforms are those of stock in all ways.
+    recorded: the calls of `generate` inside whose steps fastgen records. equal: tokens, units and waveforms are those
+    of stock in all ways.
     """
 
     case: str
@@ -135,6 +137,7 @@ class Result:
     units: int
     seconds: dict[str, Seconds]
     ratios: Seconds
+    recorded: list[str]
     equal: bool
 
 
@@ -149,6 +152,7 @@ class Comparison:
 
     def run(self, repeats: int) -> Result:
         outputs = {way: self._call(way)[1] for way in WAYS}  # warms all up
+        recorded = recorded_calls(fastgen.explain())
         with timed_stages(self.model, self.case.unit_method, self.clock):
             turns = [self._turn(first % len(WAYS)) for first in range(repeats)]
         stock = outputs[STOCK]
@@ -161,6 +165,7 @@ class Comparison:
             units=stock.unit_sequences.shape[1],
             seconds={way: _medians([turn[way] for turn in turns]) for way in WAYS},
             ratios=_medians([_ratios(turn[STOCK], turn[FASTGEN]) for turn in turns]),
+            recorded=recorded,
             equal=all(self._is_equal(stock, output) for output in outputs.values()),
         )
 
@@ -177,6 +182,12 @@ class Comparison:
         if not all(torch.equal(stock[name], output[name]) for name in ("sequences", "unit_sequences")):
             return False
         return torch.allclose(stock.waveform, output.waveform, rtol=0, atol=TOLERANCES[self.model.dtype])
+
+
+def recorded_calls(report: Report) -> list[str]:
+    """The stages that are calls of `generate` in which a step was replayed."""
+    calls = {stage.name: stage.report.kernels for stage in report.stages if stage.report is not None}
+    return [name for name, kernels in calls.items() if any(kernel.startswith("decode step") for kernel in kernels)]
 
 
 def _medians(turns: list[Seconds]) -> Seconds:

@@ -38,8 +38,9 @@ def table(result: dict[str, Any]) -> str:
         cells += [f"**{ratios[stage]:.2f}×**", f"{stock[stage] / stock[END_TO_END]:.0%}"]
         lines.append(f"| {stage} | {' | '.join(cells)} |")
     equal = "Tokens, units and waveforms are equal." if result["equal"] else "Outputs DIFFER."
-    faster = ", ".join(FASTER[result["case"]])
-    return "\n".join([*lines, "", f"{equal} If {faster} took no time: {most(result):.2f}× ({END_TO_END})."])
+    recorded = f"Steps are recorded in: {', '.join(result['recorded']) or 'none'}."
+    faster = f"If {', '.join(FASTER[result['case']])} took no time: {most(result):.2f}× ({END_TO_END})."
+    return "\n".join([*lines, "", equal, recorded, faster])
 
 
 def title(result: dict[str, Any]) -> str:

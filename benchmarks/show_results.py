@@ -1,9 +1,9 @@
-"""Draws what the benchmarks have measured, and writes it as tables: docs/speed.svg and docs/benchmarks.md.
+"""Draws what the benchmarks have measured, and writes it as tables: docs/benchmarks.md, speed.svg and seamless-*.png.
 
     python benchmarks/show_results.py
 
-Reads benchmarks/results/generate-*.json and fairseq-*.json, one of each for each CPU, as `bench_generate.py --json` and
-`bench_fairseq.py --json` write them.
+Reads benchmarks/results/generate-*.json, fairseq-*.json and seamless-*.json, one of each for each CPU, as
+`bench_generate.py --json`, `bench_fairseq.py --json` and `bench_seamless.py --json` write them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+import show_seamless
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -52,6 +54,10 @@ the rates that the machine reaches. *memory*: what one call adds to the process 
 """
 GENERATE_HEAD = """| workload | stock | fastgen | faster | CTranslate2 | limit | memory, stock → fastgen |
 |---|---|---|---|---|---|---|"""
+SEAMLESS = """From speech to speech, one input of 10 s, beam 5. From column to column fastgen does one thing more.
+Static caches are part of the recorded steps, and reordering rows is part of both steps of decoding: no switch takes
+them apart.
+"""
 FAIRSEQ_HEAD = "| workload | stock | fastgen | faster |\n|---|---|---|---|"
 
 
@@ -89,7 +95,19 @@ def tables() -> str:
         for measured in read(kind):
             rows = [row(result) for result in measured["results"]]
             parts.append("\n".join([f"## {title}, {cpu_name(measured)}", "", head, *rows]) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, *map(seamless_section, seamless_results())])
+
+
+def seamless_results() -> list[Path]:
+    return sorted(RESULTS.glob("seamless-*.json"))
+
+
+def seamless_section(path: Path) -> str:
+    """The stages of Seamless M4T on one CPU, and their picture."""
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    picture = f"![Seconds of the stages]({path.stem}.png)\n"
+    tables = [f"{show_seamless.table(result)}\n" for result in measured["results"]]
+    return "\n".join([f"## Seamless M4T, {cpu_name(measured)}\n", SEAMLESS, picture, *tables])
 
 
 def draw(path: Path) -> None:
@@ -123,6 +141,9 @@ def draw(path: Path) -> None:
 def main() -> int:
     (ROOT / "docs" / "benchmarks.md").write_text(tables(), encoding="utf-8")
     draw(ROOT / "docs" / "speed.svg")
+    for path in seamless_results():
+        results = json.loads(path.read_text(encoding="utf-8"))["results"]
+        show_seamless.draw(results, str(ROOT / "docs" / f"{path.stem}.png"))
     return 0
 
 

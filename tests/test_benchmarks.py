@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from seamless_models import SIZES, inputs_of, seamless
 from transformers import BartConfig, BartForConditionalGeneration, GPT2Config, GPT2LMHeadModel
+
+import fastgen
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,3 +132,78 @@ def test_ctranslate2_generates_from_the_same_weights(run, bench, make, monkeypat
     status, told = run("--peers", ctranslate2=1e6)
     assert status == 1 and told["results"][0]["seconds"]["ctranslate2"] > 0
     assert told["results"][0]["peer_equal"] == "3 of 3"
+
+
+@pytest.fixture
+def run_seamless(monkeypatch, tmp_path):
+    """Runs both versions of Seamless M4T, tiny ones; returns the status and the results of the JSON."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench, cases = importlib.import_module("bench_seamless"), importlib.import_module("seamless_cases")
+    arguments = {"text_min_new_tokens": 6, "text_max_new_tokens": 6, "text_num_beams": 2}
+    units = {"speech_min_new_tokens": 8, "speech_max_new_tokens": 8}
+
+    def sizes(version: str, layers: int):
+        return getattr(transformers, f"{version}Config")(**{**SIZES[version], "decoder_layers": layers})
+
+    for name, case in bench.CASES.items():
+        given = arguments | (units if name == "v1" else {})
+        monkeypatch.setitem(bench.CASES, name, dataclasses.replace(case, sizes=sizes, arguments=given))
+    monkeypatch.setattr(cases, "FRAMES", 20)
+
+    def run(*flags: str, **floors: float):
+        wanted, results, picture = (tmp_path / name for name in ("floors.json", "results.json", "picture.png"))
+        wanted.write_text(json.dumps({name.replace("_", " "): {"stock": floor} for name, floor in floors.items()}))
+        files = ["--floors", str(wanted), "--json", str(results), "--plot", str(picture)]
+        status = bench.main(["--repeats", "1", *files, *flags])
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        return status, json.loads(results.read_text())["results"]
+
+    return run
+
+
+def test_all_stages_of_seamless_are_timed_in_all_ways(run_seamless, capsys):
+    pytest.importorskip("matplotlib")
+    status, results = run_seamless("--layers", "2")
+    assert status == 0 and [result["case"] for result in results] == ["v2", "v1"]
+    stages = ["speech encoder", "text decoder", "text-to-unit", "vocoder", "rest", "end to end"]
+    for result in results:
+        assert result["equal"] and result["layers"] == 2 and result["tokens"] == 8
+        assert sorted(result["ratios"]) == sorted(stages)
+        for seconds in result["seconds"].values():
+            assert sorted(seconds) == sorted(stages) and min(seconds.values()) > 0
+            assert sum(seconds[stage] for stage in stages[:-1]) == pytest.approx(seconds["end to end"])
+    printed = capsys.readouterr().out
+    assert [line.split("|")[1].strip() for line in printed.splitlines() if "**" in line] == 2 * stages
+
+
+def test_the_ways_of_seamless_differ_in_what_fastgen_does(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench = importlib.import_module("bench_seamless")
+    model, inputs = seamless("SeamlessM4Tv2", "ForSpeechToSpeech"), inputs_of("ForSpeechToSpeech", 1)
+    monkeypatch.setattr(bench.recordable, "CONFIG", dataclasses.replace(bench.recordable.CONFIG, cuda_graphs="on"))
+    done = {}
+    for way, context in list(bench.WAYS.items())[1:]:
+        with context():
+            model.generate(**inputs, tgt_lang="fra", text_num_beams=2, text_min_new_tokens=20, text_max_new_tokens=20)
+        report = fastgen.explain()
+        tries_vocoder = any("vocoder" in told for told in [*report.kernels, *report.fallbacks])
+        done[way] = (bench.recorded_calls(report), tries_vocoder)
+    recorded = ["generate of SeamlessM4Tv2ForSpeechToSpeech"]
+    assert done == {
+        "+ caches and loop": ([], False),
+        "+ recorded steps": (recorded, False),
+        "+ vocoder": (recorded, True),
+    }
+
+
+def test_a_stage_of_seamless_below_its_floor_fails_the_benchmark_by_name(run_seamless, capsys):
+    pytest.importorskip("matplotlib")
+    assert run_seamless("v1", "--layers", "2", v1_vocoder=1e6)[0] == 1
+    assert "v1 vocoder: " in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("file", ["floors_seamless.json", "floors_seamless_cuda.json"])
+def test_floors_of_seamless_that_are_checked_in_name_stages(monkeypatch, file):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench, floors = importlib.import_module("bench_seamless"), importlib.import_module("floors")
+    assert floors.read_floors(str(BENCHMARKS / file), bench.floor_names())

@@ -1,0 +1,259 @@
+"""Seamless M4T from speech to speech, one input: seconds of each stage in transformers and in fastgen, step by step.
+
+    python benchmarks/bench_seamless.py [v2] [v1] [--layers 24] [--floors FILE] [--json FILE] [--plot FILE]
+
+Figures 2 and 16 of "Seamless M4T, fast" (Lee et al., 2024) for models with random weights (seamless_cases.py). They
+have all their layers where twice their weights fit in the memory, and fewer otherwise, which is said.
+
+Each turn runs all ways directly after each other, each of which adds a step to the one before; the order rotates.
+Seconds are medians, ratios medians of those of a turn. A stage's seconds are without those of stages inside of it. The
+library runs the speech encoder twice in a call: both count. `rest` is what lies between stages, for the most part the
+library's pass of the text decoder over its own output.
+
+Two steps of the paper have no line of their own, because no switch takes them apart. A static cache is what a step is
+recorded with. Rows are put in another order where keys and values lie: by the loop at first, then in the static cache.
+
+--floors takes a file of the ratios to reach; the status is 1 where one is missed, or an output differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from unittest import mock
+
+import psutil
+import torch
+import transformers
+from floors import below, read_floors
+from machine import cpu, describe_cpu
+from seamless_cases import CASES, LANGUAGE, LAYERS, Case
+from show_seamless import END_TO_END, REST, STAGES, draw, table
+
+import fastgen
+from fastgen.optimizer.decoding import recordable
+from fastgen.optimizer.report import Report
+from fastgen.optimizer.transformers import vocoder
+
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.05, torch.bfloat16: 0.05}  # of waveforms
+
+Seconds = dict[str, float]
+
+
+class Clock:
+    """Seconds of each stage since `start`, without those of stages inside of it."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.start()
+
+    def start(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._name, self._since = REST, self._time()
+
+    def stop(self) -> Seconds:
+        self._go_on_with(REST)
+        return dict(self.seconds) | {END_TO_END: self.seconds.total()}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Also a decorator, which is Python's own: fastgen leaves models alone whose methods a program has replaced."""
+        before = self._go_on_with(name)
+        try:
+            yield
+        finally:
+            self._go_on_with(before)
+
+    def _go_on_with(self, name: str) -> str:
+        now = self._time()
+        self.seconds[self._name] += now - self._since
+        before, self._name, self._since = self._name, name, now
+        return before
+
+    def _time(self) -> float:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+@contextmanager
+def timed_stages(model: transformers.PreTrainedModel, unit_method: str, clock: Clock) -> Iterator[None]:
+    """Inside, the model's stages are timed: where the library calls them, whoever does the work."""
+    kinds = (type(model.speech_encoder), type(model).__base__, type(model.t2u_model), type(model.vocoder))
+    methods = list(zip(kinds, ("forward", "generate", unit_method, "forward")))
+    functions = [getattr(kind, method, transformers.GenerationMixin.generate) for kind, method in methods]
+    with ExitStack() as stack:
+        for stage, (kind, method), function in zip(STAGES, methods, functions):
+            stack.enter_context(mock.patch.object(kind, method, clock.stage(stage)(function), create=True))
+        yield
+
+
+@contextmanager
+def without_recordings() -> Iterator[None]:
+    with mock.patch.object(recordable, "CONFIG", dataclasses.replace(recordable.CONFIG, cuda_graphs="off")):
+        yield
+
+
+@contextmanager
+def without_vocoder() -> Iterator[None]:
+    with mock.patch.object(vocoder, "faster_waveform", lambda *_: None):
+        yield
+
+
+@contextmanager
+def caches_and_loop() -> Iterator[None]:
+    with without_recordings(), without_vocoder():
+        yield
+
+
+WAYS: dict[str, Callable[[], AbstractContextManager]] = {
+    "stock": fastgen.disabled,
+    "+ caches and loop": caches_and_loop,
+    "+ recorded steps": without_vocoder,
+    "+ vocoder": nullcontext,
+}
+STOCK, *_, FASTGEN = WAYS
+
+
+@dataclasses.dataclass
+class Result:
+    """Medians of one version. seconds: of each way and stage, and from end to end; ratios: of stock to fastgen.
+
+    recorded: the calls of `generate` inside whose steps fastgen records. equal: tokens, units and waveforms are those
+    of stock in all ways.
+    """
+
+    case: str
+    layers: int
+    weights: int
+    dtype: str
+    tokens: int
+    units: int
+    seconds: dict[str, Seconds]
+    ratios: Seconds
+    recorded: list[str]
+    equal: bool
+
+
+class Comparison:
+    """One version, and what its ways took and gave."""
+
+    def __init__(self, name: str, layers: int, device: str, dtype: torch.dtype) -> None:
+        self.name, self.layers, self.case = name, layers, CASES[name]
+        self.model = self.case.make(layers).to(device=device, dtype=dtype)
+        self.arguments = {**self.case.inputs(self.model), **self.case.arguments, "tgt_lang": LANGUAGE}
+        self.clock = Clock(device)
+
+    def run(self, repeats: int) -> Result:
+        outputs = {way: self._call(way)[1] for way in WAYS}  # warms all up
+        recorded = recorded_calls(fastgen.explain())
+        with timed_stages(self.model, self.case.unit_method, self.clock):
+            turns = [self._turn(first % len(WAYS)) for first in range(repeats)]
+        stock = outputs[STOCK]
+        return Result(
+            case=self.name,
+            layers=self.layers,
+            weights=sum(weight.numel() for weight in self.model.parameters()),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            tokens=stock.sequences.shape[1],
+            units=stock.unit_sequences.shape[1],
+            seconds={way: _medians([turn[way] for turn in turns]) for way in WAYS},
+            ratios=_medians([_ratios(turn[STOCK], turn[FASTGEN]) for turn in turns]),
+            recorded=recorded,
+            equal=all(self._is_equal(stock, output) for output in outputs.values()),
+        )
+
+    def _turn(self, first: int) -> dict[str, Seconds]:
+        return {way: self._call(way)[0] for way in [*WAYS][first:] + [*WAYS][:first]}
+
+    def _call(self, way: str) -> tuple[Seconds, transformers.utils.ModelOutput]:
+        with WAYS[way]():
+            self.clock.start()
+            output = self.model.generate(**self.arguments, return_intermediate_token_ids=True)
+            return self.clock.stop(), output
+
+    def _is_equal(self, stock: transformers.utils.ModelOutput, output: transformers.utils.ModelOutput) -> bool:
+        if not all(torch.equal(stock[name], output[name]) for name in ("sequences", "unit_sequences")):
+            return False
+        return torch.allclose(stock.waveform, output.waveform, rtol=0, atol=TOLERANCES[self.model.dtype])
+
+
+def recorded_calls(report: Report) -> list[str]:
+    """The stages that are calls of `generate` in which a step was replayed."""
+    calls = {stage.name: stage.report.kernels for stage in report.stages if stage.report is not None}
+    return [name for name, kernels in calls.items() if any(kernel.startswith("decode step") for kernel in kernels)]
+
+
+def _medians(turns: list[Seconds]) -> Seconds:
+    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+
+
+def _ratios(stock: Seconds, ours: Seconds) -> Seconds:
+    return {name: stock[name] / ours[name] for name in stock}
+
+
+def most_layers(case: Case, device: str, itemsize: int) -> int:
+    """The most layers with which twice the weights fit in the memory that is free."""
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    return next((layers for layers in LAYERS if 2 * case.weights(layers) * itemsize <= free), LAYERS[-1])
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--layers", type=int, help=f"of each encoder and decoder at most (default: up to {LAYERS[0]})")
+    parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
+    parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: benchmarks/floors_seamless.json")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--json", metavar="FILE", help="also write the results here")
+    parser.add_argument("--plot", metavar="FILE", help="also draw them here (.png, .svg)")
+    args = parser.parse_args(argv)
+    if unknown := sorted(set(args.cases) - set(CASES)):
+        parser.error(f"CASE {unknown[0]!r}: choose from {', '.join(CASES)}")
+    try:
+        args.floors = read_floors(args.floors, floor_names()) if args.floors else {}
+    except (OSError, ValueError) as error:
+        parser.error(f"--floors: {error}")
+    return args
+
+
+def floor_names() -> list[str]:
+    """Such as "v2 text decoder"."""
+    return [f"{case} {stage}" for case in CASES for stage in (*STAGES, END_TO_END)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    transformers.utils.logging.set_verbosity_error()
+    dtype = getattr(torch, args.dtype)
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
+    print(describe_cpu())
+    results = []
+    for name in args.cases or CASES:
+        layers = args.layers or most_layers(CASES[name], args.device, dtype.itemsize)
+        results.append(dataclasses.asdict(Comparison(name, layers, args.device, dtype).run(args.repeats)))
+        print(f"\n{table(results[-1])}", flush=True)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"cpu": cpu(), "results": results}, file, indent=1)
+    if args.plot:
+        draw(results, args.plot)
+    missed = [
+        sentence
+        for result in results
+        for stage, ratio in result["ratios"].items()
+        for sentence in below(f"{result['case']} {stage}", {STOCK: ratio}, args.floors)
+    ]
+    print("\n".join(missed), end="\n" * bool(missed))
+    return 0 if not missed and all(result["equal"] for result in results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

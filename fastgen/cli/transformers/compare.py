@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
 
 import fastgen
@@ -27,11 +26,6 @@ class SideBySide:
         self.inputs = 0
         self.equal = 0
 
-    @property
-    def seconds(self) -> float:
-        """Spent in generate, both ways."""
-        return self.stock.seconds + self.with_fastgen.seconds
-
     def __call__(self, batch: Batch) -> Generated:
         """What fastgen generates for the batch."""
         if self.batches == 0:
@@ -41,7 +35,9 @@ class SideBySide:
         stock, generated = self._generate_both(batch)
         self.batches += 1
         self.inputs += len(batch)
-        self.equal += int(_equal_inputs(stock.sequences, generated.sequences, len(batch)).sum())
+        if stock.sequences.shape == generated.sequences.shape:
+            equal = stock.sequences == generated.sequences  # [B * R, T]
+            self.equal += int(equal.reshape(len(batch), -1).all(axis=1).sum())
         return generated
 
     def _generate_both(self, batch: Batch) -> tuple[Generated, Generated]:
@@ -72,10 +68,3 @@ class SideBySide:
         if self.device.type == "cpu":
             return torch.random.fork_rng(devices=[])
         return torch.random.fork_rng(devices=[self.device], device_type=self.device.type)
-
-
-def _equal_inputs(stock: np.ndarray, generated: np.ndarray, inputs: int) -> np.ndarray:
-    """For each input, whether all of its outputs [B * R, T] have the same tokens."""
-    if stock.shape != generated.shape:
-        return np.zeros(inputs, bool)
-    return (stock == generated).reshape(inputs, -1).all(axis=1)

@@ -29,7 +29,7 @@ def open_locked(part: Path) -> FileIO | None:
             return None
         except OSError as error:
             raise InputError(f"--resume: {part}: {error.strerror}") from error
-        lock(file)
+        _lock(file)
         if _has_name(file, part):
             return file
         file.close()  # the run that held the lock has just renamed or removed it
@@ -42,7 +42,7 @@ def _has_name(file: FileIO, path: Path) -> bool:
         return False
 
 
-def lock(file: FileIO) -> None:
+def _lock(file: FileIO) -> None:
     """Raises InputError, and closes the file, where another process has locked it.
 
     The lock belongs to this process, not to the open file as that of flock does: worker processes that are forked

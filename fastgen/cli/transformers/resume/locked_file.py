@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -30,16 +31,10 @@ def open_locked(part: Path) -> FileIO | None:
         except OSError as error:
             raise InputError(f"--resume: {part}: {error.strerror}") from error
         _lock(file)
-        if _has_name(file, part):
-            return file
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.lstat(part)):
+                return file
         file.close()  # the run that held the lock has just renamed or removed it
-
-
-def _has_name(file: FileIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _lock(file: FileIO) -> None:

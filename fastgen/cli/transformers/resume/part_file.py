@@ -67,10 +67,7 @@ class PartFile(AbstractContextManager):
         signature: JSON values, all that decides what the records are. Its keys are how `resume` names them.
         """
         check_part(path, resume=False, overwrite=overwrite)
-        try:
-            FileIO(_files(path)[1], "x").close()
-        except FileExistsError:
-            raise _exists(path) from None
+        _files(path)[1].touch()
         return cls.resume(path, signature, overwrite)
 
     @classmethod
@@ -231,7 +228,7 @@ def check_part(path: Path, resume: bool, overwrite: bool = False) -> None:
     if (resume or part.is_file()) and (file := open_locked(part)) is not None:  # not if another run is writing to it
         file.close()
     if not resume and os.path.lexists(part):
-        raise _exists(path)
+        raise InputError(f"OUTPUT {path}: there is {part} (--resume goes on from it; remove it to start again)")
     if os.path.lexists(output) and not overwrite:
         if not resume:
             raise InputError(_is_there(path))
@@ -273,10 +270,6 @@ def _files(path: Path) -> list[Path]:
     """OUTPUT, or what it points to where it is a link, and what is beside it, as in ENDS."""
     output = resolved(path)
     return [output, *(beside(output, end) for end in ENDS)]
-
-
-def _exists(path: Path) -> InputError:
-    return InputError(f"OUTPUT {path}: there is {_files(path)[1]} (--resume goes on from it; remove it to start again)")
 
 
 def _not_ours(path: Path) -> InputError:

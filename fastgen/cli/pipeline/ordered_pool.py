@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.util
-import queue
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from types import TracebackType
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from fastgen.cli.pipeline.interrupt import SIGNALS
@@ -75,7 +74,7 @@ class _Worker:
         return f"worker process {self.process.pid} {how}"
 
 
-class OrderedPool:
+class OrderedPool(AbstractContextManager):
     """`workers` processes that are forked at once, so that they hold what the program holds then and nothing later.
 
     start: called in each worker; returns the function that turns a task into a result. Results must be picklable.
@@ -89,9 +88,7 @@ class OrderedPool:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # a worker would inherit what is left in them
         self._workers = [_Worker(start) for _ in range(workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
+        self._idle = deque(self._workers)
         self._threads = ThreadPoolExecutor(workers, "fastgen-worker")
         self._results = ResultsInOrder(write, limit)
         self.is_writing_here = self._results.is_writing_here
@@ -124,12 +121,7 @@ class OrderedPool:
         self._results.kill()
         self._end_workers()
 
-    def __enter__(self) -> OrderedPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.close()
         elif issubclass(kind, Exception):
@@ -141,11 +133,11 @@ class OrderedPool:
 
     def _do(self, task: Any) -> Any:
         """In one of as many threads as there are workers."""
-        worker = self._idle.get()
+        worker = self._idle.popleft()
         try:
             return worker.do(task)
         finally:
-            self._idle.put(worker)
+            self._idle.append(worker)
 
     def _end_workers(self) -> None:
         """Those in the middle of a task, too."""

@@ -42,7 +42,10 @@ def serve(connection: Connection, start: Callable[[], Callable[[Any], Any]]) -> 
     If `start` raises, that is the answer to every task.
     """
     gc.freeze()  # a collection would write into every object that is inherited, and so copy it
-    _log_to_stderr()
+    # Warnings and prints of the libraries that are used here stay out of the way of the results.
+    sys.stdout = sys.stderr
+    logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
+    logging.disable(logging.INFO)
     # Not os.getppid(): the parent may be gone by now.
     parent = multiprocessing.parent_process().pid
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -66,10 +69,3 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(SECONDS_BETWEEN_LOOKS)
     os._exit(1)
-
-
-def _log_to_stderr() -> None:
-    """Warnings and prints of the libraries that are used here go to stderr, out of the way of the results."""
-    sys.stdout = sys.stderr
-    logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
-    logging.disable(logging.INFO)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
 
 import fastgen
@@ -28,11 +27,6 @@ class SideBySide:
         self.batches = 0
         self.inputs = 0
         self.equal = 0
-
-    @property
-    def seconds(self) -> float:
-        """Spent in generate, both ways."""
-        return self.stock.seconds + self.with_fastgen.seconds
 
     def __call__(self, batch: Batch) -> Generated:
         """What fastgen generates for the batch."""

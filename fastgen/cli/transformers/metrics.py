@@ -1,12 +1,9 @@
 """ROUGE, BLEU, chrF and exact match of generated lines against reference lines."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastgen.cli.errors import InputError
-
-if TYPE_CHECKING:
-    from sacrebleu.metrics.base import Metric
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
@@ -39,27 +36,17 @@ def score(outputs: list[str], references: list[str]) -> dict[str, Any]:
         return {"lines": 0}
     outputs, references = ([pair[side] for pair in pairs] for side in (0, 1))
     line_scores = [rouge.score(target=reference, prediction=output) for output, reference in pairs]
-    return {
-        **{name: sum(scores[name].fmeasure for scores in line_scores) / len(pairs) for name in ROUGE_TYPES},
-        **_corpus_score("bleu", BLEU(), outputs, references),
-        **_corpus_score("chrf", CHRF(), outputs, references),
-        "exact_match": sum(output.strip() == reference.strip() for output, reference in pairs) / len(pairs),
-        "lines": len(pairs),
+    scores: dict[str, Any] = {
+        name: sum(line[name].fmeasure for line in line_scores) / len(pairs) for name in ROUGE_TYPES
     }
-
-
-def _corpus_score(name: str, metric: "Metric", outputs: list[str], references: list[str]) -> dict[str, Any]:
-    # The signature comes last: it is complete only after something was scored.
-    return {
-        name: metric.corpus_score(outputs, [references]).score,
-        f"{name}_signature": str(metric.get_signature()),
-    }
+    for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
+        scores[name] = metric.corpus_score(outputs, [references]).score
+        scores[f"{name}_signature"] = str(metric.get_signature())  # complete only after something was scored
+    exact = sum(output.strip() == reference.strip() for output, reference in pairs)
+    return scores | {"exact_match": exact / len(pairs), "lines": len(pairs)}
 
 
 def report(scores: dict[str, Any]) -> str:
     """The scores as lines to print, one a line."""
-    return "\n".join(f"{name:<16}{_rounded(value)}" for name, value in scores.items())
-
-
-def _rounded(value: float | int | str) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    rounded = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in scores.items()}
+    return "\n".join(f"{name:<16}{value}" for name, value in rounded.items())

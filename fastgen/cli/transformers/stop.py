@@ -47,10 +47,8 @@ def stoppable(notice: str) -> Iterator[Stop]:
     that. Outside the main thread, which alone receives signals, nothing is handled.
     """
     stop = Stop(notice)
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, stop._handle) for number in heard}
     try:
         with interruptible(after=2):

@@ -14,12 +14,11 @@ from io import FileIO
 from pathlib import Path
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.files.records import RecordError, decode_raw, field, kind, parse
-from fastgen.cli.transformers.files.whole_file import is_gzip, named
+from fastgen.cli.transformers.files.records import RecordError, decode, field, kind, parse
+from fastgen.cli.transformers.files.whole_file import BLOCK, is_gzip, named
 from fastgen.cli.transformers.flags.argument_types import STREAM
 from fastgen.cli.transformers.stages.items import Line
 
-SURVEY_BLOCK = 1 << 20
 READ_BLOCK = 1 << 16
 CHUNK_BYTES = 1 << 18
 
@@ -42,7 +41,7 @@ def survey(path: Path) -> Survey:
     digest = hashlib.sha256()
     lines, last = 0, b"\n"
     with _opened("INPUT", path) as file:
-        while block := _read(file, SURVEY_BLOCK):
+        while block := _read(file, BLOCK):
             digest.update(block)
             lines += block.count(b"\n")
             last = block[-1:]
@@ -96,19 +95,15 @@ def read_references(flag: str, path: Path, reference_field: str | None = None) -
     references = []
     for number, raw in enumerate(raw_lines(flag, path), start=1):
         try:
-            references.append(_reference(decode_raw(raw, number), reference_field))
+            reference = decode(Line(number, raw))
+            if reference_field is not None and reference.strip():
+                reference = field(parse(reference), reference_field)
+            if not isinstance(reference, str):
+                raise RecordError(f'has {kind(reference)} in its field "{reference_field}" (accepted: a string)')
         except RecordError as error:
             raise InputError(f"{flag} {path}: line {number} {error}") from error
+        references.append(reference)
     return references
-
-
-def _reference(text: str, reference_field: str | None) -> str:
-    if reference_field is None or not text.strip():
-        return text
-    value = field(parse(text), reference_field)
-    if not isinstance(value, str):
-        raise RecordError(f'has {kind(value)} in its field "{reference_field}" (accepted: a string)')
-    return value
 
 
 def _opened(flag: str, path: Path) -> FileIO | gzip.GzipFile:
@@ -139,7 +134,7 @@ def _read(file: FileIO | gzip.GzipFile, size: int) -> bytes:
     return block
 
 
-def _ended_lines(file: FileIO | gzip.GzipFile, longest: int = sys.maxsize) -> Iterator[list[bytes]]:
+def _ended_lines(file: FileIO | gzip.GzipFile, longest: int) -> Iterator[list[bytes]]:
     """All lines, those together that end in one block; a last line may lack its end.
 
     Of a line of more than `longest` bytes at least so many are there, and a byte more, but perhaps not all.

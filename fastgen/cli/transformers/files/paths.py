@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers import metrics
 from fastgen.cli.transformers.files.lines import Survey, is_stream, raw_lines, read_references, survey
-from fastgen.cli.transformers.files.records import LONGEST_RECORD, RecordError, decode_raw, field, parse
+from fastgen.cli.transformers.files.records import LONGEST_RECORD, RecordError, decode, field, parse
 from fastgen.cli.transformers.files.sound_folder import check_sound_folder
 from fastgen.cli.transformers.files.whole_file import beside
 from fastgen.cli.transformers.flags.argument_types import STREAM
 from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.resume.part_file import check_part, check_writable
+from fastgen.cli.transformers.stages.items import Line
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _check_first_record(args: RunConfig) -> None:
     if len(raw) > LONGEST_RECORD:
         return  # it is a failed input
     try:
-        text = decode_raw(raw, 1)
+        text = decode(Line(1, raw))
         if text.strip():
             record = parse(text)
             for name in (args.text_field, *([] if args.id_field is None else [args.id_field])):

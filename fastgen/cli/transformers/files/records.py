@@ -35,16 +35,11 @@ def decode(line: Line) -> str:
 
     Where a line is cut in the middle of a character, without that.
     """
-    return decode_raw(line.raw, line.number, line.cut)
-
-
-def decode_raw(raw: bytes, number: int, cut: bool = False) -> str:
-    """The text of the line with this number, as `decode` gives it."""
     try:
-        text, _ = codecs.utf_8_decode(raw, "strict", not cut)
+        text, _ = codecs.utf_8_decode(line.raw, "strict", not line.cut)
     except UnicodeDecodeError as error:
         raise RecordError(f"is not UTF-8 text ({error.reason} at byte {error.start + 1})") from error
-    if number == 1:
+    if line.number == 1:
         text = text.removeprefix(BYTE_ORDER_MARK)
     return text.removesuffix("\r")
 

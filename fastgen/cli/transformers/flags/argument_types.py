@@ -6,43 +6,36 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 # Counts, lengths, token ids and seeds all fit; what is beyond would overflow inside torch.
 LARGEST_NUMBER = 2**31 - 1
 
+T = TypeVar("T", int, float)
 STREAM = Path("-")  # INPUT: standard input, OUTPUT: standard output
 
 
 def whole_number(minimum: int, unset: int | None = None) -> Callable[[str], int | None]:
     """A parser of whole numbers from `minimum` on; `unset` is FastSeq's number for "not given" and becomes None."""
     accepted = f"{minimum} to {LARGEST_NUMBER}" + ("" if unset is None else f", or {unset} for not set")
-
-    def parse(text: str) -> int | None:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (accepted: {accepted})") from None
-        if value == unset:
-            return None
-        if not minimum <= value <= LARGEST_NUMBER:
-            raise argparse.ArgumentTypeError(f"{text} is out of range (accepted: {accepted})")
-        return value
-
-    return parse
+    parse = _number(int, "a whole number", accepted, lambda n: n == unset or minimum <= n <= LARGEST_NUMBER)
+    return lambda text: None if (value := parse(text)) == unset else value
 
 
 def real_number(above: float = -math.inf, up_to: float = math.inf) -> Callable[[str], float]:
     """A parser of finite numbers greater than `above` and not greater than `up_to`."""
     bounds = [f"greater than {above:g}"] * (above > -math.inf) + [f"at most {up_to:g}"] * (up_to < math.inf)
     accepted = " and ".join(["a finite number", *bounds])
+    return _number(float, "a number", accepted, lambda x: math.isfinite(x) and above < x <= up_to)
 
-    def parse(text: str) -> float:
+
+def _number(read: Callable[[str], T], name: str, accepted: str, fits: Callable[[T], bool]) -> Callable[[str], T]:
+    def parse(text: str) -> T:
         try:
-            value = float(text)
+            value = read(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number (accepted: {accepted})") from None
-        if not (math.isfinite(value) and above < value <= up_to):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name} (accepted: {accepted})") from None
+        if not fits(value):
             raise argparse.ArgumentTypeError(f"{text} is out of range (accepted: {accepted})")
         return value
 

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from logging import Filter, LogRecord
+from logging import LogRecord
 
 from transformers.utils import logging
-
-
-class _Once(Filter):
-    def __init__(self) -> None:
-        super().__init__()
-        self._said: set[str] = set()
-
-    def filter(self, record: LogRecord) -> bool:
-        message = record.getMessage()
-        first = message not in self._said
-        self._said.add(message)
-        return first
 
 
 @contextmanager
 def said_once(quiet: bool) -> Iterator[None]:
     """A warning about a batch would be logged for every batch."""
-    handlers, once, verbosity = logging.get_logger().handlers, _Once(), logging.get_verbosity()
+    handlers, verbosity = logging.get_logger().handlers, logging.get_verbosity()
+    said: set[str] = set()
+
+    def once(record: LogRecord) -> bool:
+        before = len(said)
+        said.add(record.getMessage())
+        return len(said) > before
+
     for handler in handlers:
         handler.addFilter(once)
     if quiet:

@@ -25,7 +25,9 @@ ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 def check_settings(args: RunConfig, loaded: LoadedModel, settings: dict[str, Any]) -> None:
     """Raise InputError for flags that this model cannot follow, whatever the input is."""
     check_several_outputs(args, effective("num_return_sequences", settings, loaded) or 1)
-    _check_rows(args, settings, loaded)
+    for name in ASSISTED:
+        if (value := effective(name, settings, loaded)) and args.bs != 1:
+            raise InputError(f"{name} {value} takes one input at a time (accepted: --bs 1)")
     config = loaded.model.config
     if loaded.feature_extractor is None:
         input_positions = positions(config, "decoder" if loaded.causal_lm else "encoder")
@@ -51,12 +53,6 @@ def _given_as(args: RunConfig, name: str, flag: str) -> str:
 def _check_at_most(flag: str, value: Any, limit: int | None) -> None:
     if isinstance(value, int) and limit is not None and value > limit:
         raise InputError(f"{flag} {value} is more than MODEL allows (accepted: up to {limit})")
-
-
-def _check_rows(args: RunConfig, settings: dict[str, Any], loaded: LoadedModel) -> None:
-    for name in ASSISTED:
-        if effective(name, settings, loaded) and args.bs != 1:
-            raise InputError(f"{name} {effective(name, settings, loaded)} takes one input at a time (accepted: --bs 1)")
 
 
 def embedded_tokens(model: transformers.PreTrainedModel) -> int | None:
@@ -89,35 +85,20 @@ def input_limit(args: RunConfig, loaded: LoadedModel, settings: dict[str, Any]) 
     """The most tokens that an input may have, and what sets this number; None where nothing does, and for speech."""
     if loaded.feature_extractor is not None:
         return None
-    limits = _limits_of_inputs(args, loaded)
-    if loaded.causal_lm:
-        limits += _limits_of_prompts(args, loaded, settings)
-    return min(limits, default=None)
-
-
-def _limits_of_inputs(args: RunConfig, loaded: LoadedModel) -> list[tuple[int, str]]:
     limits = []
     if loaded.speaks and (most := speaking(loaded.model).most_tokens) is not None:
         limits.append((most, "MODEL's prompt"))
-    number = positions(loaded.model.config, "decoder" if loaded.causal_lm else "encoder")
-    if number is not None:
-        limits.append((number, "MODEL's positions"))
     # --max_tokenizer_length stands in for the tokenizer's own limit.
     if args.max_tokenizer_length is None and loaded.tokenizer.model_max_length < NO_LIMIT:
         limits.append((loaded.tokenizer.model_max_length, "MODEL's tokenizer; --max_tokenizer_length sets another"))
-    return limits
-
-
-def _limits_of_prompts(args: RunConfig, loaded: LoadedModel, settings: dict[str, Any]) -> list[tuple[int, str]]:
-    """How long a prompt may be for the tokens that are to follow it, and why."""
-    limits = []
-    new_tokens = effective("max_new_tokens", settings, loaded)
-    total = effective("max_length", settings, loaded)
-    if new_tokens is None and total is not None:
-        name = "max_length" if args.max_gen_length is None else "--max_gen_length"
-        limits.append((total - 1, f"{name} {total}, which counts the prompt"))
-    number = positions(loaded.model.config, "decoder")
-    if number is not None:
+    number = positions(loaded.model.config, "decoder" if loaded.causal_lm else "encoder")
+    new_tokens, total = (effective(name, settings, loaded) for name in ("max_new_tokens", "max_length"))
+    if number is not None and loaded.causal_lm:
         following = new_tokens or 1
         limits.append((number - following, f"MODEL's {number} positions less {following} for generated tokens"))
-    return limits
+    elif number is not None:
+        limits.append((number, "MODEL's positions"))
+    if loaded.causal_lm and new_tokens is None and total is not None:
+        name = "max_length" if args.max_gen_length is None else "--max_gen_length"
+        limits.append((total - 1, f"{name} {total}, which counts the prompt"))
+    return min(limits, default=None)

@@ -17,12 +17,9 @@ def differences(before: Any, now: dict[str, Any]) -> list[str]:
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             found += [f"{name}: {change}" for change in differences(old, new)]
-        elif _in_words(old) == _in_words(new):
-            continue
-        elif any(isinstance(value, str) and value.startswith(DIGEST) for value in (old, new)):
-            found.append(f"{name} changed")
-        else:
-            found.append(f"{name} was {_in_words(old)}, is {_in_words(new)}")
+        elif _in_words(old) != _in_words(new):
+            says_nothing = any(isinstance(value, str) and value.startswith(DIGEST) for value in (old, new))
+            found.append(f"{name} changed" if says_nothing else f"{name} was {_in_words(old)}, is {_in_words(new)}")
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -29,20 +30,14 @@ def open_locked(part: Path) -> FileIO | None:
             return None
         except OSError as error:
             raise InputError(f"--resume: {part}: {error.strerror}") from error
-        lock(file)
-        if _has_name(file, part):
-            return file
+        _lock(file)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.lstat(part)):
+                return file
         file.close()  # the run that held the lock has just renamed or removed it
 
 
-def _has_name(file: FileIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
-def lock(file: FileIO) -> None:
+def _lock(file: FileIO) -> None:
     """Raises InputError, and closes the file, where another process has locked it.
 
     The lock belongs to this process, not to the open file as that of flock does: worker processes that are forked

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from gzip import GzipFile
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.files.whole_file import (
@@ -37,19 +37,10 @@ from fastgen.cli.transformers.files.whole_file import (
     write_all,
 )
 from fastgen.cli.transformers.resume.differences import differences
-from fastgen.cli.transformers.resume.locked_file import lock, open_locked
+from fastgen.cli.transformers.resume.locked_file import open_locked
 
 WRITTEN_BY = "fastgen"
 ENDS = (".part", ".part.json", ".run.json")
-
-
-class _Files(NamedTuple):
-    """OUTPUT, or what it points to where it is a link, and what is beside it, as in ENDS."""
-
-    output: Path
-    part: Path
-    kept: Path
-    made: Path
 
 
 class PartFile(AbstractContextManager):
@@ -62,7 +53,7 @@ class PartFile(AbstractContextManager):
         """Use `create` or `resume`."""
         self.records = 0  # how many are in the part
         self.state: Any = None  # what `resume` found of `keep_state`
-        self._files = _files(path)
+        self._output, self._part, self._kept, self._made = _files(path)
         self._file = file
         self._signature = signature
         self._overwrite = overwrite
@@ -76,14 +67,8 @@ class PartFile(AbstractContextManager):
         signature: JSON values, all that decides what the records are. Its keys are how `resume` names them.
         """
         check_part(path, resume=False, overwrite=overwrite)
-        try:
-            file = FileIO(_files(path).part, "x+")
-        except FileExistsError:
-            raise _exists(path) from None
-        lock(file)
-        part = cls(path, file, signature, overwrite)
-        part._begin()
-        return part
+        _files(path)[1].touch()
+        return cls.resume(path, signature, overwrite)
 
     @classmethod
     def resume(cls, path: Path, signature: dict[str, Any], overwrite: bool = False) -> PartFile:
@@ -91,18 +76,19 @@ class PartFile(AbstractContextManager):
 
         Raises InputError that names every difference between the signature of that run and this one.
         """
-        file = open_locked(_files(path).part)
+        file = open_locked(_files(path)[1])
         if file is None:
             return cls.create(path, signature, overwrite)
         part = cls(path, file, signature, overwrite)
         size = os.fstat(file.fileno()).st_size
-        if size == 0:
-            part._begin()
-            return part
         try:
-            part._take_up(size)
+            if size:
+                part._take_up(size)
+            else:
+                part._remove_others()  # what is left of a run that was killed when it was complete
+                part.keep_state(None)
         except BaseException:
-            file.close()
+            file.close() if size else part.leave()
             raise
         return part
 
@@ -111,10 +97,10 @@ class PartFile(AbstractContextManager):
         if data.count(b"\n") != records or data[-1:] not in (b"", b"\n"):
             raise ValueError(f"{records} records are {records} whole lines, not {data[-80:]!r}")
         try:
-            with named(self._files.part):
+            with named(self._part):
                 write_all(self._file.fileno(), data)
         except BaseException:
-            self._cut(self.records, self._end)
+            self._cut()
             raise
         self.records += records
         self._end += len(data)
@@ -125,7 +111,7 @@ class PartFile(AbstractContextManager):
         Records that are written later count from the next call on.
         """
         content = {"signature": self._signature, "records": self.records, "bytes": self._end, "state": state}
-        _replace(self._files.kept, content)
+        _replace(self._kept, content)
 
     def complete(self, failures: int = 0) -> None:
         """Gives the file its name. With an OSError it keeps the other one, and everything for `resume`.
@@ -133,17 +119,16 @@ class PartFile(AbstractContextManager):
         failures: how many of the records are of inputs that failed, for `failures_if_complete`.
         Raises InputError where an OUTPUT has appeared in the meantime that it may not replace.
         """
-        output, part, _, made = self._files
-        if not self._overwrite and os.path.lexists(output):
-            raise InputError(f"{_is_there(output)}, with --resume; all records are in {part}")
-        with named(part):
+        if not self._overwrite and os.path.lexists(self._output):
+            raise InputError(f"{_is_there(self._output)}, with --resume; all records are in {self._part}")
+        with named(self._part):
             os.fsync(self._file.fileno())
-        whole = self._compress() if self._compressed else part
+        whole = self._compress() if self._compressed else self._part
         with named(whole), whole.open("rb", buffering=0) as file:
-            _replace(made, {"signature": self._signature, "failures": failures, "sha256": sha256(file)})
+            _replace(self._made, {"signature": self._signature, "failures": failures, "sha256": sha256(file)})
         self._close_on_windows()
-        os.replace(whole, output)
-        part.unlink(missing_ok=True)
+        os.replace(whole, self._output)
+        self._part.unlink(missing_ok=True)
         self._remove_others()
         self._file.close()
 
@@ -151,11 +136,11 @@ class PartFile(AbstractContextManager):
         """Keeps the part for `resume`, or removes it where it has no record."""
         try:
             if self.records:
-                self._cut(self.records, self._end)
+                self._cut()
             else:
                 self._close_on_windows()
                 self._remove_others()
-                self._files.part.unlink(missing_ok=True)
+                self._part.unlink(missing_ok=True)
         finally:
             self._file.close()
 
@@ -163,47 +148,35 @@ class PartFile(AbstractContextManager):
         if not self._file.closed:
             self.leave()
 
-    def _begin(self) -> None:
-        try:
-            self._remove_others()  # what is left of a run that was killed when it was complete
-            self.keep_state(None)
-        except BaseException:
-            self.leave()
-            raise
-
     def _take_up(self, size: int) -> None:
         """Compares, and gives up what is behind the last state; `size` is that of the part."""
-        _, part, kept_file, _ = self._files
-        kept = _load(kept_file)
+        part, again = self._part, f"remove {self._part} to start again)"
+        kept = _load(self._kept)
         if kept is None:
-            raise InputError(
-                f"--resume: {kept_file}, which says what {part} was made of, is missing (remove {part} to start again)"
-            )
+            raise InputError(f"--resume: {self._kept}, which says what {part} was made of, is missing ({again}")
         if changes := differences(kept.get("signature"), self._signature):
             raise InputError(
-                f"--resume: {part} was made differently: {'; '.join(changes)} "
-                f"(accepted: as it was; remove {part} to start again)"
+                f"--resume: {part} was made differently: {'; '.join(changes)} (accepted: as it was; {again}"
             )
         try:
-            records, end, self.state = int(kept["records"]), int(kept["bytes"]), kept["state"]
+            self.records, self._end, self.state = int(kept["records"]), int(kept["bytes"]), kept["state"]
         except (KeyError, TypeError, ValueError) as error:
-            raise _not_ours(kept_file) from error
-        if end > size:
+            raise _not_ours(self._kept) from error
+        if self._end > size:
             raise InputError(
-                f"--resume: {part} has {size} bytes, but had {end} when {kept_file} was written "
-                f"(remove {part} to start again)"
+                f"--resume: {part} has {size} bytes, but had {self._end} when {self._kept} was written ({again}"
             )
-        self._cut(records, end)
+        self._cut()
 
-    def _cut(self, records: int, end: int) -> None:
-        with named(self._files.part):
-            self._file.truncate(end)
-            self._file.seek(end)
-        self.records, self._end = records, end
+    def _cut(self) -> None:
+        """Behind the last record that counts."""
+        with named(self._part):
+            self._file.truncate(self._end)
+            self._file.seek(self._end)
 
     def _compress(self) -> Path:
         """The records as a file of gzip, the same bytes for the same records."""
-        new = beside(self._files.part, ".new")
+        new = beside(self._part, ".new")
         self._file.seek(0)
         with named(new), new.open("wb") as file:
             with GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as compressed:
@@ -213,8 +186,7 @@ class PartFile(AbstractContextManager):
         return new
 
     def _remove_others(self) -> None:
-        _, part, kept, _ = self._files
-        for path in (beside(part, ".new"), beside(kept, ".new"), kept):
+        for path in (beside(self._part, ".new"), beside(self._kept, ".new"), self._kept):
             path.unlink(missing_ok=True)
 
     def _close_on_windows(self) -> None:
@@ -232,11 +204,11 @@ def check_writable(flag: str, path: Path, sources: dict[str, Path | None]) -> No
             raise InputError(f"{flag} {path}: is a device or a pipe (accepted: a file, and - as OUTPUT)")
         if not path.parent.is_dir():
             raise InputError(f"{flag} {path}: there is no folder {path.parent}")
-        target = resolved(path)
+        target, *ways = _files(path)
         for other_flag, other in sources.items():
             if other is not None and resolved(other) == target:
                 raise InputError(f"{flag} {path}: is the same file as {other_flag}")
-            if other is not None and resolved(other) in [beside(target, end) for end in ENDS]:
+            if other is not None and resolved(other) in ways:
                 raise InputError(f"{flag} {path}: would be written by way of {other}, which is {other_flag}")
         # As long as the longest name that is written there.
         with tempfile.NamedTemporaryFile(prefix=f"{target.name}.part.", dir=target.parent):
@@ -256,7 +228,7 @@ def check_part(path: Path, resume: bool, overwrite: bool = False) -> None:
     if (resume or part.is_file()) and (file := open_locked(part)) is not None:  # not if another run is writing to it
         file.close()
     if not resume and os.path.lexists(part):
-        raise _exists(path)
+        raise InputError(f"OUTPUT {path}: there is {part} (--resume goes on from it; remove it to start again)")
     if os.path.lexists(output) and not overwrite:
         if not resume:
             raise InputError(_is_there(path))
@@ -270,7 +242,7 @@ def failures_if_complete(path: Path, signature: dict[str, Any], overwrite: bool)
     Where there was one, --resume has nothing to do. Raises InputError that names every difference where OUTPUT is that
     of another run and may not be replaced.
     """
-    goes_on = os.path.lexists(_files(path).part) and not is_gzip(path)
+    goes_on = os.path.lexists(_files(path)[1]) and not is_gzip(path)
     made = None if goes_on else _made(path)
     if made is None:
         return None
@@ -294,15 +266,10 @@ def _is_there(path: Path) -> str:
     return f"OUTPUT {path}: is there already (accepted: another name, or --overwrite to replace it)"
 
 
-def _files(path: Path) -> _Files:
+def _files(path: Path) -> list[Path]:
+    """OUTPUT, or what it points to where it is a link, and what is beside it, as in ENDS."""
     output = resolved(path)
-    return _Files(output, *(beside(output, end) for end in ENDS))
-
-
-def _exists(path: Path) -> InputError:
-    return InputError(
-        f"OUTPUT {path}: there is {_files(path).part} (--resume goes on from it; remove it to start again)"
-    )
+    return [output, *(beside(output, end) for end in ENDS)]
 
 
 def _not_ours(path: Path) -> InputError:
@@ -323,8 +290,8 @@ def _load(path: Path) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise _not_ours(path) from error
+    except ValueError:
+        content = None
     if not isinstance(content, dict) or content.get("written_by") != WRITTEN_BY:
         raise _not_ours(path)
     return content

@@ -34,11 +34,7 @@ def random_state(device: torch.device) -> str:
 
 def restore_random_state(state: str, device: torch.device) -> None:
     """Samples that are drawn from here on are those that came after `state` was taken."""
-    data = base64.b64decode(state)
-    torch.set_rng_state(_tensor(data[:CPU_BYTES]))
+    data = torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
+    torch.set_rng_state(data[:CPU_BYTES])
     if device.type == "cuda":
-        torch.cuda.set_rng_state(_tensor(data[CPU_BYTES:]), device)
-
-
-def _tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        torch.cuda.set_rng_state(data[CPU_BYTES:], device)

@@ -49,7 +49,7 @@ def signature(args: RunConfig, loaded: LoadedModel, survey: Survey | None) -> di
     extractor, own = loaded.feature_extractor, getattr(loaded.model, "generation_config", None)
     flags = {name: value for name, value in asdict(args).items() if name not in FLAGS_WITHOUT_EFFECT_ON_RECORDS}
     return {
-        **{f"--{name}": _json_value(value) for name, value in flags.items()},
+        **{f"--{name}": value for name, value in flags.items()},
         "MODEL's architecture": type(loaded.model).__name__,
         "MODEL's config": _digest_of(_config(loaded.model.config)),
         "MODEL's generation_config": _digest_of(own and _config(own)),
@@ -76,37 +76,31 @@ def fingerprint_sync(model: torch.nn.Module) -> str:
 
 
 def _config(config: transformers.PretrainedConfig | transformers.GenerationConfig) -> Any:
-    return _without_whereabouts(json.loads(config.to_json_string(use_diff=False)))
+    """Its values and those of the configs inside of it."""
+    return json.loads(config.to_json_string(use_diff=False), object_hook=_without_whereabouts)
 
 
-def _without_whereabouts(value: Any) -> Any:
-    """Also of the configs inside a config."""
-    if isinstance(value, dict):
-        return {name: _without_whereabouts(each) for name, each in value.items() if name not in WHEREABOUTS}
-    return [_without_whereabouts(each) for each in value] if isinstance(value, list) else value
+def _without_whereabouts(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in WHEREABOUTS}
 
 
 def _tokenizer(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, Any]:
     """What decides how it cuts text into tokens, and tokens back into text."""
-    settings = {
-        name: value
-        for name, value in tokenizer.init_kwargs.items()
-        if name not in WHEREABOUTS and not name.endswith("_file")
-    }
-    return {
+    settings = _without_whereabouts(tokenizer.init_kwargs)
+    if tokenizer.is_fast:
+        vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())
+        del vocabulary["truncation"], vocabulary["padding"]  # every call sets them anew
+    else:
+        vocabulary = _slow_vocabulary(tokenizer)
+    described = {
         "class": type(tokenizer).__name__,
-        "settings": _json_value(settings),
-        "special_tokens": _json_value(tokenizer.special_tokens_map),
+        "settings": {name: value for name, value in settings.items() if not name.endswith("_file")},
+        "special_tokens": tokenizer.special_tokens_map,
         "chat_template": tokenizer.chat_template,
         "padding_side": tokenizer.padding_side,
-        "vocabulary": _backend(tokenizer) if tokenizer.is_fast else _slow_vocabulary(tokenizer),
+        "vocabulary": vocabulary,
     }
-
-
-def _backend(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Without what every call sets anew."""
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    return {name: value for name, value in backend.items() if name not in ("truncation", "padding")}
+    return json.loads(json.dumps(described, default=_described))
 
 
 def _slow_vocabulary(tokenizer: transformers.PreTrainedTokenizerBase) -> list[Any]:
@@ -118,17 +112,10 @@ def _slow_vocabulary(tokenizer: transformers.PreTrainedTokenizerBase) -> list[An
         return [sorted(tokenizer.get_vocab().items()), *(_digest(Path(file).read_bytes()) for file in files)]
 
 
-def _json_value(value: Any) -> Any:
-    """What JSON does not know counts by its description, without addresses in memory."""
-    if isinstance(value, dict):
-        return {str(name): _json_value(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(each) for each in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (torch.dtype, torch.device, transformers.AddedToken)):
-        return repr(value)
-    return type(value).__name__
+def _described(value: Any) -> str:
+    """By this counts what JSON does not know, without addresses in memory."""
+    known = isinstance(value, (torch.dtype, torch.device, transformers.AddedToken))
+    return repr(value) if known else type(value).__name__
 
 
 def _digest_of(value: Any) -> str:

@@ -90,15 +90,12 @@ class Planner:
             yield self._batch([])
 
     def _in_order(self, waiting: _Waiting) -> Iterator[Batch]:
-        if self._waiting and not self._fits(waiting):
+        if not self._limits.allow(len(self._waiting) + 1, max(self._longest, waiting.length)):
             yield self._batch(self._taken())
         self._longest = max(self._longest, waiting.length)
         self._waiting.append(waiting)
         if len(self._waiting) == self._limits.rows:
             yield self._batch(self._taken())
-
-    def _fits(self, waiting: _Waiting) -> bool:
-        return self._limits.allow(len(self._waiting) + 1, max(self._longest, waiting.length))
 
     def _sorted(self) -> Iterator[Batch]:
         rows = sorted(self._taken(), key=lambda waiting: -waiting.length)

@@ -41,8 +41,8 @@ class Writer:
         self._output = output
         self._progress = progress
         self._next = output.records + 1  # the number of the line to be written next
-        self._early: dict[int, bytes] = {}  # records whose turn has not come, by line number
-        self._failed: set[int] = set()  # those of `_early`
+        # By line number the records whose turn has not come, and whether their inputs failed.
+        self._early: dict[int, tuple[bytes, bool]] = {}
         self._state: RunState | None = None  # to go on with after what is written, and not kept yet
         self._kept = time.monotonic()
         self._failures = failures
@@ -71,13 +71,13 @@ class Writer:
         self._results.kill()
 
     def _write(self, finished: Finished, state: RunState | None) -> None:
-        self._early.update(finished.records)
-        self._failed.update(number for number, _ in finished.failures)
+        failed = dict(finished.failures)
+        self._early.update((number, (record, number in failed)) for number, record in finished.records)
         ready = []
-        while (record := self._early.pop(self._next, None)) is not None:
+        while self._next in self._early:
+            record, has_failed = self._early.pop(self._next)
             ready.append(record)
-            self._failures += self._next in self._failed
-            self._failed.discard(self._next)
+            self._failures += has_failed
             self._next += 1
         if ready:
             self._output.write(b"".join(ready), len(ready))

@@ -6,6 +6,8 @@ and steps. Both hosts use it. Knows no host library.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -121,9 +123,22 @@ class DecodingCache:
     def _not_held_elsewhere(self) -> list[Tensor]:
         """The buffers, or copies if somebody else holds a view of them, such as a model that remembers its keys.
 
-        Copies as well where torch does not tell who holds them (2.4)."""
-        use_count = getattr(torch._C, "_storage_Use_Count", None)
-        known = 2 + len(self.lengths)  # the buffer, its layers, and the storage asked for
-        if use_count is None or any(use_count(buffer.untyped_storage()._cdata) > known for buffer in self.buffers):
+        Copies as well where torch does not tell who holds them."""
+        known = _holders_of_new_buffer(len(self.lengths))
+        if known is None or any(_holders(buffer) > known for buffer in self.buffers):
             self._use([buffer.clone() for buffer in self.buffers])
         return self.buffers
+
+
+def _holders(buffer: Tensor) -> int:
+    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+
+
+@functools.cache
+def _holders_of_new_buffer(layers: int) -> int | None:
+    """How many hold a buffer that only its layers are views of, which differs between versions of torch."""
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        return None
+    buffer = torch.empty(layers, 1)
+    _by_layer = buffer.unbind(0)
+    return _holders(buffer)

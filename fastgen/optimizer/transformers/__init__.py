@@ -86,7 +86,11 @@ PATCHES = (
             group=f"transformers.stages.{model}",
         )
         for model, name in SEAMLESS
-        for kind, stage in (("TextToUnitForConditionalGeneration", "text_to_unit"), ("CodeHifiGan", "vocoder"))
+        for kind, stage in (
+            ("SpeechEncoder", "speech_encoder"),
+            ("TextToUnitForConditionalGeneration", "text_to_unit"),
+            ("CodeHifiGan", "vocoder"),
+        )
     ),
     *(
         _patch(

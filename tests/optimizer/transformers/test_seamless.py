@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from recording import RECORDED, recording
 from seamless_models import KINDS, LANGUAGES, SIZES, inputs_of, seamless
 from sharing import sharing
@@ -132,3 +133,65 @@ def test_a_table_of_positions_that_has_to_grow_is_not_recorded() -> None:
         assert any("its table has" in item for item in report.fallbacks) == (positions == STEPS)
         with fastgen.disabled():
             assert torch.equal(ours[0], generate(model, "ForTextToText", 1)[0])
+
+
+def encoder_calls(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> tuple[int, torch.Tensor]:
+    """How often the speech encoder's layers run in a call, and the waveform."""
+    layer, calls = type(model.speech_encoder.encoder.layers[0].ffn1), []
+    forward = layer.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    first = model.speech_encoder.encoder.layers[0].ffn1
+    layer.forward = counted
+    try:
+        waveform = model.generate(**inputs, tgt_lang="eng", text_num_beams=2, **options)[0]
+    finally:
+        layer.forward = forward
+    return sum(one is first for one in calls), waveform
+
+
+@pytest.mark.parametrize("kind", ["ForSpeechToSpeech", "Model"])
+@pytest.mark.parametrize("version", SIZES)
+def test_the_speech_encoder_hears_an_input_once(version: str, kind: str) -> None:
+    model, inputs = seamless(version, kind), inputs_of("ForSpeechToSpeech", 2)
+    with fastgen.disabled():
+        times, stock = encoder_calls(model, inputs)
+    assert times == 2
+    times, ours = encoder_calls(model, inputs)
+    assert times == 1 and fastgen.explain().kernels["speech encoder, once"] == 1
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)
+    del inputs["attention_mask"]
+    times, ours = encoder_calls(model, inputs)
+    with fastgen.disabled():
+        assert times == 1 and torch.allclose(ours, encoder_calls(model, inputs)[1], atol=1e-5)
+
+
+def test_the_speech_encoder_hears_it_twice_where_somebody_could_tell() -> None:
+    model, inputs = seamless("SeamlessM4Tv2", "ForSpeechToSpeech"), inputs_of("ForSpeechToSpeech", 2)
+    with fastgen.disabled():
+        _, stock = encoder_calls(model, inputs)
+
+    class Writes(transformers.LogitsProcessor):
+        """Changes the input while the text is decoded."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            inputs["input_features"].mul_(1.01)
+            return scores
+
+    calls = []
+    handle = model.speech_encoder.encoder.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    times, ours = encoder_calls(model, inputs)
+    assert (times, len(calls)) == (2, 2) and torch.allclose(ours, stock, atol=1e-5)
+    handle.remove()
+    with torch.inference_mode():
+        assert encoder_calls(model, inputs)[0] == 2
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
+    times, ours = encoder_calls(model, inputs, logits_processor=transformers.LogitsProcessorList([Writes()]))
+    assert times == 2
+    inputs.update(before)
+    with fastgen.disabled():
+        _, stock = encoder_calls(model, inputs, logits_processor=transformers.LogitsProcessorList([Writes()]))
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-5)

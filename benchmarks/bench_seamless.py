@@ -7,8 +7,8 @@ have all their layers where twice their weights fit in the memory, and fewer oth
 
 Each turn runs all ways directly after each other, each of which adds a step to the one before; the order rotates.
 Seconds are medians, ratios medians of those of a turn. A stage's seconds are without those of stages inside of it. The
-library runs the speech encoder twice in a call: both count; in the last way it runs once. `rest` is what lies between stages, for the most part the
-library's pass of the text decoder over its own output.
+library runs the speech encoder twice in a call: both count; in the last way it runs once. `rest` is what lies between
+stages, for the most part the library's pass of the text decoder over its own output.
 
 Two steps of the paper have no line of their own, because no switch takes them apart. A static cache is what a step is
 recorded with. Rows are put in another order where keys and values lie: by the loop at first, then in the static cache.

@@ -12,14 +12,15 @@ END_TO_END = "end to end"
 NAMES = {"v2": "Seamless M4T v2", "v1": "Seamless M4T v1"}
 LARGE = 24  # layers of v1-large and v2-large
 
-# Stages that fastgen works on: a forward in v2's text-to-unit, as in the speech encoder, is the library's.
+# Stages that fastgen works on. The speech encoder runs once instead of twice; v2's text-to-unit is the library's.
 FASTER = {"v2": ("text decoder", "vocoder"), "v1": ("text decoder", "text-to-unit", "vocoder")}
 
 
 def most(result: dict[str, Any]) -> float:
     """How many times as fast a call were, by Amdahl's law, if the stages that fastgen works on took no time."""
     stock = next(iter(result["seconds"].values()))
-    return stock[END_TO_END] / (stock[END_TO_END] - sum(stock[stage] for stage in FASTER[result["case"]]))
+    saved = stock[STAGES[0]] / 2 + sum(stock[stage] for stage in FASTER[result["case"]])
+    return stock[END_TO_END] / (stock[END_TO_END] - saved)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -39,7 +40,8 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"| {stage} | {' | '.join(cells)} |")
     equal = "Tokens, units and waveforms are equal." if result["equal"] else "Outputs DIFFER."
     recorded = f"Steps are recorded in: {', '.join(result['recorded']) or 'none'}."
-    faster = f"If {', '.join(FASTER[result['case']])} took no time: {most(result):.2f}× ({END_TO_END})."
+    none = ", ".join(FASTER[result["case"]])
+    faster = f"If {none} took no time, with one run of the speech encoder: {most(result):.2f}× ({END_TO_END})."
     return "\n".join([*lines, "", equal, recorded, faster])
 
 

@@ -58,7 +58,7 @@ def test_fp16_scores_of_the_first_words_agree(name):
         model.half()
     for part in (case.sample["net_input"],):
         part.update({key: value.half() for key, value in part.items() if value.is_floating_point()})
-    both = run_both(lambda: generate(case, max_len_b=2))
+    both = run_both(lambda: generate(case, max_len_b=2), accelerated=case.accelerated)
     for stock, fast in zip(both.stock, both.fast, strict=True):
         scores = [torch.stack([hypothesis["score"] for hypothesis in side]).float() for side in (stock, fast)]
         torch.testing.assert_close(scores[1], scores[0], atol=HALF_TOLERANCE, rtol=0.0)

@@ -44,6 +44,7 @@ def test_fp16_scores_of_the_first_steps_agree(architecture):
     for mode in MODES:
         parity = measure(model, inputs, mode, new_tokens=2)
         assert parity.largest_score_difference < HALF_TOLERANCE, mode
+        assert shares(parity.report) == expected_sharing(architecture, mode), mode
 
 
 @pytest.mark.parametrize("name", ("static", "offloaded_static"))

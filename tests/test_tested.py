@@ -1,0 +1,21 @@
+"""What counts as tested is what was run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from fastgen.optimizer.tested import TESTED
+
+ROWS = json.loads((Path(__file__).parents[1] / "tools" / "matrix" / "results.json").read_text())
+
+
+@pytest.mark.parametrize("host", TESTED)
+def test_the_lowest_and_the_newest_version_that_were_run_count_as_tested(host: str) -> None:
+    ran = sorted({Version(row[host]) for row in ROWS if row.get(host)})
+    assert (str(ran[0]), str(ran[-1])) == TESTED[host]
+
+
+def test_nothing_failed_in_what_was_run() -> None:
+    assert [(row["name"], row["failed"]) for row in ROWS if row["failed"]] == []

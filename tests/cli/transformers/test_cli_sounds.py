@@ -107,7 +107,7 @@ def test_seamless_speaks_texts_as_in_a_plain_loop(
     expected = plain_seamless(folder, f"{version}ForTextToSpeech", TEXTS, 2, **settings)
     assert_same(spoken(output), expected)
     printed = capsys.readouterr()
-    assert "4 of 4 outputs equal" in printed.out and "s of sound/s" in printed.err
+    assert "4 of 4 outputs equal" in printed.out and "seconds of sound/s" in printed.err
     other = run(tmp_path, folder, TEXTS, *T2S, *TO_FRENCH, *flags, "--speaker_id", "0", name="other.jsonl")
     assert any(not np.array_equal(one, two) for one, two in zip(spoken(other), expected))
 
@@ -137,7 +137,8 @@ def test_seamless_writes_text(
     lines, languages = (TEXTS, TO_FRENCH) if task == "translation" else (sounds, TO_FRENCH[2:])
     flags = ("--task", task, *languages, "--beam", "2", "--max_new_tokens", "5", "--bs", "1")
     output = run(tmp_path, folder, lines, *flags, name="out.txt")
-    assert "settings" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "settings" not in said and "tgt_lang" not in said
     model = getattr(transformers, f"SeamlessM4Tv2{kind}").from_pretrained(folder)
     processor = transformers.AutoProcessor.from_pretrained(folder)
     expected = []
@@ -282,6 +283,7 @@ def test_a_sound_of_no_length_is_a_failed_input(
         ((*T2S, "--causal_lm"), "--causal_lm does not go with --task text-to-speech, whose outputs are audio files"),
         ((*T2S, "--num_return_sequences", "2"), "--num_return_sequences 2 does not go with --task text-to-speech"),
         (("--speaker_id", "1"), "--speaker_id 1 needs --task text-to-speech or speech-to-speech"),
+        (("--task", "text-to-speach"), "--task text-to-speach is not known (did you mean text-to-speech?)"),
         (("--task", "speech-to-speech", "--prefix", "a"), "--prefix a does not go with --task speech-to-speech"),
     ],
 )

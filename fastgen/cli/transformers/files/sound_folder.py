@@ -22,11 +22,11 @@ class SoundFolder:
     def __init__(self, output: Path, sampling_rate: int, records: int) -> None:
         """records: how many OUTPUT.part has; where there are some, the folder that belongs to them is gone on with."""
         self.sampling_rate = sampling_rate
-        self._folder, self._part = _folders(output)
+        self.folder, self._part = _folders(output)
         if not records:
             shutil.rmtree(self._part, ignore_errors=True)
-        elif not self._part.exists() and self._folder.exists():
-            os.rename(self._folder, self._part)  # of a run that was killed between its two names
+        elif not self._part.exists() and self.folder.exists():
+            os.rename(self.folder, self._part)  # of a run that was killed between its two names
         self._part.mkdir(exist_ok=True)
 
     def write(self, number: int, samples: np.ndarray) -> str:
@@ -41,12 +41,12 @@ class SoundFolder:
         with named(new), new.open("wb") as file:
             soundfile.write(file, samples, self.sampling_rate, format="WAV", subtype="FLOAT")
         os.replace(new, self._part / name)
-        return str(self._folder / name)
+        return str(self.folder / name)
 
     def complete(self) -> None:
         """Gives the folder its name, in place of one that is there."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        os.rename(self._part, self._folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.rename(self._part, self.folder)
 
 
 def check_sound_folder(output: Path, overwrite: bool) -> None:

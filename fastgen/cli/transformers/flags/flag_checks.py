@@ -1,10 +1,11 @@
 """Flags that contradict each other, found before any file or model is touched."""
 
+from difflib import get_close_matches
 from typing import Any
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.flags.argument_types import STREAM, named_jsonl
-from fastgen.cli.transformers.flags.run_config import SPEAKING, RunConfig
+from fastgen.cli.transformers.flags.run_config import HEARING, SPEAKING, TRANSLATION, RunConfig
 
 _OUTPUTS = "the command asks for what it writes (accepted: --output_sequence_scores, --output_format jsonl)"
 _OBJECT = "it is an object of a program, which no command line can give"
@@ -111,6 +112,9 @@ def _check_files(args: RunConfig) -> None:
 
 
 def _check_kind_of_model(args: RunConfig) -> None:
+    tasks = {*HEARING, *SPEAKING, TRANSLATION}
+    if args.task not in tasks and (near := get_close_matches(args.task or "", tasks, n=1, cutoff=0.85)):
+        raise InputError(f"--task {args.task} is not known (did you mean {near[0]}?)")
     if args.chat and not args.causal_lm:
         raise InputError("--chat needs --causal_lm")
     if args.system is not None and not args.chat:

@@ -51,7 +51,8 @@ def language_settings(
         return {} if args.src_lang is None else {"language": args.src_lang}
     if args.tgt_lang is None:
         if args.speaks and model.config.model_type in SEAMLESS:
-            raise InputError(f"--task {args.task} needs --tgt_lang with MODEL {args.model} (accepted: eng, fra, …)")
+            spoken = getattr(model.generation_config, "vocoder_lang_code_to_id", None) or {}
+            raise InputError(f"--task {args.task} needs --tgt_lang (accepted: {_nearest('eng', spoken)})")
         return {}
     known = language_ids(tokenizer)
     code = _find("--tgt_lang", args.tgt_lang, known)
@@ -89,7 +90,8 @@ def _find(flag: str, language: str, known: Collection[str]) -> str:
     for code in (language, f"__{language}__"):
         if code in known:
             return code
-    raise InputError(f"{flag} {language} is not known to MODEL (accepted: {_nearest(language, known)})")
+    accepted = _nearest(language, [code.strip("_") for code in known])
+    raise InputError(f"{flag} {language} is not known to MODEL (accepted: {accepted})")
 
 
 def _nearest(language: str, known: Collection[str]) -> str:

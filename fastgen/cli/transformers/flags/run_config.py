@@ -104,8 +104,8 @@ class RunConfig:
 
     causal_lm: bool = switch("MODEL is a decoder-only model (GPT-2, Llama, …)")
     task: str | None = flag(
-        f"{', '.join(HEARING)}: INPUT names audio files, one per line. {', '.join(SPEAKING)}: OUTPUT does, in JSON "
-        "records with path, seconds and sampling_rate; the folder OUTPUT.audio has them. Both need soundfile and soxr. "
+        f"{', '.join(HEARING)}: each line of INPUT is the path of an audio file. {', '.join(SPEAKING)}: WAV files are "
+        "written to the folder OUTPUT.audio, and OUTPUT lists them as JSON (audio: pip install soundfile soxr). "
         f"{TRANSLATION}: as without --task. Any other name: use the settings the model's config keeps for this task "
         "(task_specific_params), such as summarization or translation_en_to_de; flags given here win over them "
         "(default: none, unlike FastSeq, as in the library)",
@@ -148,7 +148,9 @@ class RunConfig:
     system: str | None = flag("system message before each chat; needs --chat", metavar="TEXT")
     src_lang: str | None = flag("language of INPUT, as the model calls it: eng_Latn, en_XX, en, …", metavar="LANG")
     tgt_lang: str | None = flag("language of OUTPUT, as the model calls it", metavar="LANG")
-    speaker_id: int | None = flag("whose voice speaks, a number", type=whole_number(0), metavar="N")
+    speaker_id: int | None = flag(
+        "number of the voice that speaks, from 0 on, where MODEL has several", type=whole_number(0), metavar="N"
+    )
     max_tokenizer_length: int | None = flag(
         "truncate inputs to N tokens; without it a line longer than the model's limit is a failed input. Of text "
         "of more than 262,144 characters (16 N, where that is more) only so many are read; without N it fails",
@@ -210,7 +212,8 @@ class RunConfig:
         metavar="FILE",
     )
     gen: list[tuple[str, Any]] = flag(
-        "any further setting of transformers' GenerationConfig; VALUE is JSON or else text; may be given again",
+        "any further setting of transformers' GenerationConfig, or one for a model inside of a MODEL that speaks, with "
+        "its name before it (text_num_beams); VALUE is JSON or else text; may be given again",
         [],
         type=setting,
         action="append",

@@ -32,13 +32,13 @@ TIMES_ROUNDING = 20
 LEAST_DIFFERENCE = 1e-3  # of the spread of the logits
 
 
-def outputs_depend_on_padding_sync(loaded: LoadedModel) -> bool:
-    """Of the unpatched model, for inputs of random tokens or of noise."""
+def outputs_depend_on_padding_sync(loaded: LoadedModel, **language: str) -> bool:
+    """Of the unpatched model, for inputs of random tokens or of noise. language: further arguments of generate."""
     short, long = (_input(loaded, length) for length in LENGTHS)
     if all(short[name].shape == long[name].shape for name in short):
         return False
     with fastgen.disabled():
-        alone, together, padded = (_logits(loaded, rows) for rows in ([short], [short, short], [short, long]))
+        alone, together, padded = (_logits(loaded, rows, language) for rows in ([short], [short, short], [short, long]))
     rounding, difference = _largest_difference(alone, together), _largest_difference(alone, padded)
     # A difference that is no number is one, too.
     return not difference <= max(TIMES_ROUNDING * rounding, LEAST_DIFFERENCE * alone[alone.isfinite()].std().item())
@@ -59,7 +59,7 @@ def _input(loaded: LoadedModel, length: int) -> Arrays:
     return {"input_ids": draw.choice(words, size=length)}
 
 
-def _logits(loaded: LoadedModel, rows: list[Arrays]) -> torch.Tensor:
+def _logits(loaded: LoadedModel, rows: list[Arrays], language: dict[str, str]) -> torch.Tensor:
     """Of the first row, after each of STEPS tokens that are the most likely ones: [STEPS, V]."""
     tokenizer = loaded.tokenizer
     if loaded.feature_extractor is not None:
@@ -69,6 +69,7 @@ def _logits(loaded: LoadedModel, rows: list[Arrays]) -> torch.Tensor:
     generated = loaded.model.generate(
         **{name: tensor.to(loaded.model.device) for name, tensor in inputs.items()},
         **PLAIN,
+        **language,
         pad_token_id=tokenizer.pad_token_id,
     )
     return torch.stack([step[0] for step in generated.logits]).float().cpu()

@@ -100,7 +100,7 @@ def reasons_to_keep_file_order(args: RunConfig, settings: dict[str, Any], loaded
             reasons.append("encoder_no_repeat_ngram_size counts padding")
         if loaded.causal_lm:
             reasons += _reasons_of_prompts(settings, loaded)
-    return reasons + _reasons_of_architecture(loaded) or _measured_reasons(loaded)
+    return reasons + _reasons_of_architecture(loaded) or _measured_reasons(settings, loaded)
 
 
 def _reasons_of_prompts(settings: dict[str, Any], loaded: LoadedModel) -> list[str]:
@@ -144,9 +144,10 @@ def _reasons_of_architecture(loaded: LoadedModel) -> list[str]:
     return []
 
 
-def _measured_reasons(loaded: LoadedModel) -> list[str]:
+def _measured_reasons(settings: dict[str, Any], loaded: LoadedModel) -> list[str]:
+    language = {name: settings[name] for name in ("tgt_lang",) if name in settings}  # without it, Seamless M4T warns
     try:
-        depend = outputs_depend_on_padding_sync(loaded)
+        depend = outputs_depend_on_padding_sync(loaded, **language)
     except Exception as error:  # of a model that takes no such inputs, or a library that it needs
         return [f"whether outputs of MODEL depend on padding cannot be measured ({reason(error)})"]
     return ["outputs of MODEL depend on padding"] if depend else []

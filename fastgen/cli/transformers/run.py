@@ -14,7 +14,7 @@ from fastgen.cli.transformers import metrics
 from fastgen.cli.transformers.compare import SideBySide
 from fastgen.cli.transformers.files.lines import raw_lines, read_chunks
 from fastgen.cli.transformers.files.paths import Files, check_same_length
-from fastgen.cli.transformers.files.sound_folder import SoundFolder
+from fastgen.cli.transformers.files.sound_folder import SoundFolder, check_sounds_are_there
 from fastgen.cli.transformers.files.standard_output import StandardOutput
 from fastgen.cli.transformers.files.whole_file import write_whole
 from fastgen.cli.transformers.flags.argument_types import STREAM
@@ -51,6 +51,8 @@ def run(args: RunConfig, files: Files) -> int:
     signed = None if args.output == STREAM else signature(args, loaded, files.survey)
     failures = failures_if_complete(args.output, signed, args.overwrite) if args.resume else None
     if failures is not None:
+        if args.speaks:
+            check_sounds_are_there(args.output)
         if not args.quiet:
             print(f"{PROG}: {args.output} is complete: the same command has made it", file=sys.stderr)
         _score(args, files, loaded, files.total(args.n_obs))
@@ -62,7 +64,7 @@ def run(args: RunConfig, files: Files) -> int:
         state = RunState(**(output.state or {}))
         left = loaded.tokenizer.padding_side == "left"
         generate = WithinMemory(model, left, progress.say, state.cells)
-        sounds = SoundFolder(args.output, sampling_rate(loaded.model), output.records) if args.speaks else None
+        sounds = _sound_folder(args, loaded, output.records)
         stages = make_stages(args, loaded, settings, task, model, generate, sounds, progress.say)
         if state.random is not None:
             restore_random_state(state.random, device)
@@ -85,9 +87,11 @@ def run(args: RunConfig, files: Files) -> int:
     failures = state.failures + progress.failures
     if sounds is not None:
         sounds.complete()
+    output.complete(failures)
+    if sounds is not None:
+        sounds.remove_replaced()
         if not args.quiet:
             progress.say(f"the sounds are in {sounds.folder}")
-    output.complete(failures)
     progress.close()
     if isinstance(model, SideBySide):
         print(model.report(), file=_stdout(args))
@@ -98,6 +102,10 @@ def run(args: RunConfig, files: Files) -> int:
             print(f"batches, chosen for MODEL and this machine: --bs {args.bs}{tokens}", file=sys.stderr)
         print(progress.summary(), file=sys.stderr)
     return _status(failures, output.records)
+
+
+def _sound_folder(args: RunConfig, loaded: LoadedModel, records: int) -> SoundFolder | None:
+    return SoundFolder(args.output, sampling_rate(loaded.model), records, args.overwrite) if args.speaks else None
 
 
 def _status(failures: int, inputs: int) -> int:

@@ -1,6 +1,9 @@
 """Tasks that speak: the sounds of a plain loop, whole files beside OUTPUT, and runs that go on."""
 
 import json
+import os
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from cli_speech_models import save_bark, save_seamless, save_vits
 
 import fastgen
 from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.files import sound_folder
 from fastgen.cli.transformers.files.sound_folder import SoundFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -191,15 +195,15 @@ def test_bark_speaks_as_in_a_plain_loop_from_the_same_seed(tmp_path: Path, folde
 
 def break_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The disk is full in the middle of the file of this line."""
-    write = soundfile.write
+    write = sound_folder.write_all
 
-    def full(file: Any, samples: np.ndarray, *details: Any, **more: Any) -> None:
-        if f"{number:06}" in file.name:
-            file.write(b"RIFF")
+    def full(descriptor: int, data: bytes) -> None:
+        if f"{number:06}" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            write(descriptor, data[:4])
             raise OSError(28, "No space left on device")
-        write(file, samples, *details, **more)
+        write(descriptor, data)
 
-    monkeypatch.setattr(soundfile, "write", full)
+    monkeypatch.setattr(sound_folder, "write_all", full)
 
 
 @pytest.mark.parametrize("between_names", [False, True])
@@ -322,9 +326,53 @@ def test_what_a_model_cannot_do_is_named(
 
 
 def test_files_of_sound_keep_every_sample(tmp_path: Path) -> None:
-    folder = SoundFolder(tmp_path / "out", 8000, 0)
+    folder = SoundFolder(tmp_path / "out", 8000, 0, overwrite=False)
     samples = np.array([0.1, -1.5, 1e-9], np.float32)
     path = folder.write(7, samples)
     folder.complete()
+    written = Path(path).read_bytes()
+    time.sleep(1.1)  # libsndfile notes the second
+    other = SoundFolder(tmp_path / "other", 8000, 0, overwrite=False)
+    other.write(7, samples)
+    other.complete()
+    assert (tmp_path / "other.audio" / "000007.wav").read_bytes() == written
     assert path == str(tmp_path / "out.audio" / "000007.wav")
     assert np.array_equal(soundfile.read(path, dtype="float32")[0], samples)
+
+
+def test_a_folder_that_appears_meanwhile_is_not_replaced(
+    tmp_path: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    output, folder = tmp_path / "out.jsonl", tmp_path / "out.jsonl.audio"
+    write = SoundFolder.write
+
+    def appears(self: SoundFolder, *sound: Any) -> str:
+        folder.mkdir(exist_ok=True)
+        (folder / "precious.txt").write_text("kept")
+        return write(self, *sound)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SoundFolder, "write", appears)
+        run(tmp_path, folders(save_vits), ["abc"], *T2S, "--seed", "1", status=2)
+    assert "is there already (accepted: --overwrite, with --resume)" in capsys.readouterr().err
+    assert (folder / "precious.txt").read_text() == "kept" and not output.exists()
+    shutil.rmtree(folder)
+    run(tmp_path, folders(save_vits), ["abc"], *T2S, "--seed", "1", "--resume")
+    assert len(spoken(output)) == 1
+    shutil.rmtree(folder)
+    run(tmp_path, folders(save_vits), ["abc"], *T2S, "--seed", "1", "--resume", status=2)
+    assert "its sounds in" in capsys.readouterr().err
+
+
+def test_a_link_to_output_goes_on_as_well(
+    tmp_path: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "out.jsonl").symlink_to(tmp_path / "sub" / "target.jsonl")
+    flags = (*T2S, "--seed", "5", "--bs", "1")
+    with monkeypatch.context() as patched:
+        patched.setattr("os.replace", _fail_for(tmp_path / "sub" / "target.jsonl"))
+        run(tmp_path, folders(save_vits), ["abc", "def"], *flags, status=1)
+    output = run(tmp_path, folders(save_vits), ["abc", "def"], *flags, "--resume")
+    assert output.is_symlink() and len(spoken(output)) == 2
+    assert (tmp_path / "sub" / "target.jsonl.audio").is_dir() and not (tmp_path / "out.jsonl.audio").exists()

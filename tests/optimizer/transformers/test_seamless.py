@@ -186,6 +186,24 @@ def test_the_speech_encoder_hears_it_twice_where_somebody_could_tell() -> None:
     times, ours = encoder_calls(model, inputs)
     assert (times, len(calls)) == (2, 2) and torch.allclose(ours, stock, atol=1e-5)
     handle.remove()
+    drops = [module for module in model.speech_encoder.modules() if isinstance(module, torch.nn.Dropout)]
+    for module in drops:
+        module.train()
+    assert encoder_calls(model, inputs)[0] == 2
+    for module in drops:
+        module.eval()
+    own = model.speech_encoder.feature_projection
+    own.forward = own.forward
+    assert encoder_calls(model, inputs)[0] == 2
+    del own.forward
+
+    class Noise(torch.nn.Module):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return states + 0.1 * torch.randn_like(states)
+
+    own.dropout, before = Noise().eval(), own.dropout
+    assert encoder_calls(model, inputs)[0] == 2
+    own.dropout = before
     with torch.inference_mode():
         assert encoder_calls(model, inputs)[0] == 2
     before = {name: tensor.clone() for name, tensor in inputs.items()}

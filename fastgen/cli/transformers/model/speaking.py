@@ -77,6 +77,9 @@ def check_settings_have_a_use(args: RunConfig, model: transformers.PreTrainedMod
     given = [*(flag for *_, flag in args.settings()), *(f"--gen {key}={value}" for key, value in args.gen)]
     if args.generation_config is not None:
         given.append("--generation_config")
+    for key, value in args.gen:
+        if args.speaks and key.endswith("num_return_sequences") and value != 1:
+            raise InputError(f"--gen {key}={value} does not go with --task {args.task}: an input becomes one sound")
     if given and not model.can_generate():
         raise InputError(f"{given[0]} does not go with MODEL {args.model}, which has no settings of generation")
 

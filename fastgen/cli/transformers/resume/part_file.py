@@ -67,7 +67,11 @@ class PartFile(AbstractContextManager):
         signature: JSON values, all that decides what the records are. Its keys are how `resume` names them.
         """
         check_part(path, resume=False, overwrite=overwrite)
-        _files(path)[1].touch()
+        try:
+            _files(path)[1].touch(exist_ok=False)
+        except FileExistsError:
+            check_part(path, resume=False, overwrite=overwrite)  # another run has just begun one
+            raise
         return cls.resume(path, signature, overwrite)
 
     @classmethod

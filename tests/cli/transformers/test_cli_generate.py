@@ -117,8 +117,8 @@ def test_task_settings_of_the_model_apply_when_asked_for_and_flags_win(
 def test_a_task_without_settings_changes_nothing_and_says_so(
     tmp_path: Path, t5: Path, bart: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert generate(tmp_path, t5, LINES, "--task", "translation_en_to_de") == plain_loop(t5, LINES, 8)
-    assert "note: MODEL has no settings for --task translation_en_to_de (it has: summarization)" in capsys.readouterr().err
+    assert generate(tmp_path, t5, LINES, "--task", "translate_text") == plain_loop(t5, LINES, 8)
+    assert "note: MODEL has no settings for --task translate_text (it has: summarization)" in capsys.readouterr().err
     assert generate(tmp_path, bart, LINES, "--task", "summarization") == plain_loop(bart, LINES, 8)
     assert "note: MODEL has no settings for --task summarization (it has: none)" in capsys.readouterr().err
 

@@ -17,7 +17,7 @@ from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.files.whole_file import beside, named, resolved, write_all
 
 # Where the chunk of a WAV file that tells its loudest sample has the time of writing.
-PEAK, PEAK_TIME = b"PEAK", slice(12, 16)
+PEAK, PEAK_TIME = b"PEAK", 12
 
 
 class SoundFolder:
@@ -47,8 +47,8 @@ class SoundFolder:
         buffer = BytesIO()
         soundfile.write(buffer, samples, self.sampling_rate, format="WAV", subtype="FLOAT")
         data = bytearray(buffer.getvalue())
-        if (peak := data[:100].find(PEAK)) >= 0:
-            data[peak + PEAK_TIME.start : peak + PEAK_TIME.stop] = bytes(4)
+        if (peak := data.find(PEAK, 0, 100)) >= 0:
+            data[peak + PEAK_TIME : peak + PEAK_TIME + 4] = bytes(4)
         name = f"{number:06}.wav"
         new = self._part / f"{name}.new"
         self._part.mkdir(exist_ok=True)

@@ -83,8 +83,7 @@ def gen_settings(args: RunConfig, model: transformers.PreTrainedModel) -> dict[s
 def check_values(args: RunConfig, model: transformers.PreTrainedModel, settings: dict[str, Any]) -> None:
     """Raises InputError for settings that generate would refuse at the first batch."""
     config = copy.deepcopy(model.generation_config)
-    flags = [*(flag for *_, flag in args.settings()), *(f"--gen {key}={value}" for key, value in args.gen)]
-    given = ", ".join(flags) or "the settings of MODEL"
+    given = ", ".join(args.setting_flags()) or "the settings of MODEL"
     try:
         config.update(**settings)
         mode = config.get_generation_mode()

@@ -49,16 +49,16 @@ def language_settings(
         return {"forced_bos_token_id": _token_id(args.forced_bos_token, tokenizer)}
     if model.config.model_type == "whisper":
         return {} if args.src_lang is None else {"language": args.src_lang}
+    is_seamless = model.config.model_type in SEAMLESS
+    spoken = getattr(model.generation_config, "vocoder_lang_code_to_id", None) or {} if is_seamless else {}
     if args.tgt_lang is None:
-        if args.speaks and model.config.model_type in SEAMLESS:
-            spoken = getattr(model.generation_config, "vocoder_lang_code_to_id", None) or {}
+        if args.speaks and is_seamless:
             raise InputError(f"--task {args.task} needs --tgt_lang (accepted: {_nearest('eng', spoken)})")
         return {}
     known = language_ids(tokenizer)
     code = _find("--tgt_lang", args.tgt_lang, known)
-    if model.config.model_type in SEAMLESS:
+    if is_seamless:
         code = code.strip("_")
-        spoken = getattr(model.generation_config, "vocoder_lang_code_to_id", None) or {}
         if args.speaks and code not in spoken:
             raise InputError(f"--tgt_lang {args.tgt_lang} is not spoken by MODEL (accepted: {_nearest(code, spoken)})")
         return {"tgt_lang": code}

@@ -260,6 +260,10 @@ class RunConfig:
         """Whether OUTPUT does."""
         return self.output_format == "jsonl"
 
+    def setting_flags(self) -> list[str]:
+        """Every flag that gives a setting of generate, --gen included, as it was written."""
+        return [*(flag for *_, flag in self.settings()), *(f"--gen {key}={value}" for key, value in self.gen)]
+
     def settings(self) -> list[tuple[str, Any, str]]:
         """Name and value of every setting of generate that a flag of its own gives, and that flag as it was written."""
         given = []

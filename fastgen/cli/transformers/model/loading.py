@@ -79,8 +79,8 @@ def choose_device(args: RunConfig) -> torch.device:
 
 def load_model(args: RunConfig, device: torch.device) -> LoadedModel:
     """Model and tokenizer of MODEL; raises InputError where it does not exist, is broken, or cannot generate."""
-    missing = [name for name in AUDIO_PACKAGES if find_spec(name) is None]
-    if missing and (args.hears or args.speaks):
+    has_sounds = args.hears or args.speaks
+    if has_sounds and (missing := [name for name in AUDIO_PACKAGES if find_spec(name) is None]):
         needs = f"needs the package {' and '.join(missing)}: pip install {' '.join(missing)}"
         raise InputError(f"--task {args.task} {needs}")
     source = _source(args.model)

@@ -74,7 +74,7 @@ def speaking(model: transformers.PreTrainedModel) -> Speaking:
 
 def check_settings_have_a_use(args: RunConfig, model: transformers.PreTrainedModel) -> None:
     """Raises InputError for settings of generate where MODEL has no generate."""
-    given = [*(flag for *_, flag in args.settings()), *(f"--gen {key}={value}" for key, value in args.gen)]
+    given = args.setting_flags()
     if args.generation_config is not None:
         given.append("--generation_config")
     for key, value in args.gen:

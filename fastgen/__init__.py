@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+from fastgen import models
 from fastgen.config import CONFIG, start_logging
 from fastgen.optimizer import PATCH_SET
 from fastgen.patching import PatchState, PatchStates, disabled, switched
@@ -85,6 +86,7 @@ def explain() -> Report | None:
 
 
 start_logging(CONFIG.log)
+models.register()
 if CONFIG.auto or CONFIG.disable:
     enable()
 else:

@@ -1,0 +1,30 @@
+"""Models that no host library has, one folder each; a host learns of them as soon as it is imported."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import ModuleType
+
+from fastgen.config import CONFIG
+from fastgen.patching.import_hooks import call_after_import
+
+# For each module of a host, those of ours that add their models to it when they are imported. They are small: what a
+# model needs to run is imported when one is made.
+REGISTRATIONS: dict[str, tuple[str, ...]] = {}
+
+
+def register() -> None:
+    """Adds the models to the hosts that are imported, and to the others when they are."""
+    for host in REGISTRATIONS:
+        call_after_import(host, _register_with)
+
+
+def _register_with(host: ModuleType) -> None:
+    for module in REGISTRATIONS[host.__name__]:
+        try:
+            importlib.import_module(module)
+        except Exception:
+            if CONFIG.strict:
+                raise
+            logging.getLogger("fastgen").warning("fastgen cannot add %s to %s", module, host.__name__, exc_info=True)

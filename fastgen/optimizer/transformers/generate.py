@@ -21,7 +21,7 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
             with disabled():
                 return original(self, *args, **kwargs)
         generation.user_gave_cache = kwargs.get("past_key_values") is not None
-        generation.own_code = not verification.is_part_of_transformers(self)
+        generation.own_code = not verification.is_known_class(self)
         generation.call = verification.call_to_verify(original, self, args, kwargs)
         if any(callable(value) for value in (kwargs.get("custom_generate"), *args[8:])):
             generation.own_code, generation.keep = True, False

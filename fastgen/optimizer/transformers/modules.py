@@ -12,7 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen.ops.transforms import is_watched
-from fastgen.optimizer.transformers.verification import is_part_of_transformers
+from fastgen.optimizer.transformers.verification import is_known_class
 from fastgen.origin import PYTHON, packages_of
 
 # Packages whose modules and forwards treat every row alike, whatever the number of rows.
@@ -42,7 +42,7 @@ def unsupported_reasons(model: nn.Module) -> list[str]:
     if is_watched() or torch._C._len_torch_dispatch_stack():
         reasons.append("a mode of torch that the program has entered would see fewer rows")
     foreign = [reason for name, module in modules.items() for reason in _replaced_forward(name, module)]
-    if is_part_of_transformers(model):  # other classes are verified
+    if is_known_class(model):  # other classes are verified
         first = {type(module): name for name, module in reversed(modules.items())}  # of each class
         foreign += [reason for kind, name in first.items() for reason in _foreign_class(name, kind)]
         foreign += [f"attention function {name}" for name in _foreign_attentions(modules.values())]

@@ -49,12 +49,13 @@ class Call:
 
 
 def is_tested(model: Any) -> bool:
-    """Whether the model is one of transformers' own, and transformers no newer than the tests."""
-    return is_part_of_transformers(model) and not PATCH_SET.newer_than_tested("transformers")
+    """Whether the model is one of transformers' or fastgen's own, and transformers no newer than the tests."""
+    return is_known_class(model) and not PATCH_SET.newer_than_tested("transformers")
 
 
-def is_part_of_transformers(model: Any) -> bool:
-    return packages_of(type(model)) == {"transformers"}
+def is_known_class(model: Any) -> bool:
+    """Whether the model's class is of transformers or of fastgen, whose parity the tests compare."""
+    return packages_of(type(model)) <= {"transformers", "fastgen"}
 
 
 def refused_reasons(model: Any) -> list[str]:
@@ -106,7 +107,7 @@ def _verify(key: tuple, call: Call) -> list[str]:
         return ["its first steps show nothing to compare"]
     if difference:
         _refused[type(call.model)] = reason = f"{_subject(call.model)}: {difference}"
-        if is_part_of_transformers(call.model):
+        if is_known_class(call.model):
             PATCH_SET.fail(GROUP, reason)
         else:
             warn(f"fastgen leaves this model class alone: {reason}")
@@ -153,7 +154,7 @@ def compare(call: Call, random_states: tuple) -> str | None:
         return None
     for keep in (True, False):
         with generating(type(model).__name__) as generation:
-            generation.own_code, generation.keep = not is_part_of_transformers(model), keep
+            generation.own_code, generation.keep = not is_known_class(model), keep
             try:
                 found = first_steps()
             except Exception as error:

@@ -1,0 +1,11 @@
+"""Multi-query Transformers ("Fast Transformer Decoding: One Write-Head is All You Need"), for transformers."""
+
+from fastgen.models.lazy import lazy_names
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "configuration": ("MQATransformerConfig",),
+        "modeling": ("MQATransformerForCausalLM", "MQATransformerForConditionalGeneration"),
+    },
+)

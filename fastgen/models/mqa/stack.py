@@ -1,0 +1,228 @@
+"""Encoder and decoder of the multi-query Transformer.
+
+Where the paper is silent, this follows the library that its authors used (Mesh TensorFlow): layer norm before each
+sublayer and at the end, no biases in projections, ReLU, embeddings multiplied by the root of their width.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
+from transformers.utils import can_return_tuple
+
+from fastgen.models.mqa.attention import MQAAttention
+from fastgen.models.mqa.configuration import MQATransformerConfig
+
+
+class MQALayer(GradientCheckpointingLayer):
+    """Self-attention, attention to the encoder where there is one, and the feed-forward layer."""
+
+    def __init__(self, config: Any, layer_idx: int | None, is_decoder: bool, has_encoder: bool) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.self_attn_norm = nn.LayerNorm(config.d_model)
+        self.self_attn = MQAAttention(config, layer_idx, is_causal=is_decoder)
+        if has_encoder:
+            self.encoder_attn_norm = nn.LayerNorm(config.d_model)
+            self.encoder_attn = MQAAttention(config, layer_idx)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model)
+        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Hidden states `[B, n, d]`, and the weights of both attentions where their function gives them."""
+        output, weights = self.self_attn(self.self_attn_norm(hidden_states), attention_mask, past_key_values)
+        hidden_states = hidden_states + self._dropped(output)
+        encoder_weights = None
+        if encoder_hidden_states is not None:
+            normed = self.encoder_attn_norm(hidden_states)
+            output, encoder_weights = self.encoder_attn(
+                normed, encoder_attention_mask, past_key_values, encoder_hidden_states
+            )
+            hidden_states = hidden_states + self._dropped(output)
+        inner = self._dropped(functional.relu(self.up_proj(self.feed_forward_norm(hidden_states))))
+        return hidden_states + self._dropped(self.down_proj(inner)), weights, encoder_weights
+
+    def _dropped(self, states: Tensor) -> Tensor:
+        return functional.dropout(states, p=self.dropout, training=self.training)
+
+
+class MQAPreTrainedModel(PreTrainedModel):
+    """What all models here have in common: configuration, initial values, the attention functions they know."""
+
+    config_class = MQATransformerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["MQALayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+        """As in the library, but that only the decoder's self-attention is local: the encoder's keys are all kept."""
+        is_given = model_kwargs.get("past_key_values") is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        cache = model_kwargs.get("past_key_values")
+        if self.config.local_window is None or is_given or not isinstance(cache, EncoderDecoderCache):
+            return
+        cross: Cache = DynamicCache()
+        if isinstance(cache.cross_attention_cache, StaticCache):
+            everywhere = copy.deepcopy(self.config)
+            everywhere.local_window = None
+            cross = StaticCache(config=everywhere, max_cache_len=model_kwargs["encoder_outputs"][0].shape[1])
+        model_kwargs["past_key_values"] = EncoderDecoderCache(cache.self_attention_cache, cross)
+
+
+class MQAStack(MQAPreTrainedModel):
+    """Embeddings and layers; what encoder and decoder have in common."""
+
+    def __init__(self, config: MQATransformerConfig, layers: int, is_decoder: bool, has_encoder: bool) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.d_model)
+        numbers = range(layers) if is_decoder else [None] * layers
+        self.layers = nn.ModuleList(MQALayer(config, number, is_decoder, has_encoder) for number in numbers)
+        self.norm = nn.LayerNorm(config.d_model)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """The tokens' vectors `[B, n, d]`; `inputs_embeds` are vectors as `embed_tokens` gives them."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("either input_ids or inputs_embeds, and not both")
+        vectors = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return vectors * self.config.d_model**0.5
+
+    def positioned(self, vectors: Tensor, past_length: int | Tensor, position_ids: Tensor | None) -> Tensor:
+        length, limit = vectors.shape[1], self.config.max_position_embeddings
+        if isinstance(past_length, int) and past_length + length > limit and position_ids is None:
+            raise ValueError(f"{past_length + length} positions (max_position_embeddings={limit})")
+        if position_ids is None:
+            position_ids = (torch.arange(length, device=vectors.device) + past_length)[None]
+        positioned = vectors + self.embed_positions(position_ids)
+        return functional.dropout(positioned, p=self.config.dropout, training=self.training)
+
+    def run(
+        self, hidden_states: Tensor, *masks_and_states: Tensor | None, past_key_values: Cache | None, **wanted: bool
+    ) -> dict[str, Any]:
+        """The last hidden states, and those of all layers and the weights of attention if they are `wanted`."""
+        states, weights, encoder_weights = [hidden_states], [], []
+        for layer in self.layers:
+            hidden_states, own, encoders = layer(hidden_states, *masks_and_states, past_key_values=past_key_values)
+            states.append(hidden_states)
+            weights.append(own)
+            encoder_weights.append(encoders)
+        states[-1] = hidden_states = self.norm(hidden_states)
+        outputs: dict[str, Any] = {"last_hidden_state": hidden_states}
+        if wanted["output_hidden_states"]:
+            outputs["hidden_states"] = tuple(states)
+        if wanted["output_attentions"]:
+            outputs["attentions"] = tuple(weights)
+            if encoder_weights[0] is not None:
+                outputs["cross_attentions"] = tuple(encoder_weights)
+        return outputs
+
+    def wanted(self, **flags: bool | None) -> dict[str, bool]:
+        """For each flag what the call says, else the configuration."""
+        return {name: getattr(self.config, name) if flag is None else flag for name, flag in flags.items()}
+
+
+class MQATransformerEncoder(MQAStack):
+    """Layers whose positions see each other."""
+
+    def __init__(self, config: MQATransformerConfig) -> None:
+        super().__init__(config, config.encoder_layers, is_decoder=False, has_encoder=False)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Hidden states `[B, m, d]` of `input_ids [B, m]`; attention_mask `[B, m]` is 0 for padding."""
+        vectors = self.embedded(input_ids, inputs_embeds)
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=vectors, attention_mask=attention_mask)
+        wanted = self.wanted(output_attentions=output_attentions, output_hidden_states=output_hidden_states)
+        return BaseModelOutput(**self.run(self.positioned(vectors, 0, None), mask, past_key_values=None, **wanted))
+
+
+class MQATransformerDecoder(MQAStack):
+    """Causal layers; with `config.is_encoder_decoder` they attend to the output of an encoder, too."""
+
+    def __init__(self, config: MQATransformerConfig) -> None:
+        super().__init__(config, config.decoder_layers, is_decoder=True, has_encoder=config.is_encoder_decoder)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Hidden states `[B, n, d]` of `input_ids [B, n]`, which follow the positions in `past_key_values`.
+
+        attention_mask `[B, past + n]` and encoder_attention_mask `[B, m]` are 0 for padding; position_ids `[B, n]`
+        count from the cache's length where they are not given.
+        """
+        vectors = self.embedded(input_ids, inputs_embeds)
+        if self.wanted(use_cache=use_cache)["use_cache"] and past_key_values is None and not self.training:
+            own = DynamicCache(config=self.config)
+            past_key_values = EncoderDecoderCache(own, DynamicCache()) if encoder_hidden_states is not None else own
+        past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+        hidden_states = self.positioned(vectors, past_length, position_ids)
+        causal = create_causal_mask if self.config.local_window is None else create_sliding_window_causal_mask
+        mask = causal(
+            config=self.config,
+            inputs_embeds=vectors,
+            attention_mask=attention_mask,
+            past_key_values=own_cache(past_key_values),
+        )
+        encoder_mask = None
+        if encoder_hidden_states is not None:
+            encoder_mask = create_bidirectional_mask(
+                config=self.config,
+                inputs_embeds=vectors,
+                attention_mask=encoder_attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
+            )
+        wanted = self.wanted(output_attentions=output_attentions, output_hidden_states=output_hidden_states)
+        outputs = self.run(
+            hidden_states, mask, encoder_hidden_states, encoder_mask, past_key_values=past_key_values, **wanted
+        )
+        return BaseModelOutputWithPastAndCrossAttentions(past_key_values=past_key_values, **outputs)
+
+
+def own_cache(cache: Cache | None) -> Cache | None:
+    """The cache of the decoder's self-attention."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

@@ -5,7 +5,16 @@ from fastgen.models.lazy import lazy_names
 __getattr__ = lazy_names(
     __name__,
     {
-        "configuration": ("MQATransformerConfig",),
-        "modeling": ("MQATransformerForCausalLM", "MQATransformerForConditionalGeneration"),
+        "configuration": ("GroupedBartConfig", "GroupedT5Config", "MQATransformerConfig"),
+        "modeling": (
+            "MQATransformerForCausalLM",
+            "MQATransformerForConditionalGeneration",
+            "MQATransformerModel",
+        ),
+        "grouped": (
+            "GroupedBartForConditionalGeneration",
+            "GroupedT5ForConditionalGeneration",
+        ),
+        "pooling": ("pool_kv_heads",),
     },
 )

@@ -1,0 +1,68 @@
+"""Fewer key heads for a checkpoint that has many: the mean of those that come to share one.
+
+The means are a start for further training ("GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
+Checkpoints", §2.1); without it the model is another one than before.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+from transformers import BartForConditionalGeneration, PreTrainedModel, T5ForConditionalGeneration
+
+from fastgen.models.mqa.grouped import GroupedBartForConditionalGeneration, GroupedT5ForConditionalGeneration
+
+# Classes of transformers that have as many key heads as query heads, and those that may have fewer.
+GROUPED: dict[Any, Any] = {
+    BartForConditionalGeneration: GroupedBartForConditionalGeneration,
+    T5ForConditionalGeneration: GroupedT5ForConditionalGeneration,
+}
+PROJECTIONS = ("k_proj", "v_proj", "k", "v")
+
+
+def pool_kv_heads(model: PreTrainedModel, num_key_value_heads: int) -> PreTrainedModel:
+    """A model with `num_key_value_heads` key heads in every attention layer, each the mean of its neighbours.
+
+    model: a multi-query Transformer, BART or T5 for conditional generation, or a model like Llama: one whose
+    configuration has `num_key_value_heads`, and whose layers have projections `k_proj` and `v_proj`. It stays as it is.
+    The result has its dtype, device and mode; that of BART and T5 is a `Grouped…` of their class.
+
+    Raises ValueError for other models, and for a number that does not divide the heads that there are.
+    """
+    pooled = _with_fewer_heads(model, num_key_value_heads)
+    states = pooled.state_dict()
+    for name, weight in model.state_dict().items():
+        states[name] = _pooled(name, weight, states[name], num_key_value_heads)
+    pooled.load_state_dict(states)
+    pooled.generation_config = copy.deepcopy(model.generation_config)
+    return pooled.to(device=model.device).train(model.training)
+
+
+def _with_fewer_heads(model: PreTrainedModel, num_key_value_heads: int) -> PreTrainedModel:
+    kind: Any = GROUPED.get(type(model), type(model))
+    if type(model) not in GROUPED and not hasattr(model.config, "num_key_value_heads"):
+        raise ValueError(
+            f"{type(model).__name__} has no num_key_value_heads (supported: MQATransformer…, "
+            "BartForConditionalGeneration, T5ForConditionalGeneration, and models like Llama)"
+        )
+    sizes = model.config.to_dict() | {"num_key_value_heads": num_key_value_heads}
+    before = getattr(model.config, "num_key_value_heads", num_key_value_heads)
+    if num_key_value_heads < 1 or before % num_key_value_heads:
+        raise ValueError(
+            f"num_key_value_heads={num_key_value_heads} does not divide the {before} key heads of the model"
+        )
+    sizes.pop("model_type")
+    return kind(kind.config_class(**sizes)).to(model.dtype)
+
+
+def _pooled(name: str, weight: Tensor, fewer: Tensor, heads: int) -> Tensor:
+    """`weight` `[H * D, …]` as large as `fewer` `[heads * D, …]`; itself if it is that already."""
+    if weight.shape == fewer.shape:
+        return weight
+    *_, projection, _ = name.split(".")
+    if projection not in PROJECTIONS:
+        raise ValueError(f"{name} depends on num_key_value_heads (supported: {', '.join(PROJECTIONS)})")
+    width = fewer.shape[0] // heads
+    return weight.view(heads, -1, width, *weight.shape[1:]).mean(dim=1).flatten(0, 1)

@@ -1,0 +1,138 @@
+"""Key heads are pooled by their means: multi-query Transformers, BART, T5, models like Llama; also in folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from models.mqa.test_models import tiny_model
+from parity import CROSS, assert_same, is_shared, padded, tiny, token_ids
+from python_process import run_python
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from fastgen.models.mqa import (
+    GroupedBartForConditionalGeneration,
+    GroupedT5ForConditionalGeneration,
+    MQATransformerForConditionalGeneration,
+    pool_kv_heads,
+)
+
+HEADS = 4
+MODELS = ("mqa", "bart", "t5", "llama", "qwen2", "qwen3")
+
+
+def model_of(name: str) -> nn.Module:
+    if name == "mqa":
+        return tiny_model(MQATransformerForConditionalGeneration, key_value_heads=HEADS)
+    if name in ("bart", "t5"):
+        return tiny(name, "seq2seq")
+    return tiny(name, num_key_value_heads=HEADS)
+
+
+def inputs_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return padded(9, 5, side="right" if model.config.is_encoder_decoder else "left")
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    inputs = inputs_of(model)
+    target = {"decoder_input_ids": token_ids(2, 4)} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(**inputs, **target).logits[:, -1]
+
+
+def projections(model: nn.Module) -> dict[str, nn.Parameter]:
+    wanted = ("k_proj", "v_proj", "k", "v")
+    return {name: weight for name, weight in model.named_parameters() if name.split(".")[-2] in wanted}
+
+
+def with_equal_heads(model: nn.Module, distinct: int) -> nn.Module:
+    """The model, of whose key heads only `distinct` differ."""
+    with torch.no_grad():
+        for weight in projections(model).values():
+            heads = weight.view(distinct, HEADS // distinct, -1)
+            heads.copy_(heads[:, :1].expand_as(heads).clone())
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kept", (1, 2, 4))
+def test_equal_heads_pool_to_the_same_model(name, kept):
+    model = with_equal_heads(model_of(name), kept)
+    pooled = pool_kv_heads(model, kept)
+    assert pooled.config.num_key_value_heads == kept
+    torch.testing.assert_close(logits_of(pooled), logits_of(model), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pooled_heads_are_means(name):
+    model = model_of(name)
+    pooled = projections(pool_kv_heads(model, 2))
+    for key, weight in projections(model).items():
+        heads = weight.view(2, 2, -1)
+        torch.testing.assert_close(pooled[key].view(2, -1), (heads[:, 0] + heads[:, 1]) / 2)
+        assert 2 * pooled[key].numel() == weight.numel()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pooled_models_generate_as_without_fastgen(name, share_always):
+    pooled = pool_kv_heads(model_of(name), 1)
+    report = assert_same(pooled, inputs_of(pooled), num_beams=3, max_new_tokens=8)
+    assert is_shared(report, CROSS) or not pooled.config.is_encoder_decoder
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    (
+        ("bart", GroupedBartForConditionalGeneration),
+        ("t5", GroupedT5ForConditionalGeneration),
+        ("mqa", MQATransformerForConditionalGeneration),
+    ),
+)
+def test_a_folder(name, kind, tmp_path):
+    """Pooled twice, each time by a process that has not seen the class before."""
+    model = model_of(name)
+    model.save_pretrained(tmp_path / "4")
+    (tmp_path / "4" / "vocabulary.txt").write_text("a\n")
+    for before, after in (("4", "2"), ("2", "1")):
+        done = pool(tmp_path / before, tmp_path / after, after)
+        assert done.returncode == 0, done.stderr
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "1")
+    assert type(loaded) is kind
+    torch.testing.assert_close(logits_of(loaded), logits_of(pool_kv_heads(model, 1)))
+    assert (tmp_path / "1" / "vocabulary.txt").read_text() == "a\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "4"]
+
+
+def test_folders_that_cannot_be_pooled(tmp_path):
+    model_of("bart").save_pretrained(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    assert f"OUT {tmp_path / 'out'} exists already" in pool(tmp_path / "in", tmp_path / "out", "1").stderr
+    failed = pool(tmp_path / "in", tmp_path / "new", "3")
+    assert failed.returncode == 1 and "num_key_value_heads=3 does not divide" in failed.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def pool(source: Path, target: Path, heads: str) -> CompletedProcess:
+    return run_python("-m", "fastgen.models.mqa", "pool", str(source), str(target), "--num_key_value_heads", heads)
+
+
+def test_pooled_causal_models_are_saved_as_the_librarys(tmp_path):
+    pooled = pool_kv_heads(model_of("llama"), 1)
+    pooled.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path)), logits_of(pooled))
+
+
+@pytest.mark.parametrize("name", ("mqa", "bart", "t5", "llama"))
+def test_numbers_that_do_not_divide(name):
+    with pytest.raises(ValueError, match=r"num_key_value_heads=3 does not divide"):
+        pool_kv_heads(model_of(name), 3)
+
+
+@pytest.mark.parametrize("name", ("gpt2", "phi3"))
+def test_models_that_cannot_be_pooled(name):
+    model = tiny(name) if name == "gpt2" else tiny(name, num_key_value_heads=HEADS)
+    with pytest.raises(ValueError, match=r"no num_key_value_heads|qkv_proj"):
+        pool_kv_heads(model, 1)

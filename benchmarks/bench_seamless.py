@@ -22,8 +22,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from unittest import mock
@@ -31,6 +29,7 @@ from unittest import mock
 import psutil
 import torch
 import transformers
+from clock import Clock, Seconds
 from floors import below, read_floors
 from machine import cpu, describe_cpu
 from seamless_cases import CASES, LANGUAGE, LAYERS, Case
@@ -42,44 +41,6 @@ from fastgen.optimizer.report import Report
 from fastgen.optimizer.transformers import stages, vocoder
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.05, torch.bfloat16: 0.05}  # of waveforms
-
-Seconds = dict[str, float]
-
-
-class Clock:
-    """Seconds of each stage since `start`, without those of stages inside of it."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.start()
-
-    def start(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self._name, self._since = REST, self._time()
-
-    def stop(self) -> Seconds:
-        self._go_on_with(REST)
-        return dict(self.seconds) | {END_TO_END: self.seconds.total()}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Also a decorator, which is Python's own: fastgen leaves models alone whose methods a program has replaced."""
-        before = self._go_on_with(name)
-        try:
-            yield
-        finally:
-            self._go_on_with(before)
-
-    def _go_on_with(self, name: str) -> str:
-        now = self._time()
-        self.seconds[self._name] += now - self._since
-        before, self._name, self._since = self._name, name, now
-        return before
-
-    def _time(self) -> float:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 @contextmanager
@@ -160,7 +121,7 @@ class Comparison:
         self.name, self.layers, self.case = name, layers, CASES[name]
         self.model = self.case.make(layers).to(device=device, dtype=dtype)
         self.arguments = {**self.case.inputs(self.model), **self.case.arguments, "tgt_lang": LANGUAGE}
-        self.clock = Clock(device)
+        self.clock = Clock(device, rest=REST)
 
     def run(self, repeats: int) -> Result:
         outputs = {way: self._call(way)[1] for way in WAYS}  # warms all up
@@ -188,7 +149,7 @@ class Comparison:
         with WAYS[way]():
             self.clock.start()
             output = self.model.generate(**self.arguments, return_intermediate_token_ids=True)
-            return self.clock.stop(), output
+            return self.clock.stop(END_TO_END), output
 
     def _is_equal(self, stock: transformers.utils.ModelOutput, output: transformers.utils.ModelOutput) -> bool:
         if not all(torch.equal(stock[name], output[name]) for name in ("sequences", "unit_sequences")):

@@ -96,7 +96,7 @@ def write_table(path: Path) -> None:
         "",
         "*shared by default at real size*: what a beam search with nothing set shares, 2 inputs, 3 beams, 12 new",
         f"tokens, {REAL.heads} heads of {REAL.head_dim} (fewer key heads where an architecture has them: "
-        f"{REAL.key_value_heads}, gpt_bigcode and falcon 1), prompts",
+        f"{REAL.key_value_heads}, gpt_bigcode, falcon and fastgen's own 1), prompts",
         f"of {REAL.length} tokens, {REAL.frames // 100} seconds of sound, pictures of "
         f"{REAL.image_size} × {REAL.image_size}. deepseek_v3's latent heads stay tiny.",
         "",

@@ -236,6 +236,9 @@ ARCHITECTURES = [
     Architecture("recurrent_gemma", "causal", {"block_types": ["recurrent", "attention"]}),
     *(Architecture(name, "seq2seq") for name in SEQ2SEQ_AS_THEY_ARE),
     Architecture("bart", "seq2seq", {"attn_implementation": "eager"}, name="bart-eager"),
+    Architecture("mqa_transformer", "seq2seq", {"num_key_value_heads": 1}),
+    Architecture("mqa_transformer", "causal", {"num_key_value_heads": 1}, name="mqa_transformer-causal"),
+    *(Architecture(name, "seq2seq", {"num_key_value_heads": 1}) for name in ("grouped_bart", "grouped_t5")),
     Architecture("whisper", "speech", {"max_source_positions": lambda scale: scale.frames // 2, "num_mel_bins": 8}),
     Architecture(
         "speech_to_text",

@@ -208,3 +208,45 @@ def test_floors_of_seamless_that_are_checked_in_name_stages(monkeypatch, file):
     monkeypatch.syspath_prepend(BENCHMARKS)
     bench, floors = importlib.import_module("bench_seamless"), importlib.import_module("floors")
     assert floors.read_floors(str(BENCHMARKS / file), bench.floor_names())
+
+
+@pytest.fixture
+def run_mqa(monkeypatch, tmp_path):
+    """Runs tiny multi-query Transformers; returns the status and the results of the JSON."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench = importlib.import_module("bench_mqa")
+    sizes = {"vocab_size": 40, "d_model": 16, "head_dim": 4, "encoder_layers": 2, "decoder_layers": 2}
+    monkeypatch.setattr(bench, "SIZES", sizes)
+    monkeypatch.setattr(bench, "LENGTH", 8)
+    monkeypatch.setattr(bench, "WARM_UP", 4)
+
+    def run(*flags: str, **floors: float):
+        wanted, results = tmp_path / "floors.json", tmp_path / "results.json"
+        wanted.write_text(json.dumps({name: {"stock": floor} for name, floor in floors.items()}))
+        status = bench.main(["--repeats", "1", "--floors", str(wanted), "--json", str(results), *flags])
+        return status, json.loads(results.read_text())["results"]
+
+    return run
+
+
+def test_each_attention_has_a_cost_per_token_and_equal_outputs(run_mqa):
+    status, results = run_mqa()
+    assert status == 0
+    assert [result["case"] for result in results][:3] == ["multi-head", "grouped", "multi-query"]
+    for result in results:
+        assert result["equal"] and result["ratio"] > 0
+        for microseconds in result["microseconds"].values():
+            assert list(microseconds) == ["encoder", "greedy", "beam 4"] and min(microseconds.values()) > 0
+
+
+def test_attention_below_its_floor_fails_the_benchmark_by_name(run_mqa, capsys):
+    status, results = run_mqa("lm multi-query", grouped=1e6)
+    assert status == 0 and [result["case"] for result in results] == ["lm multi-head", "lm multi-query"]
+    assert run_mqa("grouped", grouped=1e6)[0] == 1
+    assert "grouped: " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_floors_of_attention_that_are_checked_in_name_cases(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench, floors = importlib.import_module("bench_mqa"), importlib.import_module("floors")
+    assert floors.read_floors(str(BENCHMARKS / "floors_mqa.json"), bench.CASES)

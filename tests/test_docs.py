@@ -45,6 +45,17 @@ def test_the_example_runs_without_a_network():
     assert "thirty one books for seven dollars" in run_code(code, HF_HUB_OFFLINE="1")
 
 
+MODELS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("code", MODELS, ids=lambda code: re.search(r"fastgen\.models\.(\w+)|$", code).group(0))
+def test_the_examples_of_models_run_without_a_network(code):
+    pytest.importorskip("transformers")
+    if "fairseq" in code:
+        pytest.importorskip("fairseq")
+    run_code(code, HF_HUB_OFFLINE="1")
+
+
 def test_tables_hold_what_was_measured(monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
     import show_results

@@ -54,7 +54,7 @@ class MQAAttention(nn.Module):
             keys, values = self._encoder_states(encoder_hidden_states, past_key_values)
         query = self.q_proj(hidden_states).view(rows, length, self.key_value_heads, self.groups, self.head_dim)
         query = query.transpose(1, 2).reshape(rows, self.key_value_heads, -1, self.head_dim)  # [B, H_kv, n*G, D]
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention)
         output, weights = attend(
             self,
             query,

@@ -7,6 +7,7 @@ sublayer and at the end, no biases in projections, ReLU, embeddings multiplied b
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from transformers.utils import can_return_tuple
 
 from fastgen.models.mqa.attention import MQAAttention
 from fastgen.models.mqa.configuration import MQATransformerConfig
+
+NEEDS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters  # older transformers
 
 
 class MQALayer(GradientCheckpointingLayer):
@@ -86,6 +89,8 @@ class MQAPreTrainedModel(PreTrainedModel):
             return
         cross: Cache = DynamicCache()
         if isinstance(cache.cross_attention_cache, StaticCache):
+            if NEEDS_CACHE_POSITION:
+                raise ValueError("a static cache with local_window: this version of transformers hides other positions")
             everywhere = copy.deepcopy(self.config)
             everywhere.local_window = None
             cross = StaticCache(config=everywhere, max_cache_len=model_kwargs["encoder_outputs"][0].shape[1])
@@ -164,7 +169,7 @@ class MQATransformerEncoder(MQAStack):
     ) -> BaseModelOutput:
         """Hidden states `[B, m, d]` of `input_ids [B, m]`; attention_mask `[B, m]` is 0 for padding."""
         vectors = self.embedded(input_ids, inputs_embeds)
-        mask = create_bidirectional_mask(config=self.config, inputs_embeds=vectors, attention_mask=attention_mask)
+        mask = create_bidirectional_mask(self.config, vectors, attention_mask)
         wanted = self.wanted(output_attentions=output_attentions, output_hidden_states=output_hidden_states)
         return BaseModelOutput(**self.run(self.positioned(vectors, 0, None), mask, past_key_values=None, **wanted))
 
@@ -201,20 +206,11 @@ class MQATransformerDecoder(MQAStack):
             past_key_values = EncoderDecoderCache(own, DynamicCache()) if encoder_hidden_states is not None else own
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         hidden_states = self.positioned(vectors, past_length, position_ids)
-        causal = create_causal_mask if self.config.local_window is None else create_sliding_window_causal_mask
-        mask = causal(
-            config=self.config,
-            inputs_embeds=vectors,
-            attention_mask=attention_mask,
-            past_key_values=own_cache(past_key_values),
-        )
+        mask = self._causal_mask(vectors, attention_mask, past_key_values, past_length)
         encoder_mask = None
         if encoder_hidden_states is not None:
             encoder_mask = create_bidirectional_mask(
-                config=self.config,
-                inputs_embeds=vectors,
-                attention_mask=encoder_attention_mask,
-                encoder_hidden_states=encoder_hidden_states,
+                self.config, vectors, encoder_attention_mask, encoder_hidden_states
             )
         wanted = self.wanted(output_attentions=output_attentions, output_hidden_states=output_hidden_states)
         outputs = self.run(
@@ -222,7 +218,12 @@ class MQATransformerDecoder(MQAStack):
         )
         return BaseModelOutputWithPastAndCrossAttentions(past_key_values=past_key_values, **outputs)
 
-
-def own_cache(cache: Cache | None) -> Cache | None:
-    """The cache of the decoder's self-attention."""
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    def _causal_mask(
+        self, vectors: Tensor, attention_mask: Tensor | None, cache: Cache | None, past_length: int | Tensor
+    ) -> Tensor | None:
+        create = create_causal_mask if self.config.local_window is None else create_sliding_window_causal_mask
+        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        arguments = {"attention_mask": attention_mask, "past_key_values": own}
+        if NEEDS_CACHE_POSITION:
+            arguments["cache_position"] = torch.arange(vectors.shape[1], device=vectors.device) + past_length
+        return create(self.config, vectors, **arguments)

@@ -16,6 +16,8 @@ from fastgen.models.mqa import (
     MQATransformerForCausalLM,
     MQATransformerForConditionalGeneration,
 )
+from fastgen.models.mqa.stack import NEEDS_CACHE_POSITION
+from fastgen.optimizer.transformers.recordable import LAYERS_ARE_KNOWN
 
 KINDS = pytest.mark.parametrize("kind", (MQATransformerForConditionalGeneration, MQATransformerForCausalLM))
 VARIANTS = pytest.mark.parametrize(
@@ -68,6 +70,7 @@ def test_the_cache_changes_nothing(kind, key_value_heads, window, mode):
 
 
 @KINDS
+@pytest.mark.skipif(not LAYERS_ARE_KNOWN, reason="nothing is recorded with this version of transformers")
 def test_steps_are_recorded(kind):
     model = tiny_model(kind)
     with recording():
@@ -106,6 +109,10 @@ def test_a_window_hides_what_is_before_it(kind):
 def test_static_caches(kind):
     model = tiny_model(kind, window=3)
     inputs = inputs_for(kind)
+    if NEEDS_CACHE_POSITION and model.config.is_encoder_decoder:
+        with pytest.raises(ValueError, match="a static cache with local_window"):
+            model.generate(**inputs, max_new_tokens=12, cache_implementation="static")
+        return
     both = run_both(lambda: model.generate(**inputs, max_new_tokens=12, cache_implementation="static"))
     plain = model.generate(**inputs, max_new_tokens=12)
     assert torch.equal(both.stock, both.fast) and torch.equal(both.fast, plain)
@@ -181,7 +188,11 @@ def test_the_papers_models_have_as_many_parameters():
     with torch.device("meta"):
         multi_head = MQATransformerForConditionalGeneration(MQATransformerConfig(d_ff=4096, num_key_value_heads=8))
         multi_query = MQATransformerForConditionalGeneration(MQATransformerConfig())
-    counts = [sum(p.numel() for p in model.parameters()) for model in (multi_head, multi_query)]
+    tied = ("lm_head.weight", "embed_tokens.weight")
+    counts = [
+        sum(weight.numel() for name, weight in model.named_parameters() if not name.endswith(tied))
+        for model in (multi_head, multi_query)
+    ]
     assert abs(counts[0] - counts[1]) / counts[0] < 0.005
     assert all(abs(count / 211e6 - 1) < 0.02 for count in counts)
 

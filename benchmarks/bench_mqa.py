@@ -27,6 +27,7 @@ import transformers
 from clock import Clock, Seconds
 from floors import below, read_floors
 from machine import cpu, describe_cpu
+from show_results import mqa_table
 
 import fastgen
 from fastgen.models.mqa import (
@@ -161,19 +162,6 @@ def _medians(turns: list[Seconds]) -> Seconds:
     return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 
 
-def table(results: list[Result]) -> str:
-    columns = [ENCODER, *SEARCHES]
-    lines = [
-        "| attention | " + " | ".join(f"{name}: stock → fastgen" for name in columns) + " | beam 4, to multi-head |",
-        "|---|" + "---|" * (len(columns) + 1),
-    ]
-    for result in results:
-        stock, fast = (result.microseconds[way] for way in WAYS)
-        cells = [f"{stock[name]:,.0f} → {fast[name]:,.0f}" for name in columns]
-        lines.append(f"| {result.case} | {' | '.join(cells)} | **{result.ratio:.2f}×** |")
-    return "\n".join(lines)
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
@@ -201,10 +189,11 @@ def main(argv: list[str] | None = None) -> int:
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
     print(describe_cpu())
     results = run(args.cases, args.batch, args.repeats, args.device, getattr(torch, args.dtype))
-    print(table(results))
+    told = [dataclasses.asdict(result) for result in results]
+    print(mqa_table(told))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"cpu": cpu(), "results": [dataclasses.asdict(result) for result in results]}, file, indent=1)
+            json.dump({"cpu": cpu(), "results": told}, file, indent=1)
     missed = [sentence for result in results for sentence in below(result.case, {"stock": result.ratio}, args.floors)]
     missed += [f"{result.case}: tokens differ" for result in results if not result.equal]
     print("\n".join(missed), end="\n" * bool(missed))

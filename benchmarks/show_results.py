@@ -2,8 +2,8 @@
 
     python benchmarks/show_results.py
 
-Reads benchmarks/results/generate-*.json, fairseq-*.json and seamless-*.json, one of each for each CPU, as
-`bench_generate.py --json`, `bench_fairseq.py --json` and `bench_seamless.py --json` write them.
+Reads benchmarks/results/generate-*.json, fairseq-*.json, mqa-*.json and seamless-*.json, one of each for each CPU, as
+`bench_generate.py --json`, `bench_fairseq.py --json`, `bench_mqa.py --json` and `bench_seamless.py --json` write them.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ SEAMLESS = """From speech to speech, one input of 10 s, beam 5. From column to c
 Static caches are part of the recorded steps, and reordering rows is part of both steps of decoding: no switch takes
 them apart.
 """
+MQA = """Microseconds per token, without fastgen → with it. Multi-query and grouped models have wider feed-forward layers,
+so that all have 211 million parameters (the language models 192). *beam 4, to multi-head*: times as fast with fastgen as
+multi-head attention without it. {batch} inputs of 128 tokens, 128 new ones, `python benchmarks/bench_mqa.py`.
+"""
 FAIRSEQ_HEAD = "| workload | stock | fastgen | faster |\n|---|---|---|---|"
 
 
@@ -96,7 +100,24 @@ def tables() -> str:
         for measured in read(kind):
             rows = [row(result) for result in measured["results"]]
             parts.append("\n".join([f"## {title}, {cpu_name(measured)}", "", head, *rows]) + "\n")
-    return "\n".join([*parts, *map(seamless_section, seamless_results())])
+    return "\n".join([*parts, *map(mqa_section, read("mqa")), *map(seamless_section, seamless_results())])
+
+
+def mqa_section(measured: dict[str, Any]) -> str:
+    results = measured["results"]
+    title = f"## Multi-query Transformers, {cpu_name(measured)}\n"
+    return "\n".join([title, MQA.format(batch=results[0]["batch"]), mqa_table(results) + "\n"])
+
+
+def mqa_table(results: list[dict[str, Any]]) -> str:
+    """For Markdown: what bench_mqa.py measured of each kind of attention."""
+    columns = list(results[0]["microseconds"]["stock"])
+    lines = [f"| attention | {' | '.join(columns)} | beam 4, to multi-head |", "|---|" + "---|" * (len(columns) + 1)]
+    for result in results:
+        stock, fast = result["microseconds"]["stock"], result["microseconds"]["fastgen"]
+        cells = " | ".join(f"{stock[name]:,.0f} → {fast[name]:,.0f}" for name in columns)
+        lines.append(f"| {result['case']} | {cells} | **{result['ratio']:.2f}×** |")
+    return "\n".join(lines)
 
 
 def seamless_results() -> list[Path]:

@@ -12,7 +12,11 @@ from fastgen.patching.import_hooks import call_after_import
 # For each module of a host, those of ours that add their models to it when they are imported. They are small: what a
 # model needs to run is imported when one is made.
 REGISTRATIONS: dict[str, tuple[str, ...]] = {
-    "transformers.models.auto.configuration_auto": ("fastgen.models.mqa.configuration",),
+    "transformers.models.auto.configuration_auto": (
+        "fastgen.models.mqa.configuration",
+        "fastgen.models.unilm.configuration",
+    ),
+    "transformers.models.auto.tokenization_auto": ("fastgen.models.unilm.tokenizer",),
 }
 
 

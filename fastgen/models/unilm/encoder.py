@@ -1,0 +1,139 @@
+"""The network of UniLM, BERT's, with a `[MASK]` that may be seen by itself only.
+
+Modules are named so that the state dict has the published names.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput, BertSelfOutput
+
+from fastgen.models.unilm.configuration import UniLMConfig
+
+
+class UniLMEmbeddings(nn.Module):
+    """Sums of word, position and segment embeddings, `[rows, length, hidden_size]`."""
+
+    def __init__(self, config: UniLMConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = (
+            nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
+        )
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
+        embeddings = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
+        if self.token_type_embeddings is not None:
+            embeddings = embeddings + self.token_type_embeddings(token_type_ids)
+        return self.dropout(self.LayerNorm(embeddings))
+
+
+class UniLMSelfAttention(nn.Module):
+    """Attention to the tokens of the cache and the given ones; an appended `[MASK]` attends to itself besides."""
+
+    def __init__(self, config: UniLMConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.num_heads, self.layer_idx = config.num_attention_heads, layer_idx
+        self.dropout = config.attention_probs_dropout_prob
+
+    def forward(self, hidden: Tensor, seen: Tensor, cache: Cache | None, append_mask: bool) -> Tensor:
+        """hidden `[rows, L, width]`, the last of which is `[MASK]` if append_mask; seen `[rows, 1, tokens, N]`."""
+        query, key, value = (
+            linear(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [rows, heads, L, D]
+            for linear in (self.query, self.key, self.value)
+        )
+        tokens = hidden.shape[1] - append_mask
+        keys, values = key[:, :, :tokens], value[:, :, :tokens]
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        first = tokens if tokens > 1 else 0  # a single token goes with [MASK] into one product
+        first = first if append_mask else tokens
+        parts = []
+        if first:
+            dropout = self.dropout if self.training else 0.0
+            parts.append(
+                functional.scaled_dot_product_attention(query[:, :, :first], keys, values, seen, dropout_p=dropout)
+            )
+        if append_mask:
+            own = key[:, :, -1:], value[:, :, -1:]
+            parts.append(attention_with_own(query[:, :, first:], keys, values, *own, seen[:, :, -1:]))
+        context = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+        return context.transpose(1, 2).flatten(2)
+
+
+def attention_with_own(
+    query: Tensor, keys: Tensor, values: Tensor, own_key: Tensor, own_value: Tensor, seen: Tensor
+) -> Tensor:
+    """Attention in which the last query sees one key more than the others, its own.
+
+    query `[rows, heads, L, D]`; keys and values `[rows, heads, N, D]`; own_key and own_value `[rows, heads, 1, D]`;
+    seen `[rows, 1, 1, N]`, boolean, the same for all queries. Result `[rows, heads, L, D]`.
+
+    Its own key is not appended to the others, which may be stored in parts that all rows of an input share.
+    """
+    query = query * query.shape[-1] ** -0.5
+    scores = (query @ keys.transpose(-1, -2)).masked_fill(~seen, float("-inf"))
+    own = (query * own_key).sum(dim=-1, keepdim=True)  # [rows, heads, L, 1]
+    own[:, :, :-1] = float("-inf")
+    scores = torch.cat([scores, own], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+    return weights[..., :-1] @ values + weights[..., -1:] * own_value
+
+
+class UniLMLayer(nn.Module):
+    """Attention and feed-forward, each with its input added and then normalized."""
+
+    def __init__(self, config: UniLMConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict(
+            {"self": UniLMSelfAttention(config, layer_idx), "output": BertSelfOutput(config)}
+        )
+        self.intermediate = BertIntermediate(config)
+        self.output = BertOutput(config)
+
+    def forward(self, hidden: Tensor, seen: Tensor, cache: Cache | None, append_mask: bool) -> Tensor:
+        attended = self.attention["output"](self.attention["self"](hidden, seen, cache, append_mask), hidden)
+        return self.output(self.intermediate(attended), attended)
+
+
+class UniLMEncoder(nn.Module):
+    """All layers, one after the other."""
+
+    def __init__(self, config: UniLMConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(UniLMLayer(config, index) for index in range(config.num_hidden_layers))
+
+    def forward(self, hidden: Tensor, seen: Tensor, cache: Cache | None, append_mask: bool) -> Tensor:
+        for layer in self.layer:
+            hidden = layer(hidden, seen, cache, append_mask)
+        return hidden
+
+
+class UniLMHead(nn.Module):
+    """Logits `[rows, length, vocab_size]` from hidden states; the weights are those of the word embeddings."""
+
+    def __init__(self, config: UniLMConfig) -> None:
+        super().__init__()
+        self.transform = nn.ModuleDict(
+            {
+                "dense": nn.Linear(config.hidden_size, config.hidden_size),
+                "LayerNorm": nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps),
+            }
+        )
+        self.activation = ACT2FN[config.hidden_act]
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.activation(self.transform["dense"](hidden))
+        return self.decoder(self.transform["LayerNorm"](hidden)) + self.bias

@@ -1,0 +1,44 @@
+"""Who sees whom: the three kinds of self-attention masks of UniLM (Figure 1 and §2.3 of the paper)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+KINDS = ("bidirectional", "left-to-right", "sequence-to-sequence")
+
+
+def visible(queries: Tensor, keys: Tensor, source_end: Tensor | int) -> Tensor:
+    """Whether a query sees a key: all of the source is seen by all, the rest by what comes after it and by itself.
+
+    queries `[…, L, 1]`, keys `[…, 1, N]`: their places in the sequence; source_end: the place where the source ends,
+    broadcasting to `[…, L, N]`. Result `[…, L, N]`, boolean.
+
+    Source before target, so a source that sees all of itself sees nothing of the target.
+    """
+    return (keys <= queries) | (keys < source_end)
+
+
+def attention_masks(kind: str, lengths: Tensor, source_lengths: Tensor | None = None) -> Tensor:
+    """The masks of sequences that are padded at their ends: which token (second axis) sees which (third axis).
+
+    kind: one of `KINDS`.
+        "bidirectional": every token sees all tokens of its sequence.
+        "left-to-right": every token sees itself and what is before it.
+        "sequence-to-sequence": a source token sees the source; a target token sees the source, itself, and what is
+        before it in the target.
+    lengths `[rows]`, int64: tokens of each sequence, source and target together.
+    source_lengths `[rows]`, int64: how many of them are source; for "sequence-to-sequence" only.
+    Result `[rows, longest, longest]`, boolean, True for what is seen. Padding is seen by nobody.
+
+    The paper's right-to-left mask is left out. Raises ValueError for another kind, and where `source_lengths` is
+    missing or out of place.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r}: choose from {', '.join(KINDS)}")
+    if (source_lengths is None) == (kind == "sequence-to-sequence"):
+        raise ValueError(f'source_lengths={source_lengths} for kind={kind!r}: only "sequence-to-sequence" needs them')
+    ends = {"bidirectional": lengths, "left-to-right": torch.zeros_like(lengths)}.get(kind, source_lengths)
+    places = torch.arange(int(lengths.max()), device=lengths.device)
+    is_token = places < lengths[:, None]  # [rows, longest]
+    return visible(places[:, None], places, ends[:, None, None]) & is_token[:, None]

@@ -1,0 +1,246 @@
+"""UniLM: one encoder-only network that writes a target after a source (arXiv:1905.03197, §2.2 to §2.5).
+
+`[CLS] source [SEP]` is the prompt of `generate`. At every step the input is the last token and, behind it, `[MASK]`,
+whose output tells the next token. The keys of `[MASK]` are of that step only, so they never enter the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    initialization,
+)
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from fastgen.models.unilm.configuration import UniLMConfig
+from fastgen.models.unilm.encoder import UniLMEmbeddings, UniLMEncoder, UniLMHead
+from fastgen.models.unilm.masks import visible
+
+
+class InTarget(LogitsProcessor):
+    """A processor that is shown the target only, not the `source_length` tokens before it."""
+
+    def __init__(self, processor: LogitsProcessor, source_length: int) -> None:
+        self.processor, self.source_length = processor, source_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids `[rows, length]`, scores `[rows, vocab_size]`; returns scores."""
+        return self.processor(input_ids[:, self.source_length :], scores)
+
+
+class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
+    """UniLM (version 1) for sequence-to-sequence: for `generate` a decoder-only model whose prompt is the source.
+
+    Follows the published decoder: the source sees all of itself, the target what is before it, segments differ,
+    `[MASK]` is fed at each step at the next position, and what is kept of a step is the token, not `[MASK]`. Version
+    2's pseudo-masked training ends in the same decoder.
+
+    Where it differs:
+    - `generate` returns source and target, as with every decoder-only model: cut off the first `input_ids.shape[1]`.
+    - Sources are padded on the left (`tokenizer.padding_side = "left"`); the published decoder pads on the right.
+      Positions count from the first token that is not padding, so both give the same.
+    - `generate` raises ValueError where it would ask for several tokens at once (assistants, prompt lookup), give the
+      source in parts (`prefill_chunk_size`), or run out of positions.
+    - Keys and values are kept, where version 1's decoder keeps hidden states and multiplies them again at each step.
+    - Relative positions (version 2's `rel_pos_bins`) and attention weights as an output are not supported.
+    - `[CLS]`'s pooled output and next-sentence prediction have no part in generation and are left out.
+
+    Names in its state dict are the published ones (`bert.encoder.layer.0.attention.self.query.weight`,
+    `cls.predictions.bias`); `load_published` reads such files.
+    """
+
+    config_class = UniLMConfig
+    config: UniLMConfig
+    base_model_prefix = "bert"
+    main_input_name = "input_ids"
+    input_modalities = ("text",)
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _is_stateful = True  # so that `generate` refuses assistants: a forward tells one token, not several
+    _no_split_modules: ClassVar[list[str]] = ["UniLMLayer"]
+    _tied_weights_keys: ClassVar[dict[str, str]] = {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"
+    }
+
+    def __init__(self, config: UniLMConfig) -> None:
+        super().__init__(config)
+        self.bert = nn.ModuleDict({"embeddings": UniLMEmbeddings(config), "encoder": UniLMEncoder(config)})
+        self.cls = nn.ModuleDict({"predictions": UniLMHead(config)})
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        source_length: int | None = None,
+        append_mask: bool = False,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the tokens given, or of the one that comes next.
+
+        input_ids `[rows, length]`, int64: tokens that follow those of the cache.
+        attention_mask: `[rows, cached + length]`, 0 for padding; or who sees whom, `[rows, length, cached + length]`
+            (see `attention_masks`) or `[rows, 1, length, cached + length]`, boolean.
+        token_type_ids, position_ids `[rows, length]`, int64. The segments of source and target, and positions counted
+            from the first token that is not padding, where not given.
+        labels `[rows, length]`, int64: tokens to be told at their places, -100 where there is nothing to tell. This is
+            the masked-target objective (§2.3): `input_ids` hold `[MASK]` there.
+        source_length: how many of `input_ids`, from the first, are source; None for all. 0 for tokens after a source
+            that is in the cache.
+        append_mask: whether `[MASK]` is put behind the last token, as `generate` does. It sees what the last token
+            sees, and itself.
+
+        The output's `logits` are `[rows, length, vocab_size]`, or with append_mask `[rows, 1, vocab_size]`, those of
+        the next token. `loss`: the mean cross-entropy over labels. `past_key_values`: the cache, without `[MASK]`.
+
+        Raises ValueError for labels together with append_mask.
+        """
+        if labels is not None and append_mask:
+            raise ValueError("labels with append_mask=True: only with False, the appended [MASK] has no label")
+        if use_cache is None:
+            use_cache = self.config.use_cache and labels is None
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        length = input_ids.shape[1]
+        source_length = length if source_length is None else source_length
+        if position_ids is None:
+            position_ids = self._positions(input_ids, attention_mask, past_key_values)
+        if token_type_ids is None:
+            is_source = torch.arange(length, device=input_ids.device) < source_length
+            token_type_ids = torch.where(is_source, self.config.source_type_id, self.config.target_type_id)
+            token_type_ids = token_type_ids.expand_as(input_ids)
+        seen = _seen(input_ids, attention_mask, past_key_values, source_length)
+        if append_mask:
+            input_ids = _append(input_ids, self.config.mask_token_id)
+            token_type_ids = _append(token_type_ids, self.config.target_type_id)
+            position_ids = torch.cat([position_ids, position_ids[:, -1:] + 1], dim=1)
+        hidden = self.bert["embeddings"](input_ids, token_type_ids, position_ids)
+        hidden = self.bert["encoder"](hidden, seen, past_key_values, append_mask)
+        logits = self.cls["predictions"](hidden[:, -1:] if append_mask else hidden)
+        loss = None if labels is None else functional.cross_entropy(logits.transpose(1, 2), labels)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, source_length: int, token_type_ids: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The forward's arguments of a step. source_length: that of the prompt, padding included.
+
+        token_type_ids are not used: BERT's tokenizer gives those of BERT, and the segments here are known.
+        """
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        cached = input_ids.shape[1] - inputs["input_ids"].shape[1]
+        return inputs | {"source_length": max(source_length - cached, 0), "append_mask": True}
+
+    def create_masks_for_generate(
+        self,
+        config: UniLMConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        is_first_iteration: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Who sees whom, `[rows, 1, length, capacity]`, for caches with a fixed capacity, for which `generate` asks."""
+        length = inputs_embeds.shape[1]
+        return _seen(inputs_embeds, attention_mask, past_key_values, length if is_first_iteration else 0)
+
+    def _prefill(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        model_kwargs["source_length"] = input_ids.shape[1]  # steps without a cache have to know it
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def _validate_generated_length(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
+        super()._validate_generated_length(generation_config, *args, **kwargs)
+        most = self.config.max_position_embeddings
+        if generation_config.max_length > most:
+            raise ValueError(
+                f"max_length={generation_config.max_length} for source and target together: "
+                f"at most {most} (max_position_embeddings)"
+            )
+        if getattr(generation_config, "prefill_chunk_size", None) is not None:
+            raise ValueError(
+                f"prefill_chunk_size={generation_config.prefill_chunk_size}: only None, as all of a source sees itself"
+            )
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        """The library's, but repeated n-grams are looked for in the target, as in the published decoder."""
+        length = kwargs["input_ids_seq_length"]
+        return LogitsProcessorList(
+            InTarget(one, length) if isinstance(one, NoRepeatNGramLogitsProcessor) else one
+            for one in super()._get_logits_processor(*args, **kwargs)
+        )
+
+    def _positions(self, input_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> Tensor:
+        length = input_ids.shape[1]
+        if attention_mask is not None and attention_mask.dim() == 2:
+            return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
+        cached = 0 if cache is None else cache.get_seq_length()
+        return (torch.arange(length, device=input_ids.device) + cached).expand_as(input_ids)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.bert["embeddings"].word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.bert["embeddings"].word_embeddings = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.cls["predictions"].decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.cls["predictions"].decoder = new_embeddings
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As in the library; new tokens have a bias of 0."""
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        head = self.cls["predictions"]
+        head.bias = nn.Parameter(functional.pad(head.bias.detach(), (0, len(embeddings.weight) - len(head.bias))))
+        return embeddings
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, UniLMHead):
+            initialization.zeros_(module.bias)
+
+
+def _append(ids: Tensor, value: int) -> Tensor:
+    """ids `[rows, length]` with one more column, of this value."""
+    return functional.pad(ids, (0, 1), value=value)
+
+
+def _seen(tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None, source_length: int) -> Tensor:
+    """Who sees whom, `[rows or 1, 1, length, cached + length]`, boolean; for a fixed capacity, as many keys as that.
+
+    tokens `[rows, length, …]` are only asked for their length and device.
+    """
+    if attention_mask is not None and attention_mask.dim() > 2:
+        return attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]
+    length, device = tokens.shape[1], tokens.device
+    cached, capacity = (0, length) if cache is None else (cache.get_seq_length(), cache.get_mask_sizes(length, 0)[0])
+    queries, keys = torch.arange(length, device=device) + cached, torch.arange(capacity, device=device)
+    seen = visible(queries[:, None], keys, cached + source_length)
+    if attention_mask is None:
+        return seen[None, None]
+    is_token = functional.pad(attention_mask.bool(), (0, capacity - attention_mask.shape[1]))
+    return (seen & is_token[:, None])[:, None]
+
+
+AutoModelForCausalLM.register(UniLMConfig, UniLMForConditionalGeneration, exist_ok=True)

@@ -1,0 +1,62 @@
+"""The masks are those of Figure 1 of the paper, and the model sees what they say and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parity import token_ids
+from unilm_slow import sees, slow_logits, tiny_unilm
+
+from fastgen.models.unilm import KINDS, attention_masks
+
+LENGTHS, SOURCES = torch.tensor([7, 4, 6]), torch.tensor([3, 2, 6])
+
+
+def masks(kind: str) -> torch.Tensor:
+    return attention_masks(kind, LENGTHS, SOURCES if kind == "sequence-to-sequence" else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_pair_is_that_of_the_paper(kind):
+    found = masks(kind)
+    assert found.shape == (3, 7, 7) and found.dtype == torch.bool
+    for row, (length, source) in enumerate(zip(LENGTHS.tolist(), SOURCES.tolist())):
+        for query in range(length):
+            for key in range(7):
+                assert found[row, query, key] == sees(kind, query, key, source, length), (row, query, key)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_token_tells_changes_with_the_tokens_that_it_sees_only(kind):
+    model = tiny_unilm(num_hidden_layers=1).double()
+    mask, ids = masks(kind)[:1], token_ids(1, 7)
+    with torch.no_grad():
+        before = model(ids, attention_mask=mask).logits[0]
+        for key in range(7):
+            changed = ids.clone()
+            changed[0, key] = (ids[0, key] + 1) % 90 + 5
+            after = model(changed, attention_mask=mask, token_type_ids=torch.zeros_like(ids)).logits[0]
+            assert torch.equal((after - before).abs().amax(dim=1) > 1e-9, mask[0, :, key])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_slow_definition(kind):
+    model, found, ids = tiny_unilm().double(), masks(kind), token_ids(3, 7)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=found).logits
+    for row, length in enumerate(LENGTHS.tolist()):
+        alone = slow_logits(model, ids[row, :length].tolist(), [0] * length, found[row, :length, :length])
+        torch.testing.assert_close(logits[row, :length], alone)
+
+
+@pytest.mark.parametrize(
+    "kind, sources, words",
+    [
+        ("right-to-left", None, "kind='right-to-left': choose from bidirectional"),
+        ("sequence-to-sequence", None, "source_lengths=None"),
+        ("bidirectional", SOURCES, 'only "sequence-to-sequence"'),
+    ],
+)
+def test_wrong_arguments_are_refused(kind, sources, words):
+    with pytest.raises(ValueError, match=words):
+        attention_masks(kind, LENGTHS, sources)

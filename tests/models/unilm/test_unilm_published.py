@@ -1,0 +1,107 @@
+"""State dicts with published names are read, in each layout, and what does not fit is named."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from parity import token_ids
+from unilm_slow import SIZES, tiny_unilm
+
+from fastgen.models.unilm import UniLMConfig, load_published
+
+LAYER_NAMES = """
+    attention.self.query.weight attention.self.query.bias attention.self.key.weight attention.self.key.bias
+    attention.self.value.weight attention.self.value.bias attention.output.dense.weight attention.output.dense.bias
+    attention.output.LayerNorm.weight attention.output.LayerNorm.bias intermediate.dense.weight intermediate.dense.bias
+    output.dense.weight output.dense.bias output.LayerNorm.weight output.LayerNorm.bias
+""".split()
+OTHER_NAMES = """
+    bert.embeddings.word_embeddings.weight bert.embeddings.position_embeddings.weight
+    bert.embeddings.token_type_embeddings.weight bert.embeddings.LayerNorm.weight bert.embeddings.LayerNorm.bias
+    cls.predictions.bias cls.predictions.transform.dense.weight cls.predictions.transform.dense.bias
+    cls.predictions.transform.LayerNorm.weight cls.predictions.transform.LayerNorm.bias cls.predictions.decoder.weight
+""".split()
+
+
+def published(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def tells_the_same(model, other) -> bool:
+    with torch.no_grad():
+        return torch.equal(*(one(token_ids(2, 6), append_mask=True).logits for one in (model, other)))
+
+
+def test_names_are_the_published_ones():
+    layers = {f"bert.encoder.layer.{index}.{name}" for index in range(3) for name in LAYER_NAMES}
+    assert tiny_unilm().state_dict().keys() == layers | set(OTHER_NAMES)
+
+
+def test_a_file_is_read_into_a_new_model(tmp_path, caplog):
+    model = tiny_unilm()
+    torch.save(published(model), tmp_path / "unilm.bin")
+    loaded, missing, unexpected = load_published(UniLMConfig(**SIZES), tmp_path / "unilm.bin")
+    assert not missing and not unexpected and not caplog.records
+    assert not loaded.training and tells_the_same(loaded, model)
+
+
+def test_older_names_of_norms_and_names_of_parallel_training():
+    model = tiny_unilm()
+    weights = {
+        "module."
+        + name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in published(model).items()
+    }
+    loaded, missing, unexpected = load_published(UniLMConfig(**SIZES), weights)
+    assert not missing and not unexpected and tells_the_same(loaded, model)
+
+
+def test_query_key_and_value_in_one_matrix():
+    model = tiny_unilm()
+    weights = published(model)
+    for index in range(3):
+        start = f"bert.encoder.layer.{index}.attention.self."
+        model.state_dict()[start + "key.bias"].zero_()  # that layout has none
+        parts = [weights.pop(f"{start}{name}.weight") for name in ("query", "key", "value")]
+        weights[start + "qkv_linear.weight"] = torch.cat(parts)
+        weights[start + "q_bias"] = weights.pop(start + "query.bias")
+        weights[start + "v_bias"] = weights.pop(start + "value.bias")
+        del weights[start + "key.bias"]
+    loaded, missing, unexpected = load_published(UniLMConfig(**SIZES), weights)
+    assert not missing and not unexpected and tells_the_same(loaded, model)
+
+
+def test_missing_and_unexpected_names_are_listed(caplog):
+    weights = published(tiny_unilm())
+    del (
+        weights["bert.encoder.layer.1.output.dense.bias"],
+        weights["cls.predictions.decoder.weight"],
+    )  # the latter is tied
+    weights["cls.seq_relationship.weight"] = torch.zeros(2, 32)
+    with caplog.at_level(logging.WARNING, "fastgen"):
+        _, missing, unexpected = load_published(UniLMConfig(**SIZES), weights)
+    assert missing == ["bert.encoder.layer.1.output.dense.bias"]
+    assert unexpected == ["cls.seq_relationship.weight"]
+    assert all(name in caplog.text for name in missing + unexpected)
+
+
+def test_output_weights_follow_the_word_embeddings():
+    weights = published(tiny_unilm())
+    del weights["cls.predictions.decoder.weight"]
+    loaded, missing, _ = load_published(UniLMConfig(**SIZES), weights)
+    assert not missing
+    assert torch.equal(loaded.cls["predictions"].decoder.weight, weights["bert.embeddings.word_embeddings.weight"])
+
+
+def test_word_embeddings_that_are_missing_are_named():
+    weights = published(tiny_unilm())
+    del weights["cls.predictions.decoder.weight"], weights["bert.embeddings.word_embeddings.weight"]
+    _, missing, _ = load_published(UniLMConfig(**SIZES), weights)
+    assert "bert.embeddings.word_embeddings.weight" in missing
+
+
+def test_weights_of_another_shape_are_named():
+    with pytest.raises(RuntimeError, match=r"bert\.embeddings\.position_embeddings\.weight"):
+        load_published(UniLMConfig(**SIZES | {"max_position_embeddings": 64}), published(tiny_unilm()))

@@ -1,0 +1,110 @@
+"""Batches of the masked-target objective, and a tiny model that learns from them to copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from unilm_slow import SIZES, sees, tiny_unilm
+
+from fastgen.models.unilm import UniLMConfig, UniLMForConditionalGeneration, masked_target_batch
+
+CONFIG = UniLMConfig(**SIZES, source_type_id=1, target_type_id=0)
+SOURCES, TARGETS = [[1, 11, 12, 13, 2], [1, 14, 2]], [[21, 22], [23, 24, 25, 26]]
+MASK, END, PAD = CONFIG.mask_token_id, CONFIG.eos_token_id, CONFIG.pad_token_id
+
+
+def batch(**arguments) -> dict[str, torch.Tensor]:
+    return masked_target_batch(CONFIG, SOURCES, TARGETS, generator=torch.Generator().manual_seed(0), **arguments)
+
+
+def test_everything_masked():
+    found = batch(mask_probability=1.0)
+    assert found["input_ids"].tolist() == [[1, 11, 12, 13, 2, MASK, MASK, MASK], [1, 14, 2, *[MASK] * 5]]
+    assert found["labels"].tolist() == [[-100] * 5 + [21, 22, END], [-100] * 3 + [23, 24, 25, 26, END]]
+    assert found["token_type_ids"].tolist() == [[1] * 5 + [0] * 3, [1] * 3 + [0] * 5]
+
+
+def test_one_token_of_each_row_is_masked_at_least():
+    found = batch(mask_probability=0.0)
+    assert ((found["labels"] != -100).sum(dim=1) == 1).all()
+    assert torch.equal(found["labels"] != -100, found["input_ids"] == MASK)
+
+
+def test_share_of_masked_tokens_and_padding():
+    sources, targets = [[1, 5, 2]] * 200, [[6] * (row % 20 + 1) for row in range(200)]
+    found = masked_target_batch(CONFIG, sources, targets, 0.4, torch.Generator().manual_seed(3))
+    lengths = torch.tensor([len(target) + 1 for target in targets])
+    chosen = found["labels"] != -100
+    assert 0.36 < chosen.sum() / lengths.sum() < 0.46
+    assert not chosen[:, :3].any()
+    past_the_end = torch.arange(24) >= lengths[:, None] + 3
+    assert not chosen[past_the_end].any() and (found["input_ids"][past_the_end] == PAD).all()
+
+
+def test_a_seed_gives_the_same_batch():
+    one, other = batch(), batch()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_mask_is_that_of_sequence_to_sequence():
+    mask = batch()["attention_mask"]
+    for row, (source, length) in enumerate(((5, 8), (3, 8))):
+        expected = [[sees("sequence-to-sequence", q, k, source, length) for k in range(8)] for q in range(8)]
+        assert mask[row].tolist() == expected
+
+
+def test_loss_is_the_mean_over_masked_tokens():
+    model, found = tiny_unilm(), batch()
+    with torch.no_grad():
+        output = model(**found)
+    chosen = found["labels"] != -100
+    log_probs = output.logits[chosen].log_softmax(-1)
+    expected = -log_probs.gather(1, found["labels"][chosen][:, None]).mean()
+    torch.testing.assert_close(output.loss, expected)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((SOURCES, TARGETS, 1.5), "mask_probability=1.5"),
+        ((SOURCES, TARGETS[:1]), "2 sources and 1 targets"),
+        (([[1] * 40], [[5] * 8]), "of 49 tokens together: at most 48"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        masked_target_batch(CONFIG, *arguments)
+
+
+def test_labels_do_not_go_with_an_appended_mask():
+    with pytest.raises(ValueError, match="labels with append_mask=True"):
+        tiny_unilm()(**batch(), append_mask=True)
+
+
+@pytest.mark.usefixtures("one_thread", "share_always")
+def test_learns_to_copy():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 20, "num_hidden_layers": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = UniLMConfig(**SIZES | sizes)
+    model = UniLMForConditionalGeneration(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+
+    def texts(rows: int) -> list[list[int]]:
+        return torch.randint(5, 20, (rows, 4), generator=generator).tolist()
+
+    losses = []
+    for _ in range(300):
+        targets = texts(32)
+        sources = [[config.bos_token_id, *text, config.eos_token_id] for text in targets]
+        loss = model(**masked_target_batch(config, sources, targets, generator=generator)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+    wanted = texts(16)
+    sources = torch.tensor([[config.bos_token_id, *text, config.eos_token_id] for text in wanted])
+    copies = model.eval().generate(sources, num_beams=3, max_new_tokens=6)[:, sources.shape[1] :]
+    exact = [copy.tolist()[:5] == [*text, config.eos_token_id] for copy, text in zip(copies, wanted)]
+    assert sum(exact) >= 14

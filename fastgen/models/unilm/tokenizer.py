@@ -1,7 +1,7 @@
 """AutoTokenizer takes BERT's tokenizer for UniLM."""
 
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+from transformers import AutoTokenizer, BertTokenizerFast
 
 from fastgen.models.unilm.configuration import UniLMConfig
 
-TOKENIZER_MAPPING_NAMES.setdefault(UniLMConfig.model_type, TOKENIZER_MAPPING_NAMES["bert"])
+AutoTokenizer.register(UniLMConfig, fast_tokenizer_class=BertTokenizerFast, exist_ok=True)

@@ -10,6 +10,7 @@ from parity import lively
 from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from fastgen.models.unilm import UniLMConfig, UniLMForConditionalGeneration
 
@@ -50,6 +51,17 @@ def sees(kind: str, query: int, key: int, source: int, length: int) -> bool:
     return key < source or source <= key <= query
 
 
+def relative_bias(model: UniLMForConditionalGeneration, head: int, length: int) -> Tensor:
+    """What version 2 adds to the scores of a head, `[length, length]`, pair by pair."""
+    if not model.config.rel_pos_bins:
+        return torch.zeros(length, length, dtype=model.dtype)
+    weight, places = model.state_dict()["bert.rel_pos_bias.weight"], torch.arange(length)
+    bins = T5Attention._relative_position_bucket(
+        places - places[:, None], True, model.config.rel_pos_bins, model.config.max_rel_pos
+    )
+    return torch.stack([torch.stack([weight[head, one] for one in row]) for row in bins])
+
+
 def slow_logits(model: UniLMForConditionalGeneration, ids: list[int], types: list[int], mask: Tensor) -> Tensor:
     """Logits `[length, vocab_size]` of one sequence, from the weights by their published names."""
     weights, config = model.state_dict(), model.config
@@ -72,8 +84,9 @@ def slow_logits(model: UniLMForConditionalGeneration, ids: list[int], types: lis
         layer = f"bert.encoder.layer.{index}"
         query, key, value = (linear(f"{layer}.attention.self.{name}", states) for name in ("query", "key", "value"))
         heads = []
-        for part in (slice(head * width, (head + 1) * width) for head in range(config.num_attention_heads)):
-            scores = query[:, part] @ key[:, part].T / math.sqrt(width)
+        for head in range(config.num_attention_heads):
+            part = slice(head * width, (head + 1) * width)
+            scores = query[:, part] @ key[:, part].T / math.sqrt(width) + relative_bias(model, head, len(ids))
             heads.append(scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value[:, part])
         attended = linear(f"{layer}.attention.output.dense", torch.cat(heads, dim=-1))
         states = norm(f"{layer}.attention.output.LayerNorm", states + attended)

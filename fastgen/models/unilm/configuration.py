@@ -19,10 +19,12 @@ class UniLMConfig(PreTrainedConfig):
     layer_norm_eps: 1e-5, as in the published decoder.
     mask_token_id: `[MASK]`, which asks for the next token.
     eos_token_id: `[SEP]`, which ends source and target.
-    rel_pos_bins: bins of version 2's relative positions; 0, for none, is what is supported.
+    rel_pos_bins: bins of version 2's relative positions, where published 32; 0 for none.
+    max_rel_pos: the distance from which on they are all alike.
 
-    Raises ValueError for a `rel_pos_bins` other than 0, for a `num_attention_heads` that does not divide `hidden_size`,
-    for a `mask_token_id` outside of the vocabulary, and for type ids outside of `type_vocab_size`.
+    Raises ValueError for a `rel_pos_bins` that is neither 0 nor a multiple of 4, for a `max_rel_pos` that is not more
+    than a quarter of them, for a `num_attention_heads` that does not divide `hidden_size`, for a `mask_token_id`
+    outside of the vocabulary, and for type ids outside of `type_vocab_size`.
     """
 
     model_type = "unilm"
@@ -45,6 +47,7 @@ class UniLMConfig(PreTrainedConfig):
         layer_norm_eps: float = 1e-5,
         initializer_range: float = 0.02,
         rel_pos_bins: int = 0,
+        max_rel_pos: int = 128,
         use_cache: bool = True,
         pad_token_id: int = 0,
         bos_token_id: int = 101,
@@ -55,8 +58,10 @@ class UniLMConfig(PreTrainedConfig):
     ) -> None:
         import fastgen.models.unilm.modeling  # noqa: F401  # who makes a configuration wants a model: AutoModel finds it
 
-        if rel_pos_bins != 0:
-            raise ValueError(f"rel_pos_bins={rel_pos_bins}: relative positions are not supported, only 0")
+        if rel_pos_bins < 0 or rel_pos_bins % 4:
+            raise ValueError(f"rel_pos_bins={rel_pos_bins}: 0 or a multiple of 4")
+        if max_rel_pos <= rel_pos_bins // 4:
+            raise ValueError(f"max_rel_pos={max_rel_pos}: more than {rel_pos_bins // 4}, a quarter of rel_pos_bins")
         if hidden_size % num_attention_heads:
             raise ValueError(f"num_attention_heads={num_attention_heads} does not divide hidden_size={hidden_size}")
         if not 0 <= mask_token_id < vocab_size:
@@ -79,6 +84,7 @@ class UniLMConfig(PreTrainedConfig):
         self.layer_norm_eps = layer_norm_eps
         self.initializer_range = initializer_range
         self.rel_pos_bins = rel_pos_bins
+        self.max_rel_pos = max_rel_pos
         self.use_cache = use_cache
         self.mask_token_id = mask_token_id
         self.chunk_size_feed_forward = 0

@@ -5,6 +5,8 @@ Modules are named so that the state dict has the published names.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -46,8 +48,14 @@ class UniLMSelfAttention(nn.Module):
         self.num_heads, self.layer_idx = config.num_attention_heads, layer_idx
         self.dropout = config.attention_probs_dropout_prob
 
-    def forward(self, hidden: Tensor, seen: Tensor, cache: Cache | None, append_mask: bool) -> Tensor:
-        """hidden `[rows, L, width]`, the last of which is `[MASK]` if append_mask; seen `[rows, 1, tokens, N]`."""
+    def forward(
+        self, hidden: Tensor, bias: Tensor, own_bias: Tensor | float, cache: Cache | None, append_mask: bool
+    ) -> Tensor:
+        """The output `[rows, L, width]` before its projection.
+
+        hidden `[rows, L, width]`, the last of which is `[MASK]` if append_mask; bias `[rows, 1 or heads, L, N]` is
+        added to the scores of the N keys that are not `[MASK]`'s, own_bias `[heads, 1, 1]` to that of its own.
+        """
         query, key, value = (
             linear(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [rows, heads, L, D]
             for linear in (self.query, self.key, self.value)
@@ -60,30 +68,36 @@ class UniLMSelfAttention(nn.Module):
         first = first if append_mask else tokens
         parts = []
         if first:
-            dropout = self.dropout if self.training else 0.0
-            parts.append(
-                functional.scaled_dot_product_attention(query[:, :, :first], keys, values, seen, dropout_p=dropout)
-            )
+            seen, dropout = bias[:, :, :first], self.dropout if self.training else 0.0
+            output = functional.scaled_dot_product_attention(query[:, :, :first], keys, values, seen, dropout)
+            parts.append(output)
         if append_mask:
             own = key[:, :, -1:], value[:, :, -1:]
-            parts.append(attention_with_own(query[:, :, first:], keys, values, *own, seen[:, :, -1:]))
+            parts.append(attention_with_own(query[:, :, first:], keys, values, bias[:, :, first:], *own, own_bias))
         context = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
         return context.transpose(1, 2).flatten(2)
 
 
 def attention_with_own(
-    query: Tensor, keys: Tensor, values: Tensor, own_key: Tensor, own_value: Tensor, seen: Tensor
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    own_key: Tensor,
+    own_value: Tensor,
+    own_bias: Tensor | float,
 ) -> Tensor:
     """Attention in which the last query sees one key more than the others, its own.
 
-    query `[rows, heads, L, D]`; keys and values `[rows, heads, N, D]`; own_key and own_value `[rows, heads, 1, D]`;
-    seen `[rows, 1, 1, N]`, boolean, the same for all queries. Result `[rows, heads, L, D]`.
+    query `[rows, heads, L, D]`; keys and values `[rows, heads, N, D]`; own_key and own_value `[rows, heads, 1, D]`.
+    bias, broadcasting to `[rows, heads, L, N]`, is added to scores, with -inf for what is not seen; own_bias,
+    broadcasting to `[rows, heads, 1, 1]`, to the score of the last query's own key. Result `[rows, heads, L, D]`.
 
     Its own key is not appended to the others, which may be stored in parts that all rows of an input share.
     """
     query = query * query.shape[-1] ** -0.5
-    scores = (query @ keys.transpose(-1, -2)).masked_fill(~seen, float("-inf"))
-    own = (query * own_key).sum(dim=-1, keepdim=True)  # [rows, heads, L, 1]
+    scores = query @ keys.transpose(-1, -2) + bias
+    own = (query * own_key).sum(dim=-1, keepdim=True) + own_bias  # [rows, heads, L, 1]
     own[:, :, :-1] = float("-inf")
     scores = torch.cat([scores, own], dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
@@ -101,8 +115,9 @@ class UniLMLayer(nn.Module):
         self.intermediate = BertIntermediate(config)
         self.output = BertOutput(config)
 
-    def forward(self, hidden: Tensor, seen: Tensor, cache: Cache | None, append_mask: bool) -> Tensor:
-        attended = self.attention["output"](self.attention["self"](hidden, seen, cache, append_mask), hidden)
+    def forward(self, hidden: Tensor, *attention: Any) -> Tensor:
+        """attention: what `UniLMSelfAttention` is given besides."""
+        attended = self.attention["output"](self.attention["self"](hidden, *attention), hidden)
         return self.output(self.intermediate(attended), attended)
 
 
@@ -113,9 +128,9 @@ class UniLMEncoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(UniLMLayer(config, index) for index in range(config.num_hidden_layers))
 
-    def forward(self, hidden: Tensor, seen: Tensor, cache: Cache | None, append_mask: bool) -> Tensor:
+    def forward(self, hidden: Tensor, *attention: Any) -> Tensor:
         for layer in self.layer:
-            hidden = layer(hidden, seen, cache, append_mask)
+            hidden = layer(hidden, *attention)
         return hidden
 
 

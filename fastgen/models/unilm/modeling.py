@@ -27,6 +27,7 @@ from transformers.utils.generic import can_return_tuple
 from fastgen.models.unilm.configuration import UniLMConfig
 from fastgen.models.unilm.encoder import UniLMEmbeddings, UniLMEncoder, UniLMHead
 from fastgen.models.unilm.masks import visible
+from fastgen.models.unilm.relative_positions import RelativePositions, distances_of
 
 
 class InTarget(LogitsProcessor):
@@ -41,11 +42,11 @@ class InTarget(LogitsProcessor):
 
 
 class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
-    """UniLM (version 1) for sequence-to-sequence: for `generate` a decoder-only model whose prompt is the source.
+    """UniLM for sequence-to-sequence: for `generate` a decoder-only model whose prompt is the source.
 
     Follows the published decoder: the source sees all of itself, the target what is before it, segments differ,
     `[MASK]` is fed at each step at the next position, and what is kept of a step is the token, not `[MASK]`. Version
-    2's pseudo-masked training ends in the same decoder.
+    2's pseudo-masked training ends in the same decoder, with relative positions (`rel_pos_bins`).
 
     Where it differs:
     - `generate` returns source and target, as with every decoder-only model: cut off the first `input_ids.shape[1]`.
@@ -54,7 +55,7 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
     - `generate` raises ValueError where it would ask for several tokens at once (assistants, prompt lookup), give the
       source in parts (`prefill_chunk_size`), or run out of positions.
     - Keys and values are kept, where version 1's decoder keeps hidden states and multiplies them again at each step.
-    - Relative positions (version 2's `rel_pos_bins`) and attention weights as an output are not supported.
+    - Attention weights as an output are not supported.
     - `[CLS]`'s pooled output and next-sentence prediction have no part in generation and are left out.
 
     Names in its state dict are the published ones (`bert.encoder.layer.0.attention.self.query.weight`,
@@ -77,6 +78,9 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
     def __init__(self, config: UniLMConfig) -> None:
         super().__init__(config)
         self.bert = nn.ModuleDict({"embeddings": UniLMEmbeddings(config), "encoder": UniLMEncoder(config)})
+        if config.rel_pos_bins:
+            sizes = config.rel_pos_bins, config.num_attention_heads, config.max_rel_pos
+            self.bert["rel_pos_bias"] = RelativePositions(*sizes)
         self.cls = nn.ModuleDict({"predictions": UniLMHead(config)})
         self.post_init()
 
@@ -132,7 +136,8 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
             token_type_ids = _append(token_type_ids, self.config.target_type_id)
             position_ids = torch.cat([position_ids, position_ids[:, -1:] + 1], dim=1)
         hidden = self.bert["embeddings"](input_ids, token_type_ids, position_ids)
-        hidden = self.bert["encoder"](hidden, seen, past_key_values, append_mask)
+        biases = self._biases(seen, 0 if past_key_values is None else past_key_values.get_seq_length(), append_mask)
+        hidden = self.bert["encoder"](hidden, *biases, past_key_values, append_mask)
         logits = self.cls["predictions"](hidden[:, -1:] if append_mask else hidden)
         loss = None if labels is None else functional.cross_entropy(logits.transpose(1, 2), labels)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None)
@@ -195,6 +200,20 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
         cached = 0 if cache is None else cache.get_seq_length()
         return (torch.arange(length, device=input_ids.device) + cached).expand_as(input_ids)
 
+    def _biases(self, seen: Tensor, cached: int | Tensor, append_mask: bool) -> tuple[Tensor, Tensor | float]:
+        """What is added to scores, `[rows, heads, L, N]`, and to that of `[MASK]` with itself.
+
+        `[MASK]` sees the keys that the token before it sees.
+        """
+        distances = distances_of(seen, cached, append_mask) if self.config.rel_pos_bins else None
+        if append_mask:
+            seen = torch.cat([seen, seen[:, :, -1:]], dim=2)
+        hidden = torch.zeros_like(seen, dtype=self.dtype).masked_fill(~seen, float("-inf"))
+        if distances is None:
+            return hidden, 0.0
+        relative = self.bert["rel_pos_bias"]
+        return hidden + relative(distances), relative(distances.new_zeros(1, 1))
+
     def get_input_embeddings(self) -> nn.Module:
         return self.bert["embeddings"].word_embeddings
 
@@ -232,7 +251,7 @@ def _seen(tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None, so
     tokens `[rows, length, …]` are only asked for their length and device.
     """
     if attention_mask is not None and attention_mask.dim() > 2:
-        return attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]
+        return (attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]).bool()
     length, device = tokens.shape[1], tokens.device
     cached, capacity = (0, length) if cache is None else (cache.get_seq_length(), cache.get_mask_sizes(length, 0)[0])
     queries, keys = torch.arange(length, device=device) + cached, torch.arange(capacity, device=device)

@@ -9,10 +9,12 @@ import torch
 from parity import BEAMS, PROMPT, SAMPLES, assert_same, compared, is_shared, padded, run_both, token_ids
 from recording import recording, replays
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.t5.modeling_t5 import T5Attention
 from unilm_slow import SlowUniLM, next_logits, tiny_unilm
 
 import fastgen
 from fastgen.models.unilm import UniLMConfig, UniLMForConditionalGeneration
+from fastgen.models.unilm.relative_positions import bins_of
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 WAYS = {
@@ -77,9 +79,10 @@ def test_mask_token_never_enters_the_cache():
     assert cache.get_seq_length() == 9 + 8 - 1  # the last token was not fed
 
 
+@pytest.mark.parametrize("bins", (0, 8), ids=("", "relative positions"))
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES, GREEDY), ids=("beams", "samples", "greedy"))
-def test_recorded_steps_give_the_same_tokens(arguments):
-    model = tiny_unilm()
+def test_recorded_steps_give_the_same_tokens(arguments, bins):
+    model = tiny_unilm(rel_pos_bins=bins, max_rel_pos=12)
     arguments = {**arguments, "max_new_tokens": 12, "eos_token_id": None}
     with recording():
         for inputs in (padded(9, 5, 7), padded(4, 8, 3, seed=2)):
@@ -148,6 +151,27 @@ def test_forward_tells_the_next_token_and_takes_tokens_one_by_one(model):
     torch.testing.assert_close(output.logits, whole.logits)
 
 
+@pytest.mark.usefixtures("share_always")
+@pytest.mark.parametrize("use_cache", (True, False), ids=("cache", "no cache"))
+def test_relative_positions_of_version_2(use_cache):
+    sizes = {"rel_pos_bins": 8, "max_rel_pos": 12, "type_vocab_size": 0}
+    model, slow = tiny_unilm(**sizes).double(), tiny_unilm(SlowUniLM, **sizes).double()
+    arguments = {**sources(), **BEAMS, "return_dict_in_generate": True, "output_logits": True}
+    with fastgen.disabled():
+        expected = slow.generate(**arguments, use_cache=False)
+    output = model.generate(**arguments, use_cache=use_cache)
+    assert torch.equal(output.sequences, expected.sequences)
+    for logits, wanted in zip(output.logits, expected.logits, strict=True):
+        torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bins, most", ((32, 128), (8, 12)))
+def test_bins_of_relative_positions_are_those_of_t5(bins, most):
+    distances = torch.arange(-300, 301)
+    expected = T5Attention._relative_position_bucket(distances, True, bins, most)
+    assert torch.equal(bins_of(distances, bins, most), expected)
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_half_precision(dtype):
     model = tiny_unilm()
@@ -179,7 +203,8 @@ def test_vocabulary_can_grow():
 @pytest.mark.parametrize(
     "sizes, words",
     [
-        ({"rel_pos_bins": 32}, "rel_pos_bins=32"),
+        ({"rel_pos_bins": 30}, "rel_pos_bins=30: 0 or a multiple of 4"),
+        ({"rel_pos_bins": 32, "max_rel_pos": 8}, "max_rel_pos=8: more than 8"),
         ({"num_attention_heads": 5}, "num_attention_heads=5 does not divide hidden_size=768"),
         ({"mask_token_id": 30522}, "mask_token_id=30522: 0 to 30521"),
         ({"target_type_id": 2}, "target_type_id=2: 0 to 1"),

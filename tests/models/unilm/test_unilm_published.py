@@ -39,6 +39,13 @@ def test_names_are_the_published_ones():
     assert tiny_unilm().state_dict().keys() == layers | set(OTHER_NAMES)
 
 
+def test_relative_positions_and_no_segments_as_in_version_2():
+    model = tiny_unilm(rel_pos_bins=8, type_vocab_size=0)
+    assert model.state_dict()["bert.rel_pos_bias.weight"].shape == (4, 8)  # heads, bins
+    loaded, missing, unexpected = load_published(model.config, published(model))
+    assert not missing and not unexpected and tells_the_same(loaded, model)
+
+
 def test_a_file_is_read_into_a_new_model(tmp_path, caplog):
     model = tiny_unilm()
     torch.save(published(model), tmp_path / "unilm.bin")

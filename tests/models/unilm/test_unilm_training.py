@@ -81,6 +81,15 @@ def test_labels_do_not_go_with_an_appended_mask():
         tiny_unilm()(**batch(), append_mask=True)
 
 
+@pytest.mark.parametrize("bins", (0, 8))
+def test_all_weights_have_gradients(bins):
+    model = tiny_unilm(rel_pos_bins=bins).train()
+    model(**batch()).loss.backward()
+    for name, parameter in model.named_parameters():
+        if not name.endswith("key.bias"):  # softmax does not see what is added to all scores of a query
+            assert parameter.grad is not None and parameter.grad.any(), name
+
+
 @pytest.mark.usefixtures("one_thread", "share_always")
 def test_learns_to_copy():
     torch.manual_seed(0)

@@ -64,8 +64,7 @@ class UniLMSelfAttention(nn.Module):
         keys, values = key[:, :, :tokens], value[:, :, :tokens]
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        first = tokens if tokens > 1 else 0  # a single token goes with [MASK] into one product
-        first = first if append_mask else tokens
+        first = 0 if append_mask and tokens == 1 else tokens  # a single token goes with [MASK] into one product
         parts = []
         if first:
             seen, dropout = bias[:, :, :first], self.dropout if self.training else 0.0

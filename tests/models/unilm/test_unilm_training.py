@@ -90,6 +90,15 @@ def test_all_weights_have_gradients(bins):
             assert parameter.grad is not None and parameter.grad.any(), name
 
 
+def test_loss_under_autocast():
+    model = tiny_unilm(rel_pos_bins=8)
+    with torch.no_grad():
+        expected = model(**batch()).loss
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch()).loss
+    torch.testing.assert_close(loss.float(), expected, atol=0.1, rtol=0.05)
+
+
 @pytest.mark.usefixtures("one_thread", "share_always")
 def test_learns_to_copy():
     torch.manual_seed(0)

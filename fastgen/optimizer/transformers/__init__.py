@@ -134,4 +134,28 @@ PATCHES = (
         )
         for model, decoder in (("encodec", "EncodecDecoder"), ("mimi", "MimiDecoder"))
     ),
+    *(
+        _patch(
+            f"transformers.prophetnet.{replacement}",
+            f"transformers.models.prophetnet.modeling_prophetnet:ProphetNet{name}.forward",
+            f"fastgen.optimizer.transformers.prophetnet:{replacement}",
+            parameters=("self", *parameters),
+            group="transformers.prophetnet",
+        )
+        for name, replacement, parameters in (
+            (
+                "ForConditionalGeneration",
+                "conditional_generation",
+                ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "past_key_values"),
+            ),
+            ("ForCausalLM", "causal_lm", ("input_ids", "attention_mask", "encoder_hidden_states", "past_key_values")),
+            ("Decoder", "decoder", ("input_ids", "attention_mask", "encoder_hidden_states", "past_key_values")),
+            (
+                "NgramSelfAttention",
+                "self_attention",
+                ("hidden_states", "past_key_values", "main_relative_position_buckets"),
+            ),
+            ("Attention", "cross_attention", ("hidden_states", "attention_mask", "past_key_values")),
+        )
+    ),
 )

@@ -1,0 +1,191 @@
+"""ProphetNet: steps with the cache give what the library gives without it, where the library's own steps do not.
+
+Without its cache the library mixes up positions in the predict streams of more than one token: it reads an array of
+[streams, heads, length] as one of [length, streams, heads]. `whole_positions` puts that right, so that the library
+without its cache, which has none of the defects of its cache, is what these tests compare with.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from parity import CROSS, PROMPT, assert_same, is_shared, left_alone_because, lively, padded, run_both, token_ids
+from transformers import ProphetNetConfig, ProphetNetForCausalLM, ProphetNetForConditionalGeneration
+from transformers.models.prophetnet.modeling_prophetnet import ProphetNetNgramSelfAttention
+
+import fastgen
+from fastgen.optimizer.transformers import prophetnet
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make(kind=ProphetNetForConditionalGeneration, **overrides):
+    layers = {f"num_{end}_layers": 2 for end in ("encoder", "decoder")}
+    heads = {f"num_{end}_attention_heads": 4 for end in ("encoder", "decoder")}
+    widths = {"hidden_size": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64}
+    special = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 2}
+    sizes = {"vocab_size": 99, "num_buckets": 6, "relative_max_distance": 12}
+    config = ProphetNetConfig(**{**layers, **heads, **widths, **special, **sizes, **overrides})
+    return lively(kind(config)).eval()
+
+
+@pytest.fixture
+def whole_positions(monkeypatch):
+    """In both, so that the library's prompts are alike, too."""
+
+    def embeddings(self, hidden_states, attn_weights, position_ids, buckets):
+        states = self.relative_pos_embeddings(hidden_states)  # [rows, length, streams, buckets * heads]
+        states = states.unflatten(3, (self.num_buckets, self.num_attn_heads)).permute(0, 2, 4, 1, 3)
+        index = buckets.long()[:, None, None].expand(*states.shape[:3], -1, -1)
+        return torch.gather(states, 4, index)
+
+    monkeypatch.setattr(ProphetNetNgramSelfAttention, "get_predict_relative_pos_embeddings", embeddings)
+
+
+def compared(model, inputs, **arguments):
+    """The library without its cache and fastgen with it give the same; returns fastgen's report."""
+    arguments = {"max_new_tokens": 9, "return_dict_in_generate": True, "output_logits": True, **arguments}
+    arguments["output_scores"] = True
+    cached = iter((False, True))
+    both = run_both(lambda: model.generate(**inputs, **arguments, use_cache=next(cached)))
+    assert torch.equal(both.stock.sequences, both.fast.sequences)
+    torch.testing.assert_close(both.stock.logits, both.fast.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(both.stock.scores, both.fast.scores, rtol=1e-4, atol=1e-4)
+    if arguments.get("num_beams", 1) > 1:
+        torch.testing.assert_close(both.stock.sequences_scores, both.fast.sequences_scores, rtol=1e-4, atol=1e-4)
+    assert any(kernel.startswith(prophetnet.KERNEL) for kernel in both.report.kernels)
+    return both.report
+
+
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "five beams": {"num_beams": 5, "no_repeat_ngram_size": 2, "length_penalty": 2.0},
+    "samples": {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
+    "beam samples": {"do_sample": True, "num_beams": 3},
+}
+
+
+@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("lengths", [(7,), (9, 4, 6, 8)], ids=["one input", "four inputs"])
+def test_encoder_decoder_gives_what_the_library_gives_without_cache(lengths, arguments, whole_positions, share_always):
+    report = compared(make(), padded(*lengths, side="right"), **arguments)
+    if arguments:
+        assert is_shared(report, CROSS)
+
+
+@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("lengths", [(7,), (9, 4, 6, 8)], ids=["one input", "four inputs"])
+def test_decoder_only_gives_what_the_library_gives_without_cache(lengths, arguments, whole_positions, share_always):
+    model = make(ProphetNetForCausalLM, add_cross_attention=False)
+    report = compared(model, padded(*lengths), **arguments)
+    if arguments:
+        assert is_shared(report, PROMPT)
+
+
+@pytest.mark.parametrize("ngram", [1, 3])
+@pytest.mark.parametrize("kind", [ProphetNetForConditionalGeneration, ProphetNetForCausalLM])
+def test_other_numbers_of_predict_streams(ngram, kind, whole_positions, share_always):
+    model = make(kind, ngram=ngram, add_cross_attention=kind is ProphetNetForConditionalGeneration)
+    compared(model, padded(8, 5), num_beams=3)
+
+
+def test_double_precision(whole_positions, share_always):
+    compared(make().double(), padded(8, 5, side="right"), num_beams=3)
+
+
+def test_prompts_of_the_decoder_with_padding(whole_positions, share_always):
+    prompts = {f"decoder_{name}": states for name, states in padded(6, 4, seed=3).items()}
+    compared(make(), padded(8, 5, side="right") | prompts, num_beams=3)
+
+
+def test_finished_inputs_leave_the_batch(whole_positions, share_always):
+    model, inputs, finished = make(), padded(9, 4, 6, 8, side="right"), set()
+    for seed in range(4):  # the tokens of some end early
+        lively(model, seed)
+        with fastgen.disabled():
+            stock = model.generate(**inputs, num_beams=3, max_new_tokens=20, use_cache=False)
+        assert torch.equal(stock, model.generate(**inputs, num_beams=3, max_new_tokens=20))
+        finished.update(item for item in fastgen.explain().shared if item.startswith("finished"))
+    assert finished
+
+
+@pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}])
+def test_it_is_the_librarys_own_cached_step_where_that_works(arguments, share_always):
+    report = assert_same(make(pad_token_id=0), {"input_ids": token_ids(2, 7)}, max_new_tokens=9, **arguments)
+    assert is_shared(report, CROSS)
+    assert any(kernel.startswith(prophetnet.KERNEL) for kernel in report.kernels)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_the_library_raises_where_the_padding_token_is_not_the_first(num_beams):
+    with fastgen.disabled(), pytest.raises(ValueError, match="`position_ids` are incorrect"):
+        make().generate(token_ids(2, 7), num_beams=num_beams, max_new_tokens=4)
+
+
+def test_the_library_sees_the_padding_of_prompts_in_its_cache(whole_positions):
+    model = make(ProphetNetForCausalLM, add_cross_attention=False, pad_token_id=0)
+    inputs = padded(9, 4)
+    with fastgen.disabled():
+        cached, whole = (
+            model.generate(**inputs, max_new_tokens=5, use_cache=use_cache, return_dict_in_generate=True,
+                           output_logits=True).logits[1] for use_cache in (True, False)
+        )  # fmt: skip
+    torch.testing.assert_close(cached[0], whole[0], rtol=1e-4, atol=1e-4)  # without padding
+    assert (cached[1] - whole[1]).abs().max() > 0.01
+
+
+def test_the_library_mixes_positions_up_without_its_cache():
+    model, input_ids = make(pad_token_id=0), token_ids(2, 7)
+    arguments = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
+    with fastgen.disabled():
+        cached = model.generate(input_ids, **arguments).logits[1]
+        whole = model.generate(input_ids, use_cache=False, **arguments).logits[1]
+    assert (cached - whole).abs().max() > 0.01
+
+
+def test_buckets_are_computed_once_per_step():
+    with mock.patch.object(prophetnet, "compute_relative_buckets", wraps=prophetnet.compute_relative_buckets) as buckets:
+        make(num_decoder_layers=3).generate(token_ids(2, 7), num_beams=2, min_new_tokens=6, max_new_tokens=6)
+    assert buckets.call_count == 5  # the first of 6 tokens comes from the prompt
+
+
+def test_more_than_logits_comes_from_the_library(share_always):
+    model, asked = make(pad_token_id=0), {"output_attentions": True, "output_hidden_states": True}
+    report = assert_same(model, {"input_ids": token_ids(2, 7)}, num_beams=3, max_new_tokens=5, **asked)
+    assert not any(kernel.startswith(prophetnet.KERNEL) for kernel in report.kernels)
+
+
+def test_a_hooked_layer_sees_all_streams(share_always):
+    model, seen = make(pad_token_id=0), []
+    model.prophetnet.decoder.layers[0].self_attn.register_forward_hook(
+        lambda module, args, output: seen.append(output[0].shape[1])
+    )
+    model.generate(token_ids(2, 7), num_beams=3, max_new_tokens=4)
+    assert seen == [3] * 3
+    assert left_alone_because(fastgen.explain(), "forward hook")
+
+
+def test_forwards_outside_of_generate_and_gradients_are_the_librarys():
+    model = make(pad_token_id=0, dropout=0.1)
+    other = copy.deepcopy(model)
+    input_ids, labels = token_ids(2, 7), token_ids(2, 5, seed=2)
+    losses = []
+    for one, context in ((model, fastgen.disabled()), (other, nullcontext())):
+        with context:
+            torch.manual_seed(0)
+            outputs = one.train()(input_ids=input_ids, labels=labels)
+            outputs.loss.backward()
+            with torch.no_grad():
+                prompt = one.eval()(input_ids=input_ids, decoder_input_ids=labels[:, :1])
+                kept = prompt.past_key_values
+                step = one(input_ids=input_ids, decoder_input_ids=labels[:, 1:2], past_key_values=kept)
+        losses.append((outputs.loss, step.logits, step.logits_ngram))
+    for stock, fast in zip(*losses):
+        assert torch.equal(stock, fast)
+    for stock, fast in zip(model.parameters(), other.parameters()):
+        assert stock.grad is None and fast.grad is None or torch.equal(stock.grad, fast.grad)

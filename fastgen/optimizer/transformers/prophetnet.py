@@ -106,7 +106,7 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
     if config.output_attentions or config.output_hidden_states or not kwargs.get("return_dict", config.return_dict):
         return False
     input_ids = kwargs.get(f"{prefix}input_ids")
-    if input_ids is None or input_ids.shape[1] != 1 or not _is_filled(cache, kwargs):
+    if input_ids is None or input_ids.shape[1] != 1 or not _is_filled(cache, model, kwargs):
         return False
     mask = kwargs.get(f"{prefix}attention_mask")
     if mask is not None and tuple(mask.shape) != (input_ids.shape[0], cache.get_seq_length() + 1):
@@ -114,13 +114,14 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
     return all(map(_is_the_librarys, _modules(model.prophetnet)))
 
 
-def _is_filled(cache: Any, kwargs: dict[str, Any]) -> bool:
+def _is_filled(cache: Any, model: Any, kwargs: dict[str, Any]) -> bool:
     """Whether this is a cache of growing layers that holds a prompt and, if there is an encoder, its keys."""
     if not isinstance(cache, Cache) or cache_layers.unsupported_types(cache) or not cache.get_seq_length():
         return False
     if kwargs.get("encoder_outputs") is None and kwargs.get("encoder_hidden_states") is None:
         return True
-    return isinstance(cache, EncoderDecoderCache) and all(cache.is_updated.values())
+    layers = range(model.config.num_decoder_layers)  # the library makes as many in the cache as the encoder has
+    return isinstance(cache, EncoderDecoderCache) and all(map(cache.is_updated.get, layers))
 
 
 def _modules(wrapper: Any) -> Iterator[nn.Module]:
@@ -190,7 +191,7 @@ def _step(decoder: Any, length: int, mask: Tensor | None) -> Step:
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Zeros for ones, and the smallest number for zeros: `[rows, length]` to `[rows, 1, 1, length]`."""
-    return None if mask is None else ((1.0 - mask[:, None, None, :]) * torch.finfo(dtype).min).to(dtype)
+    return None if mask is None else (1.0 - mask[:, None, None, :].to(dtype)) * torch.finfo(dtype).min
 
 
 def self_attention(original: Callable, self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

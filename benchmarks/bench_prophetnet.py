@@ -1,0 +1,104 @@
+"""ProphetNet (12 + 12 layers of width 1024, random weights): fastgen with its cache against transformers.
+
+    python benchmarks/bench_prophetnet.py [beam] [greedy] [--repeats 3] [--layers 12] [--floors FILE]
+
+Two inputs of 256 tokens each, 32 new tokens. `beam` has 5 beams; transformers runs without its cache, with which it
+raises for most padding tokens, and computes all positions again at every step. In `greedy` it runs with its cache,
+which works there because the padding token is the first of the vocabulary.
+
+Both run in turns, directly after each other; seconds are medians, ratios medians of those of a turn. --floors takes a
+file of the ratios to reach; the status is 1 where one is missed, or where tokens differ in `greedy`. In `beam` tokens
+are not compared: without its cache transformers mixes up positions in the predict streams (docs/models.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformers
+from floors import below, read_floors
+from machine import describe_cpu
+from transformers import ProphetNetConfig, ProphetNetForConditionalGeneration
+
+import fastgen
+
+CASES: dict[str, dict[str, Any]] = {"beam": {"num_beams": 5}, "greedy": {"num_beams": 1}}
+INPUTS, LENGTH, NEW_TOKENS, WIDTH, LAYERS = 2, 256, 32, 1024, 12
+
+
+def make(layers: int, width: int) -> ProphetNetForConditionalGeneration:
+    """The sizes of `prophetnet-large-uncased` where layers and width are the defaults."""
+    config = ProphetNetConfig(
+        hidden_size=width,
+        encoder_ffn_dim=4 * width,
+        decoder_ffn_dim=4 * width,
+        num_encoder_layers=layers,
+        num_decoder_layers=layers,
+    )
+    torch.manual_seed(0)
+    return ProphetNetForConditionalGeneration(config).eval()
+
+
+def seconds_and_tokens(model: Any, input_ids: torch.Tensor, **arguments: Any) -> tuple[float, torch.Tensor]:
+    lengths = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
+    begun = time.perf_counter()
+    tokens = model.generate(input_ids, do_sample=False, **lengths, **arguments)
+    return time.perf_counter() - begun, tokens
+
+
+def measure(model: Any, name: str, repeats: int) -> tuple[float, float, float, bool]:
+    """Median seconds of transformers and of fastgen, the median ratio, and whether tokens are as they should be."""
+    input_ids = torch.randint(5, model.config.vocab_size, (INPUTS, LENGTH), generator=torch.Generator().manual_seed(1))
+    ways = [(fastgen.disabled, {"use_cache": name != "beam"}), (nullcontext, {})]
+    turns, equal = [], True
+    for turn in range(repeats + 1):
+        measured = {}
+        for way in (0, 1) if turn % 2 else (1, 0):
+            with ways[way][0]():
+                measured[way] = seconds_and_tokens(model, input_ids, **CASES[name], **ways[way][1])
+        equal &= name == "beam" or torch.equal(measured[0][1], measured[1][1])
+        turns.append((measured[0][0], measured[1][0]))
+    turns = turns[1:]  # the first warms up
+    stock, ours = (statistics.median(column) for column in zip(*turns))
+    return stock, ours, statistics.median(one / other for one, other in turns), equal
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
+    parser.add_argument("--layers", type=int, default=LAYERS, help=f"of encoder and decoder (default {LAYERS})")
+    parser.add_argument("--width", type=int, default=WIDTH, help=f"of the model (default {WIDTH})")
+    parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: floors_prophetnet.json")
+    args = parser.parse_args(argv)
+    if unknown := sorted(set(args.cases) - set(CASES)):
+        parser.error(f"CASE {unknown[0]!r}: choose from {', '.join(CASES)}")
+    try:
+        args.floors = read_floors(args.floors, list(CASES)) if args.floors else {}
+    except (OSError, ValueError) as error:
+        parser.error(f"--floors: {error}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    transformers.utils.logging.set_verbosity_error()
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
+    print(describe_cpu())
+    model, status = make(args.layers, args.width), 0
+    for name in args.cases or CASES:
+        stock, ours, ratio, equal = measure(model, name, args.repeats)
+        print(f"{name}: transformers {stock:.2f} s, fastgen {ours:.2f} s, {ratio:.2f} times as fast", flush=True)
+        missed = below(name, {"stock": ratio}, args.floors) + ([] if equal else [f"{name}: tokens differ"])
+        print("\n".join(missed), end="\n" * bool(missed))
+        status = status or bool(missed)
+    return int(status)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

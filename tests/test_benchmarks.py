@@ -250,3 +250,17 @@ def test_floors_of_attention_that_are_checked_in_name_cases(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     bench, floors = importlib.import_module("bench_mqa"), importlib.import_module("floors")
     assert floors.read_floors(str(BENCHMARKS / "floors_mqa.json"), bench.CASES)
+
+
+def test_prophetnet_fails_its_benchmark_below_a_floor(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench, floors = importlib.import_module("bench_prophetnet"), importlib.import_module("floors")
+    assert set(floors.read_floors(str(BENCHMARKS / "floors_prophetnet.json"), bench.CASES)) == set(bench.CASES)
+    monkeypatch.setattr(bench, "NEW_TOKENS", 4)
+    wanted = tmp_path / "floors.json"
+    for floor, status in ((1e-6, 0), (1e6, 1)):
+        wanted.write_text(json.dumps({"beam": {"stock": floor}}))
+        flags = ["--repeats", "1", "--layers", "1", "--width", "64", "--floors", str(wanted)]
+        assert bench.main(flags) == status
+    told = capsys.readouterr().out
+    assert told.count("greedy: transformers") == 2 and told.count("below the floor") == 1

@@ -169,7 +169,7 @@ def _embedded(decoder: Any, input_ids: Tensor, length: int) -> Tensor:
     """Main and predict stream before their normalization, `[rows, 2, hidden_size]`."""
     positions = decoder.position_embeddings
     first = positions.padding_idx + length
-    main, predict = positions._forward(torch.tensor([[first], [first + 1]], device=input_ids.device))  # [1, width] each
+    main, predict = positions._forward(torch.arange(first, first + 2, device=input_ids.device))  # [width] each
     main = decoder.word_embeddings(input_ids) + main
     predict = (decoder.ngram_embeddings.weight[-1] + predict).expand_as(main)  # the library's order begins at the end
     return torch.cat([main, predict], dim=1)

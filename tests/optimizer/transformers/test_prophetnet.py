@@ -13,8 +13,24 @@ from unittest import mock
 
 import pytest
 import torch
-from parity import CROSS, PROMPT, assert_same, is_shared, left_alone_because, lively, padded, run_both, token_ids
-from transformers import ProphetNetConfig, ProphetNetForCausalLM, ProphetNetForConditionalGeneration
+from parity import (
+    CROSS,
+    PROMPT,
+    assert_same,
+    is_shared,
+    left_alone_because,
+    lively,
+    padded,
+    run_both,
+    tiny_encoder,
+    token_ids,
+)
+from transformers import (
+    EncoderDecoderModel,
+    ProphetNetConfig,
+    ProphetNetForCausalLM,
+    ProphetNetForConditionalGeneration,
+)
 from transformers.models.prophetnet.modeling_prophetnet import ProphetNetNgramSelfAttention
 
 import fastgen
@@ -120,6 +136,16 @@ def test_finished_inputs_leave_the_batch(whole_positions, share_always):
 @pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}])
 def test_it_is_the_librarys_own_cached_step_where_that_works(arguments, share_always):
     report = assert_same(make(pad_token_id=0), {"input_ids": token_ids(2, 7)}, max_new_tokens=9, **arguments)
+    assert is_shared(report, CROSS)
+    assert any(kernel.startswith(prophetnet.KERNEL) for kernel in report.kernels)
+
+
+def test_decoder_of_another_encoder(share_always):
+    encoder = tiny_encoder("bert").bert
+    decoder = make(ProphetNetForCausalLM, pad_token_id=0, add_cross_attention=True)
+    model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+    model.generation_config.update(pad_token_id=0, eos_token_id=2, decoder_start_token_id=2)
+    report = assert_same(model, padded(8, 5, side="right"), num_beams=3, max_new_tokens=9)
     assert is_shared(report, CROSS)
     assert any(kernel.startswith(prophetnet.KERNEL) for kernel in report.kernels)
 

@@ -239,6 +239,7 @@ ARCHITECTURES = [
     Architecture("mqa_transformer", "seq2seq", {"num_key_value_heads": 1}),
     Architecture("mqa_transformer", "causal", {"num_key_value_heads": 1}, name="mqa_transformer-causal"),
     *(Architecture(name, "seq2seq", {"num_key_value_heads": 1}) for name in ("grouped_bart", "grouped_t5")),
+    Architecture("unilm", "causal", {"mask_token_id": 4}),
     # With another padding token the library raises; it does not let the number of layers be set.
     Architecture("prophetnet", "seq2seq", {"pad_token_id": 0, "num_hidden_layers": DROP}),
     Architecture("whisper", "speech", {"max_source_positions": lambda scale: scale.frames // 2, "num_mel_bins": 8}),

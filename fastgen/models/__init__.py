@@ -16,13 +16,24 @@ REGISTRATIONS: dict[str, tuple[str, ...]] = {
         "fastgen.models.mqa.configuration",
         "fastgen.models.unilm.configuration",
     ),
+    "transformers.models.auto.modeling_auto": ("fastgen.models.mqa.grouped_registration",),
+    "transformers.modeling_utils": ("fastgen.models.mqa.grouped_configuration",),
     "transformers.models.auto.tokenization_auto": ("fastgen.models.unilm.tokenizer",),
+    "fairseq.models": ("fastgen.models.prophetnet.model",),
+    "fairseq.criterions": ("fastgen.models.prophetnet.criterion",),
+    "fairseq.tasks": ("fastgen.models.prophetnet.task",),
 }
 
 
 def register() -> None:
-    """Adds the models to the hosts that are imported, and to the others when they are."""
+    """Adds the models to the hosts that are imported, and to the others when they are.
+
+    Not to fairseq under FASTGEN_DISABLE=1: names there may be those of a program's own `--user-dir`, for which a patch
+    makes room.
+    """
     for host in REGISTRATIONS:
+        if CONFIG.disable and host.startswith("fairseq."):
+            continue
         call_after_import(host, _register_with)
 
 

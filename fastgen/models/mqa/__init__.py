@@ -5,7 +5,8 @@ from fastgen.models.lazy import lazy_names
 __getattr__ = lazy_names(
     __name__,
     {
-        "configuration": ("GroupedBartConfig", "GroupedT5Config", "MQATransformerConfig"),
+        "configuration": ("MQATransformerConfig",),
+        "grouped_configuration": ("GroupedBartConfig", "GroupedT5Config"),
         "modeling": (
             "MQATransformerForCausalLM",
             "MQATransformerForConditionalGeneration",

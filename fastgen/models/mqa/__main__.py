@@ -18,7 +18,7 @@ def pool(source: Path, target: Path, num_key_value_heads: int) -> None:
     """Writes the model in folder `source`, with fewer key heads, to `target`, which appears when it is complete."""
     import transformers
 
-    from fastgen.models.mqa import pool_kv_heads
+    from fastgen.models.mqa.pooling import pool_kv_heads  # AutoConfig knows all models of fastgen from here on
 
     if target.exists():
         raise ValueError(f"OUT {target} exists already")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, BartConfig, PreTrainedConfig, T5Config
+from transformers import AutoConfig, PreTrainedConfig
 
 
 class MQATransformerConfig(PreTrainedConfig):
@@ -90,29 +90,4 @@ class MQATransformerConfig(PreTrainedConfig):
         )
 
 
-class GroupedBartConfig(BartConfig):
-    """BART's, and `num_key_value_heads`: the key heads of every attention layer."""
-
-    model_type = "grouped_bart"
-
-    def __init__(self, num_key_value_heads: int = 1, **kwargs: Any) -> None:
-        import fastgen.models.mqa.grouped  # noqa: F401  # as above
-
-        super().__init__(**kwargs)
-        self.num_key_value_heads = num_key_value_heads
-
-
-class GroupedT5Config(T5Config):
-    """T5's, and `num_key_value_heads`: the key heads of every attention layer."""
-
-    model_type = "grouped_t5"
-
-    def __init__(self, num_key_value_heads: int = 1, **kwargs: Any) -> None:
-        import fastgen.models.mqa.grouped  # noqa: F401  # as above
-
-        super().__init__(**kwargs)
-        self.num_key_value_heads = num_key_value_heads
-
-
-for _configuration in (MQATransformerConfig, GroupedBartConfig, GroupedT5Config):
-    AutoConfig.register(_configuration.model_type, _configuration, exist_ok=True)
+AutoConfig.register(MQATransformerConfig.model_type, MQATransformerConfig, exist_ok=True)

@@ -13,7 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, BartForConditionalGeneration, T5
 from transformers.models.bart.modeling_bart import BartAttention
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from fastgen.models.mqa.configuration import GroupedBartConfig, GroupedT5Config
+from fastgen.models.mqa.grouped_configuration import GroupedBartConfig, GroupedT5Config
 
 
 class GroupedBartForConditionalGeneration(BartForConditionalGeneration):

@@ -58,6 +58,13 @@ PATCHES = (
         group="fairseq.no_repeat_ngram",
     ),
     _patch(
+        "fairseq.user_module",
+        "fairseq.utils:import_user_module",
+        "fastgen.optimizer.fairseq.user_module:import_user_module",
+        parameters=("args",),
+        group="fairseq.user_module",
+    ),
+    _patch(
         "fairseq.vocoder",
         "fairseq.models.text_to_speech.hifigan:Generator.forward",
         "fastgen.optimizer.fairseq.vocoder:forward",

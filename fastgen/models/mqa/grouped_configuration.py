@@ -1,0 +1,38 @@
+"""Sizes of BART and T5 with fewer key heads than query heads.
+
+A file of its own: configurations of transformers need `AutoModel`, which is complete later than `AutoConfig`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, BartConfig, T5Config
+
+
+class GroupedBartConfig(BartConfig):
+    """BART's, and `num_key_value_heads`: the key heads of every attention layer."""
+
+    model_type = "grouped_bart"
+
+    def __init__(self, num_key_value_heads: int = 1, **kwargs: Any) -> None:
+        import fastgen.models.mqa.grouped  # noqa: F401  # AutoModel finds the model
+
+        super().__init__(**kwargs)
+        self.num_key_value_heads = num_key_value_heads
+
+
+class GroupedT5Config(T5Config):
+    """T5's, and `num_key_value_heads`: the key heads of every attention layer."""
+
+    model_type = "grouped_t5"
+
+    def __init__(self, num_key_value_heads: int = 1, **kwargs: Any) -> None:
+        import fastgen.models.mqa.grouped  # noqa: F401  # AutoModel finds the model
+
+        super().__init__(**kwargs)
+        self.num_key_value_heads = num_key_value_heads
+
+
+for _configuration in (GroupedBartConfig, GroupedT5Config):
+    AutoConfig.register(_configuration.model_type, _configuration, exist_ok=True)

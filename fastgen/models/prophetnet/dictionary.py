@@ -1,0 +1,44 @@
+"""BERT's vocabulary as a dictionary of fairseq."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fairseq.data import Dictionary
+
+SPECIAL = {"pad": "[PAD]", "eos": "[SEP]", "unk": "[UNK]", "bos": "[CLS]"}
+
+
+class BertDictionary(Dictionary):
+    """The words of a file in their order, `[PAD]`, `[SEP]`, `[UNK]` and `[CLS]` among them, as in the authors' code.
+
+    Sentences end with `[SEP]`. `<s>` and the other special words that fairseq puts in front of every dictionary are not
+    there, so that numbers are those of BERT.
+    """
+
+    @classmethod
+    def load(cls, f: Any, add_special_symbols: bool = True) -> BertDictionary:
+        """Reads a file of one word a line, or of a word and its count (`vocab.txt`, `dict.txt`); UTF-8.
+
+        Raises ValueError for an empty line, a word that comes twice, and where a special word is missing.
+        """
+        dictionary = cls()
+        dictionary.symbols, dictionary.count, dictionary.indices = [], [], {}
+        with open(f, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                word, count = (*line.split(), "1", "")[:2] if line.strip() else ("", "")
+                if not word or word in dictionary.indices:
+                    raise ValueError(f"{f}: line {number}: {word!r}: one word a line, each once")
+                dictionary.add_symbol(word, int(count) if count.isdecimal() else 1)
+        for name, word in SPECIAL.items():
+            if word not in dictionary.indices:
+                raise ValueError(f"{f}: no {word} (special words: {', '.join(SPECIAL.values())})")
+            setattr(dictionary, f"{name}_word", word)
+            setattr(dictionary, f"{name}_index", dictionary.indices[word])
+        dictionary.nspecial = 0
+        return dictionary
+
+    def save(self, f: Any) -> None:
+        """Writes all words with their counts, the special ones in their places."""
+        keys, values = self._get_meta()
+        self._save(f, zip(keys + self.symbols, values + self.count))

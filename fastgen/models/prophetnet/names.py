@@ -1,0 +1,48 @@
+"""Names under which fairseq knows ProphetNet; a program that brings its own, as the authors do, gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fairseq import criterions, models, tasks
+
+from fastgen.models.prophetnet.model import NAME
+
+ARCHITECTURES = (NAME, f"{NAME}_base", f"{NAME}_large")
+
+
+def _entries() -> dict[str, list[tuple[dict[str, Any], str]]]:
+    """What was registered: for each kind its registries and the names in them, the main one first."""
+    by_architecture = (models.ARCH_MODEL_REGISTRY, models.ARCH_MODEL_NAME_REGISTRY, models.ARCH_CONFIG_REGISTRY)
+    return {
+        "model": [
+            (models.MODEL_REGISTRY, NAME),
+            (models.ARCH_MODEL_INV_REGISTRY, NAME),
+            *((registry, name) for registry in by_architecture for name in ARCHITECTURES),
+        ],
+        "task": [
+            (tasks.TASK_REGISTRY, "translation_prophetnet"),
+            (tasks.TASK_DATACLASS_REGISTRY, "translation_prophetnet"),
+        ],
+        "criterion": [(criterions.CRITERION_REGISTRY, "ngram_language_loss")],
+    }
+
+
+@contextmanager
+def withdrawn() -> Iterator[None]:
+    """Inside, the names are free; afterwards they are fastgen's again where nobody has taken them."""
+    kept = {
+        kind: [(registry, name, registry.pop(name)) for registry, name in entries if name in registry]
+        for kind, entries in _entries().items()
+        if entries[0][0][entries[0][1]].__module__.startswith("fastgen.")
+    }
+    try:
+        yield
+    finally:
+        for kind, entries in kept.items():
+            main, name = _entries()[kind][0]
+            if name not in main:
+                for registry, key, value in entries:
+                    registry[key] = value

@@ -6,6 +6,7 @@ whose output tells the next token. The keys of `[MASK]` are of that step only, s
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +19,10 @@ from transformers import (
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
+    __version__,
     initialization,
 )
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -28,6 +30,8 @@ from fastgen.models.unilm.configuration import UniLMConfig
 from fastgen.models.unilm.encoder import UniLMEmbeddings, UniLMEncoder, UniLMHead
 from fastgen.models.unilm.masks import visible
 from fastgen.models.unilm.relative_positions import RelativePositions, distances_of
+
+OLD_CACHES = "cache_position" in inspect.signature(DynamicLayer.get_mask_sizes).parameters
 
 
 class InTarget(LogitsProcessor):
@@ -76,6 +80,10 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
     }
 
     def __init__(self, config: UniLMConfig) -> None:
+        if OLD_CACHES:
+            raise RuntimeError(
+                f"UniLM with transformers {__version__}: its caches ask for positions (known good: 5.23)"
+            )
         super().__init__(config)
         self.bert = nn.ModuleDict({"embeddings": UniLMEmbeddings(config), "encoder": UniLMEncoder(config)})
         if config.rel_pos_bins:

@@ -28,7 +28,7 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
-from floors import Floors, below, read_floors
+from floors import Floors, below, check_cases, floors_of
 from machine import cpu, describe_cpu
 
 import fastgen
@@ -186,13 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     args = parser.parse_args(argv)
-    unknown = sorted(set(args.cases) - set(CASES))
-    if unknown:
-        parser.error(f"CASE {unknown[0]!r}: choose from {', '.join(CASES)}")
-    try:
-        floors = read_floors(args.floors, CASES) if args.floors else {}
-    except (OSError, ValueError) as error:
-        parser.error(f"--floors: {error}")
+    check_cases(parser, args.cases, CASES)
+    floors = floors_of(parser, args.floors, CASES)
     print(f"torch {torch.__version__}, fairseq {fairseq.__version__}, {torch.get_num_threads()} threads")
     print(describe_cpu())
     print("{:20} {:>9} {:>9} {:>7} {:>6} {}".format("case", "stock s", "fastgen s", "ratio", "floor", "equal"))

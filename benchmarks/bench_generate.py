@@ -25,7 +25,7 @@ from unittest import mock
 import peers
 import torch
 import transformers
-from floors import Floors, below, read_floors
+from floors import Floors, below, check_cases, floors_of
 from generate_cases import CASES, Inputs
 from limits import Rates, Size, limit, measure_rates
 from machine import cpu, describe_cpu
@@ -238,14 +238,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Floors]:
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     args = parser.parse_args(argv)
-    if unknown := sorted(set(args.cases) - set(CASES)):
-        parser.error(f"CASE {unknown[0]!r}: choose from {', '.join(CASES)}")
+    check_cases(parser, args.cases, CASES)
     if args.peers and (args.device, args.dtype) != ("cpu", "float32"):
         parser.error(f"--peers: with --device cpu and --dtype float32 only, not {args.device} and {args.dtype}")
-    try:
-        return args, read_floors(args.floors, CASES) if args.floors else {}
-    except (OSError, ValueError) as error:
-        parser.error(f"--floors: {error}")
+    return args, floors_of(parser, args.floors, CASES)
 
 
 def print_head(rates: Rates) -> None:

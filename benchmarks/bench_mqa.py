@@ -24,8 +24,8 @@ from unittest import mock
 
 import torch
 import transformers
-from clock import Clock, Seconds
-from floors import below, read_floors
+from clock import Clock, Seconds, medians
+from floors import below, check_cases, floors_of
 from machine import cpu, describe_cpu
 from show_results import mqa_table
 
@@ -148,7 +148,7 @@ def run(names: list[str], batch: int, repeats: int, device: str, dtype: torch.dt
             batch=batch,
             dtype=str(dtype).removeprefix("torch."),
             parameters=sum(weight.numel() for weight in timed.model.parameters()),
-            microseconds={way: _medians([turn[name][way] for turn in turns]) for way in WAYS},
+            microseconds={way: medians([turn[name][way] for turn in turns]) for way in WAYS},
             ratio=statistics.median(
                 turn[timed.case.baseline]["stock"]["beam 4"] / turn[name]["fastgen"]["beam 4"] for turn in turns
             ),
@@ -156,10 +156,6 @@ def run(names: list[str], batch: int, repeats: int, device: str, dtype: torch.dt
         )
         for name, timed in cases.items()
     ]
-
-
-def _medians(turns: list[Seconds]) -> Seconds:
-    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -172,12 +168,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     args = parser.parse_args(argv)
-    if unknown := sorted(set(args.cases) - set(CASES)):
-        parser.error(f"CASE {unknown[0]!r}: choose from {', '.join(CASES)}")
-    try:
-        args.floors = read_floors(args.floors, CASES) if args.floors else {}
-    except (OSError, ValueError) as error:
-        parser.error(f"--floors: {error}")
+    check_cases(parser, args.cases, CASES)
+    args.floors = floors_of(parser, args.floors, CASES)
     wanted = args.cases or list(CASES)
     args.cases = [name for name in CASES if name in {*wanted, *(CASES[one].baseline for one in wanted)}]
     return args

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from floors import below, read_floors
+from floors import below, check_cases, floors_of
 from machine import describe_cpu
 from transformers import ProphetNetConfig, ProphetNetForConditionalGeneration
 
@@ -76,12 +76,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=WIDTH, help=f"of the model (default {WIDTH})")
     parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: floors_prophetnet.json")
     args = parser.parse_args(argv)
-    if unknown := sorted(set(args.cases) - set(CASES)):
-        parser.error(f"CASE {unknown[0]!r}: choose from {', '.join(CASES)}")
-    try:
-        args.floors = read_floors(args.floors, list(CASES)) if args.floors else {}
-    except (OSError, ValueError) as error:
-        parser.error(f"--floors: {error}")
+    check_cases(parser, args.cases, CASES)
+    args.floors = floors_of(parser, args.floors, CASES)
     return args
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from unittest import mock
@@ -29,8 +28,8 @@ from unittest import mock
 import psutil
 import torch
 import transformers
-from clock import Clock, Seconds
-from floors import below, read_floors
+from clock import Clock, Seconds, medians
+from floors import below, check_cases, floors_of
 from machine import cpu, describe_cpu
 from seamless_cases import CASES, LANGUAGE, LAYERS, Case
 from show_seamless import END_TO_END, REST, STAGES, draw, table
@@ -136,8 +135,8 @@ class Comparison:
             dtype=str(self.model.dtype).removeprefix("torch."),
             tokens=stock.sequences.shape[1],
             units=stock.unit_sequences.shape[1],
-            seconds={way: _medians([turn[way] for turn in turns]) for way in WAYS},
-            ratios=_medians([_ratios(turn[STOCK], turn[FASTGEN]) for turn in turns]),
+            seconds={way: medians([turn[way] for turn in turns]) for way in WAYS},
+            ratios=medians([_ratios(turn[STOCK], turn[FASTGEN]) for turn in turns]),
             recorded=recorded,
             equal=all(self._is_equal(stock, output) for output in outputs.values()),
         )
@@ -163,10 +162,6 @@ def recorded_calls(report: Report) -> list[str]:
     return [name for name, kernels in calls.items() if any(kernel.startswith("decode step") for kernel in kernels)]
 
 
-def _medians(turns: list[Seconds]) -> Seconds:
-    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
-
-
 def _ratios(stock: Seconds, ours: Seconds) -> Seconds:
     return {name: stock[name] / ours[name] for name in stock}
 
@@ -188,12 +183,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     parser.add_argument("--plot", metavar="FILE", help="also draw them here (.png, .svg)")
     args = parser.parse_args(argv)
-    if unknown := sorted(set(args.cases) - set(CASES)):
-        parser.error(f"CASE {unknown[0]!r}: choose from {', '.join(CASES)}")
-    try:
-        args.floors = read_floors(args.floors, floor_names()) if args.floors else {}
-    except (OSError, ValueError) as error:
-        parser.error(f"--floors: {error}")
+    check_cases(parser, args.cases, CASES)
+    args.floors = floors_of(parser, args.floors, floor_names())
     return args
 
 

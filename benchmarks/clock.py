@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,11 @@ from contextlib import contextmanager
 import torch
 
 Seconds = dict[str, float]
+
+
+def medians(turns: list[Seconds]) -> Seconds:
+    """Of each stage."""
+    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 
 
 class Clock:

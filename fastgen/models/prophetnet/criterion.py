@@ -46,12 +46,9 @@ class NgramLanguageLoss(FairseqCriterion):
         return loss, sample_size, logged
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        log_probs = functional.log_softmax(logits, dim=-1, dtype=torch.float32)
-        loss = functional.nll_loss(log_probs, targets, ignore_index=self.padding_idx, reduction="sum")
-        if not self.eps:
-            return loss
-        smooth = -log_probs[targets.ne(self.padding_idx)].mean(dim=-1).sum()
-        return (1 - self.eps) * loss + self.eps * smooth
+        return functional.cross_entropy(
+            logits.float(), targets, ignore_index=self.padding_idx, reduction="sum", label_smoothing=self.eps
+        )
 
     @staticmethod
     def reduce_metrics(logging_outputs: list[dict[str, Any]]) -> None:

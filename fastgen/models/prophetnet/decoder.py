@@ -115,10 +115,11 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
     ) -> list[Tensor]:
         """The last layer's states `[B, T, C]` of each predict stream; with `incremental_state` of the first only."""
         keys, predict = prev_output_tokens.shape[1], self.ngram
-        positions = utils.make_positions(prev_output_tokens, self.padding_idx)
-        if incremental_state is not None:
-            prev_output_tokens, positions = prev_output_tokens[:, -1:], positions[:, -1:] * 0 + self.padding_idx + keys
-            predict = 1
+        if incremental_state is None:
+            positions = utils.make_positions(prev_output_tokens, self.padding_idx)
+        else:
+            prev_output_tokens, predict = prev_output_tokens[:, -1:], 1
+            positions = torch.full_like(prev_output_tokens, self.padding_idx + keys)
         main = self.embed_tokens(prev_output_tokens) + self._positions(positions)
         ahead = self._positions(positions + 1)
         # The order of the published weights begins with the last row.

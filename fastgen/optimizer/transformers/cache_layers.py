@@ -202,14 +202,13 @@ def share(
         alike: dict[tuple, list[int]] = {}
         for index, layer in enumerate(part.layers):
             if not _can_share(layer):
-                rows = torch.arange(inputs, device=getattr(layer, "device", None))
-                layer.reorder_cache(rows.repeat_interleave(fan_out))
+                _take(layer, torch.arange(inputs).repeat_interleave(fan_out))
                 sharing.others[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
-                kept = sharing_pays(layer.keys, fan_out, is_cross) if keep is None else keep
+                kept = sharing_pays(layer.keys, fan_out, is_cross) if keep is None else keep and fan_out > 1
                 sharing.cross += kept and is_cross
                 sharing.prompt += kept and not is_cross
-                sharing.short += not kept and keep is None
+                sharing.short += not kept and keep is None and fan_out > 1
                 written = type(layer) is DynamicLayer and writing_in_place_pays(layer.keys, fan_out, limit)
                 if not kept and (own_code or not written):
                     layer.batch_repeat_interleave(fan_out)
@@ -220,6 +219,18 @@ def share(
             limit_of_rows = 0 if is_cross else limit
             sharing.usages += _put_in(part.layers, indices, kept, inputs, fan_out, limit_of_rows, own_code)
     return sharing
+
+
+def repeat(cache: Cache, rows: Tensor) -> None:
+    """Row i becomes what row `rows[i]` (int64) was; there may be more than before."""
+    for part in parts(cache):
+        for layer in part.layers:
+            _take(layer, rows)
+
+
+def _take(layer: Any, rows: Tensor) -> None:
+    device = getattr(layer, "device", None)
+    layer.reorder_cache(rows if device is None else rows.to(device))
 
 
 def _put_in(

@@ -15,8 +15,12 @@ from transformers.modeling_outputs import ModelOutput
 NAME = "mm_encoder_outputs"
 
 
-def unsupported_reasons_sync(arguments: dict[str, Any], config: Any, rows: int, fan_out: int) -> list[str]:
-    """Why these items cannot be reduced to those of one row per input; empty if they can. Reads the device."""
+def unsupported_reasons_sync(arguments: dict[str, Any], config: Any, firsts: list[int]) -> list[str]:
+    """Why these items cannot be reduced to those of one row per group; empty if they can. Reads the device.
+
+    firsts: for each row, the first row of its group.
+    """
+    rows = len(firsts)
     for modality, output in (arguments.get(NAME) or {}).items():
         items = getattr(output, "pooler_output", None)
         token_id = getattr(config, f"{modality}_token_id", None)
@@ -30,24 +34,24 @@ def unsupported_reasons_sync(arguments: dict[str, Any], config: Any, rows: int, 
         lengths = iter([len(item) for item in items])
         if left or wanted != [sum(islice(lengths, each)) for _ in range(rows)]:
             return [f"argument {NAME}: not every row of the prompt has the same number of {modality}s"]
-        first = [index - row % fan_out * each for row in range(rows) for index in range(row * each, (row + 1) * each)]
+        first = [row * each + item for row in firsts for item in range(each)]
         if not all(torch.equal(item, items[index]) for item, index in zip(items, first)):
-            return [f"argument {NAME}: the rows of an input have different {modality}s"]
+            return [f"argument {NAME}: equal rows of the prompt have different {modality}s"]
     return []
 
 
-def one_per_input(outputs: dict[str, ModelOutput], rows: int, fan_out: int) -> dict[str, ModelOutput]:
-    """The same outputs with the items of the first row of each input only."""
+def of_rows(outputs: dict[str, ModelOutput], rows: int, kept: list[int]) -> dict[str, ModelOutput]:
+    """The same outputs with the items of these of all rows only."""
 
-    def first(items: Any) -> Any:
+    def of_kept(items: Any) -> Any:
         each = len(items) // rows
-        chosen = [row * each + item for row in range(0, rows, fan_out) for item in range(each)]
+        chosen = [row * each + item for row in kept for item in range(each)]
         return items[chosen] if isinstance(items, Tensor) else [items[index] for index in chosen]
 
     reduced = {}
     for modality, output in outputs.items():
-        changed = {"pooler_output": first(output.pooler_output)}
+        changed = {"pooler_output": of_kept(output.pooler_output)}
         if getattr(output, "deepstack_features", None) is not None:
-            changed["deepstack_features"] = [first(features) for features in output.deepstack_features]
+            changed["deepstack_features"] = [of_kept(features) for features in output.deepstack_features]
         reduced[modality] = type(output)(**{**output, **changed})
     return reduced

@@ -12,6 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen.ops.transforms import is_watched
+from fastgen.optimizer.transformers import training
 from fastgen.optimizer.transformers.verification import is_known_class
 from fastgen.origin import PYTHON, packages_of
 
@@ -30,11 +31,8 @@ _KNOWN_HOOKS = {"transformers", "torch", "accelerate", "functools"}
 
 def unsupported_reasons(model: nn.Module) -> list[str]:
     """Why a forward of fewer rows would not give what one of all rows gives; empty if it does."""
-    reasons = []
     modules = dict(model.named_modules())
-    training = next((name for name, module in modules.items() if module.training), None)
-    if training is not None:
-        reasons.append(f"{_named(training)} is in training mode, where dropout differs from row to row")
+    reasons = training.reasons(modules)
     hooks = [found for module in modules.values() for found in _hooks(module)]
     hooks += [*module_hooks._global_forward_pre_hooks.values(), *module_hooks._global_forward_hooks.values()]
     names = [_qualified_name(hook) for hook in hooks if not packages_of(hook) <= _KNOWN_HOOKS]

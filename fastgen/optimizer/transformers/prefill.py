@@ -1,8 +1,9 @@
 """`GenerationMixin._prefill`: the prompt is computed once per input instead of once per beam or sample.
 
-The library repeats every input `fan_out` times before the prefill. Here every `fan_out`-th row goes through the model
-(decoder prompt, masks and encoder outputs alike, so that all rows inside a forward agree), then the cache and the last
-logits are given to all rows: what is equal stays stored once (FastSeq §4.1), the rest is repeated.
+The library repeats every input for its beams or samples before the prefill, and some callers do so themselves. Here one
+row of each group of equal rows goes through the model (decoder prompt, masks and encoder outputs alike, so that all
+rows inside a forward agree), then the cache and the last logits are given to all rows: what is equal stays stored once
+(FastSeq §4.1), the rest is repeated.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fastgen.optimizer.transformers import (
     verification,
 )
 from fastgen.optimizer.transformers.latent_attention import expanding_in_parts
+from fastgen.optimizer.transformers.rows import Groups
 
 ONE_ROW = "one row per input, nothing to share"
 
@@ -51,23 +53,23 @@ def prefill(
         generation.ends_stage("encoder")
     expect_steps(self, (generation_config.max_length or 0) - input_ids.shape[1])
     arguments = {"input_ids": input_ids, **model_kwargs}
-    fan_out, compared, reasons = rows_per_input(self, arguments, generation_config)
-    generation.sees(input_ids.shape[0] // fan_out, input_ids.shape[0])
+    groups, compared, reasons = groups_of_equal_rows(self, arguments, generation_config)
+    generation.sees(groups.inputs, groups.rows)
     # Looking at all modules of the model comes last: it takes longest.
-    reasons = reasons or unsupported_reasons(self, arguments, generation_config, fan_out, compared, generation)
+    reasons = reasons or unsupported_reasons(self, arguments, generation_config, groups, compared, generation)
     reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], generation)
     if not reasons:
-        given = rows.one_per_input(arguments, generation.rows, fan_out)
+        given = rows.one_per_group(arguments, groups)
         used = {name: value for name, value in given.items() if name != "input_ids"}
         given_cache = cache_layers.cache_of(arguments)
         empty = None if given_cache is None else _undo_of(given_cache)
         before = model_state.tensors(self) if model_state.known_reasons(self) is None else None
-        with static_prefill.filling_all_rows(given_cache, fan_out):
+        with static_prefill.filling_all_rows(given_cache, groups):
             outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
-        reasons = [] if before is None else model_state.learn(self, before, generation.inputs)
+        reasons = [] if before is None else model_state.learn(self, before, len(groups))
         if not reasons and _leaves_cache_to_model(arguments):
             reasons = model_state.refuse(self, returned_cache_reasons(outputs))
-        reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, fan_out, generation)
+        reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, groups, generation)
         if reasons and empty is not None:
             empty()
     if reasons:
@@ -79,38 +81,44 @@ def prefill(
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow
         if value is not given.get(name):
-            model_kwargs[name] = rows.repeat(name, value, generation.inputs, fan_out)
+            model_kwargs[name] = rows.repeat(name, value, groups)
     return outputs
 
 
-def rows_per_input(model: Any, arguments: dict[str, Any], generation_config: Any) -> tuple[int, bool, list[str]]:
-    """How many consecutive rows (beams, samples, or repetitions by the caller) each input has.
+def groups_of_equal_rows(
+    model: Any, arguments: dict[str, Any], generation_config: Any
+) -> tuple[Groups, bool, list[str]]:
+    """Which consecutive rows are equal: those of beams, of samples, or repeated by the caller.
 
     Also whether they were compared, and why they are too few to gain anything. Repetitions are looked for where they
-    would gain something: Whisper's own generate repeats its inputs, and so do callers.
+    would gain something: Whisper's own generate repeats its inputs, and so do callers, who need not repeat all of them
+    equally often (a batch of an evaluation may begin in the middle of the samples of a prompt).
     """
     fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     row_count = arguments["input_ids"].shape[0]
+    each = Groups([1] * row_count)
     if row_count == 1:
-        return 1, False, [ONE_ROW]
-    reasons = too_small_reasons(model, arguments, row_count if fan_out == 1 else fan_out)
+        return each, False, [ONE_ROW]
+    if row_count % fan_out:
+        return each, False, [f"{row_count} rows are no multiple of {fan_out} beams or samples"]
+    reasons = too_small_reasons(model, arguments, 1 if fan_out == 1 else row_count // fan_out)
     if fan_out > 1:
-        return fan_out, False, reasons
+        return Groups([fan_out] * (row_count // fan_out)), False, reasons
     if reasons or not verification.is_tested(model):
-        return 1, False, [ONE_ROW, *(f"if rows are equal: {reason}" for reason in reasons)]
-    fan_out = rows.repetitions_sync(arguments, row_count)
-    return fan_out, True, [ONE_ROW] if fan_out == 1 else too_small_reasons(model, arguments, fan_out)
+        return each, False, [ONE_ROW, *(f"if rows are equal: {reason}" for reason in reasons)]
+    groups = rows.repetitions_sync(arguments, row_count)
+    return groups, True, [ONE_ROW] if len(groups) == row_count else too_small_reasons(model, arguments, len(groups))
 
 
-def too_small_reasons(model: Any, arguments: dict[str, Any], fan_out: int) -> list[str]:
-    """Why one row per input instead of `fan_out` would not save what it costs; empty if it does."""
+def too_small_reasons(model: Any, arguments: dict[str, Any], kept: int) -> list[str]:
+    """Why a prefill of `kept` rows instead of all would not save what it costs; empty if it does."""
     row_count, length = arguments["input_ids"].shape
     embeds, encoded = arguments.get("inputs_embeds"), arguments.get("encoder_outputs")
     if embeds is not None:
         length = max(length, embeds.shape[1])
     if encoded is not None and isinstance(encoded[0], Tensor):
         length += encoded[0].shape[1] // 16  # the share of a layer's weights that makes keys and values of them
-    return gain.prefill_reasons(gain.size_of(model), (row_count - row_count // fan_out) * length)
+    return gain.prefill_reasons(gain.size_of(model), (row_count - kept) * length)
 
 
 def _expand_or_reasons(
@@ -118,13 +126,13 @@ def _expand_or_reasons(
     outputs: ModelOutput,
     generation_config: Any,
     arguments: dict[str, Any],
-    fan_out: int,
+    groups: Groups,
     generation: Generation,
 ) -> list[str]:
     """Expands the outputs in place; if that fails, switches the patches off and returns why."""
     limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
     try:
-        expand(outputs, cache_layers.cache_of(arguments), fan_out, limit, generation)
+        expand(outputs, cache_layers.cache_of(arguments), groups, limit, generation)
     except torch.cuda.OutOfMemoryError:
         raise  # the original would need more
     except Exception as error:
@@ -141,15 +149,15 @@ def _undo_of(cache: Cache) -> Callable[[], None]:
     return cache.reset if static_prefill.is_static(cache) else cache_layers.undo_of(cache)
 
 
-def expand(outputs: ModelOutput, given: Cache | None, fan_out: int, limit: int, generation: Generation) -> None:
-    """Makes the outputs of a forward of one row per input those of `fan_out` rows per input, and tells the report.
+def expand(outputs: ModelOutput, given: Cache | None, groups: Groups, limit: int, generation: Generation) -> None:
+    """Makes the outputs of a forward of one row per group those of all rows, and tells the report.
 
     given: the cache that the forward was given. Some forwards fill it and do not return it (BERT with
     `is_decoder=False`). limit: the number of tokens that can be generated, at least 1.
     """
-    report, inputs = generation.report, generation.inputs
+    report = generation.report
     generation.shares = True
-    report.shared.append("prefill: one row per input")
+    report.shared.append(f"prefill: {'one row per input' if groups.are_inputs else 'one of each group of equal rows'}")
     caches = [value for value in outputs.values() if isinstance(value, Cache)]
     if given is not None and not any(given in (cache, *cache_layers.parts(cache)) for cache in caches):
         caches.append(given)
@@ -158,34 +166,37 @@ def expand(outputs: ModelOutput, given: Cache | None, fan_out: int, limit: int, 
             report.fallbacks.append("keys and values filled in for each row of the StaticCache")
             continue
         generation.caches.append(ref(cache))
-        sharing = cache_layers.share(cache, inputs, fan_out, limit, generation.own_code, generation.keep)
+        if not groups.are_inputs:
+            cache_layers.repeat(cache, groups.of_inputs)
+        sharing = cache_layers.share(cache, groups.inputs, groups.fan_out, limit, generation.own_code, generation.keep)
         report.usages += sharing.usages
         report.shared += sharing.shared_descriptions()
         report.fallbacks += sharing.repeated_descriptions()
+    if groups.fan_out == 1:
+        sizes = ", ".join(map(str, groups.sizes.tolist()[:8]))
+        report.fallbacks.append(
+            f"keys and values repeated for each row: equal rows in groups of {sizes}, not of one size"
+        )
     for name, value in tuple(outputs.items()):
         if name == "logits":
-            outputs[name] = value[:, -1:].repeat_interleave(fan_out, dim=0)
+            outputs[name] = rows.repeat(name, value[:, -1:], groups)
         elif not isinstance(value, Cache):
-            outputs[name] = rows.repeat(name, value, inputs, fan_out)
+            outputs[name] = rows.repeat(name, value, groups)
 
 
 def unsupported_reasons(
     model: Any,
     arguments: dict[str, Any],
     generation_config: Any,
-    fan_out: int,
+    groups: Groups,
     compared: bool,
     generation: Generation,
 ) -> list[str]:
-    """Why this prefill has to run with all rows; empty if one row per input gives the same. May read the device.
+    """Why this prefill has to run with all rows; empty if one row per group gives the same. May read the device.
 
-    compared: whether the rows of an input are known to be equal.
+    compared: whether the rows of a group are known to be equal.
     """
-    row_count = arguments["input_ids"].shape[0]
-    reasons = []
-    if row_count % fan_out:
-        reasons.append(f"{row_count} rows are no multiple of {fan_out} beams or samples")
-    reasons += eligibility.model_reasons(model)
+    reasons = eligibility.model_reasons(model)
     if generation.user_gave_cache:
         reasons.append("past_key_values was given by the caller")
     elif static_prefill.is_static(cache := cache_layers.cache_of(arguments)):
@@ -194,10 +205,11 @@ def unsupported_reasons(
         reasons += cache_layers.unsupported_reasons(cache)
     elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
         reasons.append("the model makes its own cache")
-    reasons += rows.unsupported_reasons(arguments, row_count)
-    if not reasons and not compared and not rows.groups_are_equal_sync(arguments, row_count, fan_out):
+    reasons += rows.unsupported_reasons(arguments, groups.rows)
+    if not reasons and not compared and not rows.groups_are_equal_sync(arguments, groups):
         reasons.append("the rows of an input differ from each other")
-    return reasons or images.unsupported_reasons_sync(arguments, model.config, row_count, fan_out)
+    firsts = groups.firsts[groups.of_rows].tolist()
+    return reasons or images.unsupported_reasons_sync(arguments, model.config, firsts)
 
 
 def returned_cache_reasons(outputs: ModelOutput) -> list[str]:

@@ -1,7 +1,9 @@
-"""The arguments of a prefill, seen as rows: row `b * fan_out + m` is the m-th beam or sample of input b."""
+"""The arguments of a prefill, seen as rows: those of beams, of samples, or those that the caller has repeated."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,16 +23,40 @@ OF_THE_PROMPT = ("mm_token_type_ids",)
 WITHOUT_ROWS = ("cache_position",)
 
 
+class Groups:
+    """Rows that are equal, next to each other: `sizes` of the groups, one after the other.
+
+    An input has as many rows (`fan_out`) as divide all groups: of groups of 16 and 8 rows, 8; of 5 and 3, one.
+    firsts: the first row of each group, `[groups]`. of_rows, of_inputs: the group of each row and of each input, int64.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = torch.tensor(sizes, device="cpu")
+        self.rows, self.fan_out = sum(sizes), math.gcd(*sizes)
+        self.inputs = self.rows // self.fan_out
+        self.firsts = self.sizes.cumsum(0) - self.sizes
+        self.of_rows = torch.arange(len(sizes), device="cpu").repeat_interleave(self.sizes)
+        self.of_inputs = self.of_rows[:: self.fan_out]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def are_inputs(self) -> bool:
+        """Whether all are of one size, so that each is an input."""
+        return len(self) == self.inputs
+
+
 def unsupported_reasons(arguments: dict[str, Any], rows: int) -> list[str]:
-    """Why these arguments cannot be reduced to one row per input; empty if they can."""
+    """Why rows of these arguments cannot be left out; empty if they can."""
     return [reason for name, value in arguments.items() for reason in _reasons(name, value, rows)]
 
 
-def one_per_input(arguments: dict[str, Any], rows: int, fan_out: int) -> dict[str, Any]:
-    """The same arguments with the first row of each input only."""
-    taken = take(arguments, rows, torch.arange(0, rows, fan_out))
+def one_per_group(arguments: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    """The same arguments with the first row of each group only."""
+    taken = take(arguments, groups.rows, groups.firsts)
     if taken.get(images.NAME) is not None:
-        taken[images.NAME] = images.one_per_input(taken[images.NAME], rows, fan_out)
+        taken[images.NAME] = images.of_rows(taken[images.NAME], groups.rows, groups.firsts.tolist())
     return taken
 
 
@@ -48,26 +74,26 @@ def take(arguments: dict[str, Any], rows: int, kept: Tensor) -> dict[str, Any]:
     return {name: reduce(name, value) for name, value in arguments.items()}
 
 
-def repeat(name: str, value: Any, inputs: int, fan_out: int) -> Any:
-    """A value of one row per input (a tensor, or tuples of tensors) with `fan_out` rows per input."""
+def repeat(name: str, value: Any, groups: Groups) -> Any:
+    """A value of one row per group (a tensor, or tuples of tensors) with all rows of each group."""
     if isinstance(value, tuple):
-        return tuple(repeat(name, part, inputs, fan_out) for part in value)
-    dim = _row_dim(name, value, inputs) if isinstance(value, Tensor) else None
-    return value if dim is None else value.repeat_interleave(fan_out, dim=dim)
+        return tuple(repeat(name, part, groups) for part in value)
+    dim = _row_dim(name, value, len(groups)) if isinstance(value, Tensor) else None
+    return value if dim is None else value.index_select(dim, groups.of_rows.to(value.device))
 
 
-def groups_are_equal_sync(arguments: dict[str, Any], rows: int, fan_out: int) -> bool:
-    """Whether the rows of each input hold the same values in all arguments. Reads the device."""
-    equal = _equal_to_row_before_sync(arguments, rows)
-    return all(equal[row] for row in range(1, rows) if row % fan_out)
+def groups_are_equal_sync(arguments: dict[str, Any], groups: Groups) -> bool:
+    """Whether the rows of each group hold the same values in all arguments. Reads the device."""
+    equal = _equal_to_row_before_sync(arguments, groups.rows)
+    firsts = set(groups.firsts.tolist())
+    return all(equal[row] for row in range(groups.rows) if row not in firsts)
 
 
-def repetitions_sync(arguments: dict[str, Any], rows: int) -> int:
-    """How often each input stands in consecutive rows; 1 unless it is the same number for all. Reads the device."""
+def repetitions_sync(arguments: dict[str, Any], rows: int) -> Groups:
+    """Equal rows that stand next to each other. Reads the device."""
     equal = _equal_to_row_before_sync(arguments, rows)
     starts = [row for row in range(rows) if not equal[row]]
-    sizes = {end - start for start, end in zip(starts, [*starts[1:], rows])}
-    return sizes.pop() if len(sizes) == 1 else 1
+    return Groups([end - start for start, end in zip(starts, [*starts[1:], rows])])
 
 
 def _equal_to_row_before_sync(arguments: dict[str, Any], rows: int) -> list[bool]:

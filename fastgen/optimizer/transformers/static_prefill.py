@@ -1,4 +1,4 @@
-"""Static caches that the library makes by name ("static", …): the prefill with one row per input fills all their rows.
+"""Static caches that the library makes by name ("static", …): the prefill with one row per group fills all their rows.
 
 Their layers stay the library's own, for which it compiles its steps: keys and values are written for each row, by the
 library's `update`, to where a prefill with all rows writes them.
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from fastgen.optimizer.transformers.cache_layers import parts
+from fastgen.optimizer.transformers.rows import Groups
 
 
 def is_static(cache: object) -> bool:
@@ -32,11 +33,11 @@ def unsupported_reasons(cache: Cache, generation_config: Any) -> list[str]:
 
 
 @contextmanager
-def filling_all_rows(cache: object, fan_out: int) -> Iterator[None]:
-    """Inside this context a static cache takes one row per input, and keeps it for each of `fan_out` rows."""
+def filling_all_rows(cache: object, groups: Groups) -> Iterator[None]:
+    """Inside this context a static cache takes one row per group, and keeps it for all rows of the group."""
     layers = [layer for part in parts(cache) for layer in part.layers] if is_static(cache) else []
     for layer in layers:
-        layer.update = partial(_fill_all_rows, layer.update, fan_out)
+        layer.update = partial(_fill_all_rows, layer.update, groups)
     try:
         yield
     finally:
@@ -45,8 +46,14 @@ def filling_all_rows(cache: object, fan_out: int) -> Iterator[None]:
 
 
 def _fill_all_rows(
-    update: Callable[..., tuple[Tensor, Tensor]], fan_out: int, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    update: Callable[..., tuple[Tensor, Tensor]],
+    groups: Groups,
+    keys: Tensor,
+    values: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """What `update` returns, `[inputs * fan_out, …]`, of the first row of each input."""
-    repeated = [states.repeat_interleave(fan_out, dim=0) for states in (keys, values)]
-    return tuple(states[::fan_out] for states in update(*repeated, *args, **kwargs))
+    """What `update` returns, `[rows, …]`, of the first row of each group."""
+    of_rows, firsts = groups.of_rows.to(keys.device), groups.firsts.to(keys.device)
+    filled = update(keys.index_select(0, of_rows), values.index_select(0, of_rows), *args, **kwargs)
+    return tuple(states.index_select(0, firsts) for states in filled)

@@ -164,19 +164,6 @@ def test_image_captions(name):
     assert is_shared(report, CROSS)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_training_mode_is_left_alone(name):
-    assert left_alone_because(assert_same(build(name).train(), padded(9, 5), **SAMPLES), "training mode")
-
-
-def test_dropout_left_on_inside_an_evaluated_model_is_left_alone():
-    model = tiny("gpt2")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.train()
-    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "training mode")
-
-
 class TestCompiled:
     """Compilation is left to those who ask for it, whichever part of the model they compile."""
 

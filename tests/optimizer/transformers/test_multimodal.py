@@ -210,7 +210,7 @@ def test_prompts_that_the_caller_has_repeated(different):
         inputs["pixel_values"] = torch.randn(6, 3, 16, 16)
     report = assert_same(ready(llava), inputs, max_new_tokens=5, do_sample=False)
     if different:
-        assert left_alone_because(report, "the rows of an input have different images")
+        assert left_alone_because(report, "equal rows of the prompt have different images")
     else:
         assert is_shared(report, PROMPT)
 

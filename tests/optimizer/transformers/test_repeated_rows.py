@@ -1,0 +1,114 @@
+"""Rows that the caller has repeated, not all equally often: one of each goes through the prefill."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from architectures import SPECIAL
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parity import CROSS, PREFILL, PROMPT, compared, is_shared, padded, tiny
+
+from fastgen.optimizer.report import Report
+from fastgen.optimizer.transformers import rows as arguments_as_rows
+
+GROUPS = "prefill: one of each group of equal rows"
+KINDS = {"bart": "seq2seq", "t5": "seq2seq"}
+
+pytestmark = pytest.mark.usefixtures("share_always")
+
+
+@pytest.fixture(scope="module")
+def models():
+    names = ("llama", "gpt2", "mistral", "bart", "t5", "falcon_h1")
+    return {name: tiny(name, KINDS.get(name, "causal")) for name in names}
+
+
+def rows(name: str, *sizes: int) -> dict[str, torch.Tensor]:
+    """Inputs of different lengths, each so often."""
+    inputs = padded(*range(9, 9 - len(sizes), -1), side="right" if name in KINDS else "left")
+    return {key: value.repeat_interleave(torch.tensor(sizes), dim=0) for key, value in inputs.items()}
+
+
+def repeated_because(report: Report, reason: str) -> bool:
+    return GROUPS in report.shared and any(reason in fallback for fallback in report.fallbacks)
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2", "mistral", "bart", "t5", "falcon_h1"))
+@pytest.mark.parametrize("options", ({"do_sample": True}, {"do_sample": False}), ids=("samples", "greedy"))
+def test_groups_of_any_sizes(models, name, options):
+    both = compared(models[name], rows(name, 5, 3, 1), max_new_tokens=7, **options)
+    assert repeated_because(both.report, "equal rows in groups of 5, 3, 1, not of one size")
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2", "bart", "t5"))
+def test_keys_are_shared_by_as_many_rows_as_divide_all_groups(models, name):
+    both = compared(models[name], rows(name, 4, 2), max_new_tokens=7, do_sample=True)
+    for kept in (GROUPS, PROMPT, *[CROSS] * (name in KINDS)):
+        assert any(item.startswith(kept) for item in both.report.shared), kept
+    assert both.report.inputs == 3 and both.report.rows == 6
+
+
+def test_one_row_of_each_group_goes_through_the_model(models):
+    given = []
+
+    real = arguments_as_rows.one_per_group
+    with mock.patch.object(arguments_as_rows, "one_per_group", lambda *args: given.append(real(*args)) or given[-1]):
+        compared(models["llama"], rows("llama", 5, 3), max_new_tokens=3, do_sample=False)
+    assert [arguments["input_ids"].shape for arguments in given] == [(2, 9)]
+
+
+def test_groups_of_one_size_are_inputs(models):
+    both = compared(models["llama"], rows("llama", 3, 3), max_new_tokens=7, do_sample=True)
+    assert is_shared(both.report, PROMPT) and PREFILL in both.report.shared and both.report.inputs == 2
+
+
+def test_rows_with_different_masks_are_different(models):
+    inputs = rows("llama", 2, 2)
+    inputs["attention_mask"][3, 3] = 0
+    both = compared(models["llama"], inputs, max_new_tokens=5, do_sample=False)
+    assert repeated_because(both.report, "groups of 2, 1, 1")
+
+
+def test_equal_rows_that_stand_apart_are_different_groups(models):
+    inputs = {key: value[[0, 0, 2, 2, 2, 0]] for key, value in rows("llama", 2, 2).items()}
+    both = compared(models["llama"], inputs, max_new_tokens=5, do_sample=False)
+    assert repeated_because(both.report, "groups of 2, 3, 1")
+
+
+def test_groups_that_end_at_different_times(models):
+    inputs = rows("llama", 4, 2, 2, 4)
+    model = models["llama"]
+    both = compared(model, inputs, max_new_tokens=12, do_sample=False, output_scores=False, output_logits=False)
+    ends = both.stock.sequences[[0, 4], [-9, -5]].tolist()  # two inputs end, after different numbers of tokens
+    plain = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}
+    both = compared(model, inputs, max_new_tokens=12, do_sample=False, eos_token_id=ends, **plain)
+    assert GROUPS in both.report.shared
+
+
+@pytest.mark.parametrize("name", ("llama", "bart"))
+def test_static_caches(models, name):
+    both = compared(
+        models[name], rows(name, 3, 1), max_new_tokens=5, do_sample=False, cache_implementation="static",
+        disable_compile=True,
+    )  # fmt: skip
+    assert GROUPS in both.report.shared
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    name=st.sampled_from(["llama", "t5", "mistral"]),
+    do_sample=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_any_groups(models, sizes, name, do_sample, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.randint(5, 90, (8,), generator=generator).tolist()
+    both = compared(
+        models[name], rows(name, *sizes), max_new_tokens=8, do_sample=do_sample,
+        eos_token_id=[SPECIAL["eos_token_id"], *ends],
+    )  # fmt: skip
+    assert both.report.rows == sum(sizes)

@@ -34,7 +34,7 @@ def _switched_on(module: nn.Module) -> list[str]:
     if getattr(module, "gradient_checkpointing", False):
         return ["gradient checkpointing, where the library keeps no cache"]
     config = getattr(module, "config", None)
-    read = {name: getattr(config, name, None) for name in _names_read(type(module))}
+    read = {name: getattr(config, name, None) for name in _names_read(module.__class__)}
     numbers = {name: value for name, value in {**read, **vars(module)}.items() if _is_random(name, value)}
     return [f"{name}={value:g}, where rows differ" for name, value in numbers.items()]
 
@@ -44,7 +44,7 @@ def _is_random(name: str, value: Any) -> bool:
 
 
 @functools.cache
-def _names_read(kind: type[nn.Module]) -> frozenset[str]:
+def _names_read(kind: type) -> frozenset[str]:
     """The names in the methods of a class, of what may be attributes of its configuration.
 
     Configurations hold more than is used: GPT-2's has dropouts of its heads for classification.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -29,43 +28,13 @@ from floors import Floors, below, check_cases, floors_of
 from generate_cases import CASES, Inputs
 from limits import Rates, Size, limit, measure_rates
 from machine import cpu, describe_cpu
+from memory import added_mb
 
 import fastgen
 
 Tokens = list[list[int]]
 
 STAYING = "fastgen with inputs that stay"
-
-
-class PeakMemory:
-    """Bytes that a block adds at its peak: allocated memory on a GPU, resident memory of the process otherwise."""
-
-    def __init__(self, device: str) -> None:
-        self.device, self.added = device, 0
-
-    def __enter__(self) -> PeakMemory:
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-            return self
-        import psutil
-
-        self.process, self.stopped = psutil.Process(), threading.Event()
-        self.before = self.process.memory_info().rss
-        self.watcher = threading.Thread(target=self._watch, daemon=True)
-        self.watcher.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self.stopped.wait(0.005):
-            self.added = max(self.added, self.process.memory_info().rss - self.before)
-
-    def __exit__(self, *exception: object) -> None:
-        if self.device == "cuda":
-            self.added = torch.cuda.max_memory_allocated() - self.before
-        else:
-            self.stopped.set()
-            self.watcher.join()
 
 
 @dataclass
@@ -157,7 +126,7 @@ class Comparison:
             self.model.generate(**self.inputs, **self.arguments)
 
     def run(self, repeats: int, rates: Rates) -> Result:
-        added = {way: self._added_mb(call) for way, call in self.ways.items()}  # warms all up
+        added = {way: added_mb(call, self.device) for way, call in self.ways.items()}  # warms all up
         seconds: dict[str, list[float]] = {way: [] for way in self.ways}
         equal = True
         for repeat in range(repeats * self._more_repeats()):
@@ -176,11 +145,6 @@ class Comparison:
         least = limit_seconds(self.model, self.inputs, self.arguments, tokens, rates)
         times = medians["fastgen"] / least
         return Result(self.name, medians, ratios, least, times, added, equal, self._peer_equal(tokens))
-
-    def _added_mb(self, call: Callable[[], None]) -> float:
-        with PeakMemory(self.device) as memory:
-            call()
-        return memory.added / 1e6
 
     def _more_repeats(self) -> int:
         """Calls of one row are short, and their times noisy."""

@@ -19,14 +19,14 @@ from fastgen.origin import PYTHON, packages_of
 # Packages whose modules and forwards treat every row alike, whatever the number of rows.
 _KNOWN_PACKAGES = PYTHON | {
     "transformers", "torch", "torchvision", "torchaudio", "timm", "peft", "accelerate", "bitsandbytes", "torchao",
-    "optimum", "hqq", "gptqmodel", "auto_gptq", "awq", "kernels", "liger_kernel", "fastgen",
+    "optimum", "hqq", "gptqmodel", "auto_gptq", "awq", "kernels", "liger_kernel", "trl", "fastgen",
 }  # fmt: skip
 
 # Methods of the model itself that a program may have replaced.
 _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 # Packages whose hooks care for no row: captured outputs, weight norms, pruning, moves to a device, partials of these.
-_KNOWN_HOOKS = {"transformers", "torch", "accelerate", "functools"}
+_KNOWN_HOOKS = {"transformers", "torch", "accelerate", "functools", "trl"}
 
 
 def unsupported_reasons(model: nn.Module) -> list[str]:

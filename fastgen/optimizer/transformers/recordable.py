@@ -41,6 +41,8 @@ def unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, a
         reasons.append(f"attention {attention} (supported: sdpa, eager)")
     if getattr(model, "hf_quantizer", None) is not None:
         reasons.append("the model is quantized")
+    if any(type(module).__module__.startswith("torch.distributed.") for module in model.modules()):
+        reasons.append("parts of the model are sharded, and gathered in each step")
     if (cache := arguments.get("past_key_values")) is not None:
         reasons += layer_reasons(cache, generation_config.max_length or 0)
     reasons += positions.table_reasons(model, generation_config.max_length or 0)

@@ -1,0 +1,97 @@
+"""Models inside of DDP, FSDP and PEFT, as trainers hold them: shared, or left alone with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed
+from parity import PROMPT, Both, is_shared, padded, run_both, tiny
+from peft import LoraConfig, get_peft_model
+from recording import replays
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.usefixtures("share_always", "process_group")
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def generated(model: nn.Module, **options: object) -> Both:
+    """With 24 steps, enough to be recorded where that is possible."""
+    samples = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 24, "eos_token_id": None}
+    both = run_both(lambda: model.generate(**padded(9, 5), **samples, **options))
+    assert torch.equal(both.stock, both.fast)
+    return both
+
+
+def step(model: nn.Module) -> None:
+    """A training step, after which all weights are others."""
+    tokens = padded(9, 7)["input_ids"]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.5)
+                parameter.grad = None
+
+
+def test_distributed_data_parallel():
+    wrapped = DistributedDataParallel(tiny("llama").train())
+    for _ in range(2):
+        assert is_shared(generated(wrapped.module).report, PROMPT)
+        step(wrapped)
+
+
+def test_fully_sharded_with_full_parameters():
+    wrapped = FullyShardedDataParallel(tiny("llama").train(), use_orig_params=True, device_id=torch.device("cpu"))
+    for _ in range(2):
+        with FullyShardedDataParallel.summon_full_params(wrapped, recurse=False):
+            assert is_shared(generated(wrapped.module).report, PROMPT)
+        step(wrapped)
+
+
+def test_steps_of_layers_that_are_sharded_are_not_recorded():
+    model = tiny("llama").train()
+    for name, layer in model.model.layers.named_children():
+        setattr(
+            model.model.layers,
+            name,
+            FullyShardedDataParallel(layer, use_orig_params=True, device_id=torch.device("cpu")),
+        )
+    report = generated(model).report
+    assert is_shared(report, PROMPT) and not replays(report)
+    assert any("parts of the model are sharded" in reason for reason in report.fallbacks)
+
+
+@pytest.mark.parametrize("synced_gpus", (False, True))
+def test_fully_sharded_by_layers(synced_gpus):
+    model = tiny("llama").train()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        assert is_shared(generated(model, synced_gpus=synced_gpus).report, PROMPT)
+        step(model)
+
+
+def test_adapters_in_training():
+    config = LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = get_peft_model(tiny("llama"), config).train()
+    for _ in range(2):
+        assert is_shared(generated(wrapped).report, PROMPT)
+        step(wrapped)
+
+
+def test_adapters_with_dropout_are_left_alone():
+    config = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"], init_lora_weights=False)
+    report = generated(get_peft_model(tiny("llama"), config).train()).report
+    assert not report.shared and any("lora_dropout" in reason for reason in report.fallbacks)

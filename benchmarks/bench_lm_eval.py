@@ -1,0 +1,142 @@
+"""lm-evaluation-harness with 16 samples of each question: transformers against fastgen, on a model made for it.
+
+    python benchmarks/bench_lm_eval.py [repeats16] [--turns 3] [--floors FILE] [--json FILE]
+
+A task of local data, 6 questions of about 400 tokens, 32 new tokens each, batches of 16 rows; a Llama-like model with
+random weights (6 layers of width 512). Both evaluate in turns in one process, from the same seed; seconds are medians,
+ratios medians of those of a turn, and all answers are compared. --floors takes a file of the ratios to reach
+(floors_lm_eval.json); the status is 1 where one is missed, or where an answer differs. Needs `pip install lm-eval`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from floors import below, check_cases, floors_of
+from machine import cpu, describe_cpu
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import fastgen
+
+CASES = {"repeats16": 16}
+TASK = "local_questions"
+WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(1997))]
+
+
+def write_model(folder: Path, **sizes: int) -> None:
+    """A Llama-like model with random weights, and a tokenizer of the words `w0`, `w1`, …"""
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=2048, **special).save_pretrained(folder)
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **sizes, **ends)).save_pretrained(folder)
+
+
+def write_task(folder: Path, questions: int, length: int, new_tokens: int, repeats: int) -> None:
+    """A task `local_questions` of so many questions, of about `length` words each, answered `repeats` times."""
+    lines = [
+        {"question": " ".join(f"w{(31 * line + word * word) % 1997}" for word in range(length + line)), "answer": "w1"}
+        for line in range(questions)
+    ]
+    data = folder / "questions.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    task = {
+        "task": TASK,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "repeats": repeats,
+        "generation_kwargs": {"do_sample": True, "temperature": 0.8, "max_gen_toks": new_tokens, "until": ["</s>"]},
+        "filter_list": [{"name": "first", "filter": [{"function": "take_first"}]}],
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (folder / f"{TASK}.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+
+
+class Evaluation:
+    """One task on one model, loaded once."""
+
+    def __init__(self, repeats: int, folder: Path) -> None:
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+
+        sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
+        write_model(folder / "model", **sizes, num_attention_heads=8, num_key_value_heads=2)
+        write_task(folder, questions=6, length=400, new_tokens=32, repeats=repeats)
+        self.tasks = TaskManager(include_path=str(folder), include_defaults=False)
+        self.model = HFLM(pretrained=str(folder / "model"), dtype="float32", device="cpu", batch_size=16)
+
+    def answers(self, way: str) -> list[Any]:
+        from lm_eval import simple_evaluate
+
+        with fastgen.disabled() if way == "stock" else nullcontext():
+            found = simple_evaluate(self.model, tasks=[TASK], task_manager=self.tasks, log_samples=True)
+        return [sample["resps"] for sample in found["samples"][TASK]]
+
+
+def measure(name: str, turns: int) -> dict[str, Any]:
+    """Median seconds of each way, the median ratio, and whether all answers are equal."""
+    seconds: dict[str, list[float]] = {"stock": [], "fastgen": []}
+    equal = True
+    with tempfile.TemporaryDirectory() as folder:
+        evaluation = Evaluation(CASES[name], Path(folder))
+        for turn in range(turns + 1):  # the first warms up
+            answers = {}
+            for way in seconds if turn % 2 else reversed(seconds):
+                begun = time.perf_counter()
+                answers[way] = evaluation.answers(way)
+                seconds[way].append(time.perf_counter() - begun)
+            equal = equal and answers["stock"] == answers["fastgen"]
+    ratio = statistics.median(stock / ours for stock, ours in [*zip(*seconds.values())][1:])
+    medians = {way: statistics.median(values[1:]) for way, values in seconds.items()}
+    return {"case": name, "seconds": medians, "ratio": ratio, "equal": equal}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--turns", type=int, default=3, help="of both ways (default 3)")
+    parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: floors_lm_eval.json")
+    parser.add_argument("--json", metavar="FILE", help="write the results here, too")
+    args = parser.parse_args(argv)
+    check_cases(parser, args.cases, CASES)
+    args.floors = floors_of(parser, args.floors, CASES)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    transformers.utils.logging.set_verbosity_error()
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
+    print(describe_cpu())
+    results = [measure(name, args.turns) for name in args.cases or CASES]
+    missed = []
+    for result in results:
+        name, seconds, ratio = result["case"], result["seconds"], result["ratio"]
+        print(f"{name}: {seconds['stock']:.1f} s, fastgen {seconds['fastgen']:.1f} s, {ratio:.2f} times as fast")
+        missed += below(name, {"stock": ratio}, args.floors) + ([] if result["equal"] else [f"{name}: answers differ"])
+    print("\n".join(missed), end="\n" * bool(missed))
+    if args.json:
+        Path(args.json).write_text(json.dumps({"cpu": cpu(), "results": results}, indent=1) + "\n", encoding="utf-8")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -156,11 +156,26 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
             stack.enter_context(patch.object(gain.ModelSize, "is_large", True))
         if case.context in ("replaced forward", "hook of accelerate"):
             _steer(stack, model, by_hook=case.context != "replaced forward")
+        elif case.context.startswith("training mode"):
+            stack.callback(model.eval)
+            model.train()
+            if case.context.endswith("without dropout"):
+                _drop_nothing(stack, model)
         elif case.context == "compiled forward":
             torch.compiler.reset()
             model.forward = torch.compile(model.forward, backend="eager", fullgraph=True, dynamic=True)
             stack.callback(delattr, model, "forward")
         yield
+
+
+def _drop_nothing(stack: ExitStack, model: nn.Module) -> None:
+    """Makes all dropouts 0, those of modules and those in attributes and configurations."""
+    owners = [owner for module in model.modules() for owner in (module, getattr(module, "config", None)) if owner]
+    for owner in owners:
+        for name, value in vars(owner).items():
+            is_rate = "drop" in name or (name == "p" and isinstance(owner, nn.Dropout))
+            if is_rate and type(value) in (float, int):
+                stack.enter_context(patch.object(owner, name, 0.0))
 
 
 def _steer(stack: ExitStack, model: nn.Module, by_hook: bool) -> None:

@@ -61,6 +61,8 @@ CONTEXTS = {
     "hook of accelerate": 1,
     "own loop": 1,
     "compiled forward": 0.2,
+    "training mode": 3,
+    "training mode without dropout": 4,
 }
 
 
@@ -201,8 +203,9 @@ def _draw_inputs(random: Random, case: Case) -> None:
         del inputs["attention_mask"]
     fan_out = max(case.arguments.get("num_beams", 1), case.arguments.get("num_return_sequences", 1))
     if fan_out == 1 and random.random() < 0.6:
-        repeats = random.choice((2, 3, 8))
-        inputs = {name: value.repeat_interleave(repeats, dim=0) for name, value in inputs.items()}
+        each = random.choice((2, 3, 8))
+        repeats = [each] * rows if random.random() < 0.5 else [random.randint(1, each) for _ in range(rows)]
+        inputs = {name: value.repeat_interleave(torch.tensor(repeats), dim=0) for name, value in inputs.items()}
         case.words.append(f"(rows repeated {repeats} times)")
     if case.kind == "seq2seq" and random.random() < 0.1:
         inputs["decoder_input_ids"] = token_ids(inputs["input_ids"].shape[0], 3, seed=case.seed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from fairseq.modules import MultiheadAttention
@@ -29,9 +30,14 @@ class Streams:
     length: int
 
 
-def make_streams(length: int, keys: int, predict: int, num_buckets: int, max_distance: int, like: Tensor) -> Streams:
-    """For the last `length` of `keys` positions, of the main stream and `predict` others; of the type of `like`."""
-    position = torch.arange(keys - length, keys, device=like.device)[:, None]
+def make_streams(
+    position: Tensor, keys: int, predict: int, num_buckets: int, max_distance: int, like: Tensor
+) -> Streams:
+    """For the main stream and `predict` others at these positions, int64 `[T, 1]` from 0; of the type of `like`.
+
+    Keys behind a position, up to `keys`, are not seen.
+    """
+    length = len(position)
     key = torch.arange(keys, device=like.device)[None]
     own = torch.zeros_like(position)
     distances = [torch.cat([key - position, own], dim=1)]
@@ -57,6 +63,8 @@ def bucket_of(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
 class NgramMultiheadAttention(MultiheadAttention):
     """fairseq's attention with one more projection, of the distances, and with several streams of queries."""
 
+    goes_by_states = True  # see fastgen.optimizer.fairseq.plan
+
     def __init__(self, embed_dim: int, num_heads: int, dropout: float, num_buckets: int) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, self_attention=True)
         self.num_buckets = num_buckets
@@ -76,10 +84,13 @@ class NgramMultiheadAttention(MultiheadAttention):
         result = weights[..., :-1] @ values + weights[..., -1:] * value  # the main stream's own weight is 0
         return self.out_proj(result.permute(2, 0, 1, 3).flatten(2))
 
-    def _main(self, keys: Tensor, values: Tensor, incremental_state: dict | None) -> tuple[Tensor, Tensor]:
-        """Those of all steps, `[B, H, S, D]`."""
+    def _main(self, keys: Tensor, values: Tensor, incremental_state: Any) -> tuple[Tensor, Tensor]:
+        """Those of all steps, `[B, H, S, D]`; a state that has a place for them keeps them."""
         if incremental_state is None:
             return keys, values
+        has_place = getattr(incremental_state, "has_self", None)
+        if has_place is not None and has_place(self):
+            return incremental_state.append(self, keys, values)
         saved = self._get_input_buffer(incremental_state)
         if saved:
             keys, values = torch.cat([saved["prev_key"], keys], 2), torch.cat([saved["prev_value"], values], 2)

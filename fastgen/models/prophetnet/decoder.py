@@ -18,6 +18,8 @@ from fastgen.models.prophetnet.attention import NgramMultiheadAttention, Streams
 class NgramTransformerDecoderLayer(nn.Module):
     """N-gram self-attention, attention to the encoder, feed-forward layer; a layer norm after each."""
 
+    goes_by_states = True  # see fastgen.optimizer.fairseq.plan
+
     def __init__(self, args: Namespace) -> None:
         super().__init__()
         width, heads = args.decoder_embed_dim, args.decoder_attention_heads
@@ -38,6 +40,10 @@ class NgramTransformerDecoderLayer(nn.Module):
         self.activation = utils.get_activation_fn(args.activation_fn)
         self.dropout = FairseqDropout(args.dropout)
         self.activation_dropout = FairseqDropout(args.activation_dropout)
+
+    @property
+    def self_attn(self) -> NgramMultiheadAttention:
+        return self.ngram_self_attn
 
     def forward(
         self,
@@ -71,6 +77,8 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
     result also has `ngram_logits`, a list of those of the other streams, for `NgramLanguageLoss`; the authors' decoder
     returns the list of all instead, which fairseq's other criteria do not understand.
     """
+
+    goes_by_states = True  # see fastgen.optimizer.fairseq.plan
 
     def __init__(self, args: Namespace, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__(dictionary)
@@ -111,22 +119,28 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
         self,
         prev_output_tokens: Tensor,
         encoder_out: dict[str, list[Tensor]] | None = None,
-        incremental_state: dict | None = None,
+        incremental_state: Any = None,
     ) -> list[Tensor]:
         """The last layer's states `[B, T, C]` of each predict stream; with `incremental_state` of the first only."""
         keys, predict = prev_output_tokens.shape[1], self.ngram
         if incremental_state is None:
+            place = torch.arange(1, keys + 1, device=prev_output_tokens.device)[:, None]
             positions = utils.make_positions(prev_output_tokens, self.padding_idx)
         else:
             prev_output_tokens, predict = prev_output_tokens[:, -1:], 1
-            positions = torch.full_like(prev_output_tokens, self.padding_idx + keys)
+            place = getattr(incremental_state, "position", None)  # on the device, in steps that are recorded
+            if place is None:
+                place = torch.full((1, 1), keys, device=prev_output_tokens.device)
+            else:
+                keys = incremental_state.limit
+            positions = (self.padding_idx + place).expand_as(prev_output_tokens)
         main = self.embed_tokens(prev_output_tokens) + self._positions(positions)
         ahead = self._positions(positions + 1)
         # The order of the published weights begins with the last row.
         x = torch.cat([main, *(self.ngram_input_embed.weight[stream - 1] + ahead for stream in range(predict))], dim=1)
         x = self.dropout(self.emb_layer_norm(x)).transpose(0, 1)  # [L, B, C]
         length = main.shape[1]
-        streams = make_streams(length, keys, predict, self.num_buckets, self.relative_max_distance, x)
+        streams = make_streams(place - 1, keys, predict, self.num_buckets, self.relative_max_distance, x)
         states, mask = _encoded(encoder_out)
         for layer in self.layers:
             x = layer(x, streams, states, mask, incremental_state)

@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 
 from fastgen.origin import PYTHON, packages_of
 
-KNOWN_PACKAGES = PYTHON | {"fairseq", "torch"}
+KNOWN_PACKAGES = PYTHON | {"fairseq", "fastgen", "torch"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -33,6 +33,17 @@ class ModelPlan:
     reasons: list[str] = field(default_factory=list)
     watched: bool = False
     by_input: bool = False
+
+
+def goes_by_states(module: Any) -> bool:
+    """Whether its class, which is not fairseq's, says of itself that it goes by a `DecodingState`.
+
+    The class has `goes_by_states = True`; what inherits from it says nothing. A decoder also has `layers` of this kind,
+    and reads no more of the encoder's output than to hand it on; a layer has `self_attn`, of this kind or fairseq's,
+    and fairseq's `encoder_attn` or None; a self-attention takes its keys and values from `append` of each state that
+    `has_self` of it. In a `StaticState` a token's place is its `position`, and there are `limit` keys.
+    """
+    return vars(type(module)).get("goes_by_states", False)
 
 
 def plan(model: nn.Module) -> ModelPlan:
@@ -54,7 +65,7 @@ def plan(model: nn.Module) -> ModelPlan:
     reorder = getattr(getattr(model, "encoder", None), "reorder_encoder_out", None)
     result.by_input = not (
         result.watched
-        or decoder.cross_self_attention
+        or getattr(decoder, "cross_self_attention", False)
         or len(crosses) > len(result.cross_attention)
         or reorder is None
         or not packages_of(decoder.extract_features) | packages_of(reorder) <= KNOWN_PACKAGES
@@ -71,8 +82,8 @@ def cross_attentions(decoder: Any) -> list[Any]:
 
 
 def decoder_reasons(decoder: Any) -> list[str]:
-    """Why nothing inside this decoder is known; empty if its layers are those of fairseq's Transformer."""
-    if not isinstance(decoder, TransformerDecoderBase):
+    """Why nothing inside this decoder is known; empty if its layers are fairseq's Transformer's, or go by states."""
+    if not isinstance(decoder, TransformerDecoderBase) and not goes_by_states(decoder):
         return [f"decoder {type(decoder).__name__} (supported: fairseq's Transformer decoders)"]
     if type(decoder.layers) is not nn.ModuleList:  # it would draw random numbers whenever it is looked through
         return [f"layers of the decoder in a {type(decoder.layers).__name__} (supported: ModuleList)"]
@@ -82,9 +93,10 @@ def decoder_reasons(decoder: Any) -> list[str]:
     if len(set(decoder.layers)) < len(decoder.layers):
         return ["layers of the decoder are used more than once"]
     for layer in decoder.layers:
-        if not isinstance(layer, TransformerDecoderLayerBase) or _is_own(layer, TransformerDecoderLayerBase, "forward"):
+        is_known = isinstance(layer, TransformerDecoderLayerBase) or goes_by_states(layer)
+        if not is_known or _is_own(layer, TransformerDecoderLayerBase, "forward"):
             return [f"layer {type(layer).__name__} of the decoder (supported: fairseq's Transformer layer)"]
-        if layer.onnx_trace:
+        if getattr(layer, "onnx_trace", False):
             return ["the decoder is prepared for ONNX"]
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in layer.modules()):
             return ["layers of the decoder are compiled"]
@@ -93,7 +105,7 @@ def decoder_reasons(decoder: Any) -> list[str]:
 
 def attention_reasons(attention: Any) -> list[str]:
     """Why this attention has to be computed by fairseq; empty if fastgen may."""
-    if type(attention) is not MultiheadAttention:
+    if type(attention) is not MultiheadAttention and not goes_by_states(attention):
         return [f"attention {type(attention).__name__} (supported: fairseq's MultiheadAttention)"]
     found = {
         "a forward of its own": "forward" in vars(attention),
@@ -106,7 +118,9 @@ def attention_reasons(attention: Any) -> list[str]:
 
 
 def _is_own(module: nn.Module, base: type, name: str) -> bool:
-    return name in vars(module) or getattr(type(module), name) is not getattr(base, name)
+    """Whether this method is another than that of `base`, or of the class that goes by states."""
+    given = not goes_by_states(module) and getattr(type(module), name) is not getattr(base, name)
+    return given or name in vars(module)
 
 
 def _has_state(module: nn.Module) -> bool:

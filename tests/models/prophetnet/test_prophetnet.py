@@ -74,7 +74,7 @@ def test_each_stream_sees_what_the_paper_lets_it_see(predict):
     torch.manual_seed(0)
     attention = NgramMultiheadAttention(12, 3, dropout=0.0, num_buckets=8).double()
     x = torch.randn(6 * (1 + predict), 2, 12, dtype=torch.float64)
-    ours = attention(x, make_streams(6, 6, predict, 8, 16, x))
+    ours = attention(x, make_streams(torch.arange(6)[:, None], 6, predict, 8, 16, x))
     torch.testing.assert_close(ours, definition(attention, x, 6, predict), atol=1e-12, rtol=0)
 
 

@@ -1,0 +1,100 @@
+"""ProphetNet in fairseq's generation under fastgen: fastgen's loop and caches, with what unpatched fairseq gives."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from fairseq_models import Case
+from fairseq_parity import compare, lengths
+from models.prophetnet.tiny import dictionary, prophetnet, tokens
+from recording import recording, replays
+
+from fastgen.models.prophetnet import NgramTransformerDecoder, NgramTransformerProphetModel
+
+SHARED = [
+    "beams: one read of the device in each step",
+    "self-attention: written in place, moved once for all layers, 2 layers",
+    "cross-attention keys and values: once per input, 2 layers",
+    "encoder output: never repeated",
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "beams": {},
+    "one beam": {"beam": 1},
+    "long": {"max_len_b": 38, "min_len": 30},
+    "sampling": {"sampling": True, "sampling_topk": 4},
+    "diverse beams": {"beam": 4, "diverse_beam_groups": 2},
+    "prefixes": {"inference": {"prefix_tokens": tokens(3, 3, 3, seed=2)}},
+}
+
+
+def case_of(words: Any, *models: NgramTransformerProphetModel) -> Case:
+    source, sizes = tokens(7, 5, 6), torch.tensor([7, 5, 6])
+    sample = {"id": torch.arange(3), "net_input": {"src_tokens": source, "src_lengths": sizes}}
+    return Case(list(models), TranslationTask(TranslationConfig(), words, words), sample)
+
+
+@pytest.fixture
+def words(tmp_path):
+    return dictionary(tmp_path)
+
+
+@pytest.mark.parametrize("recorded", (False, True))
+@pytest.mark.parametrize("option", OPTIONS)
+def test_keys_are_shared_and_hypotheses_are_the_same(words, option, recorded):
+    with recording("on" if recorded else "off"):
+        both = compare(case_of(words, prophetnet(words)), **OPTIONS[option])
+    assert both.report.shared == SHARED
+    assert (replays(both.report) > 2) == recorded, both.report
+
+
+@pytest.mark.parametrize("recorded", (False, True))
+def test_sentences_that_are_finished_leave(words, recorded):
+    with recording() if recorded else nullcontext():
+        both = compare(case_of(words, prophetnet(words)), max_len_b=38)
+    assert len({max(sentence) for sentence in lengths(both.stock)}) > 1
+    assert both.report.shared == SHARED
+
+
+def test_the_last_positions_of_the_table(words):
+    model = prophetnet(words, max_target_positions=12)
+    both = compare(case_of(words, model), max_len_b=100, min_len=10)
+    assert max(map(max, lengths(both.stock))) == 12
+
+
+def test_ensembles(words):
+    report = compare(case_of(words, prophetnet(words), prophetnet(words, seed=3, ngram=3))).report
+    assert "self-attention: written in place, moved once for all layers, 4 layers" in report.shared
+
+
+def test_decoders_and_layers_that_inherit_are_left_to_fairseq(words):
+    class Decoder(NgramTransformerDecoder):
+        pass
+
+    class Layer(type(prophetnet(words).decoder.layers[0])):
+        pass
+
+    for part, kind in (("decoder", Decoder), ("decoder.layers.1", Layer)):
+        model = prophetnet(words)
+        model.get_submodule(part).__class__ = kind
+        report = compare(case_of(words, model), accelerated=False).report
+        assert any(kind.__name__ in reason for reason in report.fallbacks), report
+
+
+def test_an_attention_with_a_forward_of_its_own_keeps_its_keys(words):
+    model, calls = prophetnet(words), []
+    attention = model.decoder.layers[0].ngram_self_attn
+
+    def forward(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        return type(attention).forward(attention, *args)
+
+    attention.forward = forward
+    report = compare(case_of(words, model)).report
+    assert "self-attention: written in place, moved once for all layers, 1 layers" in report.shared and calls

@@ -242,7 +242,7 @@ class DecodeStep:
         reasons = reasons or model_state.rows_reasons(self.model, {self.rows, self.rows // self.fan_out})
         if self.recorded is None:
             reasons = reasons or self._cache_reasons
-        return reasons or rows.unsupported_reasons(self.arguments, self.rows)
+        return reasons or rows.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)
 
     def keep(self, places: Tensor) -> None:
         """Drops the inputs that are not at `places` (int64) among those that are there."""

@@ -205,7 +205,7 @@ def unsupported_reasons(
         reasons += cache_layers.unsupported_reasons(cache)
     elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
         reasons.append("the model makes its own cache")
-    reasons += rows.unsupported_reasons(arguments, groups.rows)
+    reasons += rows.unsupported_reasons(model.config.model_type, arguments, groups.rows)
     if not reasons and not compared and not rows.groups_are_equal_sync(arguments, groups):
         reasons.append("the rows of an input differ from each other")
     firsts = groups.firsts[groups.of_rows].tolist()

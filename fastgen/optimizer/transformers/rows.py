@@ -22,6 +22,10 @@ OF_THE_PROMPT = ("mm_token_type_ids",)
 # Arguments that have one position, not one row, per element.
 WITHOUT_ROWS = ("cache_position",)
 
+# Arguments that a model takes and does not read while it decodes. Whisper's generate goes on with the mask of all
+# recordings when some of them have ended, or are decoded again at another temperature.
+UNREAD = {"whisper": ("attention_mask",)}
+
 
 class Groups:
     """Rows that are equal, next to each other: `sizes` of the groups, one after the other.
@@ -47,9 +51,11 @@ class Groups:
         return len(self) == self.inputs
 
 
-def unsupported_reasons(arguments: dict[str, Any], rows: int) -> list[str]:
+def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -> list[str]:
     """Why rows of these arguments cannot be left out; empty if they can."""
-    return [reason for name, value in arguments.items() for reason in _reasons(name, value, rows)]
+    unread = UNREAD.get(model_type, ())
+    read = {name: value for name, value in arguments.items() if name not in unread}
+    return [reason for name, value in read.items() for reason in _reasons(name, value, rows)]
 
 
 def one_per_group(arguments: dict[str, Any], groups: Groups) -> dict[str, Any]:

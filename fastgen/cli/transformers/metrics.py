@@ -1,4 +1,4 @@
-"""ROUGE, BLEU, chrF and exact match of generated lines against reference lines."""
+"""ROUGE, BLEU, chrF and exact match of generated lines against reference lines; word error rate of transcripts."""
 
 from importlib import import_module
 from typing import Any
@@ -8,23 +8,29 @@ from fastgen.cli.errors import InputError
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
 
-def check_installed() -> None:
+PACKAGES = {"rouge-score": "rouge_score.rouge_scorer", "sacrebleu": "sacrebleu.metrics"}
+PACKAGES_OF_TRANSCRIPTS = PACKAGES | {"jiwer": "jiwer"}
+
+
+def check_installed(transcripts: bool) -> None:
     """Raise InputError where the packages for it are missing, before anything is generated."""
+    packages = PACKAGES_OF_TRANSCRIPTS if transcripts else PACKAGES
     try:
-        import_module("rouge_score.rouge_scorer")
-        import_module("sacrebleu.metrics")
+        for module in packages.values():
+            import_module(module)
     except ImportError as error:
         raise InputError(
-            f"--reference_path needs rouge-score and sacrebleu: pip install rouge-score sacrebleu ({error})"
+            f"--reference_path needs {' and '.join(packages)}: pip install {' '.join(packages)} ({error})"
         ) from error
 
 
-def score(outputs: list[str], references: list[str]) -> dict[str, Any]:
+def score(outputs: list[str], references: list[str], transcripts: bool = False) -> dict[str, Any]:
     """Scores of `outputs` against as many `references`.
 
     rouge1, rouge2, rougeL: mean F1 over the lines with stemming, 0 to 1. bleu and chrf: sacrebleu's of the corpus, 0 to
     100, and their signatures say how they were computed. exact_match: share of lines that are equal but for white space
-    at their ends, 0 to 1. lines: how many were scored, without those that are empty on both sides.
+    at their ends, 0 to 1. lines: how many were scored, without those that are empty on both sides. wer, of transcripts:
+    jiwer's of the corpus, wrong words by words of the references, where capitals and punctuation count.
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import BLEU, CHRF
@@ -42,6 +48,10 @@ def score(outputs: list[str], references: list[str]) -> dict[str, Any]:
     for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
         scores[name] = metric.corpus_score(outputs, [references]).score
         scores[f"{name}_signature"] = str(metric.get_signature())  # complete only after something was scored
+    if transcripts:
+        import jiwer
+
+        scores["wer"] = jiwer.process_words(references, outputs).wer
     exact = sum(output.strip() == reference.strip() for output, reference in pairs)
     return scores | {"exact_match": exact / len(pairs), "lines": len(pairs)}
 

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 from fastgen.cli.transformers.compare import SideBySide
+from fastgen.cli.transformers.files.lines import LINES_AT_ONCE, SOUNDS_AT_ONCE
 from fastgen.cli.transformers.files.sound_folder import SoundFolder
 from fastgen.cli.transformers.flags.run_config import RunConfig
 from fastgen.cli.transformers.model.default_batch import rows_per_input
-from fastgen.cli.transformers.model.limits import embedded_tokens, lengths_of_inputs
+from fastgen.cli.transformers.model.limits import embedded_tokens, hears_windows, lengths_of_inputs
 from fastgen.cli.transformers.model.loading import LoadedModel
 from fastgen.cli.transformers.model.settings import effective, reasons_to_keep_file_order, token_ids
 from fastgen.cli.transformers.model.speaking import speaking
@@ -50,22 +51,23 @@ def make_stages(
         prepare = prepare_text(tokenizer, args, text_limits, **options)
         collate = pad_text(tokenizer.pad_token_id, tokenizer.padding_side == "left")
     else:
-        prepare = prepare_audio(loaded.feature_extractor, args)
+        prepare = prepare_audio(loaded.feature_extractor, args, hears_windows(loaded, settings))
         collate = partial(collate_audio, loaded.feature_extractor)
     reasons = reasons_to_keep_file_order(args, settings, loaded)
     if reasons and not args.quiet:
         say(f"batches keep the order of INPUT, so that outputs stay the same: {', '.join(reasons)}")
     in_order = bool(reasons) or args.window == 0
     limits = _limits(args, loaded, settings)
-    window, window_cells = _window(args, limits)
+    window, window_cells = _window(args, limits, loaded)
     samples = effective("do_sample", settings, loaded) or isinstance(effective("temperature", settings, loaded), list)
     if sounds is None:
+        is_whisper = loaded.model.config.model_type == "whisper"
         make_records = finish(
             tokenizer,
             args,
-            token_ids(effective("eos_token_id", settings, loaded)),
+            [] if is_whisper else token_ids(effective("eos_token_id", settings, loaded)),
             effective("pad_token_id", settings, loaded),
-            start_tokens=0 if loaded.causal_lm or loaded.model.config.model_type == "whisper" else 1,
+            start_tokens=0 if loaded.causal_lm or is_whisper else 1,
         )
     else:
         make_records = finish_sounds(sounds, args)
@@ -76,6 +78,7 @@ def make_stages(
         finish=make_records,
         workers=(args.preprocess_workers, args.postprocess_workers),
         line_bytes=text_limits.line_bytes(args),
+        lines_at_once=SOUNDS_AT_ONCE if args.hears else LINES_AT_ONCE,
         in_order=in_order,
         random=partial(random_state, model.device) if samples or loaded.speaks else None,
     )
@@ -87,9 +90,15 @@ def _limits(args: RunConfig, loaded: LoadedModel, settings: dict[str, Any]) -> L
     return Limits(args.bs, cells)
 
 
-def _window(args: RunConfig, batch: Limits) -> tuple[int, int | None]:
-    """How many lines are sorted, and their tokens: what waits to be sorted is not written yet."""
+def _window(args: RunConfig, batch: Limits, loaded: LoadedModel) -> tuple[int, int | None]:
+    """How many lines are sorted, and their tokens: what waits to be sorted is not written yet.
+
+    Recordings of any length: as many frames as that many recordings of the length that Whisper hears at once have.
+    """
+    at_once = getattr(loaded.feature_extractor, "nb_max_frames", None)
     if args.window is not None:
-        return args.window, None
+        return args.window, None if at_once is None else max(1, args.window) * at_once
     rows = LINES_PER_WINDOW if batch.rows is None else BATCHES_PER_WINDOW * batch.rows
-    return rows, None if batch.cells is None else BATCHES_PER_WINDOW * batch.cells
+    if batch.cells is not None:
+        return rows, BATCHES_PER_WINDOW * batch.cells
+    return rows, None if at_once is None else rows * at_once

@@ -72,7 +72,7 @@ def run(args: RunConfig, files: Files) -> int:
             torch.manual_seed(args.seed)
         if not output.records:
             output.keep_state(asdict(stages.state()))
-        chunks = read_chunks(args.input, first=output.records, n_obs=args.n_obs, longest=stages.line_bytes)
+        chunks = read_chunks(args.input, output.records, args.n_obs, stages.lines_at_once, longest=stages.line_bytes)
         with stoppable(NOTICE) as stop:
             complete = run_stages(chunks, stages, output, state.failures, progress, stop)
         if complete:
@@ -168,7 +168,7 @@ def _score(args: RunConfig, files: Files, loaded: LoadedModel, lines: int) -> No
         return
     check_same_length(args, len(files.references), lines)
     outputs = [first_text(record, args) for record in raw_lines("OUTPUT", args.output)]
-    scores = metrics.score(outputs, files.references)
+    scores = metrics.score(outputs, files.references, args.hears)
     print(metrics.report(scores), file=_stdout(args))
     if args.score_path is not None and (args.overwrite or not args.score_path.exists()):
         write_whole(args.score_path, (json.dumps(scores, indent=2) + "\n").encode("utf-8"))

@@ -21,6 +21,8 @@ from fastgen.cli.transformers.stages.items import Line
 
 READ_BLOCK = 1 << 16
 CHUNK_BYTES = 1 << 18
+LINES_AT_ONCE = 64
+SOUNDS_AT_ONCE = 1  # a recording may be hours long, and what waits for the model is in memory
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def read_chunks(
     path: Path,
     first: int = 0,
     n_obs: int | None = None,
-    lines: int = 64,
+    lines: int = LINES_AT_ONCE,
     size: int = CHUNK_BYTES,
     longest: int = sys.maxsize,
 ) -> Iterator[list[Line]]:

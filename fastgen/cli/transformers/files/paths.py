@@ -57,7 +57,7 @@ def _references(args: RunConfig, surveyed: Survey | None) -> list[str] | None:
     """Those of --reference_path, or else of the records of INPUT; None where nothing is to be scored."""
     if args.reference_path is None and args.reference_field is None:
         return None
-    metrics.check_installed()
+    metrics.check_installed(args.hears)
     if args.reference_path is not None:
         references = read_references("--reference_path", args.reference_path, args.reference_field)
         if surveyed is not None:

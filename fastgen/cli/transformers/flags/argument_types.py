@@ -100,6 +100,9 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("length_penalty", "guidance_scale"), real_number()),
     "max_time": real_number(above=0),
     **dict.fromkeys(("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"), _BOOLEAN),
+    # Of Whisper.
+    **dict.fromkeys(("return_timestamps", "condition_on_prev_tokens"), _BOOLEAN),
+    **dict.fromkeys(("logprob_threshold", "no_speech_threshold", "compression_ratio_threshold"), real_number()),
     # transformers takes True, False or "never".
     "early_stopping": one_of({"true": True, "false": False, "never": "never"}),
 }

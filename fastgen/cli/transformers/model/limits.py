@@ -41,6 +41,9 @@ def check_settings(args: RunConfig, loaded: LoadedModel, settings: dict[str, Any
         if name.endswith("_token_id"):
             for each in value if isinstance(value, (list, tuple)) else [value]:
                 _check_at_most(_given_as(args, name, f"--{name}"), each, last_token)
+    threshold = effective("no_speech_threshold", settings, loaded)
+    if threshold is not None and settings.get("logprob_threshold") is None:
+        raise InputError(f"no_speech_threshold {threshold} needs a logprob_threshold (accepted: --gen for both)")
     limit = input_limit(args, loaded, settings)
     if limit is not None and limit[0] < 1:
         raise InputError(f"no input is short enough: the limit is {limit[0]} tokens ({limit[1]})")
@@ -62,6 +65,19 @@ def embedded_tokens(model: transformers.PreTrainedModel) -> int | None:
     except NotImplementedError:
         return None
     return embedding.num_embeddings if isinstance(embedding, torch.nn.Embedding) else None
+
+
+def hears_windows(loaded: LoadedModel, settings: dict[str, Any]) -> bool:
+    """Whether generate takes recordings longer than MODEL hears at once.
+
+    Whisper's does, which finds where the next window begins by the timestamps that it generates.
+    """
+    has_timestamps = getattr(loaded.generation_config, "no_timestamps_token_id", None) is not None
+    return (
+        loaded.model.config.model_type == "whisper"
+        and has_timestamps
+        and settings.get("return_timestamps") is not False
+    )
 
 
 def lengths_of_inputs(

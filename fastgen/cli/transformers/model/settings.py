@@ -63,6 +63,8 @@ def generate_arguments(args: RunConfig, loaded: LoadedModel, task: dict[str, Any
     # These need words, and generate has only tokens.
     if any(effective(name, settings, loaded) for name in ("stop_strings", "token_healing")):
         settings["tokenizer"] = loaded.tokenizer
+    if loaded.model.config.model_type == "whisper" and effective("return_timestamps", settings, loaded):
+        settings["return_segments"] = True
     # Whisper's generate decodes a sound in several passes, and returns but the last one where it returns scores.
     has_scores = (effective("num_beams", settings, loaded) or 1) > 1 and loaded.model.config.model_type != "whisper"
     if has_scores and not loaded.speaks and (args.output_sequence_scores or args.writes_jsonl):
@@ -93,6 +95,8 @@ def reasons_to_keep_file_order(args: RunConfig, settings: dict[str, Any], loaded
         reasons.append("the fallback to other temperatures samples")
     if value("max_time") is not None:
         reasons.append("max_time ends whole batches")
+    if value("condition_on_prev_tokens"):
+        reasons.append("condition_on_prev_tokens pads earlier text to the longest of a batch")
     if loaded.feature_extractor is None:
         if (value("encoder_repetition_penalty") or 1.0) != 1.0:
             reasons.append("encoder_repetition_penalty counts padding")

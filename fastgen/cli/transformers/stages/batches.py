@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fastgen.cli.transformers.stages.audio import collate_long
 from fastgen.cli.transformers.stages.items import Batch, Line, NotGenerated, Prepared
 
 Arrays = dict[str, np.ndarray]
@@ -25,6 +26,7 @@ class _Waiting:
     line: Line
     length: int
     arrays: Arrays
+    is_long: bool
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Planner:
 
     window: how many lines are sorted by length, longest first: what does not fit into memory shows at once. 0: batches
         of lines as they stand in INPUT.
-    collate: pads the arrays of some lines to tensors.
+    collate: pads the arrays of some lines to tensors; those of long recordings are padded here.
     window_cells: the tokens of sorted lines, of which there are fewer where they are long.
     """
 
@@ -73,7 +75,7 @@ class Planner:
                 if len(self._not_generated) >= MOST_NOT_GENERATED:
                     yield from self.rest()
                 continue
-            waiting = _Waiting(line, _length(each.arrays), each.arrays)
+            waiting = _Waiting(line, _length(each.arrays), each.arrays, each.is_long)
             if self._window == 0:
                 yield from self._in_order(waiting)
             else:
@@ -90,7 +92,8 @@ class Planner:
             yield self._batch([])
 
     def _in_order(self, waiting: _Waiting) -> Iterator[Batch]:
-        if not self._limits.allow(len(self._waiting) + 1, max(self._longest, waiting.length)):
+        fits = self._limits.allow(len(self._waiting) + 1, max(self._longest, waiting.length))
+        if not fits or (self._waiting and self._waiting[0].is_long != waiting.is_long):
             yield self._batch(self._taken())
         self._longest = max(self._longest, waiting.length)
         self._waiting.append(waiting)
@@ -98,10 +101,11 @@ class Planner:
             yield self._batch(self._taken())
 
     def _sorted(self) -> Iterator[Batch]:
-        rows = sorted(self._taken(), key=lambda waiting: -waiting.length)
+        rows = sorted(self._taken(), key=lambda waiting: (not waiting.is_long, -waiting.length))
         start = 0
         for stop in range(1, len(rows) + 1):
-            if stop == len(rows) or not self._limits.allow(stop + 1 - start, rows[start].length):
+            fits = stop < len(rows) and self._limits.allow(stop + 1 - start, rows[start].length)
+            if not fits or rows[stop].is_long != rows[start].is_long:
                 batch = self._batch(rows[start:stop])
                 batch.ends_window = stop == len(rows)
                 yield batch
@@ -113,8 +117,11 @@ class Planner:
 
     def _batch(self, rows: list[_Waiting]) -> Batch:
         not_generated, self._not_generated = self._not_generated, []
-        inputs = self._collate([row.arrays for row in rows]) if rows else {}
-        return Batch([row.line for row in rows], [row.length for row in rows], inputs, not_generated)
+        is_long = bool(rows) and rows[0].is_long
+        collate = collate_long if is_long else self._collate
+        inputs = collate([row.arrays for row in rows]) if rows else {}
+        lines, lengths = [row.line for row in rows], [row.length for row in rows]
+        return Batch(lines, lengths, inputs, not_generated, is_long=is_long)
 
 
 def _length(arrays: Arrays) -> int:

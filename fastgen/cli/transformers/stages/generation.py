@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,15 @@ from fastgen.cli.errors import RunError
 from fastgen.cli.transformers.files.records import reason
 from fastgen.cli.transformers.model.loading import LoadedModel
 from fastgen.cli.transformers.model.speaking import speaking
-from fastgen.cli.transformers.stages.items import Batch, Generated, NotGenerated
+from fastgen.cli.transformers.stages.items import Batch, Generated, NotGenerated, Segment
 from fastgen.optimizer.transformers.unread import SEQUENCES_SCORES, reading_only
 
 NO_SEQUENCES = np.empty((0, 0), np.int64)
 # What allocators say that raise a plain RuntimeError.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+# Arguments of Whisper's generate for recordings that are longer than it hears at once.
+LONG = {"return_timestamps": True, "return_segments": True}
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +45,9 @@ class Model:
             inputs = {name: tensor.to(self.device) for name, tensor in batch.inputs.items()}
             if self._loaded.speaks:
                 return self._speak(batch, inputs)
-            with reading_only(SEQUENCES_SCORES):
-                generated = self._loaded.model.generate(**inputs, **self._settings)
-            scores = getattr(generated, "sequences_scores", None)  # [B * R]
-            sequences = generated if isinstance(generated, torch.Tensor) else generated.sequences
+            generated = self._generate(batch, inputs)
+            scores, segments = generated.get("sequences_scores"), generated.get("segments")  # [B * R]
+            sequences = generated["sequences"].long()  # without any segment they are floats
             if self._loaded.causal_lm:
                 sequences = sequences[:, inputs["input_ids"].shape[1] :]  # [B * R, N + T] -> [B * R, T]
             if len(sequences) % len(batch):
@@ -55,6 +58,7 @@ class Model:
                 sequences.cpu().numpy(),
                 None if scores is None else scores.tolist(),
                 batch.not_generated,
+                segments=None if segments is None else [list(map(_segment, output)) for output in segments],
             )
         except Exception as error:
             if not self._device_works_sync():
@@ -64,6 +68,13 @@ class Model:
             raise
         finally:
             self.seconds += time.perf_counter() - begun
+
+    def _generate(self, batch: Batch, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+        settings = self._settings | (LONG if batch.is_long else {})
+        # Without scores for the command it may be Whisper's own generate that reads them.
+        with reading_only(SEQUENCES_SCORES) if settings.get("output_scores") else nullcontext():
+            generated = self._loaded.model.generate(**inputs, **settings)
+        return {"sequences": generated} if isinstance(generated, torch.Tensor) else generated
 
     def _speak(self, batch: Batch, inputs: dict[str, torch.Tensor]) -> Generated:
         model = self._loaded.model
@@ -154,12 +165,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _part(batch: Batch, start: int, stop: int, left: bool) -> Batch:
-    """Some rows of a batch, text without the columns that are padding in all of them."""
+    """Some rows of a batch, text and long recordings without the columns that are padding in all of them."""
     lengths = batch.lengths[start:stop]
     inputs = {name: tensor[start:stop] for name, tensor in batch.inputs.items()}
     if "input_ids" in inputs:
         width = max(lengths)
         columns = slice(-width, None) if left else slice(width)
         inputs = {name: tensor[:, columns] for name, tensor in inputs.items()}
+    if batch.is_long:
+        inputs = {name: tensor[..., : max(lengths)] for name, tensor in inputs.items()}
     not_generated = batch.not_generated if start == 0 else []
-    return Batch(batch.lines[start:stop], lengths, inputs, not_generated)
+    return Batch(batch.lines[start:stop], lengths, inputs, not_generated, is_long=batch.is_long)
+
+
+def _segment(segment: dict[str, Any]) -> Segment:
+    """As Whisper's generate returns it: times are multiples of 10 ms, but for rounding."""
+    start, end = (round(float(segment[name]), 2) for name in ("start", "end"))
+    return Segment(start, end, segment["tokens"].tolist())

@@ -28,10 +28,12 @@ class Prepared:
 
     arrays: {"input_ids": int64 [N]} of text, or the outputs of a feature extractor without their batch dimension.
     error: why nothing can be generated for this line, in one line.
+    is_long: a recording that the model hears in several windows, which shares no batch with shorter ones.
     """
 
     arrays: dict[str, np.ndarray] | None = None
     error: str | None = None
+    is_long: bool = False
 
 
 @dataclass(slots=True)
@@ -51,9 +53,19 @@ class Batch:
     inputs: dict[str, torch.Tensor]  # [B, N, …], padded, with an attention_mask where anything is; empty where B is 0
     not_generated: list[NotGenerated] = field(default_factory=list)
     ends_window: bool = True  # of lines that were sorted by length, longest first
+    is_long: bool = False  # recordings of several windows
 
     def __len__(self) -> int:
         return len(self.lines)
+
+
+@dataclass(slots=True)
+class Segment:
+    """A part of a recording, and the tokens of its text."""
+
+    start: float  # seconds
+    end: float
+    tokens: list[int]  # timestamps among them
 
 
 @dataclass(slots=True)
@@ -66,6 +78,7 @@ class Generated:
     scores: list[float] | None  # [B * R], of beam search where they were asked for
     not_generated: list[NotGenerated]
     sounds: list[np.ndarray] | None = None  # B times float32 [S] where the model speaks, which has no sequences then
+    segments: list[list[Segment]] | None = None  # [B * R] of recordings, where timestamps were generated
 
 
 @dataclass(slots=True)

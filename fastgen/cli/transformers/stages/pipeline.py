@@ -31,7 +31,7 @@ class Stages:
     """What a run does with its lines.
 
     prepare, finish: what workers do ahead of the model and behind it; threads share them. workers: how many of both.
-    line_bytes: how much of a line is to be read.
+    line_bytes: how much of a line is to be read. lines_at_once: how many a worker prepares.
     in_order: batches hold the lines as they stand in INPUT. random: gives the state of the random numbers, where
         samples are drawn.
     """
@@ -42,6 +42,7 @@ class Stages:
     finish: Callable[[Generated], Finished]
     workers: tuple[int, int]
     line_bytes: int
+    lines_at_once: int
     in_order: bool
     random: Callable[[], str] | None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,11 +16,11 @@ import transformers
 from fastgen.cli.transformers.files import records
 from fastgen.cli.transformers.files.sound_folder import SoundFolder
 from fastgen.cli.transformers.flags.run_config import RunConfig
-from fastgen.cli.transformers.stages.items import Finished, Generated, Line
+from fastgen.cli.transformers.stages.items import Finished, Generated, Line, Segment
 
 Tokenizer: TypeAlias = transformers.PreTrainedTokenizerBase
 SEPARATOR = "####"
-Decode = Callable[[np.ndarray], list[str]]
+Decode = Callable[[np.ndarray | list[list[int]]], list[str]]
 Count = Callable[[np.ndarray], np.ndarray]
 
 
@@ -28,13 +29,16 @@ class _Text:
     text: str
     score: float | None  # None without beam scores
     tokens: int
+    segments: list[dict[str, Any]] | None = None  # of a recording, None without timestamps
 
     def fields(self) -> dict[str, Any]:
         """As JSON."""
-        score = {}
+        added: dict[str, Any] = {}
         if self.score is not None:
-            score["score"] = self.score if math.isfinite(self.score) else None  # JSON has no infinity
-        return {"text": self.text, **score, "tokens": self.tokens}
+            added["score"] = self.score if math.isfinite(self.score) else None  # JSON has no infinity
+        if self.segments is not None:
+            added["segments"] = self.segments
+        return {"text": self.text, **added, "tokens": self.tokens}
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,18 @@ def finish(
     """A function that turns what was generated into records; threads may share it.
 
     start_tokens: how many tokens at the start of a row were given to the decoder and not generated: 1 for an
-        encoder-decoder, 0 for a causal LM, and 0 for Whisper, whose generate leaves them out.
+        encoder-decoder, 0 for a causal LM, and 0 for Whisper, whose generate leaves them out. eos_token_ids: none for
+        Whisper, whose generate leaves out the end, too.
     """
     clean_up = {"clean_up_tokenization_spaces": True} if args.clean_up_tokenization_spaces else {}
     decode = partial(tokenizer.batch_decode, skip_special_tokens=not args.include_special_tokens, **clean_up)
     count = partial(count_tokens, start_tokens=start_tokens, eos_token_ids=[*eos_token_ids], pad_token_id=pad_token_id)
 
     def finish_texts(generated: Generated) -> Finished:
-        tokens = count(generated.sequences).tolist()
+        if generated.segments is None:
+            tokens = count(generated.sequences).tolist()
+        else:
+            tokens = [sum(len(segment.tokens) for segment in output) for output in generated.segments]
         return _finish(_texts(decode, tokens, generated), sum(tokens), generated, args)
 
     return finish_texts
@@ -151,7 +159,19 @@ def _texts(decode: Decode, tokens: list[int], generated: Generated) -> Iterator[
             yield _Result(line, length, [], error=texts)
         else:
             rows = slice(index * each, (index + 1) * each)
-            yield _Result(line, length, list(map(_Text, texts, scores[rows], tokens[rows])))
+            segments = repeat(None) if generated.segments is None else _segments(decode, generated.segments[rows])
+            yield _Result(line, length, list(map(_Text, texts, scores[rows], tokens[rows], segments)))
+
+
+def _segments(decode: Decode, outputs: list[list[Segment]]) -> list[list[dict[str, Any]]]:
+    """As JSON, of each output; their texts together are the output's."""
+    return [
+        [
+            {"start": segment.start, "end": segment.end, "text": text}
+            for segment, text in zip(segments, decode([segment.tokens for segment in segments]), strict=True)
+        ]
+        for segments in outputs
+    ]
 
 
 def _decode_lines(decode: Decode, sequences: np.ndarray, each: int) -> list[list[str] | str]:

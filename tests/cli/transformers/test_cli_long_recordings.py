@@ -1,0 +1,221 @@
+"""Recordings longer than Whisper hears through the command: text, segments and times are those of a plain call each."""
+
+from __future__ import annotations
+
+import json
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import transformers
+from cli_language_models import save_whisper
+
+import fastgen
+from fastgen.cli.errors import RunError
+from fastgen.cli.transformers.command import main
+
+SPEECH = ("--task", "automatic-speech-recognition")
+RATE = 16000
+SECONDS = {"a": 5.0, "b": 0.8, "c": 7.313, "d": 2.0, "e": 3.1, "f": 2.0001, "g": 1.2}  # two are heard at once
+FALLBACK = {"temperature": [0.0, 0.4, 0.8], "logprob_threshold": -1.0, "compression_ratio_threshold": 1.35}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_whisper(tmp_path_factory.mktemp("whisper"))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current one, with a WAV file of noise for each of SECONDS."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    for number, (name, seconds) in enumerate(SECONDS.items()):
+        samples = draw.normal(scale=0.1 * (1 + number), size=int(seconds * RATE))
+        soundfile.write(f"{name}.wav", samples, RATE, subtype="FLOAT")
+    return tmp_path
+
+
+def command(whisper: Path, names: str, *flags: str, output: str = "out.jsonl", status: int = 0) -> list[Any]:
+    """The records, or lines of text, that the command writes for these recordings."""
+    Path("in").write_text("".join(f"{name}.wav\n" for name in names))
+    assert main([str(whisper), "in", output, *SPEECH, *flags]) == status
+    if status == 2 or not Path(output).exists():
+        return []
+    lines = Path(output).read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines] if output.endswith("jsonl") else lines
+
+
+def plain(whisper: Path, names: str, **arguments: Any) -> list[dict[str, Any]]:
+    """What the documentation of Whisper's generate has for one recording after the other, as the command writes it."""
+    model = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(whisper)
+    processor = transformers.AutoProcessor.from_pretrained(whisper)
+    outputs = []
+    with fastgen.disabled():
+        for name in names:
+            samples = soundfile.read(f"{name}.wav", dtype="float32")[0]
+            long = {"truncation": False, "padding": "longest", "return_attention_mask": True}
+            inputs = processor(samples, sampling_rate=RATE, return_tensors="pt", **long if len(samples) > 32000 else {})
+            given = model.generate(**inputs, return_timestamps=True, return_segments=True, **arguments)
+            (sequence,), (segments,) = given["sequences"], given["segments"]
+            outputs.append(
+                {
+                    "text": processor.decode(sequence, skip_special_tokens=True),
+                    "segments": [
+                        {
+                            **{end: pytest.approx(segment[end].item()) for end in ("start", "end")},
+                            "text": processor.decode(segment["tokens"], skip_special_tokens=True),
+                        }
+                        for segment in segments
+                    ],
+                    "tokens": len(sequence),
+                }
+            )
+    return outputs
+
+
+def outputs_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [output for record in records for output in record["outputs"]]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("window", [(), ("--window", "0")], ids=("sorted", "in order"))
+def test_each_recording_has_the_text_and_the_segments_of_a_call_of_its_own(
+    whisper: Path, beams: int, window: tuple[str, ...]
+) -> None:
+    flags = ("--beam", str(beams), "--bs", "4", *window)
+    records = command(whisper, "abcdefg", *flags)
+    assert [record["line"] for record in records] == [*range(1, 8)]
+    expected = plain(whisper, "acef", num_beams=beams)
+    assert len({output["text"] for output in expected}) == 4
+    assert min(len(output["segments"]) for output in expected[:3]) > 1
+    assert outputs_of([records[place] for place in (0, 2, 4, 5)]) == expected
+    # What is heard at once is transcribed as without the long ones.
+    short = command(whisper, "bdg", *flags, output="short.jsonl")
+    assert outputs_of(short) == outputs_of([records[place] for place in (1, 3, 6)])
+    assert all("segments" not in output for output in outputs_of(short))
+    text = command(whisper, "abcdefg", *flags, output="out.txt")
+    assert text == [output["text"] for output in outputs_of(records)]
+
+
+def test_short_recordings_have_segments_where_timestamps_are_asked_for(whisper: Path) -> None:
+    records = command(whisper, "bad", "--gen", "return_timestamps=true", "--bs", "4")
+    expected = plain(whisper, "bad")
+    # The times of one window are told by its timestamps only.
+    assert outputs_of(records) == expected
+
+
+def test_segments_belong_to_one_of_several_outputs(whisper: Path) -> None:
+    flags = ("--beam", "4", "--num_return_sequences", "2")
+    records = command(whisper, "ae", *flags)
+    assert [len(record["outputs"]) for record in records] == [2, 2]
+    for output in outputs_of(records):
+        assert "".join(segment["text"] for segment in output["segments"]) == output["text"]
+
+
+def test_settings_of_long_recordings(whisper: Path, capsys: pytest.CaptureFixture) -> None:
+    settings = FALLBACK | {"condition_on_prev_tokens": True}
+    flags = [f"--gen={name}={json.dumps(value)}" for name, value in settings.items()]
+    records = command(whisper, "ace", *flags, "--beam", "3", "--seed", "3", "--bs", "1")
+    torch.manual_seed(3)
+    assert outputs_of(records) == plain(whisper, "ace", num_beams=3, **settings)
+    reasons = "the fallback to other temperatures samples, condition_on_prev_tokens pads earlier text"
+    assert f"batches keep the order of INPUT, so that outputs stay the same: {reasons}" in capsys.readouterr().err
+
+
+def test_beams_whose_probabilities_decide(whisper: Path) -> None:
+    flags = ("--gen", "logprob_threshold=-1", "--gen", "no_speech_threshold=0.001", "--beam", "3", "--bs", "1")
+    expected = plain(whisper, "ace", num_beams=3, logprob_threshold=-1, no_speech_threshold=0.001, temperature=0.0)
+    assert outputs_of(command(whisper, "ace", *flags, "--gen", "temperature=[0.0]")) == expected
+
+
+def test_a_run_that_was_ended_goes_on(whisper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [f"--gen={name}={json.dumps(value)}" for name, value in FALLBACK.items()]
+    flags += ["--seed", "5", "--bs", "1"]
+    expected = command(whisper, "acebc", *flags, output="whole.jsonl")
+    kind = transformers.WhisperForConditionalGeneration
+    generate, calls = kind.generate, []
+
+    @wraps(generate)  # the command looks for its arguments
+    def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3:
+            raise RunError("the end")
+        return generate(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "generate", ends)
+        command(whisper, "acebc", *flags, status=1)
+    assert Path("out.jsonl.part").read_text().count("\n") == 2
+    assert command(whisper, "acebc", *flags, "--resume") == expected
+
+
+def test_a_batch_that_is_too_large_for_the_memory_is_halved(
+    whisper: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    kind = transformers.WhisperForConditionalGeneration
+    generate, widths = kind.generate, []
+
+    def with_little_memory(self: Any, input_features: torch.Tensor, **kwargs: Any) -> Any:
+        if len(input_features) > 1:
+            raise MemoryError("out of memory")
+        widths.append(input_features.shape[-1])
+        return generate(self, input_features=input_features, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "generate", with_little_memory)
+        records = command(whisper, "cae", "--bs", "4")
+    assert outputs_of(records) == plain(whisper, "cae")
+    assert widths == [731, 500, 310]  # not as wide as the longest of the batch
+    assert "out of memory with 3 inputs of length 731" in capsys.readouterr().err
+
+
+def test_recordings_that_cannot_be_read_fail_alone(whisper: Path, capsys: pytest.CaptureFixture) -> None:
+    Path("x.wav").write_text("no sound at all")
+    records = command(whisper, "axc", status=1)
+    assert "line 2: x.wav: cannot be read (Format not recognised)" in capsys.readouterr().err
+    assert [record.get("error", "")[:5] for record in records] == ["", "x.wav", ""]
+    assert outputs_of(records) == plain(whisper, "ac")
+
+
+def test_a_recording_fails_by_name_where_it_would_have_to_be_cut(whisper: Path, capsys: pytest.CaptureFixture) -> None:
+    records = command(whisper, "ab", "--gen", "return_timestamps=false", status=1)
+    assert records[0]["error"] == "a.wav: lasts 5 s, and MODEL hears 2 s (accepted: up to 2 s)"
+    assert len(records[1]["outputs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("return_timestamps=word",), "return_timestamps='word' is not known (accepted: true, false)"),
+        (("logprob_threshold=low",), "logprob_threshold='low' is not a number"),
+        (
+            ("no_speech_threshold=0.6",),
+            "no_speech_threshold 0.6 needs a logprob_threshold (accepted: --gen for both)",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_used(
+    whisper: Path, capsys: pytest.CaptureFixture, settings: tuple[str, ...], message: str
+) -> None:
+    command(whisper, "a", *(f"--gen={setting}" for setting in settings), status=2)
+    assert message in capsys.readouterr().err
+
+
+def test_word_error_rate(whisper: Path) -> None:
+    records = command(whisper, "acb")
+    texts = [output["text"] for output in outputs_of(records)]
+    words = texts[0].split()
+    references = [" ".join([*words[1:], "more", "words"]), texts[1], texts[2]]
+    Path("references").write_text("".join(f"{line}\n" for line in references))
+    command(whisper, "acb", "--overwrite", "--reference_path", "references", "--score_path", "scores.json")
+    wrong = 3  # one word too many, two too few
+    assert json.loads(Path("scores.json").read_text())["wer"] == pytest.approx(
+        wrong / sum(len(line.split()) for line in references)
+    )

@@ -21,10 +21,12 @@ from fastgen.patching.import_hooks import explain_failure
 TYPE_CHECKING = False  # type checkers take it for true; importing typing takes a quarter of `import fastgen`
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any
 
+    from fastgen.ops.prefix_trie import PrefixTrie
     from fastgen.optimizer.report import Report
 
-__all__ = ["PatchState", "disable", "disabled", "enable", "enabled", "explain", "status"]
+__all__ = ["PatchState", "PrefixTrie", "disable", "disabled", "enable", "enabled", "explain", "status"]
 __version__ = "0.1.0"
 
 
@@ -83,6 +85,14 @@ def explain() -> Report | None:
     from fastgen.optimizer.decoding import generation
 
     return generation.last_report()
+
+
+def __getattr__(name: str) -> Any:
+    if name != "PrefixTrie":
+        raise AttributeError(f"module 'fastgen' has no attribute {name!r}")
+    from fastgen.ops.prefix_trie import PrefixTrie
+
+    return PrefixTrie
 
 
 start_logging(CONFIG.log)

@@ -66,6 +66,13 @@ PATCHES = (
         parameters=("self", "input_ids", "scores"),
         group="transformers.no_repeat_ngram",
     ),
+    _patch(
+        "transformers.prefix_constrained",
+        "transformers.generation.logits_process:PrefixConstrainedLogitsProcessor.__call__",
+        "fastgen.optimizer.transformers.constrained:prefix_constrained",
+        parameters=("self", "input_ids", "scores"),
+        group="transformers.prefix_constrained",
+    ),
     *(
         _patch(
             f"transformers.stages.{name}{kind}",

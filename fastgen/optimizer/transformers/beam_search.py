@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.optimizer.decoding.generation import current
+from fastgen.ops.beam_top_k import (
+    Candidates,
+    best_in_two_stages,
+    best_of_all,
+    best_of_allowed,
+    log_probs_in_parts,
+    two_stages_pay,
+)
+from fastgen.optimizer.decoding.generation import count, current
 from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.transformers import recordable
+from fastgen.optimizer.transformers.constrained import ALONE, allowed_of_all_rows
 from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 from fastgen.optimizer.transformers.unread import without_unread
@@ -102,10 +111,7 @@ class BeamSearch:
         """The sequences `[inputs * num_return_sequences, length]`, as the library returns them."""
         stop = False
         while not stop:
-            log_probs = functional.log_softmax(self.step.logits(self.input_ids), dim=-1)
-            log_probs = self.step.process(self.input_ids, log_probs)
-            log_probs = log_probs.view(*self.scores.shape, -1) + self.scores[:, :, None]
-            stop, is_final = self.advance(log_probs, stopping_criteria)
+            stop, is_final = self.advance(*self.candidates(), stopping_criteria)
             left = self.config.max_length - self.input_ids.shape[1]
             if not stop and any(is_final) and self.step.leaving_pays(sum(is_final), len(is_final), left):
                 self.keep([place for place, final in enumerate(is_final) if not final])
@@ -116,15 +122,40 @@ class BeamSearch:
         length = self.prompt_length + int(lengths[:, :returned].max())
         return best[:, :returned, :length].flatten(0, 1)
 
-    def advance(self, scores: Tensor, stopping_criteria: Any) -> tuple[bool, list[bool]]:
-        """Takes the best of all next tokens, with these scores `[B, M, vocabulary_size]`.
+    def candidates(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The best of all next tokens: their scores, the rows that they continue, and the tokens, `[B, C]` each."""
+        logits = self.step.logits(self.input_ids)
+        candidates, index = self.allowed_candidates(logits) or self.all_candidates(logits)
+        beams, tokens = index // logits.shape[1], index % logits.shape[1]
+        first_rows = torch.arange(0, self.input_ids.shape[0], self.num_beams, device=logits.device)
+        return candidates, first_rows[:, None] + beams, tokens
+
+    def allowed_candidates(self, logits: Tensor) -> Candidates | None:
+        """The scores and places `[B, C]` of the best where a trie says what is allowed; None where all count."""
+        allowed = allowed_of_all_rows(self.step.processors, self.input_ids, logits.shape[1])
+        if allowed is None:
+            return None
+        found = best_of_allowed(logits, self.scores, *allowed, self.num_candidates)
+        if found is not None:
+            count(ALONE)
+        return found
+
+    def all_candidates(self, logits: Tensor) -> Candidates:
+        """The scores and places `[B, C]` of the best of all tokens, after the processors."""
+        if not self.step.processors and two_stages_pay(logits, self.scores, self.num_candidates):
+            found = best_in_two_stages(log_probs_in_parts(logits), self.scores, self.num_candidates)
+            if found is not None:
+                return found
+        log_probs = self.step.process(self.input_ids, functional.log_softmax(logits, dim=-1))
+        return best_of_all(log_probs, self.scores, self.num_candidates)
+
+    def advance(
+        self, candidates: Tensor, parents: Tensor, tokens: Tensor, stopping_criteria: Any
+    ) -> tuple[bool, list[bool]]:
+        """Goes on with the best of the candidates, see `candidates`.
 
         Returns whether the search has ended, and for each input whether its hypotheses can change no more.
         """
-        first_rows = torch.arange(0, self.input_ids.shape[0], self.num_beams, device=scores.device)
-        candidates, index = torch.topk(scores.flatten(1), k=self.num_candidates)  # [B, C]
-        parents = first_rows[:, None] + index // scores.shape[2]
-        tokens = index % scores.shape[2]
         length = self.input_ids.shape[1] + 1
         # The criteria look at the last token and at the length, so that one column stands for all.
         ended = stopping_criteria(tokens.view(-1, 1).expand(-1, length), None).view(tokens.shape)

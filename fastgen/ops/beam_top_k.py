@@ -1,0 +1,128 @@
+"""The best next tokens of beam search, as `torch.topk` over the scores of all beams and tokens finds them.
+
+Equal scores are common in beam search: beams that are out of the race are kept at -1e9, where float32 has steps of 64.
+So the order in which torch gives them is part of the answer, and these functions keep it, or say that they cannot.
+
+All take k candidates of B inputs with M beams each, whose scores are `beam_scores [B, M]`, and return values and index
+`[B, k]`, the best first: index is `beam * vocabulary_size + token`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Candidates = tuple[Tensor, Tensor]
+
+# Log-probabilities that are computed at once where not all are kept: so many stay in a CPU's cache, or nearly.
+PART = 2**21
+
+# Scores of an input from which on two stages are faster, on a CPU; measured.
+MIN_SCORES = 200_000
+
+# Up to this share of k in all numbers, torch on a CPU has a heap of the best k and goes through the others in order.
+# A number that is no better than the worst of the heap changes nothing.
+HEAP = 64
+
+
+def log_probs_in_parts(logits: Tensor) -> Iterable[Tensor]:
+    """`log_softmax(logits)` of `[rows, vocabulary_size]`, of a few rows at a time."""
+    return (functional.log_softmax(part, dim=-1) for part in logits.split(max(1, PART // logits.shape[1])))
+
+
+def best_of_all(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
+    """Of log_probs `[B * M, vocabulary_size]`."""
+    found = best_in_two_stages([log_probs], beam_scores, k) if two_stages_pay(log_probs, beam_scores, k) else None
+    return found or best_in_one_stage(log_probs, beam_scores, k)
+
+
+def best_in_one_stage(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
+    """Of log_probs `[B * M, vocabulary_size]`, with all scores in one tensor."""
+    scores = log_probs.view(*beam_scores.shape, -1) + beam_scores[:, :, None]
+    return tuple(torch.topk(scores.flatten(1), k=k))
+
+
+def two_stages_pay(log_probs: Tensor, beam_scores: Tensor, k: int) -> bool:
+    """Whether `best_in_two_stages` may be asked, and is faster, given log_probs or logits."""
+    vocabulary = log_probs.shape[1]
+    return log_probs.device.type == "cpu" and vocabulary > k and beam_scores.shape[1] * vocabulary >= MIN_SCORES
+
+
+def best_in_two_stages(parts: Iterable[Tensor], beam_scores: Tensor, k: int) -> Candidates | None:
+    """First of each beam, then of all. parts: log-probabilities `[rows, vocabulary_size]`, together of all B * M rows.
+
+    None where scores among the best k + 1 are equal, or not a number: their order is that of one stage.
+    """
+    found = []
+    for part in parts:
+        vocabulary = part.shape[1]
+        found.append(torch.topk(part, k=k + 1))
+    values, tokens = (torch.cat(of_parts).unflatten(0, beam_scores.shape) for of_parts in zip(*found))  # [B, M, k + 1]
+    values, index = torch.topk((values + beam_scores[:, :, None]).flatten(1), k=k + 1)
+    if not bool((values[:, 1:] < values[:, :-1]).all()):
+        return None
+    index = index[:, :k]
+    return values[:, :k], index // (k + 1) * vocabulary + tokens.flatten(1).gather(1, index)
+
+
+def best_of_allowed(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Candidates | None:
+    """As if the log-probabilities of all but the allowed tokens were -inf.
+
+    logits: `[B * M, vocabulary_size]`, before the softmax over all tokens. rows, tokens: those allowed, `[count]`,
+    sorted by row and then by token, some of each row. None where another device or version of torch may have another
+    order of equal scores, where k is large for the vocabulary, and where a log-probability is not finite.
+    """
+    inputs, beams = beam_scores.shape
+    vocabulary = logits.shape[1]
+    if logits.device.type != "cpu" or k * HEAP > beams * vocabulary or not keeps_order():
+        return None
+    log_probs = _log_probs_of(logits, rows, tokens)
+    if not bool(log_probs.isfinite().all()):
+        return None
+    return _best(log_probs + beam_scores.flatten()[rows], rows // beams, rows % beams * vocabulary + tokens, inputs, k)
+
+
+def _log_probs_of(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """Of these tokens of these rows, `[count]`; rows are sorted."""
+    found, first_row, first = [], 0, 0
+    for part in log_probs_in_parts(logits):
+        end_row = first_row + part.shape[0]
+        end = int(torch.searchsorted(rows, end_row))
+        found.append(part[rows[first:end] - first_row, tokens[first:end]])
+        first_row, first = end_row, end
+    return torch.cat(found)
+
+
+def _best(scores: Tensor, input_of: Tensor, places: Tensor, inputs: int, k: int) -> Candidates:
+    """`torch.topk` of -inf with `scores` at `places` of their inputs, without most of the -inf. All `[count]`, sorted.
+
+    The heap begins with the first k numbers, -inf or not. After those, no -inf is better than anything.
+    """
+    is_later = places >= k
+    later = is_later.cumsum(0)
+    before = torch.searchsorted(input_of, torch.arange(inputs))  # how many candidates other inputs have in front
+    before = torch.where(before > 0, later[before - 1], 0)
+    columns = torch.where(is_later, k - 1 + later - before[input_of], places)
+    width = max(HEAP * k, int(columns.max()) + 1)
+    dense = scores.new_full((inputs, width), -torch.inf)
+    dense[input_of, columns] = scores
+    index = torch.arange(width).repeat(inputs, 1)
+    index[input_of, columns] = places
+    values, found = torch.topk(dense, k=k)
+    return values, index.gather(1, found)
+
+
+@cache
+def keeps_order() -> bool:
+    """Whether this torch has the order of equal numbers that `_best` counts on: tried once, with many equal ones."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, k, length = 3, 16, 4 * HEAP * 16
+    input_of, places = (torch.rand(inputs, length, generator=generator) < 0.02).nonzero().unbind(1)
+    scores = torch.randint(0, 5, places.shape, generator=generator).float()
+    dense = scores.new_full((inputs, length), -torch.inf)
+    dense[input_of, places] = scores
+    return all(map(torch.equal, torch.topk(dense, k=k), _best(scores, input_of, places, inputs, k)))

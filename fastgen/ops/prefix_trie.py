@@ -1,0 +1,202 @@
+"""The outputs of a closed set, by their first tokens: constrained decoding, as in "Autoregressive Entity Retrieval".
+
+A trie is one sorted array. Nodes are numbered level by level from the root, 0; the edge from `node` with `token` has
+the key `node * width + token`, where all tokens are below `width`, and edge e leads to node e + 1. So the tokens that
+may follow a node are a slice of the array, and a binary search finds it: for all rows at once, from what they hold,
+with no state between steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# The first number of a saved trie; the next are its width and the number of its edges.
+MAGIC = int.from_bytes(b"fgtrie01", "big")
+HEAD = 3
+
+# Tokens have 31 bits, so that a key of any trie that fits into memory has fewer than 63.
+LIMIT = 2**31
+
+Paths = str | os.PathLike
+
+
+class PrefixTrie:
+    """The tokens that may follow a prefix, as transformers' `prefix_allowed_tokens_fn`.
+
+    With `trie.after(n)` the first n tokens of each row are ignored: the prompt of a causal model with its padding, the
+    start token of a decoder (n 1). Threads and calls can share one.
+    """
+
+    def __init__(self, sequences: Iterable[Iterable[int]] | np.ndarray | Tensor, at_dead_ends: Iterable[int] = ()):
+        """sequences: tokens of each output, of any lengths; or an array or tensor of integers, one output a row.
+
+        Outputs may come twice, and one may begin with another. End tokens are tokens like any other: put them where
+        outputs end. at_dead_ends: the tokens allowed where nothing follows, because an output is complete, or the row
+        is none of them. Without any nothing is allowed there, and transformers raises ValueError. Its beam search goes
+        on with complete outputs, too, so that outputs of different lengths need the end token here.
+
+        Raises ValueError where there are no tokens, and for what is no token: negative, not an integer, above 2^31 - 1.
+        """
+        tokens, lengths = _flat(sequences)
+        ends = np.unique(_checked(list(at_dead_ends), "at_dead_ends"))
+        if not tokens.size:
+            raise ValueError("sequences: holds no tokens (supported: at least one)")
+        width = int(max(tokens.max(), ends.max(initial=0))) + 1
+        keys = _keys(tokens, lengths, width)
+        self._set(np.concatenate([[MAGIC, width, len(keys)], keys, ends]))
+
+    @classmethod
+    def from_file(cls, path: Paths, at_dead_ends: Iterable[int] = ()) -> PrefixTrie:
+        """Of a text with the tokens of an output on each line, divided by spaces, or of a saved array (`.npy`)."""
+        path = Path(path)
+        return cls(np.load(path) if path.suffix == ".npy" else _lines(path), at_dead_ends)
+
+    def save(self, path: Paths) -> None:
+        """For `load`, in numpy's format."""
+        with open(path, "wb") as file:
+            np.save(file, self._array)
+
+    @classmethod
+    def load(cls, path: Paths) -> PrefixTrie:
+        """What was saved, mapped: read from the file where it is looked at; processes share the memory."""
+        # Pages are copied where they are written, which nobody does: torch takes no arrays that are read-only.
+        array = np.load(path, mmap_mode="c")
+        if array.dtype != np.int64 or array.ndim != 1 or len(array) <= HEAD or array[0] != MAGIC:
+            raise ValueError(f"{os.fspath(path)}: no saved trie (supported: a file that PrefixTrie.save has written)")
+        trie = cls.__new__(cls)
+        trie._set(array)
+        return trie
+
+    def _set(self, array: np.ndarray) -> None:
+        """array: MAGIC, the width, the number of edges, their keys, the tokens at dead ends; int64."""
+        self.ignored = 0
+        self._array = array
+        self._width, self._edges = int(array[1]), int(array[2])
+        self._on_devices: dict[torch.device, Tensor] = {}
+
+    @property
+    def at_dead_ends(self) -> list[int]:
+        """Allowed where nothing follows, sorted."""
+        return self._array[HEAD + self._edges :].tolist()
+
+    @property
+    def largest_token(self) -> int:
+        """Of all that may be allowed."""
+        return self._width - 1
+
+    def after(self, ignored: int) -> PrefixTrie:
+        """The same outputs, where each row has so many tokens in front of them."""
+        if ignored < 0:
+            raise ValueError(f"ignored is {ignored} (supported: 0 or more)")
+        trie = copy.copy(self)
+        trie.ignored = ignored
+        return trie
+
+    def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
+        """The tokens that may follow input_ids `[length]`, sorted; what transformers calls for each row."""
+        return self.allowed_sync(torch.as_tensor(input_ids).view(1, -1))[1].tolist()
+
+    def allowed_sync(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens that may follow each row of input_ids `[rows, length]`, int64, and before them their rows.
+
+        Both `[count]`, sorted by row, then by token. Rows that nothing is allowed to follow do not occur.
+        """
+        table = self._table(input_ids.device)
+        keys = table[: self._edges]
+        nodes = self._nodes(input_ids, keys)
+        first = torch.searchsorted(keys, nodes * self._width)
+        end = torch.searchsorted(keys, (nodes + 1) * self._width)
+        is_dead = first == end
+        first = first.masked_fill(is_dead, self._edges)  # where the tokens at dead ends begin
+        counts = end.masked_fill(is_dead, len(table)) - first
+        rows = torch.arange(len(nodes), device=table.device).repeat_interleave(counts)
+        before = (counts.cumsum(0) - counts)[rows]
+        return rows, table[first[rows] + torch.arange(len(rows), device=table.device) - before] % self._width
+
+    def _nodes(self, input_ids: Tensor, keys: Tensor) -> Tensor:
+        """The node that each row has come to, `[rows]`; -1, which has no children, where the trie has no such path."""
+        nodes = torch.zeros(input_ids.shape[0], dtype=torch.int64, device=keys.device)
+        for tokens in input_ids[:, self.ignored :].unbind(1):
+            wanted = nodes * self._width + tokens
+            edges = torch.searchsorted(keys, wanted).clamp_(max=self._edges - 1)
+            # A token that is none, or a row without a node, could make the key of another edge.
+            found = (keys[edges] == wanted) & (nodes >= 0) & (tokens >= 0) & (tokens < self._width)
+            nodes = torch.where(found, edges + 1, -1)
+        return nodes
+
+    def _table(self, device: torch.device) -> Tensor:
+        """Keys, and after them the tokens at dead ends; on a CPU the array itself, elsewhere a copy that is kept."""
+        if device not in self._on_devices:
+            self._on_devices[device] = torch.from_numpy(np.asarray(self._array[HEAD:])).to(device)
+        return self._on_devices[device]
+
+    def __getstate__(self) -> dict:
+        return {**vars(self), "_on_devices": {}}
+
+
+def _keys(tokens: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
+    """The sorted keys of all edges. tokens: of all sequences, one after the other; lengths: of each."""
+    starts = np.cumsum(lengths) - lengths
+    nodes = np.zeros_like(starts)  # that each sequence has come to
+    levels, edges = [], 0
+    for depth in range(int(lengths.max())):
+        goes_on = lengths > depth
+        starts, lengths, nodes = starts[goes_on], lengths[goes_on], nodes[goes_on]
+        keys, places = np.unique(nodes * width + tokens[starts + depth], return_inverse=True)
+        nodes = edges + 1 + places
+        levels.append(keys)
+        edges += len(keys)
+    return np.concatenate(levels)
+
+
+def _flat(sequences: Iterable[Iterable[int]] | np.ndarray | Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of all sequences, one after the other, and the length of each; both int64."""
+    if isinstance(sequences, Tensor):
+        sequences = sequences.numpy(force=True)
+    if isinstance(sequences, np.ndarray):
+        if sequences.ndim != 2:
+            raise ValueError(f"sequences: an array of shape {sequences.shape} (supported: [outputs, length])")
+        return _checked(sequences.reshape(-1), "sequences"), np.full(len(sequences), sequences.shape[1], np.int64)
+    try:
+        given: list[Any] = [sequence if hasattr(sequence, "__len__") else list(sequence) for sequence in sequences]
+        tokens = list(chain.from_iterable(given))
+    except TypeError as error:
+        raise ValueError(f"sequences: {error} (supported: an iterable of iterables of tokens)") from error
+    return _checked(tokens, "sequences"), np.array([len(sequence) for sequence in given])
+
+
+def _checked(tokens: list[int] | np.ndarray, name: str) -> np.ndarray:
+    """These tokens as int64; ValueError where one is none."""
+    if not len(tokens):
+        return np.zeros(0, np.int64)
+    supported = f"(supported: integers from 0 to {LIMIT - 1})"
+    try:
+        found = np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: {error} {supported}") from error
+    if found.dtype.kind not in "iu" or found.ndim != 1:
+        raise ValueError(f"{name}: of type {found.dtype}, for example {tokens[0]!r} {supported}")
+    if (worst := int(found.min())) < 0 or (worst := int(found.max())) >= LIMIT:
+        raise ValueError(f"{name}: token {worst} {supported}")
+    return found.astype(np.int64)
+
+
+def _lines(path: Path) -> list[np.ndarray]:
+    """The tokens of each line."""
+    sequences = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                sequences.append([*map(int, line.split())])
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error} (supported: tokens divided by spaces)") from error
+    return sequences

@@ -1,0 +1,123 @@
+"""`PrefixConstrainedLogitsProcessor`: a `PrefixTrie` is asked for all rows at once, other functions once per prefix.
+
+The library calls the function for each row, and beams of an input begin alike. Errors, and inputs that no allowed token
+is left for, are the library's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+from fastgen.ops.prefix_trie import PrefixTrie
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding import generation
+
+NAME = "transformers.prefix_constrained"
+ALL_ROWS, ALONE = "prefix trie: all rows at once", "prefix trie: allowed tokens alone"
+
+# Whether a call was compared with the original, where transformers is newer than any tested version.
+_verified: set[type] = set()
+
+
+def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """`__call__`: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
+    if reasons := _reasons(self, input_ids, scores):
+        generation.fell_back([f"allowed tokens: {reason}" for reason in reasons])
+        return original(self, input_ids, scores)
+    if PATCH_SET.newer_than_tested("transformers") and type(self) not in _verified:
+        return _verify(original, self, input_ids, scores)
+    found = _constrained(self, input_ids, scores)
+    return original(self, input_ids, scores) if found is None else found
+
+
+def _constrained(processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor | None:
+    """Scores of allowed tokens only; None where the library raises an error, or forces tokens."""
+    found = scores + -math.inf
+    function = processor._prefix_allowed_tokens_fn
+    if type(function) is PrefixTrie:
+        generation.count(ALL_ROWS)
+        rows, tokens = function.allowed_sync(input_ids)
+        if not _all_rows_occur(rows, input_ids.shape[0]):
+            return None
+        found[rows, tokens] = scores[rows, tokens]
+    else:
+        for row, allowed in enumerate(_asked(function, input_ids, processor._num_beams)):
+            if len(allowed) == 0:
+                return None
+            found[row, allowed] = scores[row, allowed]
+    is_out = found.amax(dim=-1).isneginf().view(-1, processor._num_beams).all(dim=-1)
+    return None if bool(is_out.any()) else found
+
+
+def _asked(function: Callable, input_ids: Tensor, num_beams: int) -> Iterator[Any]:
+    """What the function allows each row; rows of an input that are equal have one answer."""
+    answers: dict[tuple[int, ...], Any] = {}
+    for row, tokens in enumerate(input_ids.tolist()):
+        batch_id = row // num_beams
+        prefix = (batch_id, *tokens)
+        if prefix not in answers:
+            answers[prefix] = function(batch_id, input_ids[row])
+        yield answers[prefix]
+
+
+def _reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[str]:
+    """Why this call is left to transformers."""
+    rows, num_beams, function = input_ids.shape[0], processor._num_beams, processor._prefix_allowed_tokens_fn
+    reasons = []
+    if rows == 0 or rows % num_beams:
+        reasons.append(f"{rows} rows for {num_beams} beams (supported: a multiple)")
+    if input_ids.device != scores.device:
+        reasons.append(f"scores are on {scores.device} (supported: {input_ids.device}, as input_ids)")
+    if type(function) is PrefixTrie:
+        reasons += vocabulary_reasons(function, scores.shape[1])
+    return reasons
+
+
+def vocabulary_reasons(trie: PrefixTrie, vocabulary_size: int) -> list[str]:
+    """Why the library has to be asked, which raises an error if the trie comes to a token that there is none of."""
+    largest = trie.largest_token
+    return [f"the trie has token {largest} (supported: up to {vocabulary_size - 1})"] * (largest >= vocabulary_size)
+
+
+def _all_rows_occur(rows: Tensor, row_count: int) -> bool:
+    return bool(torch.bincount(rows, minlength=row_count).all())
+
+
+def _verify(original: Callable, processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+    found, expected = _constrained(processor, input_ids, scores), original(processor, input_ids, scores)
+    if found is not None and not torch.equal(found, expected):
+        PATCH_SET.fail(NAME, f"{type(processor).__name__} allows other tokens than fastgen")
+    _verified.add(type(processor))
+    return expected
+
+
+def trie_of(processor: Any) -> PrefixTrie | None:
+    """The trie that says what rows may go on with; None for another processor or function."""
+    if type(processor) is not PrefixConstrainedLogitsProcessor or not PATCH_SET.in_effect(NAME):
+        return None
+    function = processor._prefix_allowed_tokens_fn
+    return function if type(function) is PrefixTrie else None
+
+
+def treats_rows_alone(processor: Any) -> bool:
+    """Whether inputs may leave the batch: with a trie that allows something everywhere.
+
+    Otherwise the library raises an error for finished inputs, too, by their numbers.
+    """
+    trie = trie_of(processor)
+    return trie is not None and bool(trie.at_dead_ends)
+
+
+def allowed_of_all_rows(processors: Any, input_ids: Tensor, vocabulary_size: int) -> tuple[Tensor, Tensor] | None:
+    """As `PrefixTrie.allowed_sync`, where a trie is all that changes scores; None where they are to be processed."""
+    trie = trie_of(processors[0]) if len(processors) == 1 else None
+    if trie is None or vocabulary_reasons(trie, vocabulary_size) or PATCH_SET.newer_than_tested("transformers"):
+        return None
+    rows, tokens = trie.allowed_sync(input_ids)
+    return (rows, tokens) if _all_rows_occur(rows, input_ids.shape[0]) else None

@@ -2,8 +2,8 @@
 
     python benchmarks/show_results.py
 
-Reads benchmarks/results/generate-*.json, fairseq-*.json, mqa-*.json and seamless-*.json, one of each for each CPU, as
-`bench_generate.py --json`, `bench_fairseq.py --json`, `bench_mqa.py --json` and `bench_seamless.py --json` write them.
+Reads benchmarks/results/generate-*.json, fairseq-*.json, mqa-*.json, constrained-*.json and seamless-*.json, one of
+each for each CPU, as `bench_generate.py --json` and the others of these names write them.
 """
 
 from __future__ import annotations
@@ -63,6 +63,21 @@ MQA = """Microseconds per token, without fastgen → with it. Multi-query and gr
 layers, so that all have 210 million parameters (the language models 159). *beam 4, to multi-head*: times as fast with
 fastgen as multi-head attention without it. {batch} inputs of 128 tokens, 128 new ones, `benchmarks/bench_mqa.py`.
 """
+CONSTRAINED = {
+    "ids-beam20": "Qwen-like, semantic ids of 4 tokens, 20 beams",
+    "ids-beam50": "Qwen-like, semantic ids of 4 tokens, 50 beams",
+    "ids-beam200": "Qwen-like, semantic ids of 4 tokens, 200 beams",
+    "names-beam10": "T5-base, names of 3 to 12 tokens, 10 beams",
+    "names-beam50": "T5-base, names of 3 to 12 tokens, 50 beams",
+}
+CONSTRAINED_TEXT = """Outputs are one of 100,000 ([constrained.md](constrained.md)): transformers with a trie of
+dictionaries, fastgen with a `PrefixTrie`. One input, of 300 tokens for the Qwen-like model, of 256 for T5; all beams
+are returned. *equal*: rows with the tokens of stock; scores agree to 1e-4, and some beams differ by less. {threads}
+thread(s), on a busy machine, `benchmarks/bench_constrained.py`.
+"""
+CONSTRAINED_HEAD = (
+    "| workload | stock | fastgen | faster | memory, stock → fastgen | equal |\n|---|---|---|---|---|---|"
+)
 FAIRSEQ_HEAD = "| workload | stock | fastgen | faster |\n|---|---|---|---|"
 
 
@@ -100,7 +115,8 @@ def tables() -> str:
         for measured in read(kind):
             rows = [row(result) for result in measured["results"]]
             parts.append("\n".join([f"## {title}, {cpu_name(measured)}", "", head, *rows]) + "\n")
-    return "\n".join([*parts, *map(mqa_section, read("mqa")), *map(seamless_section, seamless_results())])
+    parts += [*map(mqa_section, read("mqa")), *map(constrained_section, read("constrained"))]
+    return "\n".join([*parts, *map(seamless_section, seamless_results())])
 
 
 def mqa_section(measured: dict[str, Any]) -> str:
@@ -117,6 +133,25 @@ def mqa_table(results: list[dict[str, Any]]) -> str:
         stock, fast = result["microseconds"]["stock"], result["microseconds"]["fastgen"]
         cells = " | ".join(f"{stock[name]:,.0f} → {fast[name]:,.0f}" for name in columns)
         lines.append(f"| {result['case']} | {cells} | **{result['ratio']:.2f}×** |")
+    return "\n".join(lines)
+
+
+def constrained_section(measured: dict[str, Any]) -> str:
+    title = f"## Constrained beam search, {cpu_name(measured)}\n"
+    text = CONSTRAINED_TEXT.format(threads=measured["threads"])
+    return "\n".join([title, text, constrained_table(measured["results"]) + "\n"])
+
+
+def constrained_table(results: list[dict[str, Any]]) -> str:
+    """For Markdown: what bench_constrained.py measured."""
+    lines = [CONSTRAINED_HEAD]
+    for result in results:
+        seconds, added = result["seconds"], result["added_mb"]
+        lines.append(
+            f"| {CONSTRAINED[result['case']]} | {seconds['stock']:.1f} s | {seconds['fastgen']:.1f} s "
+            f"| **{result['ratios']['stock']:.1f}×** | {added['stock']:.0f} → {added['fastgen']:.0f} MB "
+            f"| {result['tokens']} |"
+        )
     return "\n".join(lines)
 
 

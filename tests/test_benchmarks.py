@@ -264,3 +264,43 @@ def test_prophetnet_fails_its_benchmark_below_a_floor(monkeypatch, tmp_path, cap
         assert bench.main(flags) == status
     told = capsys.readouterr().out
     assert told.count("greedy: transformers") == 2 and told.count("below the floor") == 1
+
+
+@pytest.fixture
+def run_constrained(monkeypatch, tmp_path):
+    """Runs tiny models with closed sets of outputs; returns the status and the results of the JSON."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench = importlib.import_module("bench_constrained")
+    qwen = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
+    monkeypatch.setattr(bench, "SIZES", {"vocab_size": 2000, "d_model": 16, "d_ff": 32, "num_layers": 2, **qwen})
+    for name, value in {"OUTPUTS": 500, "PROMPT": 9, "TEXT": 9}.items():
+        monkeypatch.setattr(bench, name, value)
+
+    def run(*flags: str, **floors: dict[str, float]):
+        wanted, results = tmp_path / "floors.json", tmp_path / "results.json"
+        wanted.write_text(json.dumps({name.replace("_", "-"): ratios for name, ratios in floors.items()}))
+        status = bench.main(["--repeats", "1", "--floors", str(wanted), "--json", str(results), *flags])
+        return status, json.loads(results.read_text())["results"]
+
+    return run
+
+
+def test_constrained_search_has_seconds_and_memory_and_equal_scores(run_constrained):
+    cases = ["ids-beam20", "ids-beam50", "names-beam10", "names-beam50"]
+    status, results = run_constrained(*cases)
+    assert status == 0 and [result["case"] for result in results] == cases
+    for result in results:
+        assert result["equal"] and int(result["tokens"].split()[0]) > 5
+        assert min(*result["seconds"].values(), *result["added_mb"].values(), *result["ratios"].values()) > 0
+
+
+@pytest.mark.parametrize("ratio", ["stock", "memory"])
+def test_constrained_search_below_a_floor_fails_the_benchmark_by_name(run_constrained, capsys, ratio):
+    assert run_constrained("names-beam10", names_beam10={ratio: 1e6}, ids_beam20={ratio: 1e6})[0] == 1
+    assert "names-beam10: " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_floors_of_constrained_search_that_are_checked_in_name_cases(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench, floors = importlib.import_module("bench_constrained"), importlib.import_module("floors")
+    assert floors.read_floors(str(BENCHMARKS / "floors_constrained.json"), bench.CASES)

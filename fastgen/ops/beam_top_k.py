@@ -63,17 +63,22 @@ def best_in_two_stages(parts: Iterable[Tensor], beam_scores: Tensor, k: int) -> 
         found.append(torch.topk(part, k=k + 1))
     values, tokens = (torch.cat(of_parts).unflatten(0, beam_scores.shape) for of_parts in zip(*found))  # [B, M, k + 1]
     values, index = torch.topk((values + beam_scores[:, :, None]).flatten(1), k=k + 1)
-    if not bool((values[:, 1:] < values[:, :-1]).all()):
+    if not differ(values):
         return None
     index = index[:, :k]
     return values[:, :k], index // (k + 1) * vocabulary + tokens.flatten(1).gather(1, index)
+
+
+def differ(values: Tensor) -> bool:
+    """Whether sorted values `[B, k]` are all different, and numbers."""
+    return bool((values[:, 1:] < values[:, :-1]).all())
 
 
 def best_of_allowed(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Candidates | None:
     """As if the log-probabilities of all but the allowed tokens were -inf.
 
     logits: `[B * M, vocabulary_size]`, before the softmax over all tokens. rows, tokens: those allowed, `[count]`,
-    sorted by row and then by token, some of each row. None where another device or version of torch may have another
+    sorted by row and then by token. None where another device or version of torch may have another
     order of equal scores, where k is large for the vocabulary, and where a log-probability is not finite.
     """
     inputs, beams = beam_scores.shape
@@ -88,11 +93,13 @@ def best_of_allowed(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: T
 
 def _log_probs_of(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     """Of these tokens of these rows, `[count]`; rows are sorted."""
+    asked, counts = torch.unique_consecutive(rows, return_counts=True)
+    places = torch.arange(len(asked)).repeat_interleave(counts)
     found, first_row, first = [], 0, 0
-    for part in log_probs_in_parts(logits):
+    for part in log_probs_in_parts(logits if len(asked) == logits.shape[0] else logits[asked]):
         end_row = first_row + part.shape[0]
-        end = int(torch.searchsorted(rows, end_row))
-        found.append(part[rows[first:end] - first_row, tokens[first:end]])
+        end = int(torch.searchsorted(places, end_row))
+        found.append(part[places[first:end] - first_row, tokens[first:end]])
         first_row, first = end_row, end
     return torch.cat(found)
 

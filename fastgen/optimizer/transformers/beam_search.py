@@ -18,13 +18,15 @@ from fastgen.ops.beam_top_k import (
     best_in_two_stages,
     best_of_all,
     best_of_allowed,
+    differ,
     log_probs_in_parts,
     two_stages_pay,
 )
+from fastgen.ops.prefix_trie import PrefixTrie
 from fastgen.optimizer.decoding.generation import count, current
 from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.transformers import recordable
-from fastgen.optimizer.transformers.constrained import ALONE, allowed_of_all_rows
+from fastgen.optimizer.transformers.constrained import ALONE, all_rows_occur, trie_alone
 from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 from fastgen.optimizer.transformers.unread import without_unread
@@ -132,13 +134,29 @@ class BeamSearch:
 
     def allowed_candidates(self, logits: Tensor) -> Candidates | None:
         """The scores and places `[B, C]` of the best where a trie says what is allowed; None where all count."""
-        allowed = allowed_of_all_rows(self.step.processors, self.input_ids, logits.shape[1])
-        if allowed is None:
+        trie = trie_alone(self.step.processors, logits.shape[1])
+        if trie is None:
             return None
-        found = best_of_allowed(logits, self.scores, *allowed, self.num_candidates)
+        found = self.candidates_in_race(trie, logits) if trie.at_dead_ends else None
+        if found is None:
+            rows, tokens = trie.allowed_sync(self.input_ids)
+            if not all_rows_occur(rows, self.input_ids.shape[0]):
+                return None
+            found = best_of_allowed(logits, self.scores, rows, tokens, self.num_candidates)
         if found is not None:
             count(ALONE)
         return found
+
+    def candidates_in_race(self, trie: PrefixTrie, logits: Tensor) -> Candidates | None:
+        """Those of rows in the race, where these are enough: in the first step it is one row of each input."""
+        racing = (self.scores.flatten() > LOWEST).nonzero().flatten()
+        if len(racing) in (0, self.input_ids.shape[0]):
+            return None
+        rows, tokens = trie.allowed_sync(self.input_ids[racing])
+        found = best_of_allowed(logits, self.scores, racing[rows], tokens, self.num_candidates + 1)
+        if found is None or not differ(found[0]):
+            return None
+        return found[0][:, :-1], found[1][:, :-1]
 
     def all_candidates(self, logits: Tensor) -> Candidates:
         """The scores and places `[B, C]` of the best of all tokens, after the processors."""

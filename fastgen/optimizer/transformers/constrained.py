@@ -43,7 +43,7 @@ def _constrained(processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor | 
     if type(function) is PrefixTrie:
         generation.count(ALL_ROWS)
         rows, tokens = function.allowed_sync(input_ids)
-        if not _all_rows_occur(rows, input_ids.shape[0]):
+        if not all_rows_occur(rows, input_ids.shape[0]):
             return None
         found[rows, tokens] = scores[rows, tokens]
     else:
@@ -85,7 +85,8 @@ def vocabulary_reasons(trie: PrefixTrie, vocabulary_size: int) -> list[str]:
     return [f"the trie has token {largest} (supported: up to {vocabulary_size - 1})"] * (largest >= vocabulary_size)
 
 
-def _all_rows_occur(rows: Tensor, row_count: int) -> bool:
+def all_rows_occur(rows: Tensor, row_count: int) -> bool:
+    """Whether something is allowed in each row, given the row of each allowed token. Reads the device."""
     return bool(torch.bincount(rows, minlength=row_count).all())
 
 
@@ -114,10 +115,9 @@ def treats_rows_alone(processor: Any) -> bool:
     return trie is not None and bool(trie.at_dead_ends)
 
 
-def allowed_of_all_rows(processors: Any, input_ids: Tensor, vocabulary_size: int) -> tuple[Tensor, Tensor] | None:
-    """As `PrefixTrie.allowed_sync`, where a trie is all that changes scores; None where they are to be processed."""
+def trie_alone(processors: Any, vocabulary_size: int) -> PrefixTrie | None:
+    """The trie, where it is all that changes scores; None where they are to be processed."""
     trie = trie_of(processors[0]) if len(processors) == 1 else None
     if trie is None or vocabulary_reasons(trie, vocabulary_size) or PATCH_SET.newer_than_tested("transformers"):
         return None
-    rows, tokens = trie.allowed_sync(input_ids)
-    return (rows, tokens) if _all_rows_occur(rows, input_ids.shape[0]) else None
+    return trie

@@ -1,0 +1,298 @@
+"""Constrained generation: with a `PrefixTrie` the outputs and errors are those of the library with dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parity import assert_equal_outputs, padded, run_both, tiny, token_ids
+from sharing import sharing
+from transformers import LogitsProcessor
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+import fastgen
+from fastgen.ops import beam_top_k
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.transformers import constrained
+from fastgen.optimizer.transformers.constrained import ALL_ROWS, ALONE
+
+EOS, VOCABULARY = 2, 300
+MODELS = ("llama", "t5")
+LEFT = "finished inputs: leave the batch"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    """In float64: among hundreds of beams there are some that differ by less than the rounding of float32."""
+    kinds = {"llama": "causal", "t5": "seq2seq"}
+    return {name: tiny(name, kinds[name], vocab_size=VOCABULARY).double() for name in MODELS}
+
+
+@pytest.fixture(autouse=True)
+def _share():
+    with sharing("always"):
+        yield
+
+
+class ByDictionaries:
+    """What a program would write, and how often it is called."""
+
+    def __init__(self, sequences: list[list[int]], ignored: int, at_dead_ends: list[int]) -> None:
+        self.root: dict = {}
+        self.ignored, self.at_dead_ends, self.calls = ignored, at_dead_ends, 0
+        for sequence in sequences:
+            node = self.root
+            for token in sequence:
+                node = node.setdefault(token, {})
+
+    def __call__(self, batch_id: int, input_ids: torch.Tensor) -> list[int]:
+        self.calls += 1
+        node = self.root
+        for token in input_ids.tolist()[self.ignored :]:
+            node = node.get(token, {})
+        return list(node) or self.at_dead_ends
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except (ValueError, IndexError) as error:
+        return type(error).__name__, str(error)
+
+
+def compare(model: Any, inputs: dict[str, Any], sequences: list[list[int]], ends: list[int], **arguments: Any) -> Any:
+    """Compares all that is returned, or raised; gives fastgen's outcome."""
+    ignored = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+    functions = ByDictionaries(sequences, ignored, ends), fastgen.PrefixTrie(sequences, ends).after(ignored)
+    functions = iter(functions)
+    stock, fast, _ = run_both(
+        lambda: outcome(lambda: model.generate(**inputs, prefix_allowed_tokens_fn=next(functions), **arguments))
+    )
+    assert_equal_outputs(stock, fast)
+    return fast
+
+
+NUMBERS = st.sampled_from([*range(3, 9), *range(3, VOCABULARY)])
+SEQUENCES = st.lists(st.lists(NUMBERS, min_size=1, max_size=5), min_size=1, max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(MODELS),
+    sequences=SEQUENCES,
+    has_end=st.booleans(),
+    ends=st.sampled_from([[], [EOS], [EOS, 7]]),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    num_beams=st.one_of(st.integers(2, 12), st.just(40)),
+    returned=st.integers(1, 12),
+    early_stopping=st.sampled_from([True, False, "never"]),
+    length_penalty=st.sampled_from([0.0, 1.0, -1.0, 2.0]),
+    new_tokens=st.integers(1, 7),
+    has_scores=st.booleans(),
+)
+def test_any_beam_search(
+    models, name, sequences, has_end, ends, lengths, num_beams, returned, early_stopping, length_penalty, new_tokens,
+    has_scores,
+):  # fmt: skip
+    sequences = [sequence + [EOS] * has_end for sequence in sequences]
+    compare(
+        models[name],
+        padded(*lengths, side="left" if name == "llama" else "right"),
+        sequences,
+        ends,
+        num_beams=num_beams,
+        num_return_sequences=min(returned, num_beams),
+        early_stopping=early_stopping,
+        length_penalty=length_penalty,
+        max_new_tokens=new_tokens,
+        return_dict_in_generate=has_scores,
+        output_scores=has_scores,
+        do_sample=False,
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(MODELS),
+    sequences=SEQUENCES,
+    ends=st.sampled_from([[], [EOS], [EOS, 7]]),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    do_sample=st.booleans(),
+    num_beams=st.sampled_from([1, 1, 3]),
+    min_new_tokens=st.sampled_from([None, 3]),
+)
+def test_greedy_and_drawn_tokens(models, name, sequences, ends, lengths, do_sample, num_beams, min_new_tokens):
+    compare(
+        models[name],
+        padded(*lengths, side="left" if name == "llama" else "right"),
+        [[*sequence, EOS] for sequence in sequences],
+        ends,
+        num_beams=num_beams if do_sample else 1,
+        num_return_sequences=2 if do_sample else 1,
+        do_sample=do_sample,
+        min_new_tokens=min_new_tokens,  # no token is left where it bans the only one that is allowed
+        max_new_tokens=6,
+    )
+
+
+def semantic_ids(count: int, codes: int = 60) -> list[list[int]]:
+    """Outputs of three tokens each, one of `codes` at each place."""
+    numbers = torch.randint(codes, (count, 3), generator=torch.Generator().manual_seed(3))
+    return (numbers + torch.tensor([10, 10 + codes, 10 + 2 * codes])).tolist()
+
+
+@pytest.mark.parametrize("num_beams", [30, 200, 512])
+@pytest.mark.parametrize("name", MODELS)
+def test_wide_beams(models, name, num_beams):
+    arguments = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 3, "eos_token_id": None}
+    found = compare(models[name], {"input_ids": token_ids(2, 5)}, semantic_ids(2000), [], **arguments)
+    assert found.shape[0] == 2 * num_beams
+    assert fastgen.explain().kernels[ALONE] == 3 and not fastgen.explain().kernels[ALL_ROWS]
+
+
+def test_no_mask_is_made_and_no_row_is_asked_alone(models):
+    """The processor, which masks, is not called, and neither is the trie."""
+    trie = fastgen.PrefixTrie(semantic_ids(500)).after(5)
+    arguments = {"num_beams": 20, "max_new_tokens": 3, "eos_token_id": None, "prefix_allowed_tokens_fn": trie}
+    with (
+        mock.patch.object(fastgen.PrefixTrie, "__call__", side_effect=AssertionError),
+        mock.patch.object(constrained, "_constrained", side_effect=AssertionError),
+    ):
+        assert models["llama"].generate(token_ids(1, 5), **arguments).shape == (1, 8)
+        with pytest.raises(AssertionError), fastgen.disabled():
+            models["llama"].generate(token_ids(1, 5), **arguments)
+
+
+def test_beside_other_processors_all_rows_are_asked_at_once(models):
+    names = [[*sequence, EOS] for sequence in semantic_ids(500)]
+    with mock.patch.object(fastgen.PrefixTrie, "__call__", side_effect=AssertionError):
+        compare(models["llama"], padded(6, 3), names, [EOS], num_beams=5, max_new_tokens=6, repetition_penalty=1.5)
+    kernels = fastgen.explain().kernels
+    assert kernels[ALL_ROWS] and not kernels[ALONE]
+
+
+def test_finished_inputs_leave_where_something_is_allowed_everywhere(models):
+    names = [[*name[:length], EOS] for name, length in zip(semantic_ids(90), (1, 2, 3) * 30)]
+    arguments = {"num_beams": 2, "max_new_tokens": 12, "early_stopping": True}
+    left = 0
+    for ends, stays in (([EOS], False), ([], True)):
+        compare(models["llama"], padded(6, 3, 5, 4, 7, 2), names, ends, **arguments)
+        report = fastgen.explain()
+        left += LEFT in report.shared
+        assert (LEFT in report.shared) <= (not stays)
+    assert left
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_error_names_the_input_as_in_the_library(models, name):
+    """In the second input nothing is allowed after two tokens: the batch ID of the library's message."""
+    found = compare(models[name], padded(4, 4), [[5], [6, 7, 8]], [], num_beams=3, max_new_tokens=4)
+    assert found[0] == "ValueError" and "empty list for batch ID 0" in found[1]
+
+
+def test_a_token_beyond_the_vocabulary_is_the_librarys_error(models):
+    found = compare(models["llama"], padded(4), [[5, 6], [VOCABULARY]], [], num_beams=3, max_new_tokens=4)
+    assert found[0] == "IndexError"
+    assert f"allowed tokens: the trie has token 300 (supported: up to {VOCABULARY - 1})" in fastgen.explain().fallbacks
+
+
+def test_other_functions_are_called_once_per_prefix_of_an_input(models):
+    sequences = [[*name, EOS] for name in semantic_ids(300)]
+    calls, prefixes = [], set()
+
+    def counted(batch_id: int, input_ids: torch.Tensor) -> list[int]:
+        calls.append(batch_id)
+        prefixes.add((batch_id, *input_ids.tolist()))
+        return by_dictionaries(batch_id, input_ids)
+
+    by_dictionaries = ByDictionaries(sequences, 5, [EOS])
+    arguments = {"num_beams": 8, "max_new_tokens": 4, "prefix_allowed_tokens_fn": counted}
+    with fastgen.disabled():
+        stock = models["llama"].generate(token_ids(1, 5).repeat(2, 1), **arguments)
+    assert len(calls) == 2 * 8 * 4 > len(prefixes)
+    calls.clear(), prefixes.clear()
+    assert torch.equal(stock, models["llama"].generate(token_ids(1, 5).repeat(2, 1), **arguments))
+    assert len(calls) == len(prefixes) and set(calls) == {0, 1}
+
+
+@pytest.mark.parametrize("answer", [torch.tensor([5, 9]), range(5, 90, 3), [-1, 7], (8,), []], ids=str)
+def test_other_functions_may_give_what_an_index_may_be(models, answer):
+    stock, fast, _ = run_both(
+        lambda: outcome(
+            lambda: models["t5"].generate(
+                **padded(4, 2), num_beams=3, max_new_tokens=4, prefix_allowed_tokens_fn=lambda *_: answer
+            )
+        )
+    )
+    assert_equal_outputs(stock, fast)
+
+
+def test_an_error_of_the_function_is_the_programs(models):
+    def broken(batch_id: int, input_ids: torch.Tensor) -> list[int]:
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError, match="ours"):
+        models["llama"].generate(token_ids(1, 5), num_beams=3, max_new_tokens=3, prefix_allowed_tokens_fn=broken)
+    assert PATCH_SET.in_effect(constrained.NAME)
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
+@pytest.mark.parametrize("trie", [True, False])
+def test_scores_that_are_not_finite(trie, value):
+    scores = torch.randn(6, 40)
+    scores[:3, [5, 6]], scores[4, 20] = value, value
+    function = fastgen.PrefixTrie([[5, 8], [6]]).after(2) if trie else lambda batch_id, input_ids: [5, 6 + batch_id]
+    processor = PrefixConstrainedLogitsProcessor(function, 3)
+    with fastgen.disabled():
+        stock = processor(token_ids(6, 2), scores)
+    assert torch.equal(stock.nan_to_num(7.0), processor(token_ids(6, 2), scores).nan_to_num(7.0))
+
+
+class Doubles(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores * 2
+
+
+def test_a_processor_of_the_program_sees_what_the_library_gives_it(models):
+    names = [[*sequence, EOS] for sequence in semantic_ids(300)]
+    compare(models["t5"], padded(6, 3), names, [EOS], num_beams=5, max_new_tokens=5, logits_processor=[Doubles()])
+
+
+def test_a_newer_transformers_is_verified_first(monkeypatch):
+    names = [[*sequence, EOS] for sequence in semantic_ids(300)]
+    monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: True)
+    monkeypatch.setattr(constrained, "_verified", set())
+    processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie(names, [EOS]), 2)
+    calls, asked = [], fastgen.PrefixTrie.__call__
+    with mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: calls.append(1) or asked(*given)):
+        for _ in range(2):
+            processor(token_ids(4, 2), torch.randn(4, VOCABULARY))
+    assert len(calls) == 4
+
+
+def test_a_newer_transformers_that_allows_other_tokens_switches_it_off(monkeypatch):
+    failed = mock.Mock()
+    monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: True)
+    monkeypatch.setattr(PATCH_SET, "fail", failed)
+    monkeypatch.setattr(constrained, "_verified", set())
+    processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie([[5, 6]], [EOS]), 2)
+    with mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: [7]):
+        found = processor(token_ids(4, 2), torch.randn(4, VOCABULARY))
+    assert failed.call_args.args[0] == constrained.NAME and found.isfinite().nonzero()[:, 1].tolist() == [7] * 4
+
+
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["alone", "with a processor"])
+def test_many_scores_go_through_two_stages(options):
+    """Without constraints: the outputs are those of the library, and no tensor has the scores of all beams."""
+    model = tiny("gpt2", vocab_size=30_000)
+    with mock.patch.object(beam_top_k, "best_in_one_stage", side_effect=AssertionError):
+        stock, fast, _ = run_both(
+            lambda: model.generate(token_ids(2, 5), num_beams=8, max_new_tokens=5, do_sample=False, **options)
+        )
+    assert torch.equal(stock, fast)

@@ -63,38 +63,52 @@ def best_in_two_stages(parts: Iterable[Tensor], beam_scores: Tensor, k: int) -> 
         found.append(torch.topk(part, k=k + 1))
     values, tokens = (torch.cat(of_parts).unflatten(0, beam_scores.shape) for of_parts in zip(*found))  # [B, M, k + 1]
     values, index = torch.topk((values + beam_scores[:, :, None]).flatten(1), k=k + 1)
-    if not differ(values):
+    if not _differ(values):
         return None
     index = index[:, :k]
     return values[:, :k], index // (k + 1) * vocabulary + tokens.flatten(1).gather(1, index)
-
-
-def differ(values: Tensor) -> bool:
-    """Whether sorted values `[B, k]` are all different, and numbers."""
-    return bool((values[:, 1:] < values[:, :-1]).all())
 
 
 def best_of_allowed(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Candidates | None:
     """As if the log-probabilities of all but the allowed tokens were -inf.
 
     logits: `[B * M, vocabulary_size]`, before the softmax over all tokens. rows, tokens: those allowed, `[count]`,
-    sorted by row and then by token. None where another device or version of torch may have another
-    order of equal scores, where k is large for the vocabulary, and where a log-probability is not finite.
+    sorted by row and then by token. None where a log-probability is not finite, and where the order of equal scores
+    may be another: on other devices than a CPU, and with large k for a small vocabulary.
     """
-    inputs, beams = beam_scores.shape
-    vocabulary = logits.shape[1]
-    if logits.device.type != "cpu" or k * HEAP > beams * vocabulary or not keeps_order():
+    if logits.device.type != "cpu" or k * HEAP > beam_scores.shape[1] * logits.shape[1] or not keeps_order():
+        return best_of_different(logits, beam_scores, rows, tokens, k)
+    scored = _scored(logits, beam_scores, rows, tokens)
+    return None if scored is None else _best(*scored, beam_scores.shape[0], k)
+
+
+def best_of_different(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Candidates | None:
+    """As `best_of_allowed`, in any order of equal scores; None where some of the best k + 1 are equal."""
+    scored = _scored(logits, beam_scores, rows, tokens)
+    if scored is None:
         return None
+    values, index = _best(*scored, beam_scores.shape[0], k + 1)
+    return (values[:, :k], index[:, :k]) if _differ(values) else None
+
+
+def _differ(values: Tensor) -> bool:
+    """Whether sorted values `[B, k]` are all different, and numbers."""
+    return bool((values[:, 1:] < values[:, :-1]).all())
+
+
+def _scored(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The scores, inputs and places of the allowed tokens, `[count]`; None where one is not finite."""
+    beams, vocabulary = beam_scores.shape[1], logits.shape[1]
     log_probs = _log_probs_of(logits, rows, tokens)
     if not bool(log_probs.isfinite().all()):
         return None
-    return _best(log_probs + beam_scores.flatten()[rows], rows // beams, rows % beams * vocabulary + tokens, inputs, k)
+    return log_probs + beam_scores.flatten()[rows], rows // beams, rows % beams * vocabulary + tokens
 
 
 def _log_probs_of(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     """Of these tokens of these rows, `[count]`; rows are sorted."""
     asked, counts = torch.unique_consecutive(rows, return_counts=True)
-    places = torch.arange(len(asked)).repeat_interleave(counts)
+    places = torch.arange(len(asked), device=rows.device).repeat_interleave(counts)
     found, first_row, first = [], 0, 0
     for part in log_probs_in_parts(logits if len(asked) == logits.shape[0] else logits[asked]):
         end_row = first_row + part.shape[0]
@@ -111,13 +125,14 @@ def _best(scores: Tensor, input_of: Tensor, places: Tensor, inputs: int, k: int)
     """
     is_later = places >= k
     later = is_later.cumsum(0)
-    before = torch.searchsorted(input_of, torch.arange(inputs))  # how many candidates other inputs have in front
+    # How many candidates other inputs have in front.
+    before = torch.searchsorted(input_of, torch.arange(inputs, device=scores.device))
     before = torch.where(before > 0, later[before - 1], 0)
     columns = torch.where(is_later, k - 1 + later - before[input_of], places)
     width = max(HEAP * k, int(columns.max()) + 1)
     dense = scores.new_full((inputs, width), -torch.inf)
     dense[input_of, columns] = scores
-    index = torch.arange(width).repeat(inputs, 1)
+    index = torch.arange(width, device=scores.device).repeat(inputs, 1)
     index[input_of, columns] = places
     values, found = torch.topk(dense, k=k)
     return values, index.gather(1, found)

@@ -82,13 +82,30 @@ def test_parts_are_those_of_one_softmax(monkeypatch):
     assert len(parts) == 4 and torch.equal(torch.cat(parts), functional.log_softmax(logits, dim=-1))
 
 
-def test_what_has_another_order_is_left_alone(monkeypatch):
-    logits, beam_scores = torch.randn(2, 200), torch.zeros(1, 2)
-    rows, tokens = torch.tensor([0, 1]), torch.tensor([3, 4])
-    assert best_of_allowed(logits, beam_scores, rows, tokens, 4) is not None
-    assert best_of_allowed(logits, beam_scores, rows, tokens, 7) is None  # large for 400 scores
+@settings(max_examples=100, deadline=None)
+@given(**SHAPES, in_race=st.integers(1, 12), digits=st.sampled_from([0, None]))
+def test_where_the_order_of_equal_scores_is_another(inputs, beams, seed, in_race, digits):
+    """As on a GPU, and with a vocabulary as small as this one."""
+    torch.manual_seed(seed)
+    logits = 3 * torch.randn(inputs * beams, 60)
+    logits = logits if digits is None else logits.round(decimals=digits)
+    is_allowed = torch.rand_like(logits) < 0.5
+    beam_scores, k = scores_of_beams(inputs, beams, in_race), 2 * beams
+    masked = functional.log_softmax(logits, dim=-1).masked_fill(~is_allowed, -torch.inf)
+    found = best_of_allowed(logits, beam_scores, *is_allowed.nonzero().unbind(1), k)
+    if found is None:
+        best = best_in_one_stage(masked, beam_scores, k + 1)[0]
+        assert (best[:, 1:] == best[:, :-1]).any()
+    else:
+        assert all(map(torch.equal, found, best_in_one_stage(masked, beam_scores, k)))
+
+
+def test_equal_scores_are_left_alone_where_torch_has_another_order(monkeypatch):
+    logits, beam_scores = torch.zeros(2, 200), torch.tensor([[0.0, -1.0]])
+    allowed = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 4, 5, 3, 4, 5])
+    assert best_of_allowed(logits, beam_scores, *allowed, 4) is not None
     monkeypatch.setattr(beam_top_k, "keeps_order", lambda: False)
-    assert best_of_allowed(logits, beam_scores, rows, tokens, 4) is None
+    assert best_of_allowed(logits, beam_scores, *allowed, 4) is None
 
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.nan])

@@ -18,7 +18,7 @@ from fastgen.ops.beam_top_k import (
     best_in_two_stages,
     best_of_all,
     best_of_allowed,
-    differ,
+    best_of_different,
     log_probs_in_parts,
     two_stages_pay,
 )
@@ -153,10 +153,7 @@ class BeamSearch:
         if len(racing) in (0, self.input_ids.shape[0]):
             return None
         rows, tokens = trie.allowed_sync(self.input_ids[racing])
-        found = best_of_allowed(logits, self.scores, racing[rows], tokens, self.num_candidates + 1)
-        if found is None or not differ(found[0]):
-            return None
-        return found[0][:, :-1], found[1][:, :-1]
+        return best_of_different(logits, self.scores, racing[rows], tokens, self.num_candidates)
 
     def all_candidates(self, logits: Tensor) -> Candidates:
         """The scores and places `[B, C]` of the best of all tokens, after the processors."""

@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 import transformers
-from bench_generate import PeakMemory
 from floors import check_cases, floors_of
 from machine import cpu, describe_cpu
+from memory import PeakMemory
 from show_results import constrained_table
 from transformers import Qwen2Config, Qwen2ForCausalLM, T5Config, T5ForConditionalGeneration
 

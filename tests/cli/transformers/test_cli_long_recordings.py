@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,19 @@ def test_settings_that_cannot_be_used(
 ) -> None:
     command(whisper, "a", *(f"--gen={setting}" for setting in settings), status=2)
     assert message in capsys.readouterr().err
+
+
+def test_the_library_writes_the_same_side_by_side(whisper: Path, capsys: pytest.CaptureFixture) -> None:
+    command(whisper, "abce", "--beam", "3", "--compare")
+    assert "4 of 4 outputs equal" in capsys.readouterr().out
+
+
+def test_missing_package_of_word_error_rates_is_reported_before_anything_is_generated(
+    whisper: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "jiwer", None)
+    command(whisper, "a", "--reference_path", "in", status=2)
+    assert "pip install rouge-score sacrebleu jiwer" in capsys.readouterr().err
 
 
 def test_word_error_rate(whisper: Path) -> None:

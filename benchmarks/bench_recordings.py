@@ -1,0 +1,91 @@
+"""Long recordings with Whisper's own generate: fastgen against transformers, on the shape of Whisper-tiny.
+
+    python benchmarks/bench_recordings.py [--seconds 90] [--repeats 3] [--floor RATIO]
+
+Two recordings, 5 beams, up to 48 new tokens in each window of 30 s, random weights. Both run in turns, directly after
+each other; seconds are medians, the ratio is the median of those of a turn. The status is 1 where the ratio is below
+--floor, or where text, segments or times differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformers
+from generate_cases import NO_TIMESTAMPS, whisper_tiny
+from machine import describe_cpu
+
+import fastgen
+
+RECORDINGS, FRAMES_PER_SECOND = 2, 100
+SETTINGS = {"num_beams": 5, "do_sample": False, "max_new_tokens": 48, "return_timestamps": True}
+
+
+def transcriber() -> transformers.WhisperForConditionalGeneration:
+    torch.manual_seed(0)
+    model, _ = whisper_tiny()
+    config = model.generation_config
+    config.no_timestamps_token_id, config.is_multilingual, config.max_length = NO_TIMESTAMPS, False, None
+    return model.eval()
+
+
+def seconds_and_segments(model: Any, features: torch.Tensor) -> tuple[float, list[list[tuple]]]:
+    mask = torch.ones(features.shape[0], features.shape[2], dtype=torch.long)
+    begun = time.perf_counter()
+    outputs = model.generate(input_features=features, attention_mask=mask, return_segments=True, **SETTINGS)
+    seconds = time.perf_counter() - begun
+    return seconds, [
+        [(segment["start"].item(), segment["end"].item(), segment["tokens"].tolist()) for segment in segments]
+        for segments in outputs["segments"]
+    ]
+
+
+def measure(model: Any, seconds: int, repeats: int) -> tuple[float, float, float, bool]:
+    """Median seconds of transformers and of fastgen, the median ratio, and whether all that is returned is equal."""
+    shape = RECORDINGS, model.config.num_mel_bins, seconds * FRAMES_PER_SECOND
+    features = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    turns, equal = [], True
+    seconds_and_segments(model, features)  # warms up
+    for turn in range(repeats):
+        measured = {}
+        for way in (0, 1) if turn % 2 else (1, 0):
+            with (fastgen.disabled, nullcontext)[way]():
+                measured[way] = seconds_and_segments(model, features)
+        equal &= measured[0][1] == measured[1][1]
+        turns.append((measured[0][0], measured[1][0]))
+    stock, ours = (statistics.median(column) for column in zip(*turns))
+    return stock, ours, statistics.median(one / other for one, other in turns), equal
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=int, default=90, help="of each recording, more than 30 (default 90)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
+    parser.add_argument("--floor", type=float, default=0.0, metavar="RATIO", help="the ratio to reach")
+    args = parser.parse_args(argv)
+    if args.seconds <= 30:
+        parser.error(f"--seconds {args.seconds}: Whisper hears that at once (accepted: more than 30)")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    transformers.utils.logging.set_verbosity_error()
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
+    print(describe_cpu())
+    stock, ours, ratio, equal = measure(transcriber(), args.seconds, args.repeats)
+    print(f"transformers {stock:.2f} s, fastgen {ours:.2f} s, {ratio:.2f} times as fast")
+    if ratio < args.floor:
+        print(f"{ratio:.2f} times as fast as transformers, and --floor is {args.floor:.2f}")
+    if not equal:
+        print("text, segments or times differ")
+    return int(ratio < args.floor or not equal)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

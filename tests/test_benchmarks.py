@@ -11,7 +11,14 @@ import pytest
 import torch
 import transformers
 from seamless_models import SIZES, inputs_of, seamless
-from transformers import BartConfig, BartForConditionalGeneration, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 import fastgen
 
@@ -304,3 +311,28 @@ def test_floors_of_constrained_search_that_are_checked_in_name_cases(monkeypatch
     monkeypatch.syspath_prepend(BENCHMARKS)
     bench, floors = importlib.import_module("bench_constrained"), importlib.import_module("floors")
     assert floors.read_floors(str(BENCHMARKS / "floors_constrained.json"), bench.CASES)
+
+
+def tiny_whisper():
+    ends = {f"{end}_{name}": 2 for end in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")}
+    special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 3}
+    config = WhisperConfig(
+        vocab_size=1600, d_model=8, num_mel_bins=8, suppress_tokens=None, begin_suppress_tokens=None, **ends, **special
+    )
+    model = WhisperForConditionalGeneration(config).eval()
+    model.generation_config.no_timestamps_token_id, model.generation_config.is_multilingual = 90, False
+    return model
+
+
+def test_recordings_fail_their_benchmark_below_a_floor(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench = importlib.import_module("bench_recordings")
+    monkeypatch.setattr(bench, "transcriber", tiny_whisper)
+    monkeypatch.setitem(bench.SETTINGS, "max_new_tokens", 4)
+    for floor, status in ((1e-6, 0), (1e6, 1)):
+        assert bench.main(["--seconds", "31", "--repeats", "1", "--floor", str(floor)]) == status
+    told = capsys.readouterr().out
+    assert told.count("times as fast\n") == 2 and told.count("and --floor is 1000000.00") == 1
+    with pytest.raises(SystemExit):
+        bench.main(["--seconds", "30"])
+    assert "--seconds 30: Whisper hears that at once (accepted: more than 30)" in capsys.readouterr().err

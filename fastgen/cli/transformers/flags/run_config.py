@@ -105,7 +105,7 @@ class RunConfig:
     causal_lm: bool = switch("MODEL is a decoder-only model (GPT-2, Llama, …)")
     task: str | None = flag(
         f"{', '.join(HEARING)}: each line of INPUT is the path of an audio file, for Whisper of any length (JSON has "
-        f"the times of segments, of short ones with --gen return_timestamps=true). {', '.join(SPEAKING)}: WAV files are "
+        f"times of segments, of short ones with --gen return_timestamps=true). {', '.join(SPEAKING)}: WAV files are "
         "written to the folder OUTPUT.audio, and OUTPUT lists them as JSON (audio: pip install soundfile soxr). "
         f"{TRANSLATION}: as without --task. Any other name: use the settings the model's config keeps for this task "
         "(task_specific_params), such as summarization or translation_en_to_de; flags given here win over them "

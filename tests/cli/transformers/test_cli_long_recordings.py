@@ -136,6 +136,12 @@ def test_beams_whose_probabilities_decide(whisper: Path) -> None:
     assert outputs_of(command(whisper, "ace", *flags, "--gen", "temperature=[0.0]")) == expected
 
 
+def test_recordings_in_which_no_speech_is_found_have_no_segments(whisper: Path) -> None:
+    flags = ("--gen", "logprob_threshold=0", "--gen", "no_speech_threshold=0", "--gen", "temperature=[0.0]")
+    records = command(whisper, "ae", *flags, "--beam", "3")
+    assert outputs_of(records) == [{"text": "", "segments": [], "tokens": 0}] * 2
+
+
 def test_a_run_that_was_ended_goes_on(whisper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = [f"--gen={name}={json.dumps(value)}" for name, value in FALLBACK.items()]
     flags += ["--seed", "5", "--bs", "1"]

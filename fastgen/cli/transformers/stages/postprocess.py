@@ -165,13 +165,12 @@ def _texts(decode: Decode, tokens: list[int], generated: Generated) -> Iterator[
 
 def _segments(decode: Decode, outputs: list[list[Segment]]) -> list[list[dict[str, Any]]]:
     """As JSON, of each output; their texts together are the output's."""
-    return [
-        [
-            {"start": segment.start, "end": segment.end, "text": text}
-            for segment, text in zip(segments, decode([segment.tokens for segment in segments]), strict=True)
-        ]
-        for segments in outputs
-    ]
+
+    def described(segment: Segment) -> dict[str, Any]:
+        (text,) = decode([segment.tokens])
+        return {"start": segment.start, "end": segment.end, "text": text}
+
+    return [list(map(described, segments)) for segments in outputs]
 
 
 def _decode_lines(decode: Decode, sequences: np.ndarray, each: int) -> list[list[str] | str]:

@@ -56,6 +56,14 @@ def test_the_examples_of_models_run_without_a_network(code):
     run_code(code, HF_HUB_OFFLINE="1")
 
 
+def test_the_example_of_given_outputs_runs_without_a_network():
+    pytest.importorskip("transformers")
+    text = (REPOSITORY / "docs" / "constrained.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    code += "\nassert fastgen.explain().kernels['prefix trie: allowed tokens alone']\n"
+    assert "['thirty one books for seven dollars', " in run_code(code, HF_HUB_OFFLINE="1")
+
+
 def test_tables_hold_what_was_measured(monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
     import show_results

@@ -72,8 +72,8 @@ CONSTRAINED = {
 }
 CONSTRAINED_TEXT = """Outputs are one of 100,000 ([constrained.md](constrained.md)): transformers with a trie of
 dictionaries, fastgen with a `PrefixTrie`. One input, of 300 tokens for the Qwen-like model, of 256 for T5; all beams
-are returned. *equal*: rows with the tokens of stock; scores agree to 1e-4, and some beams differ by less. {threads}
-thread(s), on a busy machine, `benchmarks/bench_constrained.py`.
+are returned. *equal*: rows with the tokens of stock; scores agree to 1e-4, and some beams differ by less. {seconds},
+medians of {repeats} turns, `benchmarks/bench_constrained.py`.
 """
 CONSTRAINED_HEAD = (
     "| workload | stock | fastgen | faster | memory, stock → fastgen | equal |\n|---|---|---|---|---|---|"
@@ -138,7 +138,9 @@ def mqa_table(results: list[dict[str, Any]]) -> str:
 
 def constrained_section(measured: dict[str, Any]) -> str:
     title = f"## Constrained beam search, {cpu_name(measured)}\n"
-    text = CONSTRAINED_TEXT.format(threads=measured["threads"])
+    clock = "CPU time on a busy machine" if measured["cpu_time"] else "Time"
+    seconds = f"{clock}, {measured['threads']} thread{'s' * (measured['threads'] > 1)}"
+    text = CONSTRAINED_TEXT.format(seconds=seconds, repeats=measured["repeats"])
     return "\n".join([title, text, constrained_table(measured["results"]) + "\n"])
 
 

@@ -72,8 +72,8 @@ CONSTRAINED = {
 }
 CONSTRAINED_TEXT = """Outputs are one of 100,000 ([constrained.md](constrained.md)): transformers with a trie of
 dictionaries, fastgen with a `PrefixTrie`. One input, of 300 tokens for the Qwen-like model, of 256 for T5; all beams
-are returned. *equal*: rows with the tokens of stock; scores agree to 1e-4, and some beams differ by less. {seconds},
-medians of {repeats} turns, `benchmarks/bench_constrained.py`.
+are returned. {seconds}, medians of {repeats} turns, `benchmarks/bench_constrained.py`.
+*equal*: rows with the tokens of stock. Scores agree to 1e-4; some beams may differ by less, and change places.
 """
 CONSTRAINED_HEAD = (
     "| workload | stock | fastgen | faster | memory, stock → fastgen | equal |\n|---|---|---|---|---|---|"

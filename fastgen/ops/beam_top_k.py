@@ -31,7 +31,11 @@ HEAP = 64
 
 def log_probs_in_parts(logits: Tensor) -> Iterable[Tensor]:
     """`log_softmax(logits)` of `[rows, vocabulary_size]`, of a few rows at a time."""
-    return (functional.log_softmax(part, dim=-1) for part in logits.split(max(1, PART // logits.shape[1])))
+    return (functional.log_softmax(part, dim=-1) for part in logits.split(_rows_of_a_part(logits)))
+
+
+def _rows_of_a_part(logits: Tensor) -> int:
+    return max(1, PART // logits.shape[1])
 
 
 def best_of_all(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
@@ -110,11 +114,11 @@ def _log_probs_of(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     asked, counts = torch.unique_consecutive(rows, return_counts=True)
     places = torch.arange(len(asked), device=rows.device).repeat_interleave(counts)
     found, first_row, first = [], 0, 0
-    for part in log_probs_in_parts(logits if len(asked) == logits.shape[0] else logits[asked]):
-        end_row = first_row + part.shape[0]
-        end = int(torch.searchsorted(places, end_row))
-        found.append(part[places[first:end] - first_row, tokens[first:end]])
-        first_row, first = end_row, end
+    for part in asked.split(_rows_of_a_part(logits)):
+        end = int(torch.searchsorted(places, first_row + len(part)))
+        log_probs = functional.log_softmax(logits[part], dim=-1)
+        found.append(log_probs[places[first:end] - first_row, tokens[first:end]])
+        first_row, first = first_row + len(part), end
     return torch.cat(found)
 
 

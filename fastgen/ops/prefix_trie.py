@@ -8,7 +8,6 @@ with no state between steps.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterable
 from itertools import chain
@@ -97,8 +96,8 @@ class PrefixTrie:
         """The same outputs, where each row has so many tokens in front of them."""
         if ignored < 0:
             raise ValueError(f"ignored is {ignored} (supported: 0 or more)")
-        trie = copy.copy(self)
-        trie.ignored = ignored
+        trie = type(self).__new__(type(self))
+        vars(trie).update(vars(self), ignored=ignored)  # with the copies on other devices
         return trie
 
     def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:

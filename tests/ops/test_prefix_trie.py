@@ -63,6 +63,13 @@ def test_a_saved_trie_is_mapped_and_the_same(tmp_path):
         assert [other(0, prefix) for prefix in ([], [5], [5, 7], [9])] == [[5], [6, 7], [8], [1, 3]]
 
 
+def test_what_is_on_a_device_is_there_once():
+    trie = PrefixTrie([[5, 6]])
+    later = trie.after(3)
+    later(0, [1, 2, 3])
+    assert trie._table(torch.device("cpu")) is later.after(1)._table(torch.device("cpu"))
+
+
 def test_files_of_tokens(tmp_path):
     text, array = tmp_path / "names.txt", tmp_path / "names.npy"
     text.write_text("5 6\n\n5  7 8\n")

@@ -2,8 +2,9 @@
 
     python benchmarks/show_results.py
 
-Reads benchmarks/results/generate-*.json, fairseq-*.json, mqa-*.json, constrained-*.json and seamless-*.json, one of
-each for each CPU, as `bench_generate.py --json` and the others of these names write them.
+Reads benchmarks/results/generate-*.json, fairseq-*.json, mqa-*.json, constrained-*.json, rollouts-*.json,
+lm_eval-*.json and seamless-*.json, one of each for each CPU, as `bench_generate.py --json` and the others of these
+names write them.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ MQA = """Microseconds per token, without fastgen → with it. Multi-query and gr
 layers, so that all have 210 million parameters (the language models 159). *beam 4, to multi-head*: times as fast with
 fastgen as multi-head attention without it. {batch} inputs of 128 tokens, 128 new ones, `benchmarks/bench_mqa.py`.
 """
+ROLLOUTS = """Prompts that the caller repeats ([rollouts.md](rollouts.md)). `g8` and `g16`: the generation of one step
+of reinforcement learning, 4 prompts of 512 tokens in 8 and 16 equal rows, Llama-like, in training mode
+(`benchmarks/bench_rollouts.py`). `repeats16`: an evaluation by lm-evaluation-harness, 6 questions of about 400 tokens,
+16 samples each (`benchmarks/bench_lm_eval.py`). 32 new tokens. Completions and answers are equal.
+"""
 CONSTRAINED = {
     "ids-beam20": "Qwen-like, semantic ids of 4 tokens, 20 beams",
     "ids-beam50": "Qwen-like, semantic ids of 4 tokens, 50 beams",
@@ -116,6 +122,7 @@ def tables() -> str:
             rows = [row(result) for result in measured["results"]]
             parts.append("\n".join([f"## {title}, {cpu_name(measured)}", "", head, *rows]) + "\n")
     parts += [*map(mqa_section, read("mqa")), *map(constrained_section, read("constrained"))]
+    parts += map(rollouts_section, read("rollouts"), read("lm_eval"))
     return "\n".join([*parts, *map(seamless_section, seamless_results())])
 
 
@@ -134,6 +141,20 @@ def mqa_table(results: list[dict[str, Any]]) -> str:
         cells = " | ".join(f"{stock[name]:,.0f} → {fast[name]:,.0f}" for name in columns)
         lines.append(f"| {result['case']} | {cells} | **{result['ratio']:.2f}×** |")
     return "\n".join(lines)
+
+
+def rollouts_section(rollouts: dict[str, Any], evaluation: dict[str, Any]) -> str:
+    """What bench_rollouts.py and bench_lm_eval.py measured on one CPU."""
+    lines = [f"## Repeated prompts, {cpu_name(rollouts)}\n", ROLLOUTS, "| case | stock | fastgen | faster | memory |"]
+    lines.append("|---|---|---|---|---|")
+    for result in rollouts["results"] + evaluation["results"]:
+        seconds, added = result["seconds"], result.get("added_mb")
+        memory = "–" if added is None else f"{added['stock']:.0f} → {added['fastgen']:.0f} MB"
+        lines.append(
+            f"| {result['case']} | {seconds['stock']:.1f} s | {seconds['fastgen']:.1f} s "
+            f"| **{result['ratio']:.1f}×** | {memory} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def constrained_section(measured: dict[str, Any]) -> str:

@@ -28,9 +28,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import transformers
-from floors import check_cases, floors_of
-from machine import cpu, describe_cpu
+from floors import case_parser, parse_cases
+from machine import cpu, print_head
 from memory import PeakMemory
 from show_results import constrained_table
 from transformers import Qwen2Config, Qwen2ForCausalLM, T5Config, T5ForConditionalGeneration
@@ -181,23 +180,15 @@ def below(result: Result, floors: dict[str, float]) -> list[str]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
+    parser = case_parser(__doc__, CASES, "floors_constrained.json")
     parser.add_argument("--cpu_time", action="store_true", help="seconds of the CPU, not of the clock")
-    parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: floors_constrained.json")
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    args = parser.parse_args(argv)
-    check_cases(parser, args.cases, CASES)
-    args.floors = floors_of(parser, args.floors, CASES)
-    return args
+    return parse_cases(parser, argv, CASES)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
-    print(describe_cpu())
+    print_head()
     clock, results = time.process_time if args.cpu_time else time.perf_counter, []
     for name in args.cases or CASES:
         results.append(measure(name, args.repeats, clock))

@@ -1,6 +1,6 @@
 """lm-evaluation-harness with 16 samples of each question: transformers against fastgen, on a model made for it.
 
-    python benchmarks/bench_lm_eval.py [repeats16] [--turns 3] [--floors FILE] [--json FILE]
+    python benchmarks/bench_lm_eval.py [repeats16] [--repeats 3] [--floors FILE] [--json FILE]
 
 A task of local data, 6 questions of about 400 tokens, 32 new tokens each, batches of 16 rows; a Llama-like model with
 random weights (6 layers of width 512). Both evaluate in turns in one process, from the same seed; seconds are medians,
@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from floors import below, check_cases, floors_of
-from machine import cpu, describe_cpu
+from floors import below, case_parser, parse_cases
+from machine import cpu, print_head
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -110,23 +109,15 @@ def measure(name: str, turns: int) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--turns", type=int, default=3, help="of both ways (default 3)")
-    parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: floors_lm_eval.json")
+    parser = case_parser(__doc__, CASES, "floors_lm_eval.json")
     parser.add_argument("--json", metavar="FILE", help="write the results here, too")
-    args = parser.parse_args(argv)
-    check_cases(parser, args.cases, CASES)
-    args.floors = floors_of(parser, args.floors, CASES)
-    return args
+    return parse_cases(parser, argv, CASES)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
-    print(describe_cpu())
-    results = [measure(name, args.turns) for name in args.cases or CASES]
+    print_head()
+    results = [measure(name, args.repeats) for name in args.cases or CASES]
     missed = []
     for result in results:
         name, seconds, ratio = result["case"], result["seconds"], result["ratio"]

@@ -25,8 +25,8 @@ from unittest import mock
 import torch
 import transformers
 from clock import Clock, Seconds, medians
-from floors import below, check_cases, floors_of
-from machine import cpu, describe_cpu
+from floors import below, case_parser, parse_cases
+from machine import cpu, print_head
 from show_results import mqa_table
 
 import fastgen
@@ -159,17 +159,12 @@ def run(names: list[str], batch: int, repeats: int, device: str, dtype: torch.dt
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser = case_parser(__doc__, CASES, "floors_mqa.json")
     parser.add_argument("--batch", type=int, default=4, help="inputs (default 4)")
-    parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
-    parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: benchmarks/floors_mqa.json")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    args = parser.parse_args(argv)
-    check_cases(parser, args.cases, CASES)
-    args.floors = floors_of(parser, args.floors, CASES)
+    args = parse_cases(parser, argv, CASES)
     wanted = args.cases or list(CASES)
     args.cases = [name for name in CASES if name in {*wanted, *(CASES[one].baseline for one in wanted)}]
     return args
@@ -177,9 +172,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
-    print(describe_cpu())
+    print_head()
     results = run(args.cases, args.batch, args.repeats, args.device, getattr(torch, args.dtype))
     told = [dataclasses.asdict(result) for result in results]
     print(mqa_table(told))

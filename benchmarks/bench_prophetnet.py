@@ -20,9 +20,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import transformers
-from floors import below, check_cases, floors_of
-from machine import describe_cpu
+from floors import below, case_parser, parse_cases
+from machine import print_head
 from transformers import ProphetNetConfig, ProphetNetForConditionalGeneration
 
 import fastgen
@@ -69,23 +68,15 @@ def measure(model: Any, name: str, repeats: int) -> tuple[float, float, float, b
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
+    parser = case_parser(__doc__, CASES, "floors_prophetnet.json")
     parser.add_argument("--layers", type=int, default=LAYERS, help=f"of encoder and decoder (default {LAYERS})")
     parser.add_argument("--width", type=int, default=WIDTH, help=f"of the model (default {WIDTH})")
-    parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: floors_prophetnet.json")
-    args = parser.parse_args(argv)
-    check_cases(parser, args.cases, CASES)
-    args.floors = floors_of(parser, args.floors, CASES)
-    return args
+    return parse_cases(parser, argv, CASES)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
-    print(describe_cpu())
+    print_head()
     model, status = make(args.layers, args.width), 0
     for name in args.cases or CASES:
         stock, ours, ratio, equal = measure(model, name, args.repeats)

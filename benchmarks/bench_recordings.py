@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from generate_cases import NO_TIMESTAMPS, whisper_tiny
-from machine import describe_cpu
+from machine import print_head
 
 import fastgen
 
@@ -75,9 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
-    print(describe_cpu())
+    print_head()
     stock, ours, ratio, equal = measure(transcriber(), args.seconds, args.repeats)
     print(f"transformers {stock:.2f} s, fastgen {ours:.2f} s, {ratio:.2f} times as fast")
     if ratio < args.floor:

@@ -19,10 +19,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import transformers
-from floors import below, check_cases, floors_of
+from floors import below, case_parser, parse_cases
 from generate_cases import llama_like
-from machine import cpu, describe_cpu
+from machine import cpu, print_head
 from memory import added_mb
 
 import fastgen
@@ -74,22 +73,14 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
-    parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: floors_rollouts.json")
+    parser = case_parser(__doc__, CASES, "floors_rollouts.json")
     parser.add_argument("--json", metavar="FILE", help="write the results here, too")
-    args = parser.parse_args(argv)
-    check_cases(parser, args.cases, CASES)
-    args.floors = floors_of(parser, args.floors, CASES)
-    return args
+    return parse_cases(parser, argv, CASES)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
-    print(describe_cpu())
+    print_head()
     results, status = [], 0
     for name in args.cases or CASES:
         result = measure(name, args.repeats)

@@ -16,8 +16,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import transformers
-from machine import cpu, describe_cpu
+from machine import cpu, print_head
 
 import fastgen
 from fastgen.models.unilm import UniLMConfig, UniLMForConditionalGeneration
@@ -67,9 +66,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
-    print(describe_cpu())
+    print_head()
     comparison = Comparison(args)
     turns = comparison.run(args.repeats)
     equal = torch.equal(comparison.outputs[STOCK], comparison.outputs[FASTGEN])

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 Floors = Mapping[str, Mapping[str, float]]
+
+
+def case_parser(description: str | None, cases: Collection[str], floors: str) -> ArgumentParser:
+    """Of a benchmark that runs some of its cases, several times; floors: the name of its file of floors."""
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(cases)}; default: all")
+    parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
+    parser.add_argument("--floors", metavar="FILE", help=f"JSON of the ratios to reach: benchmarks/{floors}")
+    return parser
+
+
+def parse_cases(parser: ArgumentParser, argv: list[str] | None, cases: Collection[str]) -> Namespace:
+    """What was given, with the content of the file of floors; ends with the parser's error where it is wrong."""
+    args = parser.parse_args(argv)
+    check_cases(parser, args.cases, cases)
+    args.floors = floors_of(parser, args.floors, cases)
+    return args
 
 
 def check_cases(parser: ArgumentParser, given: Collection[str], cases: Collection[str]) -> None:

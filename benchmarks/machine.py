@@ -24,3 +24,13 @@ def describe_cpu() -> str:
     """For example "AMD EPYC, family 25, model 1, l3 32768K"."""
     found = cpu()
     return ", ".join([found.pop("name", platform.machine()), *(f"{key} {value}" for key, value in found.items())])
+
+
+def print_head() -> None:
+    """Versions, threads and the CPU; transformers is quiet from then on. fairseq's benchmarks do not need it."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
+    print(describe_cpu())

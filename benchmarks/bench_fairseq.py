@@ -90,6 +90,12 @@ def gpt2_small() -> tuple[Any, torch.nn.Module]:
     return task, _model(task, "transformer_lm", **settings)
 
 
+def prophetnet_large() -> tuple[Any, torch.nn.Module]:
+    words = _dictionary(30522)
+    task = TranslationTask(TranslationConfig(), words, words)
+    return task, _model(task, "ngram_transformer_prophet_large")
+
+
 NGRAM = {"no_repeat_ngram_size": 3}
 CASES = {
     "bart-beam4": Case(bart_base, (4, 512), {"beam": 4}),
@@ -98,6 +104,7 @@ CASES = {
     "bart-greedy-short": Case(bart_base, (1, 16), {"beam": 1}),
     "lm-beam4": Case(gpt2_small, (4, 512), {"beam": 4}, prefix=True),
     "wmt-beam5": Case(transformer_base, (16, 32), {"beam": 5}),
+    "prophetnet-beam5": Case(prophetnet_large, (2, 256), {"beam": 5}),
 }
 
 

@@ -38,6 +38,7 @@ FAIRSEQ = {
     "bart-batch1": "BART-base, 1 × 512 tokens, beam 4",
     "bart-greedy-short": "BART-base, 1 × 16 tokens, one beam",
     "wmt-beam5": "Transformer-base (WMT), 16 × 32 tokens, beam 5",
+    "prophetnet-beam5": "ProphetNet-large, 2 × 256 tokens, beam 5",
     "lm-beam4": "GPT-2-small as fairseq's language model, 4 × 512 tokens, beam 4",
 }
 

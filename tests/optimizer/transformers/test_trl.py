@@ -53,8 +53,9 @@ def prompts() -> datasets.Dataset:
     return datasets.Dataset.from_list([{"prompt": line} for line in lines])
 
 
-@pytest.mark.parametrize("adapters", (False, True), ids=("all weights", "adapters"))
-@pytest.mark.parametrize("checkpointing", (False, True), ids=("", "gradient checkpointing"))
+@pytest.mark.parametrize(
+    "adapters, checkpointing", ((False, False), (True, True)), ids=("all weights", "adapters, gradient checkpointing")
+)
 def test_training_is_the_same(tokenizer, tmp_path, adapters, checkpointing):
     reports = []
 

@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from floors import case_parser, parse_cases
+from floors import below, case_parser, parse_cases
 from machine import cpu, print_head
 from memory import PeakMemory
 from show_results import constrained_table
@@ -168,17 +168,6 @@ def gives_back_memory() -> None:
         libc.malloc_trim(0)
 
 
-def below(result: Result, floors: dict[str, float]) -> list[str]:
-    """A sentence for each ratio that is below its floor, and for scores that differ."""
-    told = {"stock": "times as fast as stock", "memory": "times less memory than stock"}
-    missed = [
-        f"{result.case}: {result.ratios[name]:.2f} {told[name]}, below the floor of {floor:.2f}"
-        for name, floor in floors.items()
-        if result.ratios[name] < floor
-    ]
-    return missed + [f"{result.case}: scores differ"] * (not result.equal)
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = case_parser(__doc__, CASES, "floors_constrained.json")
     parser.add_argument("--cpu_time", action="store_true", help="seconds of the CPU, not of the clock")
@@ -197,7 +186,8 @@ def main(argv: list[str] | None = None) -> int:
         told = {"cpu": cpu(), "threads": torch.get_num_threads(), "repeats": args.repeats, "cpu_time": args.cpu_time}
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump({**told, "results": [dataclasses.asdict(result) for result in results]}, file, indent=1)
-    missed = [sentence for result in results for sentence in below(result, args.floors.get(result.case, {}))]
+    missed = [sentence for result in results for sentence in below(result.case, result.ratios, args.floors)]
+    missed += [f"{result.case}: scores differ" for result in results if not result.equal]
     print("\n".join(missed), end="\n" * bool(missed))
     return 1 if missed else 0
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
-import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from clock import in_turns, medians, times_as_fast
 from floors import below, case_parser, parse_cases
 from machine import cpu, print_head
 from tokenizers import Tokenizer
@@ -82,30 +80,24 @@ class Evaluation:
         self.tasks = TaskManager(include_path=str(folder), include_defaults=False)
         self.model = HFLM(pretrained=str(folder / "model"), dtype="float32", device="cpu", batch_size=16)
 
-    def answers(self, way: str) -> list[Any]:
+    def answers(self) -> list[Any]:
         from lm_eval import simple_evaluate
 
-        with fastgen.disabled() if way == "stock" else nullcontext():
-            found = simple_evaluate(self.model, tasks=[TASK], task_manager=self.tasks, log_samples=True)
+        found = simple_evaluate(self.model, tasks=[TASK], task_manager=self.tasks, log_samples=True)
         return [sample["resps"] for sample in found["samples"][TASK]]
 
 
-def measure(name: str, turns: int) -> dict[str, Any]:
+def measure(name: str, repeats: int) -> dict[str, Any]:
     """Median seconds of each way, the median ratio, and whether all answers are equal."""
-    seconds: dict[str, list[float]] = {"stock": [], "fastgen": []}
-    equal = True
+    turns, equal = [], True
     with tempfile.TemporaryDirectory() as folder:
         evaluation = Evaluation(CASES[name], Path(folder))
-        for turn in range(turns + 1):  # the first warms up
-            answers = {}
-            for way in seconds if turn % 2 else reversed(seconds):
-                begun = time.perf_counter()
-                answers[way] = evaluation.answers(way)
-                seconds[way].append(time.perf_counter() - begun)
+        ways = {"fastgen": evaluation.answers, "stock": fastgen.disabled()(evaluation.answers)}
+        for seconds, answers in in_turns(ways, repeats + 1):
+            turns.append(seconds)
             equal = equal and answers["stock"] == answers["fastgen"]
-    ratio = statistics.median(stock / ours for stock, ours in [*zip(*seconds.values())][1:])
-    medians = {way: statistics.median(values[1:]) for way, values in seconds.items()}
-    return {"case": name, "seconds": medians, "ratio": ratio, "equal": equal}
+    turns = turns[1:]  # the first warms up
+    return {"case": name, "seconds": medians(turns), "ratio": times_as_fast(turns), "equal": equal}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

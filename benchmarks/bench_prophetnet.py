@@ -14,12 +14,11 @@ are not compared: without its cache transformers mixes up positions in the predi
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from clock import in_turns, medians, times_as_fast
 from floors import below, case_parser, parse_cases
 from machine import print_head
 from transformers import ProphetNetConfig, ProphetNetForConditionalGeneration
@@ -43,28 +42,19 @@ def make(layers: int, width: int) -> ProphetNetForConditionalGeneration:
     return ProphetNetForConditionalGeneration(config).eval()
 
 
-def seconds_and_tokens(model: Any, input_ids: torch.Tensor, **arguments: Any) -> tuple[float, torch.Tensor]:
-    lengths = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
-    begun = time.perf_counter()
-    tokens = model.generate(input_ids, do_sample=False, **lengths, **arguments)
-    return time.perf_counter() - begun, tokens
-
-
 def measure(model: Any, name: str, repeats: int) -> tuple[float, float, float, bool]:
     """Median seconds of transformers and of fastgen, the median ratio, and whether tokens are as they should be."""
     input_ids = torch.randint(5, model.config.vocab_size, (INPUTS, LENGTH), generator=torch.Generator().manual_seed(1))
-    ways = [(fastgen.disabled, {"use_cache": name != "beam"}), (nullcontext, {})]
+    lengths = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
+    generate = partial(model.generate, input_ids, do_sample=False, **lengths, **CASES[name])
+    ways = {"fastgen": generate, "stock": fastgen.disabled()(partial(generate, use_cache=name != "beam"))}
     turns, equal = [], True
-    for turn in range(repeats + 1):
-        measured = {}
-        for way in (0, 1) if turn % 2 else (1, 0):
-            with ways[way][0]():
-                measured[way] = seconds_and_tokens(model, input_ids, **CASES[name], **ways[way][1])
-        equal &= name == "beam" or torch.equal(measured[0][1], measured[1][1])
-        turns.append((measured[0][0], measured[1][0]))
+    for seconds, tokens in in_turns(ways, repeats + 1):
+        turns.append(seconds)
+        equal &= name == "beam" or torch.equal(tokens["stock"], tokens["fastgen"])
     turns = turns[1:]  # the first warms up
-    stock, ours = (statistics.median(column) for column in zip(*turns))
-    return stock, ours, statistics.median(one / other for one, other in turns), equal
+    found = medians(turns)
+    return found["stock"], found["fastgen"], times_as_fast(turns), equal
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -10,13 +10,12 @@ each other; seconds are medians, the ratio is the median of those of a turn. The
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
+from clock import in_turns, medians, times_as_fast
 from generate_cases import NO_TIMESTAMPS, whisper_tiny
 from machine import print_head
 
@@ -34,14 +33,13 @@ def transcriber() -> transformers.WhisperForConditionalGeneration:
     return model.eval()
 
 
-def seconds_and_segments(model: Any, features: torch.Tensor) -> tuple[float, list[list[tuple]]]:
+def segments(model: Any, features: torch.Tensor) -> list[list[tuple]]:
+    """Start, end and tokens of the segments of each recording."""
     mask = torch.ones(features.shape[0], features.shape[2], dtype=torch.long)
-    begun = time.perf_counter()
     outputs = model.generate(input_features=features, attention_mask=mask, return_segments=True, **SETTINGS)
-    seconds = time.perf_counter() - begun
-    return seconds, [
-        [(segment["start"].item(), segment["end"].item(), segment["tokens"].tolist()) for segment in segments]
-        for segments in outputs["segments"]
+    return [
+        [(segment["start"].item(), segment["end"].item(), segment["tokens"].tolist()) for segment in recording]
+        for recording in outputs["segments"]
     ]
 
 
@@ -49,17 +47,15 @@ def measure(model: Any, seconds: int, repeats: int) -> tuple[float, float, float
     """Median seconds of transformers and of fastgen, the median ratio, and whether all that is returned is equal."""
     shape = RECORDINGS, model.config.num_mel_bins, seconds * FRAMES_PER_SECOND
     features = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    transcribe = partial(segments, model, features)
+    ways = {"fastgen": transcribe, "stock": fastgen.disabled()(transcribe)}
     turns, equal = [], True
-    seconds_and_segments(model, features)  # warms up
-    for turn in range(repeats):
-        measured = {}
-        for way in (0, 1) if turn % 2 else (1, 0):
-            with (fastgen.disabled, nullcontext)[way]():
-                measured[way] = seconds_and_segments(model, features)
-        equal &= measured[0][1] == measured[1][1]
-        turns.append((measured[0][0], measured[1][0]))
-    stock, ours = (statistics.median(column) for column in zip(*turns))
-    return stock, ours, statistics.median(one / other for one, other in turns), equal
+    transcribe()  # warms up
+    for taken, found in in_turns(ways, repeats):
+        turns.append(taken)
+        equal &= found["stock"] == found["fastgen"]
+    middle = medians(turns)
+    return middle["stock"], middle["fastgen"], times_as_fast(turns), equal
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -4,7 +4,7 @@
 
 Four prompts of 512 tokens, 32 new ones, sampled, on the Llama-like model of bench_generate.py with random weights.
 transformers and fastgen run in turns, directly after each other, from the same seed; seconds are medians, ratios
-medians of those of a turn. Before each turn all weights are changed, as training does. Memory is what a call adds at
+medians of those of a turn. After each turn all weights are changed, as training does. Memory is what a call adds at
 its peak. --floors takes a file of the ratios to reach (floors_rollouts.json); the status is 1 where one is missed, or
 where tokens differ.
 """
@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
+from clock import in_turns, medians, times_as_fast
 from floors import below, case_parser, parse_cases
 from generate_cases import llama_like
 from machine import cpu, print_head
@@ -31,22 +29,20 @@ PROMPTS, LENGTH, NEW_TOKENS = 4, 512, 32
 
 
 class Rollout:
-    """One step's generation; tokens: of the last call of each way."""
+    """One step's generation."""
 
     def __init__(self, samples: int) -> None:
         torch.manual_seed(0)
         self.model = llama_like()[0].train()
         prompts = torch.randint(10, self.model.config.vocab_size, (PROMPTS, LENGTH))
         self.input_ids = prompts.repeat_interleave(samples, dim=0)
-        self.tokens: dict[str, torch.Tensor] = {}
 
-    def generate(self, way: str) -> None:
+    def generate(self) -> torch.Tensor:
         torch.manual_seed(1)
         mask = torch.ones_like(self.input_ids)
-        with fastgen.disabled() if way == "stock" else nullcontext():
-            self.tokens[way] = self.model.generate(
-                self.input_ids, attention_mask=mask, do_sample=True, max_new_tokens=NEW_TOKENS, eos_token_id=None
-            )
+        return self.model.generate(
+            self.input_ids, attention_mask=mask, do_sample=True, max_new_tokens=NEW_TOKENS, eos_token_id=None
+        )
 
     def train(self) -> None:
         with torch.no_grad():
@@ -57,19 +53,15 @@ class Rollout:
 def measure(name: str, repeats: int) -> dict[str, Any]:
     """Median seconds of each way, the median ratio, added megabytes, and whether tokens are equal."""
     rollout = Rollout(CASES[name])
-    added = {way: added_mb(lambda way=way: rollout.generate(way), "cpu") for way in ("fastgen", "stock")}
-    seconds: dict[str, list[float]] = {"stock": [], "fastgen": []}
-    equal = True
-    for turn in range(repeats):
+    ways = {"fastgen": rollout.generate, "stock": fastgen.disabled()(rollout.generate)}
+    added = {way: added_mb(call, "cpu") for way, call in ways.items()}
+    turns, equal = [], True
+    for seconds, tokens in in_turns(ways, repeats):
+        turns.append(seconds)
+        equal = equal and torch.equal(tokens["stock"], tokens["fastgen"])
         rollout.train()
-        for way in seconds if turn % 2 else reversed(seconds):
-            begun = time.perf_counter()
-            rollout.generate(way)
-            seconds[way].append(time.perf_counter() - begun)
-        equal = equal and torch.equal(rollout.tokens["stock"], rollout.tokens["fastgen"])
-    ratio = statistics.median(stock / ours for stock, ours in zip(*seconds.values()))
-    medians = {way: statistics.median(values) for way, values in seconds.items()}
-    return {"case": name, "seconds": medians, "ratio": ratio, "added_mb": added, "equal": equal}
+    ratio = times_as_fast(turns)
+    return {"case": name, "seconds": medians(turns), "ratio": ratio, "added_mb": added, "equal": equal}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

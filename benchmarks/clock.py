@@ -1,12 +1,13 @@
-"""Seconds of the stages of a call."""
+"""Seconds of calls that take turns, and of the stages of a call."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -14,8 +15,24 @@ Seconds = dict[str, float]
 
 
 def medians(turns: list[Seconds]) -> Seconds:
-    """Of each stage."""
+    """Of each stage, or of each way."""
     return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+
+
+def in_turns(ways: Mapping[str, Callable[[], Any]], repeats: int) -> Iterator[tuple[Seconds, dict[str, Any]]]:
+    """Calls all ways directly after each other, every other time backwards; of each, seconds and what it returned."""
+    for turn in range(repeats):
+        seconds, returned = {}, {}
+        for way in [*ways][:: -1 if turn % 2 else 1]:
+            begun = time.perf_counter()
+            returned[way] = ways[way]()
+            seconds[way] = time.perf_counter() - begun
+        yield seconds, returned
+
+
+def times_as_fast(turns: list[Seconds]) -> float:
+    """The median of stock's seconds by fastgen's of the same turn."""
+    return statistics.median(turn["stock"] / turn["fastgen"] for turn in turns)
 
 
 class Clock:

@@ -49,11 +49,16 @@ def read_floors(path: str, cases: Collection[str]) -> Floors:
     return floors
 
 
+# What a ratio is called that is not of seconds.
+_CALLED = {"memory": "times less memory than stock"}
+
+
 def below(case: str, ratios: Mapping[str, float], floors: Floors) -> list[str]:
     """A sentence for each measured ratio of a case that is below its floor."""
     wanted = floors.get(case, {})
     return [
-        f"{case}: {ratios[other]:.2f} times as fast as {other}, below the floor of {wanted[other]:.2f}"
+        f"{case}: {ratios[other]:.2f} {_CALLED.get(other, f'times as fast as {other}')}, "
+        f"below the floor of {wanted[other]:.2f}"
         for other in ratios
         if other in wanted and ratios[other] < wanted[other]
     ]

@@ -61,13 +61,12 @@ def make_stages(
     window, window_cells = _window(args, limits, loaded)
     samples = effective("do_sample", settings, loaded) or isinstance(effective("temperature", settings, loaded), list)
     if sounds is None:
-        is_whisper = loaded.model.config.model_type == "whisper"
         make_records = finish(
             tokenizer,
             args,
-            [] if is_whisper else token_ids(effective("eos_token_id", settings, loaded)),
+            [] if loaded.is_whisper else token_ids(effective("eos_token_id", settings, loaded)),
             effective("pad_token_id", settings, loaded),
-            start_tokens=0 if loaded.causal_lm or is_whisper else 1,
+            start_tokens=0 if loaded.causal_lm or loaded.is_whisper else 1,
         )
     else:
         make_records = finish_sounds(sounds, args)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from fastgen.ops.beam_top_k import (
     Candidates,
+    best_in_one_stage,
     best_in_two_stages,
     best_of_all,
     best_of_allowed,
@@ -157,12 +158,11 @@ class BeamSearch:
 
     def all_candidates(self, logits: Tensor) -> Candidates:
         """The scores and places `[B, C]` of the best of all tokens, after the processors."""
-        if not self.step.processors and two_stages_pay(logits, self.scores, self.num_candidates):
-            found = best_in_two_stages(log_probs_in_parts(logits), self.scores, self.num_candidates)
-            if found is not None:
-                return found
-        log_probs = self.step.process(self.input_ids, functional.log_softmax(logits, dim=-1))
-        return best_of_all(log_probs, self.scores, self.num_candidates)
+        if self.step.processors or not two_stages_pay(logits, self.scores, self.num_candidates):
+            log_probs = self.step.process(self.input_ids, functional.log_softmax(logits, dim=-1))
+            return best_of_all(log_probs, self.scores, self.num_candidates)
+        found = best_in_two_stages(log_probs_in_parts(logits), self.scores, self.num_candidates)
+        return found or best_in_one_stage(functional.log_softmax(logits, dim=-1), self.scores, self.num_candidates)
 
     def advance(
         self, candidates: Tensor, parents: Tensor, tokens: Tensor, stopping_criteria: Any

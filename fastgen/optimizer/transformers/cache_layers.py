@@ -198,6 +198,7 @@ def share(
     of where it pays.
     """
     sharing = Sharing()
+    keep = False if fan_out == 1 else keep
     for part, is_cross in zip(parts(cache), (False, True)):
         alike: dict[tuple, list[int]] = {}
         for index, layer in enumerate(part.layers):
@@ -205,10 +206,10 @@ def share(
                 _take(layer, torch.arange(inputs).repeat_interleave(fan_out))
                 sharing.others[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
-                kept = sharing_pays(layer.keys, fan_out, is_cross) if keep is None else keep and fan_out > 1
+                kept = sharing_pays(layer.keys, fan_out, is_cross) if keep is None else keep
                 sharing.cross += kept and is_cross
                 sharing.prompt += kept and not is_cross
-                sharing.short += not kept and keep is None and fan_out > 1
+                sharing.short += not kept and keep is None
                 written = type(layer) is DynamicLayer and writing_in_place_pays(layer.keys, fan_out, limit)
                 if not kept and (own_code or not written):
                     layer.batch_repeat_interleave(fan_out)

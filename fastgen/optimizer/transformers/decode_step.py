@@ -154,8 +154,8 @@ class DecodeStep:
     @property
     def _foreign_processor(self) -> Any:
         """The first that may know more of the rows than what each holds, or None."""
-        by_row = (type(processor) in BY_ROW or treats_rows_alone(processor) for processor in self.processors)
-        return next((processor for processor, alone in zip(self.processors, by_row) if not alone), None)
+        others = (processor for processor in self.processors if type(processor) not in BY_ROW)
+        return next((processor for processor in others if not treats_rows_alone(processor)), None)
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Of the next token after input_ids `[rows, length]`: `[rows, vocabulary_size]` in float32, the model's own."""

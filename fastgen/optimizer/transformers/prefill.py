@@ -173,15 +173,13 @@ def expand(outputs: ModelOutput, given: Cache | None, groups: Groups, limit: int
         report.shared += sharing.shared_descriptions()
         report.fallbacks += sharing.repeated_descriptions()
     if groups.fan_out == 1:
-        sizes = ", ".join(map(str, groups.sizes.tolist()[:8]))
+        sizes = ", ".join(map(str, groups.sizes[:8]))
         report.fallbacks.append(
             f"keys and values repeated for each row: equal rows in groups of {sizes}, not of one size"
         )
     for name, value in tuple(outputs.items()):
-        if name == "logits":
-            outputs[name] = rows.repeat(name, value[:, -1:], groups)
-        elif not isinstance(value, Cache):
-            outputs[name] = rows.repeat(name, value, groups)
+        if not isinstance(value, Cache):
+            outputs[name] = rows.repeat(name, value[:, -1:] if name == "logits" else value, groups)
 
 
 def unsupported_reasons(
@@ -208,8 +206,7 @@ def unsupported_reasons(
     reasons += rows.unsupported_reasons(model.config.model_type, arguments, groups.rows)
     if not reasons and not compared and not rows.groups_are_equal_sync(arguments, groups):
         reasons.append("the rows of an input differ from each other")
-    firsts = groups.firsts[groups.of_rows].tolist()
-    return reasons or images.unsupported_reasons_sync(arguments, model.config, firsts)
+    return reasons or images.unsupported_reasons_sync(arguments, model.config, groups.firsts[groups.of_rows].tolist())
 
 
 def returned_cache_reasons(outputs: ModelOutput) -> list[str]:

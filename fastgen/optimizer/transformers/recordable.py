@@ -41,15 +41,18 @@ def unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, a
         reasons.append(f"attention {attention} (supported: sdpa, eager)")
     if getattr(model, "hf_quantizer", None) is not None:
         reasons.append("the model is quantized")
-    if any(type(module).__module__.startswith("torch.distributed.") for module in model.modules()):
-        reasons.append("parts of the model are sharded, and gathered in each step")
     if (cache := arguments.get("past_key_values")) is not None:
         reasons += layer_reasons(cache, generation_config.max_length or 0)
     reasons += positions.table_reasons(model, generation_config.max_length or 0)
     if hasattr(model, "_reorder_cache"):
         reasons.append("the model moves its cache itself")
     reasons = reasons or recordable.unsupported_reasons(model, input_ids.shape[0], _steps(generation_config, input_ids))
-    return reasons or eligibility.model_reasons(model)
+    return reasons or eligibility.model_reasons(model) or _sharded_reasons(model)
+
+
+def _sharded_reasons(model: Any) -> list[str]:
+    is_sharded = any(type(module).__module__.startswith("torch.distributed.") for module in model.modules())
+    return ["parts of the model are sharded, and gathered in each step"] if is_sharded else []
 
 
 def _steps(generation_config: Any, input_ids: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,12 +36,25 @@ class Groups:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = torch.tensor(sizes, device="cpu")
+        self.sizes = sizes
         self.rows, self.fan_out = sum(sizes), math.gcd(*sizes)
         self.inputs = self.rows // self.fan_out
-        self.firsts = self.sizes.cumsum(0) - self.sizes
-        self.of_rows = torch.arange(len(sizes), device="cpu").repeat_interleave(self.sizes)
-        self.of_inputs = self.of_rows[:: self.fan_out]
+
+    # Tensors when they are asked for: most calls have one row per input.
+
+    @cached_property
+    def firsts(self) -> Tensor:
+        sizes = torch.tensor(self.sizes, device="cpu")
+        return sizes.cumsum(0) - sizes
+
+    @cached_property
+    def of_rows(self) -> Tensor:
+        sizes = torch.tensor(self.sizes, device="cpu")
+        return torch.arange(len(self), device="cpu").repeat_interleave(sizes)
+
+    @property
+    def of_inputs(self) -> Tensor:
+        return self.of_rows[:: self.fan_out]
 
     def __len__(self) -> int:
         return len(self.sizes)

@@ -7,6 +7,7 @@ what one of all rows gives.
 from __future__ import annotations
 
 import functools
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -21,7 +22,7 @@ def reasons(modules: dict[str, nn.Module]) -> list[str]:
     """Why rows differ in training mode, of the first module where they do; empty if none does."""
     training = ((name or "the model", module) for name, module in modules.items() if module.training)
     found = (f"{name} is in training mode with {what}" for name, module in training for what in _switched_on(module))
-    return [reason for reason in [next(found, None)] if reason is not None]
+    return list(islice(found, 1))
 
 
 def _switched_on(module: nn.Module) -> list[str]:

@@ -73,11 +73,7 @@ def hears_windows(loaded: LoadedModel, settings: dict[str, Any]) -> bool:
     Whisper's does, which finds where the next window begins by the timestamps that it generates.
     """
     has_timestamps = getattr(loaded.generation_config, "no_timestamps_token_id", None) is not None
-    return (
-        loaded.model.config.model_type == "whisper"
-        and has_timestamps
-        and settings.get("return_timestamps") is not False
-    )
+    return loaded.is_whisper and has_timestamps and settings.get("return_timestamps") is not False
 
 
 def lengths_of_inputs(

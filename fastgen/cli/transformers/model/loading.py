@@ -57,6 +57,11 @@ class LoadedModel:
     speaks: bool = False
 
     @property
+    def is_whisper(self) -> bool:
+        """Whose generate goes through a sound in windows and passes of its own."""
+        return self.model.config.model_type == "whisper"
+
+    @property
     def generation_config(self) -> transformers.GenerationConfig | None:
         """The model's own; None where it has no generate."""
         return getattr(self.model, "generation_config", None)

@@ -63,10 +63,10 @@ def generate_arguments(args: RunConfig, loaded: LoadedModel, task: dict[str, Any
     # These need words, and generate has only tokens.
     if any(effective(name, settings, loaded) for name in ("stop_strings", "token_healing")):
         settings["tokenizer"] = loaded.tokenizer
-    if loaded.model.config.model_type == "whisper" and effective("return_timestamps", settings, loaded):
+    if loaded.is_whisper and effective("return_timestamps", settings, loaded):
         settings["return_segments"] = True
     # Whisper's generate decodes a sound in several passes, and returns but the last one where it returns scores.
-    has_scores = (effective("num_beams", settings, loaded) or 1) > 1 and loaded.model.config.model_type != "whisper"
+    has_scores = (effective("num_beams", settings, loaded) or 1) > 1 and not loaded.is_whisper
     if has_scores and not loaded.speaks and (args.output_sequence_scores or args.writes_jsonl):
         settings |= SCORES
     return settings

@@ -37,11 +37,11 @@ matrix: $(VENV)/pip.installed
 
 # 20,000 random calls of generate against the unpatched library; `make test` runs two minutes of them.
 fuzz: $(VENV)/test.installed
-	cd tests && FASTGEN_STRICT=1 OMP_NUM_THREADS=1 ../$(BIN)/python fuzz.py --comparisons 20000
+	cd tests/helpers && FASTGEN_STRICT=1 OMP_NUM_THREADS=1 ../../$(BIN)/python fuzz.py --comparisons 20000
 
 # 2,000 calls on models that change between the calls; `make test` runs 80 of them.
 soak: $(VENV)/test.installed
-	cd tests && FASTGEN_STRICT=1 OMP_NUM_THREADS=1 ../$(BIN)/python soak.py
+	cd tests/helpers && FASTGEN_STRICT=1 OMP_NUM_THREADS=1 ../../$(BIN)/python soak.py
 
 # Says so where there is no GPU.
 test-gpu: $(VENV)/test.installed
@@ -49,8 +49,8 @@ test-gpu: $(VENV)/test.installed
 
 # The kernels under compute-sanitizer, which comes with CUDA: accesses outside of buffers, races in shared memory.
 sanitize: $(VENV)/test.installed
-	PYTHONPATH=tests $(SANITIZER) --tool memcheck $(BIN)/python tests/gpu/sanitize_no_repeat_ngram.py
-	PYTHONPATH=tests $(SANITIZER) --tool racecheck $(BIN)/python tests/gpu/sanitize_no_repeat_ngram.py
+	PYTHONPATH=tests/helpers $(SANITIZER) --tool memcheck $(BIN)/python tests/gpu/sanitize_no_repeat_ngram.py
+	PYTHONPATH=tests/helpers $(SANITIZER) --tool racecheck $(BIN)/python tests/gpu/sanitize_no_repeat_ngram.py
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
@@ -58,13 +58,13 @@ lint: $(VENV)/test.installed
 	$(BIN)/mypy
 
 table: $(VENV)/test.installed
-	$(BIN)/python tests/architecture_parity.py docs/architectures.md
+	$(BIN)/python tests/helpers/architecture_parity.py docs/architectures.md
 
 # Hours, by hand: docs/mutation.md. The first call makes all mutants and times the tests, the second tries the sample.
 mutation: $(VENV)/test.installed
 	$(PIP) --editable ".[mutation]"
 	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children 1 "fastgen.ops.libraries.*"
-	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children 1 $$($(BIN)/python tests/mutation_sample.py 2026 8 2)
+	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children 1 $$($(BIN)/python tests/helpers/mutation_sample.py 2026 8 2)
 
 bench: $(VENV)/test.installed
 	$(PIP) --editable ".[bench]"

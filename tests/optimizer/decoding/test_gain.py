@@ -68,7 +68,7 @@ def test_always_and_never_do_not_ask_what_pays():
 
 def test_the_variable_is_read():
     code = """
-import sys; sys.path.insert(0, "tests")
+import sys; sys.path.insert(0, "tests/helpers")
 import fastgen
 from parity import BEAMS, padded, tiny
 tiny("llama").generate(**padded(9, 5), **BEAMS)

@@ -1,6 +1,6 @@
 """Prints the names of some mutants that mutmut has made, for `mutmut run`: of each file as many, drawn with a seed.
 
-    python tests/mutation_sample.py SEED OF_A_DECISION OF_ANOTHER
+    python tests/helpers/mutation_sample.py SEED OF_A_DECISION OF_ANOTHER
 
 OF_A_DECISION: how many of each file below, where a mutant that survives is most likely a wrong decision.
 """

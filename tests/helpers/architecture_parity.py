@@ -88,7 +88,7 @@ def write_table(path: Path) -> None:
         "",
         f"Random models of two layers, fp32, transformers {transformers.__version__}, torch "
         f"{torch.__version__.split('+')[0]}: tokens and scores with fastgen against",
-        "those of the unpatched library in the same process. Made by `python tests/architecture_parity.py`.",
+        "those of the unpatched library in the same process. Made by `python tests/helpers/architecture_parity.py`.",
         "",
         f"*shared* and the last three columns: tiny models, {', '.join(MODES)}, under",
         "`FASTGEN_SHARE=always`. They show what can be shared, whatever the size; by default, models and prompts as",
@@ -125,4 +125,4 @@ def write_table(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_table(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "docs" / "architectures.md"))
+    write_table(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[2] / "docs" / "architectures.md"))

@@ -15,7 +15,7 @@ from python_process import REPOSITORY
 from fastgen.ops.no_repeat_ngram import native
 
 CSRC = REPOSITORY / "csrc"
-SHIM = REPOSITORY / "tests" / "cuda_shim"
+SHIM = REPOSITORY / "tests" / "helpers" / "cuda_shim"
 
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None, reason="no g++ on Linux: nothing was compiled for the host"

@@ -1,6 +1,6 @@
 """Many calls of `generate` on a few models that change between the calls, with fastgen and without.
 
-    python tests/soak.py --calls 2000        # as `make soak`
+    python tests/helpers/soak.py --calls 2000        # as `make soak`
 
 Nothing that fastgen keeps of a model may be stale, and nothing may grow. Weights are written in every possible way,
 replaced, loaded, and given adapters; products go through packed weights as soon as there can be any. Prints each

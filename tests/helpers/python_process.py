@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def run_python(*args: str, path: Path | str = "", cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:

@@ -1,7 +1,7 @@
 """Random calls of `generate` with fastgen against the unpatched library, in one process.
 
-    python tests/fuzz.py --comparisons 20000        # as `make fuzz`
-    python tests/fuzz.py --first 4711 --comparisons 1
+    python tests/helpers/fuzz.py --comparisons 20000        # as `make fuzz`
+    python tests/helpers/fuzz.py --first 4711 --comparisons 1
 
 Prints each difference with the seed that draws it again, and counts at the end. Exit status 1 where anything differed.
 """

@@ -188,7 +188,9 @@ print(report.shared, report.fallbacks)
 
 def test_after_an_error_of_fastgens_own_nothing_was_shared():
     """In a process of its own: fairseq does the work again, there and in all later calls."""
-    assert run_code(FAILS, path=REPOSITORY / "tests" / "helpers").endswith("[] ['loop and caches: TypeError: of the loop']\n")
+    assert run_code(FAILS, path=REPOSITORY / "tests" / "helpers").endswith(
+        "[] ['loop and caches: TypeError: of the loop']\n"
+    )
 
 
 def test_explain_tells_what_was_shared():

@@ -11,7 +11,7 @@ WITH_EXTRA := $(VENV)-fairseq
 # Errors of the CUDA interface are left out: torch asks it for what older drivers do not have.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: demo test test-fairseq matrix fuzz soak test-gpu sanitize lint table mutation bench clean
+.PHONY: demo test test-fairseq matrix fuzz soak test-gpu sanitize lint table bench clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -60,12 +60,6 @@ lint: $(VENV)/test.installed
 table: $(VENV)/test.installed
 	$(BIN)/python tests/helpers/architecture_parity.py docs/architectures.md
 
-# Hours, by hand: docs/mutation.md. The first call makes all mutants and times the tests, the second tries the sample.
-mutation: $(VENV)/test.installed
-	$(PIP) --editable ".[mutation]"
-	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children 1 "fastgen.ops.libraries.*"
-	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children 1 $$($(BIN)/python tests/helpers/mutation_sample.py 2026 8 2)
-
 bench: $(VENV)/test.installed
 	$(PIP) --editable ".[bench]"
 	$(BIN)/python benchmarks/bench_generate.py
@@ -92,4 +86,4 @@ $(VENV)/test.installed: $(VENV)/pip.installed pyproject.toml setup.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(WITH_EXTRA) .venv-matrix build mutants *.egg-info
+	rm -rf $(VENV) $(WITH_EXTRA) .venv-matrix build *.egg-info

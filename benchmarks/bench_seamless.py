@@ -55,7 +55,7 @@ def timed_stages(model: transformers.PreTrainedModel, unit_method: str, clock: C
 
 
 @contextmanager
-def without_recordings() -> Iterator[None]:
+def without_capture() -> Iterator[None]:
     with mock.patch.object(recordable, "CONFIG", dataclasses.replace(recordable.CONFIG, cuda_graphs="off")):
         yield
 
@@ -67,7 +67,7 @@ def without_vocoder() -> Iterator[None]:
 
 
 @contextmanager
-def hearing_twice() -> Iterator[None]:
+def encoding_twice() -> Iterator[None]:
     with mock.patch.object(stages, "_is_repeatable", lambda _: False):
         yield
 
@@ -85,10 +85,10 @@ def without(*steps: Callable[[], AbstractContextManager]) -> Callable[[], Abstra
 
 WAYS: dict[str, Callable[[], AbstractContextManager]] = {
     "stock": fastgen.disabled,
-    "+ caches and loop": without(hearing_twice, without_vocoder, without_recordings),
-    "+ recorded steps": without(hearing_twice, without_vocoder),
-    "+ vocoder": without(hearing_twice),
-    "+ hearing once": nullcontext,
+    "+ caches and loop": without(encoding_twice, without_vocoder, without_capture),
+    "+ captured steps": without(encoding_twice, without_vocoder),
+    "+ vocoder": without(encoding_twice),
+    "+ encoder once": nullcontext,
 }
 STOCK, *_, FASTGEN = WAYS
 
@@ -97,7 +97,7 @@ STOCK, *_, FASTGEN = WAYS
 class Result:
     """Medians of one version. seconds: of each way and stage, and from end to end; ratios: of stock to fastgen.
 
-    recorded: the calls of `generate` inside whose steps fastgen records. equal: tokens, units and waveforms are those
+    captured: the calls of `generate` whose decode steps are captured. equal: tokens, units and waveforms are those
     of stock in all ways.
     """
 
@@ -109,7 +109,7 @@ class Result:
     units: int
     seconds: dict[str, Seconds]
     ratios: Seconds
-    recorded: list[str]
+    captured: list[str]
     equal: bool
 
 
@@ -124,7 +124,7 @@ class Comparison:
 
     def run(self, repeats: int) -> Result:
         outputs = {way: self._call(way)[1] for way in WAYS}  # warms all up
-        recorded = recorded_calls(fastgen.explain())
+        captured = captured_calls(fastgen.explain())
         with timed_stages(self.model, self.case.unit_method, self.clock):
             turns = [self._turn(first % len(WAYS)) for first in range(repeats)]
         stock = outputs[STOCK]
@@ -137,7 +137,7 @@ class Comparison:
             units=stock.unit_sequences.shape[1],
             seconds={way: medians([turn[way] for turn in turns]) for way in WAYS},
             ratios=medians([_ratios(turn[STOCK], turn[FASTGEN]) for turn in turns]),
-            recorded=recorded,
+            captured=captured,
             equal=all(self._is_equal(stock, output) for output in outputs.values()),
         )
 
@@ -156,7 +156,7 @@ class Comparison:
         return torch.allclose(stock.waveform, output.waveform, rtol=0, atol=TOLERANCES[self.model.dtype])
 
 
-def recorded_calls(report: Report) -> list[str]:
+def captured_calls(report: Report) -> list[str]:
     """The stages that are calls of `generate` in which a step was replayed."""
     calls = {stage.name: stage.report.kernels for stage in report.stages if stage.report is not None}
     return [name for name, kernels in calls.items() if any(kernel.startswith("decode step") for kernel in kernels)]

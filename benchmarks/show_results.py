@@ -48,27 +48,29 @@ INTRODUCTION = """# What was measured
 
 Made by `python benchmarks/show_results.py` from `benchmarks/results/`. Models have real sizes and random weights, in
 fp32; 32 new tokens where nothing else is said. Stock and fastgen run in turns in one process on 2 cores, seconds are
-medians, and their tokens are equal. The first of several calls takes longer, because products are measured and steps
-recorded in it.
+medians, and their tokens are equal. The first call is a warm-up: GEMM autotuning and graph capture happen there.
 
-*faster*: the median of the ratios of the turns. *limit*: how many times as long fastgen takes as the arithmetic or the
-reading of weights alone, whichever is longer, at the rates that the machine reaches. *memory*: what one call adds
-to the process at its peak.
+| column | meaning |
+|---|---|
+| *faster* | median over the turns of stock's seconds by fastgen's |
+| *limit* | fastgen's seconds by those of the arithmetic or of reading the weights, whichever takes longer |
+| *memory* | what one call adds to the process at its peak |
 """
 GENERATE_HEAD = """| workload | stock | fastgen | faster | CTranslate2 | limit | memory, stock → fastgen |
 |---|---|---|---|---|---|---|"""
-SEAMLESS = """From speech to speech, one input of 10 s, beam 5. From column to column fastgen does one thing more.
-Static caches are part of the recorded steps, and reordering rows is part of both steps of decoding: no switch takes
-them apart.
+SEAMLESS = """Speech to speech, one input of 10 s, beam 5. Each column switches on one more part of fastgen. Static KV
+caches belong to the captured steps and cannot be switched on alone.
 """
-MQA = """Microseconds per token, without fastgen → with it. Multi-query and grouped models have wider feed-forward
-layers, so that all have 210 million parameters (the language models 159). *beam 4, to multi-head*: times as fast with
-fastgen as multi-head attention without it. {batch} inputs of 128 tokens, 128 new ones, `benchmarks/bench_mqa.py`.
+MQA = """Microseconds per token, without fastgen → with it; {batch} inputs of 128 tokens, 128 new tokens,
+`benchmarks/bench_mqa.py`. Multi-query and grouped models have wider feed-forward layers, so that all have 210 million
+parameters (the language models 159). Last column: multi-head attention without fastgen by this model with fastgen.
 """
-ROLLOUTS = """Prompts that the caller repeats ([rollouts.md](rollouts.md)). `g8` and `g16`: the generation of one step
-of reinforcement learning, 4 prompts of 512 tokens in 8 and 16 equal rows, Llama-like, in training mode
-(`benchmarks/bench_rollouts.py`). `repeats16`: an evaluation by lm-evaluation-harness, 6 questions of about 400 tokens,
-16 samples each (`benchmarks/bench_lm_eval.py`). 32 new tokens. Completions and answers are equal.
+ROLLOUTS = """Prompts that the caller repeats ([rollouts.md](rollouts.md)); 32 new tokens; completions are equal.
+
+| case | what it is |
+|---|---|
+| `g8`, `g16` | rollouts, `bench_rollouts.py`: 4 prompts of 512 tokens, 8 and 16 rows each, Llama-like, training mode |
+| `repeats16` | lm-evaluation-harness, `bench_lm_eval.py`: 6 questions of about 400 tokens, 16 samples each |
 """
 CONSTRAINED = {
     "ids-beam20": "Qwen-like, semantic ids of 4 tokens, 20 beams",
@@ -77,10 +79,10 @@ CONSTRAINED = {
     "names-beam10": "T5-base, names of 3 to 12 tokens, 10 beams",
     "names-beam50": "T5-base, names of 3 to 12 tokens, 50 beams",
 }
-CONSTRAINED_TEXT = """Outputs are one of 100,000 ([constrained.md](constrained.md)): transformers with a trie of
-dictionaries, fastgen with a `PrefixTrie`. One input, of 300 tokens for the Qwen-like model, of 256 for T5; all beams
-are returned. {seconds}, medians of {repeats} turns, `benchmarks/bench_constrained.py`.
-*equal*: rows with the tokens of stock. Scores agree to 1e-4; some beams may differ by less, and change places.
+CONSTRAINED_TEXT = """Each output is one of 100,000 sequences ([constrained.md](constrained.md)). transformers uses a
+trie of dictionaries, fastgen a `PrefixTrie`. One input (Qwen-like: 300 tokens, T5: 256); all beams are returned.
+{seconds}, medians of {repeats} turns, `bench_constrained.py`. *equal*: rows with stock's tokens. Scores agree to 1e-4;
+beams whose scores are closer than that may swap.
 """
 CONSTRAINED_HEAD = (
     "| workload | stock | fastgen | faster | memory, stock → fastgen | equal |\n|---|---|---|---|---|---|"

@@ -39,10 +39,10 @@ def table(result: dict[str, Any]) -> str:
         cells += [f"**{ratios[stage]:.2f}×**", f"{stock[stage] / stock[END_TO_END]:.0%}"]
         lines.append(f"| {stage} | {' | '.join(cells)} |")
     equal = "Tokens, units and waveforms are equal." if result["equal"] else "Outputs DIFFER."
-    recorded = f"Steps are recorded in: {', '.join(result['recorded']) or 'none'}."
+    captured = f"Decode steps are captured in: {', '.join(result['captured']) or 'none'}."
     none = ", ".join(FASTER[result["case"]])
     faster = f"If {none} took no time, with one run of the speech encoder: {most(result):.2f}× ({END_TO_END})."
-    return "\n".join([*lines, "", equal, recorded, faster])
+    return "\n".join([*lines, "", equal, captured, faster])
 
 
 def title(result: dict[str, Any]) -> str:

@@ -196,13 +196,13 @@ def test_the_ways_of_seamless_differ_in_what_fastgen_does(monkeypatch):
             model.generate(**inputs, tgt_lang="fra", text_num_beams=2, text_min_new_tokens=20, text_max_new_tokens=20)
         report = fastgen.explain()
         tries_vocoder = any("vocoder" in told for told in [*report.kernels, *report.fallbacks])
-        done[way] = (bench.recorded_calls(report), tries_vocoder, report.kernels["speech encoder, once"])
-    recorded = ["generate of SeamlessM4Tv2ForSpeechToSpeech"]
+        done[way] = (bench.captured_calls(report), tries_vocoder, report.kernels["speech encoder, once"])
+    captured = ["generate of SeamlessM4Tv2ForSpeechToSpeech"]
     assert done == {
         "+ caches and loop": ([], False, 0),
-        "+ recorded steps": (recorded, False, 0),
-        "+ vocoder": (recorded, True, 0),
-        "+ hearing once": (recorded, True, 1),
+        "+ captured steps": (captured, False, 0),
+        "+ vocoder": (captured, True, 0),
+        "+ encoder once": (captured, True, 1),
     }
 
 

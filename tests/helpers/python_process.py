@@ -20,7 +20,6 @@ def run_python(*args: str, path: Path | str = "", cwd: Path | None = None, **env
         cwd=cwd or REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 

@@ -91,7 +91,7 @@ def sources(tmp_path) -> Path:
 
 def run(command: list[str | Path], cwd: Path, **env: str) -> str:
     done = subprocess.run(
-        [str(part) for part in command], env=os.environ | env, cwd=cwd, capture_output=True, text=True, timeout=300
+        [str(part) for part in command], env=os.environ | env, cwd=cwd, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

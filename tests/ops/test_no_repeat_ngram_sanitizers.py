@@ -13,7 +13,7 @@ pytestmark = needs_compiler
 
 
 def run(program: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([program], capture_output=True, text=True, timeout=300)
+    return subprocess.run([program], capture_output=True, text=True)
 
 
 def skip_unless_starts(sanitizer: str, folder: Path) -> None:

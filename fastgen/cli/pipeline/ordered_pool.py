@@ -25,7 +25,7 @@ from fastgen.cli.pipeline.interrupt import SIGNALS
 from fastgen.cli.pipeline.results_in_order import ResultsInOrder
 from fastgen.cli.pipeline.worker import Failed, serve
 
-SECONDS_TO_END = 0.5
+SECONDS_TO_END = 10.0  # on a busy machine, too
 
 
 class WorkerError(Exception):

@@ -88,7 +88,7 @@ def test_submit_waits_while_too_much_is_unfinished() -> None:
     go_on, written, submitted = threading.Event(), [], []
 
     def write(result: int) -> None:
-        go_on.wait(10)
+        go_on.wait()
         written.append(result)
 
     def submit_all() -> None:
@@ -99,10 +99,12 @@ def test_submit_waits_while_too_much_is_unfinished() -> None:
 
     thread = threading.Thread(target=submit_all)
     thread.start()
-    time.sleep(0.5)
-    assert len(submitted) == 6  # and one is being written
+    while len(submitted) < 6:  # and one is being written
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(submitted) == 6
     go_on.set()
-    thread.join(10)
+    thread.join()
     assert written == list(range(20))
 
 
@@ -132,10 +134,9 @@ def test_the_cause_of_an_error_is_the_workers_traceback() -> None:
 
 
 def test_an_idle_worker_that_dies_ends_the_run() -> None:
-    deadline = time.monotonic() + 10
     with pytest.raises(WorkerError, match="SIGKILL"), pool(print) as p:
         os.kill(p.pids[0], signal.SIGKILL)
-        while time.monotonic() < deadline:
+        while True:
             p.submit(0)
             time.sleep(0.01)
     assert alive(p.pids) == []
@@ -173,12 +174,10 @@ def test_what_was_submitted_before_the_caller_failed_is_written() -> None:
 
 
 def test_an_interruption_waits_for_nothing() -> None:
-    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt), pool(print, double_late) as p:
-        p.submit((0, 60.0))
+        p.submit((0, 1e6))  # never done
         time.sleep(0.1)
         raise KeyboardInterrupt
-    assert time.monotonic() - start < 2
     assert alive(p.pids) == []
 
 
@@ -204,9 +203,9 @@ LONG_TASK = """
 import os, time
 from fastgen.cli.pipeline.ordered_pool import OrderedPool
 pool = OrderedPool(lambda: time.sleep, print, workers=1, limit=5)
-pool.submit(60)
+pool.submit(1e6)
 print(*pool.pids, flush=True)
-time.sleep(60)
+time.sleep(1e6)
 """
 
 
@@ -215,7 +214,5 @@ def test_a_worker_ends_with_a_parent_that_is_killed_even_in_the_middle_of_a_task
         pid = int(parent.stdout.readline())
         assert alive([pid]) == [pid]
         parent.kill()
-    end = time.monotonic() + 10
     while alive([pid]):
-        assert time.monotonic() < end
         time.sleep(0.05)

@@ -20,15 +20,17 @@ from fastgen.cli.transformers.flags.arguments import PROG
 LINES = sentences(120)
 FLAGS = ("--bs", "4", "--window", "16", "--beam", "2")
 
-# Every batch takes at least SECONDS, so that there is time to end the run in the middle of one.
-SLOW = """
-import sys, time
+# Every batch says that it has begun and waits until it may go on, so that a run is ended in the middle of one.
+HELD = """
+import os, sys
 from transformers import BartForConditionalGeneration
-generate, seconds = BartForConditionalGeneration.generate, float(sys.argv.pop(1))
-def slow(self, **inputs):
-    time.sleep(0 if "output_logits" in inputs else seconds)  # that asks what padding changes
+generate, begun, go_on = BartForConditionalGeneration.generate, int(sys.argv.pop(1)), int(sys.argv.pop(1))
+def held(self, **inputs):
+    if "output_logits" not in inputs:  # that asks what padding changes
+        os.write(begun, b".")
+        os.read(go_on, 1)
     return generate(self, **inputs)
-BartForConditionalGeneration.generate = slow
+BartForConditionalGeneration.generate = held
 from fastgen.cli.transformers.command import main
 sys.exit(main())
 """
@@ -55,36 +57,65 @@ def write_input(folder: Path) -> Path:
 
 
 class Run:
-    """The command in a process of its own, with INPUT and OUTPUT in `folder`."""
+    """The command in a process of its own, with INPUT and OUTPUT in `folder`; after so many batches it is held."""
 
-    def __init__(self, bart: Path, folder: Path, *flags: str, seconds: float = 0.1, **options: object) -> None:
+    def __init__(self, bart: Path, folder: Path, *flags: str, batches: int = 8, **options: object) -> None:
         self.part = folder / "out.part"
         self.output = folder / "out"
-        source = write_input(folder)
-        call = [sys.executable, "-c", SLOW, str(seconds), bart, source, self.output, *FLAGS, *flags]
+        self.batches = batches
+        self._begun, begun = os.pipe()
+        go_on, self._go_on = os.pipe()
+        os.write(self._go_on, b"." * batches)
+        call = [sys.executable, "-c", HELD, str(begun), str(go_on), bart, write_input(folder), self.output]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
+            [*call, *FLAGS, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            pass_fds=(begun, go_on),
+            **options,
         )
+        os.close(begun)
+        os.close(go_on)
         self.children: list[psutil.Process] = []
+        self.stderr = b""
 
-    def wait_for_records(self, number: int = 20) -> None:
-        end = time.monotonic() + 60
-        while self.records() < number:
+    def wait_until_held(self, records: int = 20) -> None:
+        """Until a batch has begun that may not go on, and so many records of those before it are written."""
+        for _ in range(self.batches + 1):
+            assert os.read(self._begun, 1), self.process.communicate()
+        while self.records() < records:
             assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end
             time.sleep(0.02)
         self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait_for_message(self, message: bytes) -> None:
+        while message not in self.stderr:
+            written = os.read(self.process.stderr.fileno(), 10_000)
+            assert written, self.stderr
+            self.stderr += written
+
+    def release(self) -> None:
+        """Lets all batches go on."""
+        if self._go_on is not None:
+            os.close(self._go_on)
+            self._go_on = None
 
     def records(self) -> int:
         return self.part.read_bytes().count(b"\n") if self.part.exists() else 0
 
-    def end(self, seconds: float = 60) -> tuple[int, str]:
-        """Status and stderr; no process of the run is left."""
-        _, stderr = self.process.communicate(timeout=seconds)
-        _, alive = psutil.wait_procs(self.children, timeout=5)
-        assert alive == []
-        return self.process.returncode, stderr
+    def end(self) -> tuple[int, str]:
+        """Status and stderr, when no process of the run is left."""
+        self.stderr += self.process.communicate()[1]
+        psutil.wait_procs(self.children)
+        return self.process.returncode, self.stderr.decode()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.release()
+        os.close(self._begun)
 
     def check_part(self, expected: bytes, complete: int = 1) -> None:
         """The part holds whole records of a prefix, at least `complete` of them."""
@@ -111,13 +142,12 @@ def start(bart: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     yield begin
     for run in runs:
-        run.process.kill()
-        run.process.communicate()
+        run.close()
 
 
 def test_kill_9_of_the_command(start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes) -> None:
     run = start()
-    run.wait_for_records()
+    run.wait_until_held()
     run.process.kill()
     assert run.end()[0] == -signal.SIGKILL
     run.check_part(expected, 20)
@@ -127,12 +157,13 @@ def test_kill_9_of_the_command(start: Callable[..., Run], bart: Path, tmp_path: 
 def test_ctrl_c_finishes_the_batch_in_flight(
     start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes
 ) -> None:
-    run = start(seconds=0.5)
-    run.wait_for_records()
+    run = start()
+    run.wait_until_held()
     run.process.send_signal(signal.SIGINT)
+    run.wait_for_message(b"finishing the batch in flight; a second Ctrl-C or SIGTERM stops at once")
+    run.release()
     status, stderr = run.end()
     assert status == 130
-    assert "finishing the batch in flight; a second Ctrl-C or SIGTERM stops at once" in stderr
     assert f"{run.records()} lines are complete in {run.part}; the same command with --resume goes on" in stderr
     assert "Traceback" not in stderr
     run.check_part(expected, 20)
@@ -141,8 +172,10 @@ def test_ctrl_c_finishes_the_batch_in_flight(
 
 def test_sigterm_is_a_ctrl_c(start: Callable[..., Run], expected: bytes) -> None:
     run = start()
-    run.wait_for_records()
+    run.wait_until_held()
     run.process.terminate()
+    run.wait_for_message(b"finishing the batch in flight")
+    run.release()
     assert run.end()[0] == 143
     run.check_part(expected, 20)
 
@@ -150,12 +183,14 @@ def test_sigterm_is_a_ctrl_c(start: Callable[..., Run], expected: bytes) -> None
 def test_sigterm_to_all_processes_finishes_the_batch_in_flight(
     start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes
 ) -> None:
-    run = start(seconds=0.5, start_new_session=True)
-    run.wait_for_records()
+    run = start(start_new_session=True)
+    run.wait_until_held()
     os.killpg(run.process.pid, signal.SIGTERM)
+    run.wait_for_message(b"finishing the batch in flight")
+    run.release()
     status, stderr = run.end()
     assert status == 143
-    assert "finishing the batch in flight" in stderr and "Traceback" not in stderr
+    assert "Traceback" not in stderr
     run.check_part(expected, 20)
     run.check_resumes(bart, tmp_path, expected)
 
@@ -163,28 +198,22 @@ def test_sigterm_to_all_processes_finishes_the_batch_in_flight(
 def test_ctrl_c_that_is_ignored_stays_so(start: Callable[..., Run], expected: bytes) -> None:
     """As of jobs that a script puts into the background."""
     run = start(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-    run.wait_for_records()
+    run.wait_until_held()
     run.process.send_signal(signal.SIGINT)
+    run.release()
     assert run.end()[0] == 0
     assert run.output.read_bytes() == expected
 
 
 @pytest.mark.parametrize(("number", "ends_with"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_ctrl_c_stops_at_once(start: Callable[..., Run], number: signal.Signals, ends_with: int) -> None:
-    run = start(seconds=30)  # nothing is finished
-    end = time.monotonic() + 60
-    while not run.part.exists():
-        assert time.monotonic() < end and run.process.poll() is None
-        time.sleep(0.05)
-    time.sleep(2)  # the first batch is in flight
-    run.children = psutil.Process(run.process.pid).children(recursive=True)
+    run = start(batches=0)
+    run.wait_until_held(records=0)
     run.process.send_signal(number)
-    time.sleep(0.5)
-    assert run.process.poll() is None
-    begun = time.monotonic()
+    run.wait_for_message(b"a second Ctrl-C or SIGTERM stops at once")
     run.process.send_signal(number)
-    status, stderr = run.end(10)
-    assert (status, time.monotonic() - begun < 5) == (ends_with, True)
+    status, stderr = run.end()  # of a run whose batch in flight never ends
+    assert status == ends_with
     assert "Traceback" not in stderr
     assert not run.output.exists()
 
@@ -193,7 +222,8 @@ def test_a_full_disk_keeps_what_was_written(
     start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes
 ) -> None:
     limit = len(expected) // 2
-    run = start(seconds=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    run = start(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    run.release()
     status, stderr = run.end()
     assert status == 1
     assert "File too large" in stderr and str(run.part) in stderr and "--resume" in stderr
@@ -218,7 +248,7 @@ def test_a_line_of_many_megabytes_takes_little_memory(bart: Path, tmp_path: Path
 
 
 def test_a_reader_that_leaves_ends_the_run(bart: Path, tmp_path: Path) -> None:
-    call = [sys.executable, "-c", SLOW, "0.1", bart, write_input(tmp_path), "-", *FLAGS]
+    call = [sys.executable, "-m", "fastgen.cli.transformers.command", bart, write_input(tmp_path), "-", *FLAGS]
     with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline()
         process.stdout.close()
@@ -228,29 +258,25 @@ def test_a_reader_that_leaves_ends_the_run(bart: Path, tmp_path: Path) -> None:
     assert "Traceback" not in stderr and "Exception ignored" not in stderr
 
 
-def test_ctrl_c_while_waiting_for_standard_input(bart: Path) -> None:
+def test_ctrl_c_while_waiting_for_standard_input(bart: Path, expected: bytes) -> None:
     call = [sys.executable, "-m", "fastgen.cli.transformers.command", bart, "-", "-", *FLAGS]
-    with subprocess.Popen(
-        call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        process.stdin.write("\n".join(LINES[:40]) + "\n")
+    with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdin.write("".join(f"{line}\n" for line in LINES).encode())
         process.stdin.flush()
-        time.sleep(12)
+        first = [process.stdout.readline() for _ in range(16)]  # a window; and there may be more lines to come
         process.send_signal(signal.SIGINT)
-        begun = time.monotonic()
-        stdout, stderr = process.stdout.read(), process.stderr.read()
-        process.wait(10)
-        assert time.monotonic() - begun < 3
+        rest, stderr = process.stdout.read(), process.stderr.read()
     assert process.returncode == 130
-    assert "Traceback" not in stderr
-    assert stdout == "" or stdout.endswith("\n")
+    assert b"Traceback" not in stderr
+    written = b"".join(first) + rest
+    assert written.endswith(b"\n") and expected.startswith(written)
 
 
 def test_no_run_takes_over_the_part_of_another(
     start: Callable[..., Run], bart: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    run = start(seconds=0.3)
-    run.wait_for_records(4)
+    run = start()
+    run.wait_until_held()
     source = tmp_path / "input.txt"
     for flags in ((), ("--resume",)):
         assert main([str(bart), str(source), str(run.output), *FLAGS, *flags]) == 2

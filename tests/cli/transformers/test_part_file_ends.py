@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -115,7 +114,7 @@ def test_a_part_that_another_run_writes_is_refused_until_that_run_is_killed(tmp_
         "part.keep_state('a state')\n"
         "child = os.fork()\n"
         "if child:\n    print(child, flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(1e6)\n"
     )
     run = subprocess.Popen(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE
@@ -170,8 +169,10 @@ def test_killed_before_any_line_of_these_modules_a_run_can_be_resumed(tmp_path: 
 
 def test_killed_at_random_moments_and_resumed_a_run_writes_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
     total, longest = 1500, 100_000
+    # It says when it has written, and waits where the pipe is full: so many writes behind a reader it is at most.
+    noisy = "write = PartFile.write\nPartFile.write = lambda *args: (write(*args), print(' ' * 8000, flush=True))\n"
     run_code(JOB + f"job({str(tmp_path / 'whole')!r}, {total}, {longest})")
-    code = JOB + f"print(flush=True)\njob({str(tmp_path / 'out')!r}, {total}, {longest})"
+    code = JOB + noisy + f"job({str(tmp_path / 'out')!r}, {total}, {longest})"
     draw, kills, most = random.Random(0), 0, 0
     while True:
         run = subprocess.Popen(
@@ -180,9 +181,9 @@ def test_killed_at_random_moments_and_resumed_a_run_writes_what_an_uninterrupted
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        run.stdout.readline()
         if kills < 25:
-            time.sleep(draw.uniform(0, 0.05))
+            for _ in range(draw.randint(0, 20)):
+                run.stdout.readline()
             run.kill()
         _, errors = run.communicate()
         assert run.returncode in (0, -signal.SIGKILL), errors.decode()
@@ -191,7 +192,7 @@ def test_killed_at_random_moments_and_resumed_a_run_writes_what_an_uninterrupted
         kills += 1
         part = tmp_path / "out.part"
         most = max(most, part.stat().st_size if part.exists() else 0)
-    assert kills > 5 and most > 0
+    assert kills == 25 and most > 0
     assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
     assert {"out", "out.run.json"} <= set(names(tmp_path)) and not part.exists()
 

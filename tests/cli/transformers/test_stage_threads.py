@@ -21,9 +21,7 @@ STAGES = {"read": 1, "tokenise": 3, "model": 1, "detokenise": 3, "write": 1}
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < end
         time.sleep(0.01)
 
 
@@ -70,8 +68,8 @@ def test_who_waits_for_an_item_is_told_when_there_will_be_none() -> None:
     thread = threading.Thread(target=lambda: seen.extend(ahead))
     thread.start()
     ahead.stop()
-    thread.join(10)
-    assert not thread.is_alive() and seen in ([], [1])
+    thread.join()
+    assert seen in ([], [1])
     go_on.set()
     wait_until(lambda: not threads("fastgen-test"))
 
@@ -226,15 +224,22 @@ def test_an_error_of_write_is_raised() -> None:
 
 
 def test_kill_gives_up_what_is_not_written() -> None:
-    output = Output(lambda data: time.sleep(0.02))
+    go_on, begun = threading.Event(), []
+
+    def third_is_held(data: bytes) -> None:
+        begun.append(data)
+        if len(begun) == 3:
+            go_on.wait()
+
+    output = Output(third_is_held)
     write = writer(output)
     for number in range(1, 13):
         write.submit(generated(number), None)
+    wait_until(lambda: len(begun) == 3)
     write.kill()
-    data = output.data
-    time.sleep(0.2)
-    assert output.data == data and text(*range(1, 13)).startswith(data) and output.records < 10
-    assert not threads("fastgen-writer") and not threads("fastgen-detokenise")
+    go_on.set()
+    wait_until(lambda: not threads("fastgen-writer") and not threads("fastgen-detokenise"))
+    assert output.data == text(1, 2, 3)
 
 
 def test_kill_does_not_wait_for_a_write_that_never_ends() -> None:
@@ -242,8 +247,6 @@ def test_kill_does_not_wait_for_a_write_that_never_ends() -> None:
     write = writer(Output(lambda data: go_on.wait() and None))
     for number in range(1, 13):
         write.submit(generated(number), None)
-    begun = time.monotonic()
-    write.kill()
-    assert time.monotonic() - begun < 1.5
+    write.kill()  # comes back, although the write goes on only after it
     go_on.set()
     wait_until(lambda: not threads("fastgen-writer"))

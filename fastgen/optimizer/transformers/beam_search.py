@@ -81,7 +81,9 @@ def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: A
 class BeamSearch:
     """The search for the outputs of B inputs, with M beams each.
 
-    scores: sums of log-probabilities of the beams, the best first, `[B, M]`. best: the tokens of the M best hypotheses,
+    input_ids: of the beams, `[B * M, length]`. prompt: a copy, with which the search goes on after the first step: the
+    library, too, copies the prompt before a processor can write into it. scores: sums of log-probabilities of the
+    beams, the best first, `[B, M]`. best: the tokens of the M best hypotheses,
     prompt included, `[B, M, max_length]`; best_scores, lengths, complete: their scores, their numbers of generated
     tokens, and whether they have ended, `[B, M]`. can_improve: whether a beam may still become one of them, `[B, 1]`.
     places: which inputs of the batch these are, `[B]`. late_end: where the end is read one step late, because the host
@@ -93,7 +95,7 @@ class BeamSearch:
         rows, self.prompt_length = input_ids.shape
         inputs, device, eos = rows // self.num_beams, input_ids.device, config._eos_token_tensor
         self.num_candidates = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.num_beams
-        self.input_ids = input_ids
+        self.input_ids, self.prompt = input_ids, input_ids.clone()
         self.scores = torch.zeros((inputs, self.num_beams), device=device)
         self.scores[:, 1:] = OUT  # all beams begin alike: only the first one's candidates count
         fill = (config._pad_token_tensor or eos[0]) if eos is not None else -1
@@ -129,6 +131,8 @@ class BeamSearch:
         """The best of all next tokens: their scores, the rows that they continue, and the tokens, `[B, C]` each."""
         logits = self.step.logits(self.input_ids)
         candidates, index = self.allowed_candidates(logits) or self.all_candidates(logits)
+        if self.step.steps == 1:
+            self.input_ids = self.prompt
         beams, tokens = index // logits.shape[1], index % logits.shape[1]
         first_rows = torch.arange(0, self.input_ids.shape[0], self.num_beams, device=logits.device)
         return candidates, first_rows[:, None] + beams, tokens

@@ -222,6 +222,36 @@ def test_own_processor_and_criterion_are_called_alike(models, name, arguments):
     assert criterion.calls == stock_criterion.calls
 
 
+class WritingProcessor(LogitsProcessor):
+    """Writes into `input_ids` in one step of its call, and notes what it was given in each."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.seen = step, []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids.clone())
+        if len(self.seen) == self.step:
+            input_ids[:, 1::2] = 50 + torch.arange(len(input_ids))[:, None]
+        return scores
+
+
+@pytest.mark.parametrize("step", (1, 2, 4))
+@pytest.mark.parametrize(
+    "arguments", (BEAMS, SAMPLES, {"num_beams": 1, "max_new_tokens": 7}), ids=("beams", "samples", "greedy")
+)
+@pytest.mark.parametrize("penalty", (1.0, 1.7), ids=("alone", "before a processor that reads"))
+@pytest.mark.parametrize("name", NAMES)
+def test_processor_that_writes_into_input_ids_gives_the_tokens_of_the_library(models, name, penalty, arguments, step):
+    def call():
+        processor, input_ids = WritingProcessor(step), token_ids(2, 6)
+        options = {"logits_processor": [processor], "repetition_penalty": penalty, "no_repeat_ngram_size": 2}
+        return models[name].generate(input_ids, **arguments, **options), input_ids, processor.seen
+
+    (stock, stock_prompt, stock_seen), (fast, prompt, seen), _ = run_both(call)
+    assert torch.equal(stock, fast) and torch.equal(stock_prompt, prompt)
+    assert len(stock_seen) == len(seen) and all(map(torch.equal, stock_seen, seen))
+
+
 def test_streamer_gets_the_same_tokens(models):
     used = []
 

@@ -80,7 +80,7 @@ def prefill(
     for name in model_kwargs.keys() - used.keys():
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow
-        if value is not given.get(name):
+        if name not in given or value is not given[name]:
             model_kwargs[name] = rows.repeat(name, value, groups)
     return outputs
 

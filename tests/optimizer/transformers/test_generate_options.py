@@ -19,6 +19,7 @@ from parity import (
     run_both,
     tiny,
     token_ids,
+    whisper,
 )
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -146,6 +147,21 @@ def test_attentions_and_hidden_states(models, name):
 def test_chunked_prefill(models, name):
     for arguments in (BEAMS, SAMPLES):
         assert is_shared(assert_same(models[name], padded(9, 5), **arguments, prefill_chunk_size=4), PROMPT)
+
+
+@pytest.mark.parametrize("inputs", (1, 3))
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES, {"max_new_tokens": 7}), ids=("beams", "samples", "greedy"))
+def test_chunked_prefill_raises_the_error_of_the_library(inputs, arguments):
+    """Whisper's steps cannot go on from it."""
+    model, features = whisper(), torch.randn(inputs, 8, 40)
+
+    def call():
+        with pytest.raises(TypeError) as raised:
+            model.generate(features, decoder_input_ids=token_ids(inputs, 4), **arguments, prefill_chunk_size=2)
+        return str(raised.value)
+
+    both = run_both(call)
+    assert both.stock == both.fast
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,11 +9,15 @@ MultiGen §3.3, grouped heads as in "Fast Transformer Decoding"). What each row 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 FEW_QUERIES = 8
+MOST_NUMBERS_OF_A_VECTOR = 16  # 512 bits of fp32
 MANY_KEYS = 256
 
 
@@ -110,7 +114,7 @@ def shared_attention(
 
     query `[B*M, H, L, D]`; shared parts `[B, H_kv, N, D]`, own parts `[B*M, H_kv, T, D]` or None; attn_mask boolean or
     additive, broadcasting to `[B*M, H, L, N+T]`; scale defaults to `D ** -0.5`. Result `[B*M, H, L, D]`; zeros where
-    the mask leaves nothing, as in torch from 2.5 on.
+    the mask leaves nothing, as in torch from 2.5 on, and where torch takes NaN for hidden.
     """
     shared_keys, own_keys = keys
     heads, length = query.shape[1], query.shape[2]
@@ -128,7 +132,10 @@ def shared_attention(
                 folded, shared_keys, values[0], attn_mask=attn_mask, scale=scale
             )
         return unfold(output, fan_out, heads)
-    weights = _softmax(query_key_scores(query * scale, shared_keys, own_keys, fan_out), attn_mask, query.dtype)
+    scores = query_key_scores(query * scale, shared_keys, own_keys, fan_out)
+    weights = _softmax(scores, attn_mask, query.dtype)
+    if attn_mask is None and _hides_nan(scores):
+        weights.masked_fill_(~(scores > float("-inf")).any(dim=-1, keepdim=True), 0.0)
     return _zero_where_hidden(weighted_values(weights, *values, fan_out), attn_mask)
 
 
@@ -140,6 +147,23 @@ def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype) -> Te
         else:
             scores += attn_mask
     return scores.softmax(dim=-1, dtype=torch.float32).to(dtype)
+
+
+def _hides_nan(scores: Tensor) -> bool:
+    """Whether torch's own attention takes rows of scores `[…, S]` without a number for hidden ones: it gives zeros.
+
+    On a CPU, without a mask, for fewer keys than a vector of the machine has numbers: there the largest score is found
+    with comparisons, which are false for NaN.
+    """
+    few = scores.device.type == "cpu" and scores.shape[-1] < MOST_NUMBERS_OF_A_VECTOR
+    return few and _gives_zeros_for_nan(scores.shape[-1], scores.dtype, torch.backends.cuda.flash_sdp_enabled())
+
+
+@functools.cache
+def _gives_zeros_for_nan(keys: int, dtype: torch.dtype, flash: bool) -> bool:
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        query, states = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype), torch.zeros((1, 1, keys, 1), dtype=dtype)
+        return not functional.scaled_dot_product_attention(query, states, states).isnan().any()
 
 
 def _zero_where_hidden(output: Tensor, attn_mask: Tensor | None) -> Tensor:

@@ -66,6 +66,26 @@ def test_any_shape_and_mask(inputs, fan_out, kv_heads, groups, length, shared_le
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("own_length", (1, 8, 9, 40), ids="{} generated".format)
+@pytest.mark.parametrize("which", ("every query", "queries of a row", "every key", "a key", "a key and a value"))
+@pytest.mark.parametrize("masked", (False, True), ids=("no mask", "mask"))
+def test_queries_and_keys_that_are_no_numbers_give_what_torch_gives(which, own_length, masked):
+    query, keys, values = torch.randn(4, 6, 1, 8).abs(), torch.randn(2, 3, 7, 8).abs(), torch.randn(2, 3, 7, 8)
+    own_keys, own_values = torch.randn(4, 3, own_length, 8).abs(), torch.randn(4, 3, own_length, 8)
+    if "quer" in which:
+        query[slice(None) if which.startswith("every") else slice(1, 2)] = torch.nan
+    elif which == "every key":
+        keys[:], own_keys[:] = torch.nan, torch.nan
+    else:
+        keys[0, :, 3], values[0, :, 3] = torch.nan, torch.nan if "value" in which else 0.5
+    mask = torch.ones(4, 1, 1, 7 + own_length, dtype=torch.bool) if masked else None
+    found = shared_attention(query, (keys, own_keys), (values, own_values), 2, mask)
+    expected = functional.scaled_dot_product_attention(
+        query, whole(keys, own_keys, 2, 2), whole(values, own_values, 2, 2), attn_mask=mask
+    )
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 def test_the_default_scale_is_that_of_the_head_dimension():
     query, keys, values = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
     own = torch.randn(4, 2, 3, 8)

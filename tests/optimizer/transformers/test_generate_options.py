@@ -11,6 +11,7 @@ from parity import (
     PREFILL,
     PROMPT,
     SAMPLES,
+    assert_equal_outputs,
     assert_same,
     compared,
     is_shared,
@@ -186,6 +187,33 @@ def test_prompt_lookup_is_left_alone(models):
 def test_assisted_decoding_is_left_alone(models):
     both = compared(models["llama"], {"input_ids": token_ids(1, 6)}, assistant_model=tiny("llama"), max_new_tokens=9)
     assert left_alone_because(both.report, "decoding")
+
+
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+@pytest.mark.parametrize("length", (6, 13, 20), ids="{} tokens".format)
+@pytest.mark.parametrize("weight", ("q_proj", "k_proj"))
+@pytest.mark.parametrize("attention", ("sdpa", "eager"))
+@pytest.mark.parametrize("name", ("llama", "bart"))
+def test_weights_of_attention_that_are_no_numbers_give_what_the_library_gives(
+    name, attention, weight, length, arguments
+):
+    model = tiny(name, "seq2seq" if name == "bart" else "causal")
+    model.set_attn_implementation(attention)
+    for parameter_name, parameter in model.named_parameters():
+        if weight in parameter_name:
+            torch.nn.init.constant_(parameter, torch.nan)
+
+    def call():
+        try:
+            outputs = model.generate(
+                token_ids(2, length), **arguments, return_dict_in_generate=True, output_logits=True
+            )
+            return outputs.logits, outputs.sequences, model.generate(token_ids(2, length), **arguments)
+        except RuntimeError as error:  # there is nothing to draw from
+            return str(error)
+
+    both = run_both(call)
+    assert_equal_outputs(both.stock, both.fast)
 
 
 class RecordingStreamer(BaseStreamer):

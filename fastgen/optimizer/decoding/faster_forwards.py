@@ -106,9 +106,11 @@ def multiply(forward: ModuleForward, rows: Tensor, weight: Tensor, bias: Tensor 
 
 def _put_on(module: nn.Module, faster: Forward, weights: WeightsOfModel) -> ModuleForward | None:
     """The forward that is on the module, with one more user; None if the program has put one of its own there."""
-    forward = vars(module).get("forward")
+    attributes = vars(module)
+    forward = attributes.get("forward")
     if forward is None:
-        forward = module.forward = ModuleForward(module, faster, weights)
+        forward = attributes["forward"] = ModuleForward(module, faster, weights)
+        attributes.setdefault("__getstate__", StateWithoutForward(module))
     if not isinstance(forward, ModuleForward):
         return None
     forward.users += 1
@@ -140,12 +142,26 @@ class ModuleForward:
         if self.users:
             return
         self.copy.end_of_calls()
-        if vars(self.module).get("forward") is self:
-            del self.module.forward
+        attributes = vars(self.module)
+        if attributes.get("forward") is self:
+            del attributes["forward"]
+        if isinstance(attributes.get("__getstate__"), StateWithoutForward):
+            del attributes["__getstate__"]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In a copy of the module, or in a file, its class's own forward stands here."""
+        """Where the program copies or pickles what it took for the module's method."""
         return getattr, (self.module, "forward")
+
+
+class StateWithoutForward:
+    """The `__getstate__` of a module that has a `ModuleForward`: copies and pickles of the module have none."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> dict[str, Any]:
+        ours = (ModuleForward, StateWithoutForward)
+        return {name: value for name, value in vars(self.module).items() if not isinstance(value, ours)}
 
 
 # Given the forward of a module, its input and the call: what it returns, or None to leave it to the library.

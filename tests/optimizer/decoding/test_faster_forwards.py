@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import pickle
 import threading
 
@@ -32,7 +33,7 @@ def activations(model):
 
 
 def is_untouched(model):
-    return not any("forward" in vars(module) for module in activations(model))
+    return not any({"forward", "__getstate__"} & vars(module).keys() for module in activations(model))
 
 
 class During(LogitsProcessor):
@@ -148,14 +149,34 @@ def test_it_is_taken_off_after_an_error(gpt2):
     assert is_untouched(gpt2)
 
 
-@pytest.mark.parametrize("copied", (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))))
-def test_a_copy_made_during_generate_holds_nothing_of_fastgen(gpt2, copied):
-    twin = generate_and(gpt2, lambda: copied(gpt2))
-    for module in activations(twin):
-        forward = module.forward
-        assert not isinstance(forward, ModuleForward)
-        assert forward.__self__ is module and forward.__func__ is NewGELUActivation.forward
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved,
+    **{
+        f"pickle, protocol {protocol}": lambda model, protocol=protocol: pickle.loads(pickle.dumps(model, protocol))
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+    },
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_made_during_generate_has_the_attributes_of_any_other(gpt2, copied):
+    def attributes(model):
+        return [list(vars(module)) for module in model.modules()]
+
+    twin, usual = generate_and(gpt2, lambda: copied(gpt2)), copied(gpt2)
+    assert attributes(twin) == attributes(usual)
     assert b"fastgen" not in generate_and(gpt2, lambda: pickle.dumps(gpt2))
+    assert "forward" not in vars(generate_and(gpt2, lambda: copy.copy(activations(gpt2)[0])))
+    forward = generate_and(gpt2, lambda: pickle.loads(pickle.dumps(activations(gpt2)[0].forward)))
+    assert not isinstance(forward, ModuleForward) and forward.__func__ is NewGELUActivation.forward
     with torch.no_grad():
         assert torch.equal(twin(**padded(9)).logits, gpt2(**padded(9)).logits)
 

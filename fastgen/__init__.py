@@ -82,9 +82,9 @@ def explain() -> Report | None:
 
     Print it to read it; `as_dict()` is for JSON. None if there was none; a call inside `disabled()` is not seen.
     """
-    from fastgen.optimizer.decoding import generation
+    from fastgen.optimizer.decoding import call
 
-    return generation.last_report()
+    return call.last_report()
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,8 @@ import fastgen
 from fastgen import ops
 from fastgen.ops import Kernel
 from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for
-from fastgen.optimizer.decoding import gain, generation
-from fastgen.optimizer.decoding.generation import generating
+from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding.call import count, current_call, fell_back, generate_call, last_report
 from fastgen.optimizer.report import Report
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -110,15 +110,15 @@ def test_without_debug_no_line_is_made(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(Report, "summary", fail)
-    with generating("Model"):
+    with generate_call("Model"):
         pass
 
 
 def test_nothing_is_counted_outside_of_a_call():
-    before = generation.last_report()
-    generation.count("kernel")
-    generation.fell_back(["reason"])
-    assert generation.current() is None and generation.last_report() is before
+    before = last_report()
+    count("kernel")
+    fell_back(["reason"])
+    assert current_call() is None and last_report() is before
 
 
 def test_fairseq_has_reports_of_the_same_kind():

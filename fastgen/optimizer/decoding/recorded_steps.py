@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
 from fastgen.optimizer.decoding import recordable
+from fastgen.optimizer.decoding.call import count, current_call, fell_back
 from fastgen.optimizer.decoding.fingerprint import fingerprint
-from fastgen.optimizer.decoding.generation import count, current, fell_back
 from fastgen.optimizer.decoding.recorded_step import Recording, Recordings, differs_sync
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for, rounded
 from fastgen.patching import warn
@@ -96,7 +96,7 @@ class RecordedSteps(ABC):
         if reasons:
             tell(reasons)
             return False
-        current().recorded = self
+        current_call().recorded = self
         self.most = contents[0].length + left
         try:
             reasons = self._begin(contents, prepare, expected, is_new_wanted)
@@ -167,7 +167,7 @@ class RecordedSteps(ABC):
 
     def end(self) -> None:
         """The call is over, or goes on without: other calls may use the recording."""
-        current().recorded = None
+        current_call().recorded = None
         try:
             self.ended()
             if self.recording is not None:
@@ -177,7 +177,7 @@ class RecordedSteps(ABC):
 
     def abandon(self) -> None:
         """The call has failed: the recordings give their memory back."""
-        current().recorded = self.recording = None
+        current_call().recorded = self.recording = None
         self.recordings.forget()
         self.recordings.in_use.release()
 
@@ -295,7 +295,7 @@ def tell(reasons: list[str]) -> None:
 
 def abandon() -> None:
     """After an error in the loop of the call that runs."""
-    if (recorded := current().recorded) is not None:
+    if (recorded := current_call().recorded) is not None:
         recorded.abandon()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
-from fastgen.optimizer.decoding import generation
+from fastgen.optimizer.decoding.call import count, current_call
 from fastgen.optimizer.decoding.decoding_cache import KeysAndValues
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
 from fastgen.optimizer.fairseq.plan import attention_reasons
@@ -46,8 +46,8 @@ def forward(
             attended, weights = cross_attention(self, query, states, state, wanted)
             return attended, weights if weights is None or need_head_weights else weights.mean(dim=0)
     elif state is None and not (need_weights or need_head_weights or static_kv or before_softmax):
-        running = generation.current()
-        if running is not None and running.shares and not encoder_reasons(self, query):
+        running = current_call()
+        if running is not None and running.is_accelerated and not encoder_reasons(self, query):
             return whole_attention(self, query, key, value, key_padding_mask, attn_mask), None
     return original(
         self,
@@ -74,7 +74,7 @@ def own_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor
     keys, values = state.append(attention, keys, values)
     queries = _split_heads(attention, attention.q_proj(query))
     scale, prompt, mask = attention.scaling, state.prompt(attention), state.own_mask
-    generation.count("scaled_dot_product_attention" if prompt is None else "shared_attention")
+    count("scaled_dot_product_attention" if prompt is None else "shared_attention")
     if prompt is None:
         attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     else:
@@ -97,7 +97,7 @@ def cross_attention(
     folded = attention.q_proj(query).view(length, inputs, fan_out, heads, -1)
     folded = folded.permute(1, 3, 2, 0, 4).reshape(inputs, heads, fan_out * length, -1)  # [B, H, M*L, D]
     weights = None
-    generation.count("matmul" if need_weights else "shared_attention")
+    count("matmul" if need_weights else "shared_attention")
     if need_weights:
         scores = query_key_scores(folded * attention.scaling, keys, None, 1)  # [B, H, M*L, S]
         if state.mask is not None:
@@ -143,7 +143,7 @@ def whole_attention(
     if state is not None and state.has_self(attention):
         state.set_prompt(attention, keys, values)
     mask = _whole_mask(key_padding_mask, attn_mask, queries.dtype)
-    generation.count("scaled_dot_product_attention")
+    count("scaled_dot_product_attention")
     attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     return _project(attention.out_proj, _join_heads(attended))
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import recorded_steps
+from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import expect_steps, faster_forwards, linears
 from fastgen.optimizer.decoding.gain import size_of
-from fastgen.optimizer.decoding.generation import Generation, generating
 from fastgen.optimizer.fairseq import prompt as prompts
 from fastgen.optimizer.fairseq import recordable
 from fastgen.optimizer.fairseq.decode_step import DecodeStep
@@ -37,26 +37,26 @@ def generate(
     constraints: Tensor | None = None,
     bos_token: int | None = None,
 ) -> list[list[dict[str, Tensor]]]:
-    with generating(type(self.model.single_model).__name__) as generation:
+    with generate_call(type(self.model.single_model).__name__) as call:
         plans = [plan(model) for model in self.model.models]
         reasons = unsupported_reasons(self, sample, constraints, bos_token, plans)
         reasons += prefix_reasons_sync(self, prefix_tokens)
         if reasons:
-            generation.report.fallbacks += [f"loop and caches: {reason}" for reason in reasons]
+            call.report.fallbacks += [f"loop and caches: {reason}" for reason in reasons]
             return original(self, sample, prefix_tokens, constraints, bos_token)
         inputs = source_of(sample["net_input"]).shape[0]
-        generation.sees(inputs, inputs * self.beam_size)
-        generation.shares = True
-        _describe(generation.report, plans)
+        call.set_rows(inputs, inputs * self.beam_size)
+        call.is_accelerated = True
+        _describe(call.report, plans)
         models = [model for model in (*self.model.models, self.lm_model) if model is not None]
         large = [model for model in models if size_of(model).is_large]
-        with faster_forwards(large, linears(), generation.report.usages), _undone(self, generation):
+        with faster_forwards(large, linears(), call.report.usages), _undone(self, call):
             self.search.init_constraints(constraints, self.beam_size)
-            return start(self, sample, prefix_tokens, bos_token, plans, generation.report).run()
+            return start(self, sample, prefix_tokens, bos_token, plans, call.report).run()
 
 
 @contextmanager
-def _undone(generator: SequenceGenerator, generation: Generation) -> Iterator[None]:
+def _undone(generator: SequenceGenerator, call: GenerateCall) -> Iterator[None]:
     """After an error of fastgen's own fairseq does the work again, from the same random numbers on; it is said so."""
     devices = {parameter.device for model in generator.model.models for parameter in model.parameters()}
     gpus = [device for device in devices if device.type == "cuda"]
@@ -69,9 +69,9 @@ def _undone(generator: SequenceGenerator, generation: Generation) -> Iterator[No
             torch.set_rng_state(before[0])
             for device, state in zip(gpus, before[1]):
                 torch.cuda.set_rng_state(state, device)
-            generation.shares = False
-            generation.report.shared.clear()
-            generation.report.fell_back([f"loop and caches: {type(error).__name__}: {error}"])
+            call.is_accelerated = False
+            call.report.shared.clear()
+            call.report.fell_back([f"loop and caches: {type(error).__name__}: {error}"])
         raise
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_ as ban_in_place
 from fastgen.ops.no_repeat_ngram.implementations import implementation_for
 from fastgen.ops.no_repeat_ngram.problem import unsupported_reasons
-from fastgen.optimizer.decoding import generation
+from fastgen.optimizer.decoding.call import count, fell_back
 
 
 def no_repeat_ngram(
@@ -24,9 +24,9 @@ def no_repeat_ngram(
     tokens: `[bsz * beam_size, max_len + 2]`, of which the first `step + 1` are generated, the rest padding.
     """
     if reasons := _reasons(self, tokens, lprobs, bsz * beam_size, step):
-        generation.fell_back([f"n-gram blocking: {reason}" for reason in reasons])
+        fell_back([f"n-gram blocking: {reason}" for reason in reasons])
         return original(self, tokens, lprobs, bsz, beam_size, step)
-    generation.count(implementation_for(lprobs.device.type).counted_as)
+    count(implementation_for(lprobs.device.type).counted_as)
     return ban_in_place(tokens, lprobs, self.no_repeat_ngram_size, step + 1)
 
 

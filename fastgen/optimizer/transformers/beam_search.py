@@ -24,7 +24,7 @@ from fastgen.ops.beam_top_k import (
     two_stages_pay,
 )
 from fastgen.ops.prefix_trie import PrefixTrie
-from fastgen.optimizer.decoding.generation import count, current
+from fastgen.optimizer.decoding.call import count, current_call
 from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.transformers import recordable
 from fastgen.optimizer.transformers.constrained import ALONE, all_rows_occur, trie_alone
@@ -73,8 +73,8 @@ def beam_search(
 def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`GenerationMixin._update_finished_beams`: notes the scores that the library's loop has found so far."""
     updated = original(self, *args, **kwargs)
-    if (generation := current()) is not None:
-        generation.beam_scores = updated[1]
+    if (call := current_call()) is not None:
+        call.beam_scores = updated[1]
     return updated
 
 
@@ -122,7 +122,7 @@ class BeamSearch:
                 self.keep([place for place, final in enumerate(is_final) if not final])
         self.store()
         best, lengths, scores = self.results
-        self.step.generation.beam_scores = scores
+        self.step.call.beam_scores = scores
         returned = self.config.num_return_sequences
         length = self.prompt_length + int(lengths[:, :returned].max())
         return best[:, :returned, :length].flatten(0, 1)

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 from fastgen.ops.prefix_trie import PrefixTrie
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import generation
+from fastgen.optimizer.decoding.call import count, fell_back
 
 NAME = "transformers.prefix_constrained"
 ALL_ROWS, ALONE = "prefix trie: all rows at once", "prefix trie: allowed tokens alone"
@@ -28,7 +28,7 @@ _verified: set[type] = set()
 def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
     """`__call__`: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
     if reasons := _reasons(self, input_ids, scores):
-        generation.fell_back([f"allowed tokens: {reason}" for reason in reasons])
+        fell_back([f"allowed tokens: {reason}" for reason in reasons])
         return original(self, input_ids, scores)
     if PATCH_SET.newer_than_tested("transformers") and type(self) not in _verified:
         return _verify(original, self, input_ids, scores)
@@ -41,7 +41,7 @@ def _constrained(processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor | 
     found = scores + -math.inf
     function = processor._prefix_allowed_tokens_fn
     if type(function) is PrefixTrie:
-        generation.count(ALL_ROWS)
+        count(ALL_ROWS)
         rows, tokens = function.allowed_sync(input_ids)
         if not all_rows_occur(rows, input_ids.shape[0]):
             return None

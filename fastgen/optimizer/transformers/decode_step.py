@@ -21,8 +21,8 @@ from transformers.generation import utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fastgen.optimizer.decoding import gain, recordable, recorded_steps
+from fastgen.optimizer.decoding.call import GenerateCall, current_call, fell_back
 from fastgen.optimizer.decoding.faster_forwards import expect_steps
-from fastgen.optimizer.decoding.generation import Generation, current, fell_back
 from fastgen.optimizer.decoding.late_flag import reading_waits
 from fastgen.optimizer.transformers import (
     cache_layers,
@@ -87,15 +87,15 @@ def loop_reasons(
 
     arguments: the `model_kwargs` of the loop. methods: those that the library's loop calls, and fastgen's does not.
     """
-    generation, reasons = current(), []
+    call, reasons = current_call(), []
     for name in ("_has_unfinished_sequences", *methods):
         if not comes_with(getattr(model, name, None), GenerationMixin):
             reasons.append(f"the model or the program has a {name} of its own")
     if (cache := cache_layers.cache_of(arguments)) is not None:
         reasons += cache_layers.unsupported_types(cache)
-    if generation is None or generation.own_code or not verification.is_tested(model):
+    if call is None or call.user_code or not verification.is_tested(model):
         reasons.append("the model's code, or this version of transformers, was not tested")
-    elif generation.user_gave_cache:
+    elif call.user_cache:
         reasons.append("past_key_values was given by the caller")
     if not _STEPS_ARE_KNOWN:
         reasons.append("this version of transformers makes its steps in another way")
@@ -140,7 +140,7 @@ class DecodeStep:
         self.model, self.generation_config = model, generation_config
         self.processors = writing_processors(processors, generation_config)
         self.arguments, self.rows, self.fan_out = arguments, rows, fan_out
-        self.generation: Generation = current()
+        self.call: GenerateCall = current_call()
         self.steps = 0
         self.records = records
         self.recorded: RecordedForwards | None = None
@@ -229,9 +229,9 @@ class DecodeStep:
         if self._staying is None:
             self._staying = self._staying_reasons()
             if self._staying:
-                self.generation.report.fell_back([f"finished inputs stay: {reason}" for reason in self._staying])
+                self.call.report.fell_back([f"finished inputs stay: {reason}" for reason in self._staying])
             else:
-                self.generation.report.shared.append("finished inputs: leave the batch")
+                self.call.report.shared.append("finished inputs: leave the batch")
         return not self._staying
 
     def _staying_reasons(self) -> list[str]:

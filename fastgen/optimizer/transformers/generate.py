@@ -6,45 +6,43 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.decoding.gain import size_of
-from fastgen.optimizer.decoding.generation import Generation, generating
 from fastgen.optimizer.decoding.packed_weights import forget_copies
 from fastgen.optimizer.transformers import cache_layers, compiled, forwards, verification
 from fastgen.patching import disabled
 
 
 def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    with generating(type(self).__name__) as generation:
+    with generate_call(type(self).__name__) as call:
         if reasons := verification.refused_reasons(self):
-            generation.report.fallbacks += reasons
+            call.report.fallbacks += reasons
             with disabled():
                 return original(self, *args, **kwargs)
-        generation.user_gave_cache = kwargs.get("past_key_values") is not None
-        generation.own_code = not verification.is_known_class(self)
-        generation.call = verification.call_to_verify(original, self, args, kwargs)
+        call.user_cache = kwargs.get("past_key_values") is not None
+        call.user_code = not verification.is_known_class(self)
+        call.to_verify = verification.call_to_verify(original, self, args, kwargs)
         if any(callable(value) for value in (kwargs.get("custom_generate"), *args[8:])):
-            generation.own_code, generation.keep = True, False
-            generation.report.fallbacks.append(
-                "keys and values repeated for each row, in plain layers for custom_generate"
-            )
+            call.user_code, call.share = True, False
+            call.report.fallbacks.append("keys and values repeated for each row, in plain layers for custom_generate")
         try:
-            with _faster_forwards(self, args, kwargs, generation):
+            with _faster_forwards(self, args, kwargs, call):
                 result = original(self, *args, **kwargs)
         finally:
-            generation.call = None  # it holds the model and all arguments
-            for known in generation.caches:
+            call.to_verify = None  # it holds the model and all arguments
+            for known in call.caches:
                 if (cache := known()) is not None:  # one that is returned, or that somebody has kept
                     cache_layers.restore(cache)
-        if generation.report.stages:
-            generation.ends_stage("decoder")
-        if not generation.rows:
-            generation.report.fallbacks.append("prefill and caches: this way of decoding makes its prefill itself")
+        if call.report.stages:
+            call.end_stage("decoder")
+        if not call.rows:
+            call.report.fallbacks.append("prefill and caches: this way of decoding makes its prefill itself")
     return result
 
 
 def _faster_forwards(
-    model: Any, args: tuple, kwargs: dict[str, Any], generation: Generation
+    model: Any, args: tuple, kwargs: dict[str, Any], call: GenerateCall
 ) -> AbstractContextManager[None]:
     """Products and activations inside this call, of models so large that it pays to look at all their modules."""
     if not size_of(model).is_large:
@@ -52,4 +50,4 @@ def _faster_forwards(
         return nullcontext()
     if compiled.reasons(model) or compiled.call_reasons(model, args, kwargs):
         return nullcontext()
-    return faster_forwards([model], forwards.forwards(), generation.report.usages)
+    return faster_forwards([model], forwards.forwards(), call.report.usages)

@@ -119,8 +119,8 @@ class TokenByToken:
     def let_leave(self) -> None:
         """Drops the inputs of which all rows have ended, where that pays."""
         step = self.step
-        if step.generation.rows and step.steps == 1:
-            step.fan_out = step.generation.fan_out
+        if step.call.rows and step.steps == 1:
+            step.fan_out = step.call.rows_per_input
         by_input = self.going_on.view(-1, step.fan_out).any(dim=1)
         kept = by_input.nonzero().flatten()
         left = self.config.max_length - self.input_ids.shape[1]

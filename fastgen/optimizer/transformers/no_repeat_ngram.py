@@ -22,7 +22,7 @@ from fastgen.ops.no_repeat_ngram.implementations import implementation_for
 from fastgen.ops.no_repeat_ngram.problem import TOKEN_DTYPES, unsupported_reasons
 from fastgen.ops.transforms import is_watched
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import generation
+from fastgen.optimizer.decoding.call import count, fell_back
 from fastgen.origin import comes_with
 
 GROUP = "transformers.no_repeat_ngram"
@@ -59,7 +59,7 @@ class WritingProcessors(LogitsProcessorList):
             if _patch_name(processor) is None or _reasons(processor, input_ids, scores):
                 break
             if _can_ban(processor, input_ids):
-                generation.count(implementation_for(scores.device.type).counted_as)
+                count(implementation_for(scores.device.type).counted_as)
                 ban_in_place(input_ids, scores, processor.ngram_size, encoder_tokens=_encoder_tokens(processor))
             done += 1
         return LogitsProcessorList(self[done:])(input_ids, scores, **kwargs)
@@ -78,13 +78,13 @@ def _patch_name(processor: Any) -> str | None:
 def no_repeat_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
     """`__call__` of both processors: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
     if reasons := _reasons(self, input_ids, scores):
-        generation.fell_back([f"n-gram blocking: {reason}" for reason in reasons])
+        fell_back([f"n-gram blocking: {reason}" for reason in reasons])
         return original(self, input_ids, scores)
     if not _can_ban(self, input_ids):
         return original(self, input_ids, scores)
     if PATCH_SET.newer_than_tested("transformers") and type(self) not in _verified:
         return _verify(original, self, input_ids, scores)
-    generation.count(implementation_for(scores.device.type).counted_as)
+    count(implementation_for(scores.device.type).counted_as)
     return ban(input_ids, scores, self.ngram_size, encoder_tokens=_encoder_tokens(self))
 
 

@@ -20,8 +20,8 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.faster_forwards import expect_steps
-from fastgen.optimizer.decoding.generation import Generation, current
 from fastgen.optimizer.transformers import (
     cache_layers,
     eligibility,
@@ -46,18 +46,18 @@ def prefill(
     *args: Any,
     **kwargs: Any,
 ) -> ModelOutput:
-    generation = current()
-    if generation is None:  # a model's own loop, after which nobody would put plain caches back
+    call = current_call()
+    if call is None:  # a model's own loop, after which nobody would put plain caches back
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    if not generation.rows and self.config.is_encoder_decoder:
-        generation.ends_stage("encoder")
+    if not call.rows and self.config.is_encoder_decoder:
+        call.end_stage("encoder")
     expect_steps(self, (generation_config.max_length or 0) - input_ids.shape[1])
     arguments = {"input_ids": input_ids, **model_kwargs}
     groups, compared, reasons = groups_of_equal_rows(self, arguments, generation_config)
-    generation.sees(groups.inputs, groups.rows)
+    call.set_rows(groups.inputs, groups.rows)
     # Looking at all modules of the model comes last: it takes longest.
-    reasons = reasons or unsupported_reasons(self, arguments, generation_config, groups, compared, generation)
-    reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], generation)
+    reasons = reasons or unsupported_reasons(self, arguments, generation_config, groups, compared, call)
+    reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], call)
     if not reasons:
         given = rows.one_per_group(arguments, groups)
         used = {name: value for name, value in given.items() if name != "input_ids"}
@@ -69,14 +69,14 @@ def prefill(
         reasons = [] if before is None else model_state.learn(self, before, len(groups))
         if not reasons and _leaves_cache_to_model(arguments):
             reasons = model_state.refuse(self, returned_cache_reasons(outputs))
-        reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, groups, generation)
+        reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, groups, call)
         if reasons and empty is not None:
             empty()
     if reasons:
-        generation.report.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
+        call.report.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    if generation.caches:  # without them the library may compile the model's forward as it finds it
-        generation.until_end.enter_context(expanding_in_parts(self))
+    if call.caches:  # without them the library may compile the model's forward as it finds it
+        call.on_exit.enter_context(expanding_in_parts(self))
     for name in model_kwargs.keys() - used.keys():
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow
@@ -127,12 +127,12 @@ def _expand_or_reasons(
     generation_config: Any,
     arguments: dict[str, Any],
     groups: Groups,
-    generation: Generation,
+    call: GenerateCall,
 ) -> list[str]:
     """Expands the outputs in place; if that fails, switches the patches off and returns why."""
     limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
     try:
-        expand(outputs, cache_layers.cache_of(arguments), groups, limit, generation)
+        expand(outputs, cache_layers.cache_of(arguments), groups, limit, call)
     except torch.cuda.OutOfMemoryError:
         raise  # the original would need more
     except Exception as error:
@@ -149,14 +149,14 @@ def _undo_of(cache: Cache) -> Callable[[], None]:
     return cache.reset if static_prefill.is_static(cache) else cache_layers.undo_of(cache)
 
 
-def expand(outputs: ModelOutput, given: Cache | None, groups: Groups, limit: int, generation: Generation) -> None:
+def expand(outputs: ModelOutput, given: Cache | None, groups: Groups, limit: int, call: GenerateCall) -> None:
     """Makes the outputs of a forward of one row per group those of all rows, and tells the report.
 
     given: the cache that the forward was given. Some forwards fill it and do not return it (BERT with
     `is_decoder=False`). limit: the number of tokens that can be generated, at least 1.
     """
-    report = generation.report
-    generation.shares = True
+    report = call.report
+    call.is_accelerated = True
     report.shared.append(f"prefill: {'one row per input' if groups.are_inputs else 'one of each group of equal rows'}")
     caches = [value for value in outputs.values() if isinstance(value, Cache)]
     if given is not None and not any(given in (cache, *cache_layers.parts(cache)) for cache in caches):
@@ -165,10 +165,10 @@ def expand(outputs: ModelOutput, given: Cache | None, groups: Groups, limit: int
         if static_prefill.is_static(cache):
             report.fallbacks.append("keys and values filled in for each row of the StaticCache")
             continue
-        generation.caches.append(ref(cache))
+        call.caches.append(ref(cache))
         if not groups.are_inputs:
             cache_layers.repeat(cache, groups.of_inputs)
-        sharing = cache_layers.share(cache, groups.inputs, groups.fan_out, limit, generation.own_code, generation.keep)
+        sharing = cache_layers.share(cache, groups.inputs, groups.fan_out, limit, call.user_code, call.share)
         report.usages += sharing.usages
         report.shared += sharing.shared_descriptions()
         report.fallbacks += sharing.repeated_descriptions()
@@ -188,14 +188,14 @@ def unsupported_reasons(
     generation_config: Any,
     groups: Groups,
     compared: bool,
-    generation: Generation,
+    call: GenerateCall,
 ) -> list[str]:
     """Why this prefill has to run with all rows; empty if one row per group gives the same. May read the device.
 
     compared: whether the rows of a group are known to be equal.
     """
     reasons = eligibility.model_reasons(model)
-    if generation.user_gave_cache:
+    if call.user_cache:
         reasons.append("past_key_values was given by the caller")
     elif static_prefill.is_static(cache := cache_layers.cache_of(arguments)):
         reasons += static_prefill.unsupported_reasons(cache, generation_config)

@@ -27,7 +27,7 @@ from transformers.models.prophetnet.modeling_prophetnet import (
     compute_relative_buckets,
 )
 
-from fastgen.optimizer.decoding.generation import count, current
+from fastgen.optimizer.decoding.call import count, current_call
 from fastgen.optimizer.transformers import cache_layers
 
 KERNEL = "ProphetNet's step, first predict stream"
@@ -96,8 +96,8 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
 
     prefix: of the names of the decoder's arguments.
     """
-    generation = current()
-    if generation is None or generation.own_code or args or model.training or torch.is_grad_enabled():
+    call = current_call()
+    if call is None or call.user_code or args or model.training or torch.is_grad_enabled():
         return False
     unread = ("labels", f"{prefix}inputs_embeds", "output_attentions", "output_hidden_states")
     if any(kwargs.get(name) is not None and kwargs[name] is not False for name in unread):

@@ -12,7 +12,7 @@ from weakref import ref
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fastgen.optimizer.decoding.generation import current
+from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.recorded_steps import RecordedSteps
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache
 from fastgen.optimizer.transformers import model_state
@@ -35,7 +35,7 @@ class RecordedForwards(RecordedSteps):
     def contents_or_reasons(self, left: int) -> tuple[list[Content], list[str]]:
         cache = self.original()
         contents, reasons = contents_or_reasons(cache, cache.get_seq_length() + left)
-        return contents, reasons or model_state.rows_reasons(self.model, {self.rows, current().inputs})
+        return contents, reasons or model_state.rows_reasons(self.model, {self.rows, current_call().inputs})
 
     def function_of(self, states: list[StaticCache]) -> tuple[Callable[[dict[str, Any]], Any], Cache]:
         like = self.original() if self.recording is None else self.recording.cache

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.ops.transforms import is_transformed, is_watched
-from fastgen.optimizer.decoding.generation import count, generating, stage
+from fastgen.optimizer.decoding.call import count, generate_call, stage
 from fastgen.optimizer.transformers.unread import ENCODER_STATES, reading_only
 from fastgen.optimizer.vocoder.layers import are_all_watched
 
@@ -36,7 +36,7 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     unread = reading_only(ENCODER_STATES) if generate_speech else nullcontext()
     token = _HEARD.set([])
     try:
-        with generating(type(self).__name__, has_stages=True), unread:
+        with generate_call(type(self).__name__, has_stages=True), unread:
             return original(self, *args, **kwargs)
     finally:
         _HEARD.reset(token)

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import GenerationMixin
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
-from fastgen.optimizer.decoding.generation import current
+from fastgen.optimizer.decoding.call import current_call
 from fastgen.origin import comes_with
 
 SEQUENCES_SCORES, ENCODER_STATES = "sequences_scores", "encoder_hidden_states"
@@ -61,7 +61,7 @@ def without_unread(loop: Callable) -> Callable:
             outputs[ENCODER_STATES] = model_kwargs["encoder_outputs"].hidden_states
         sequences = loop(*given.args, **given.kwargs)
         if SEQUENCES_SCORES in read:
-            outputs[SEQUENCES_SCORES] = current().beam_scores[:, : config.num_return_sequences].flatten()
+            outputs[SEQUENCES_SCORES] = current_call().beam_scores[:, : config.num_return_sequences].flatten()
         kind = GenerateBeamEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
         return kind(sequences=sequences, **outputs)
 
@@ -70,7 +70,7 @@ def without_unread(loop: Callable) -> Callable:
 
 def _can_leave_out(model: Any, config: Any, read: tuple[str, ...]) -> bool:
     """Whether a call with this configuration can run as one that returns sequences alone."""
-    if not (config.return_dict_in_generate and config.output_scores) or current() is None:
+    if not (config.return_dict_in_generate and config.output_scores) or current_call() is None:
         return False
     if config.output_logits or config.output_attentions or (config.output_hidden_states and ENCODER_STATES not in read):
         return False

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, St
 from transformers import __version__ as transformers_version
 
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.generation import Generation, generating
+from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.recorded_step import TOLERANCES
 from fastgen.origin import packages_of
 from fastgen.patching import disabled, warn
@@ -40,7 +40,7 @@ _COMPARING = threading.Lock()
 
 
 @dataclass
-class Call:
+class HostCall:
     """What a call of `generate` was given, and the unpatched `generate`."""
 
     model: Any
@@ -63,51 +63,52 @@ def refused_reasons(model: Any) -> list[str]:
     return [_refused[type(model)]] if type(model) in _refused else []
 
 
-def call_to_verify(original: Callable, model: Any, args: tuple, kwargs: dict[str, Any]) -> Call | None:
+def call_to_verify(original: Callable, model: Any, args: tuple, kwargs: dict[str, Any]) -> HostCall | None:
     """What `first_use_reasons` needs to know of a call of `generate`; None for models that nobody has to compare."""
     if is_tested(model):
         return None
     arguments = inspect.signature(GenerationMixin.generate).bind_partial(model, *args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
     del arguments["self"]
-    return Call(model, arguments, original)
+    return HostCall(model, arguments, original)
 
 
-def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, generation: Generation) -> list[str]:
+def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[str]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
-    call = generation.call
-    if is_tested(model) or (call is None and generation.keep is not None):  # the latter in `compare`
+    host_call = call.to_verify
+    if is_tested(model) or (host_call is None and call.share is not None):  # the latter in `compare`
         return []
-    if call is None or call.model is not model:
+    if host_call is None or host_call.model is not model:
         return [f"{_subject(model)} is not verified yet, and this call has nothing to compare"]
-    key = _key(call, generation_config, generation)
+    key = _key(host_call, generation_config, call)
     if key in _verified:
         return []
-    unfit = [f"a call with {name} cannot be repeated" for name, value in call.arguments.items() if _has_state(value)]
+    stateful = [name for name, value in host_call.arguments.items() if _has_state(value)]
+    unfit = [f"a call with {name} cannot be repeated" for name in stateful]
     if (generation_config.max_length or 0) - prompt_length < STEPS:
         unfit.append(f"a call for fewer than {STEPS} new tokens shows too little")
     if not unfit and not _COMPARING.acquire(blocking=False):
         unfit.append("another comparison is running")
     if not unfit:
         try:
-            unfit = _verify(key, call)
+            unfit = _verify(key, host_call)
         finally:
             _COMPARING.release()
     return [f"{_subject(model)} is not verified yet, and {reason}" for reason in unfit] or refused_reasons(model)
 
 
-def _verify(key: tuple, call: Call) -> list[str]:
+def _verify(key: tuple, host_call: HostCall) -> list[str]:
     """Compares and notes what came out; returns why nothing did, if so."""
     states = _random_states()
     try:
-        difference = compare(call, states)
+        difference = compare(host_call, states)
     finally:
         _restore(states)
     if difference is None:
         return ["its first steps show nothing to compare"]
     if difference:
-        _refused[type(call.model)] = reason = f"{_subject(call.model)}: {difference}"
-        if is_known_class(call.model):
+        _refused[type(host_call.model)] = reason = f"{_subject(host_call.model)}: {difference}"
+        if is_known_class(host_call.model):
             PATCH_SET.fail(GROUP, reason)
         else:
             warn(f"fastgen leaves this model class alone: {reason}")
@@ -130,20 +131,20 @@ def _restore(states: tuple) -> None:
     random.setstate(of_python)
 
 
-def compare(call: Call, random_states: tuple) -> str | None:
+def compare(host_call: HostCall, random_states: tuple) -> str | None:
     """What differs between the first steps of the original and of fastgen; empty if nothing does.
 
     Prompts of any length are shared, so that those to come go through code that was compared, and then none. None if
     the original fails or stops, or if fastgen shares nothing, so that there is nothing to compare.
     """
 
-    model, dtype = call.model, call.model.dtype
+    model, dtype = host_call.model, host_call.model.dtype
 
     def first_steps() -> Any:
         _restore(random_states)
         stop = StoppingCriteriaList([_StopAfter(STEPS)])
         others = {"return_dict_in_generate": True, "output_logits": True, "min_new_tokens": STEPS}
-        return call.original(model, **call.arguments | others | {"stopping_criteria": stop})
+        return host_call.original(model, **host_call.arguments | others | {"stopping_criteria": stop})
 
     try:
         with disabled():
@@ -152,14 +153,14 @@ def compare(call: Call, random_states: tuple) -> str | None:
             return None
     except Exception:  # which the call that follows will raise as well, if it is the program's
         return None
-    for keep in (True, False):
-        with generating(type(model).__name__) as generation:
-            generation.own_code, generation.keep = not is_known_class(model), keep
+    for share in (True, False):
+        with generate_call(type(model).__name__) as call:
+            call.user_code, call.share = not is_known_class(model), share
             try:
                 found = first_steps()
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
-        if not generation.shares:
+        if not call.is_accelerated:
             return None
         if difference := _difference(found, expected, dtype):
             return difference
@@ -192,18 +193,18 @@ class _StopAfter(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.steps <= 0, dtype=torch.bool, device=input_ids.device)
 
 
-def _key(call: Call, generation_config: Any, generation: Generation) -> tuple:
+def _key(host_call: HostCall, generation_config: Any, call: GenerateCall) -> tuple:
     """What decides which code a model runs, and whether a comparison shows it.
 
     The classes of its modules with their forwards, its attention and dtype, the names of what its forward is given;
     whether rows are moved or sampled, and whether there is more than one input: what is made for one fits all rows.
     """
-    model, beams = call.model, generation_config.num_beams or 1
+    model, beams = host_call.model, generation_config.num_beams or 1
     code = frozenset((type(module), type(module).forward) for module in model.modules())
-    several = (beams > 1, (generation_config.num_return_sequences or 1) > 1, generation.inputs > 1)
+    several = (beams > 1, (generation_config.num_return_sequences or 1) > 1, call.inputs > 1)
     attention = getattr(model.config, "_attn_implementation", None)
     own = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(generation_config).keys()
-    return type(model), code, attention, model.dtype, frozenset(call.arguments.keys() - own), *several
+    return type(model), code, attention, model.dtype, frozenset(host_call.arguments.keys() - own), *several
 
 
 def _has_state(value: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.ops.transforms import is_transformed, is_watched
-from fastgen.optimizer.decoding.generation import count, current, fell_back, generating
+from fastgen.optimizer.decoding.call import count, current_call, fell_back, generate_call
 from fastgen.optimizer.vocoder import hifi_gan, layers, recorded, seanet
 from fastgen.optimizer.vocoder.convolutions import OneDnn, Torch, onednn_reasons
 from fastgen.optimizer.vocoder.hifi_gan import HifiGan, plain_weights, waveform
@@ -62,10 +62,10 @@ def faster_decoded(owner: nn.Module, parts: list[Part], states: Tensor) -> Tenso
 
 @contextmanager
 def _reporting(owner: nn.Module) -> Iterator[None]:
-    if current() is not None:
+    if current_call() is not None:
         yield
         return
-    with generating(type(owner).__name__):
+    with generate_call(type(owner).__name__):
         yield
 
 

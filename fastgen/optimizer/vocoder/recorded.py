@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fastgen.config import CONFIG
 from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
-from fastgen.optimizer.decoding.generation import count, fell_back
+from fastgen.optimizer.decoding.call import count, fell_back
 from fastgen.optimizer.decoding.recorded_step import Recording, Recordings
 from fastgen.optimizer.decoding.recorded_steps import recordings_of, settings
 from fastgen.optimizer.decoding.static_cache import rounded

@@ -15,7 +15,7 @@ from fairseq_parity import compare, generate
 from torch.nn import functional
 
 import fastgen
-from fastgen.optimizer.decoding.generation import generating
+from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.fairseq.decoder import Written
 from fastgen.optimizer.fairseq.plan import ModelPlan
 from fastgen.optimizer.fairseq.states import DecodingState
@@ -111,8 +111,8 @@ def test_encoder_attention_inside_a_generation(padded, masked):
     with mock.patch.object(
         functional, "multi_head_attention_forward", side_effect=AssertionError("torch's was called")
     ):
-        with generating("test") as generation:
-            generation.shares = True
+        with generate_call("test") as running:
+            running.is_accelerated = True
             found, weights = call()
         with pytest.raises(AssertionError, match="torch's was called"):
             call()
@@ -126,9 +126,9 @@ def test_attention_that_is_trained_is_left_alone():
     with (
         mock.patch.object(functional, "multi_head_attention_forward", side_effect=LookupError),
         pytest.raises(LookupError),
-        generating("test") as generation,
+        generate_call("test") as call,
     ):
-        generation.shares = True
+        call.is_accelerated = True
         attention(query, query, query, need_weights=False)
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("fairseq")
 
 from fairseq_models import CASES
 
-from fastgen.optimizer.decoding.generation import generating
+from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.step_history import StepHistory
 from fastgen.optimizer.fairseq import states
 from fastgen.optimizer.fairseq.plan import plan
@@ -69,8 +69,8 @@ def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays(monkeyp
     for pays in (True, False):
         monkeypatch.setattr(states, "sharing_pays", lambda keys, fan_out, pays=pays: pays)
         state = DecodingState(plan(case.models[0]), fan_out=3, limit=9)
-        with torch.no_grad(), generating("test") as generation, filling(state):
-            generation.shares = True
+        with torch.no_grad(), generate_call("test") as call, filling(state):
+            call.is_accelerated = True
             decoder.forward(tokens, features_only=True)
         assert state.is_filled
         state.start_rows()

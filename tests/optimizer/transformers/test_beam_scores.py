@@ -10,7 +10,7 @@ import torch
 from own_models import by_einsum, odd_model
 from parity import BEAMS, padded, run_both, tiny
 
-from fastgen.optimizer.decoding.generation import current
+from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.transformers.unread import SEQUENCES_SCORES, reading_only
 
 ASKED = {"return_dict_in_generate": True, "output_scores": True}
@@ -69,15 +69,15 @@ def test_a_model_with_its_own_finished_beams_keeps_its_scores() -> None:
 
 
 def test_a_model_of_the_programs_own_is_verified_as_ever(share_always: None) -> None:
-    own_code = []
+    user_code = []
 
     def attend(*states: torch.Tensor) -> torch.Tensor:
-        own_code.extend([generation.own_code] if (generation := current()) is not None else [])
+        user_code.extend([call.user_code] if (call := current_call()) is not None else [])
         return by_einsum(*states)
 
     model = odd_model(attend)
     with reading_only(SEQUENCES_SCORES):
         stock, fast, report = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED))
-    assert report.shared and set(own_code) == {True}  # while it is compared, and in the call itself
+    assert report.shared and set(user_code) == {True}  # while it is compared, and in the call itself
     assert torch.equal(fast.sequences, stock.sequences) and fast.scores is None
     assert torch.allclose(fast.sequences_scores, stock.sequences_scores, rtol=0, atol=1e-4)

@@ -13,7 +13,7 @@ from sharing import sharing
 from transformers import LogitsProcessor
 
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.generation import current
+from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.transformers import decode_step
 from fastgen.optimizer.transformers.beam_search import BeamSearch
 
@@ -161,7 +161,7 @@ def test_a_model_that_moves_its_cache_itself_is_given_it():
     model, moved = tiny("gpt2"), set()
 
     def reorder(cache, beam_idx):
-        moved.add((beam_idx.shape[0], current() is not None))
+        moved.add((beam_idx.shape[0], current_call() is not None))
         cache.reorder_cache(beam_idx)
         return cache
 

@@ -23,7 +23,7 @@ from versions import needs
 import fastgen
 from fastgen.ops import no_repeat_ngram as op
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.generation import generating
+from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.transformers import no_repeat_ngram as patch
 
 VOCABULARY = 12
@@ -191,10 +191,10 @@ class TestLeftToTheLibrary:
 
     def test_encoder_tokens_of_another_type(self, calls):
         processor = EncoderNoRepeatNGramLogitsProcessor(2, torch.tensor([[1, 2, 3]], dtype=torch.int32))
-        with generating("model") as generation:
+        with generate_call("model") as call:
             found = processor(torch.tensor([[1]]), torch.zeros(1, 5))
         assert found.isinf().nonzero().tolist() == [[0, 2]] and not calls
-        assert generation.report.fallbacks == [
+        assert call.report.fallbacks == [
             "n-gram blocking: encoder_input_ids has dtype torch.int32 (supported: torch.int64, as input_ids)"
         ]
 

@@ -22,39 +22,39 @@ logger = logging.getLogger("fastgen")
 
 
 @dataclass
-class Generation:
-    """inputs, rows: 0 until fastgen comes to see them.
+class GenerateCall:
+    """inputs, rows: 0 until the prefill has run.
 
-    user_gave_cache: the caller passed one. own_code: code that is not the host's works with the cache. keep: what is
-    equal is kept once wherever it can be (True), nowhere (False), or where it pays (None). call: what the call was
-    given, where it has to be compared with the original before anything is shared. caches: those with shared states, as
-    long as they live. shares: something was computed or kept once per input, or the loop is fastgen's. recorded: the
-    decode steps that are recorded, to be told when the call ends. until_end: contexts that are left when it ends.
-    has_stages: other calls of `generate` are stages of this one.
+    user_cache: the caller passed past_key_values. user_code: code that is not the host's works with the cache. share:
+    what equal rows have in common is stored once wherever it can be (True), nowhere (False), or where it pays (None).
+    to_verify: the call's arguments, where it has to be compared with the original before anything is shared. caches:
+    those with shared keys and values, as long as they live. is_accelerated: something was computed or stored once per
+    input, or the loop is fastgen's. recorded: the decode steps that are captured, to be told when the call ends.
+    on_exit: contexts that are left when it ends. has_stages: other calls of `generate` are stages of this one.
     beam_scores: of the best hypotheses that beam search has found, `[inputs, num_beams]`, the best first.
     """
 
     report: Report
     inputs: int = 0
     rows: int = 0
-    user_gave_cache: bool = False
-    own_code: bool = False
-    keep: bool | None = None
-    call: Any = None
+    user_cache: bool = False
+    user_code: bool = False
+    share: bool | None = None
+    to_verify: Any = None
     caches: list[weakref.ref[Any]] = field(default_factory=list)
-    shares: bool = False
+    is_accelerated: bool = False
     recorded: Any = None
-    until_end: ExitStack = field(default_factory=ExitStack)
+    on_exit: ExitStack = field(default_factory=ExitStack)
     has_stages: bool = False
-    begun: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.perf_counter)
     beam_scores: Any = None
 
     @property
-    def fan_out(self) -> int:
+    def rows_per_input(self) -> int:
         """Rows (beams, samples or repetitions) of each input."""
         return self.rows // self.inputs
 
-    def sees(self, inputs: int, rows: int) -> None:
+    def set_rows(self, inputs: int, rows: int) -> None:
         """Notes how many inputs and rows there are."""
         self.inputs, self.rows = inputs, rows
         self.report.inputs, self.report.rows = inputs, rows
@@ -62,14 +62,14 @@ class Generation:
     @property
     def seconds(self) -> float:
         """Since it began."""
-        return time.perf_counter() - self.begun
+        return time.perf_counter() - self.started
 
-    def ends_stage(self, name: str) -> None:
+    def end_stage(self, name: str) -> None:
         """Notes that what this call did since its last stage was one of this name."""
         self.report.stages.append(Stage(name, self.seconds - sum(stage.seconds for stage in self.report.stages)))
 
 
-_current: ContextVar[Generation | None] = ContextVar("fastgen_generation", default=None)
+_current: ContextVar[GenerateCall | None] = ContextVar("fastgen_call", default=None)
 
 
 class _Thread(threading.local):
@@ -80,57 +80,57 @@ _thread = _Thread()
 
 
 @contextmanager
-def generating(model: str, has_stages: bool = False) -> Iterator[Generation]:
-    """Inside this context `current()` is a new call of the `generate` of a model of this class."""
+def generate_call(model: str, has_stages: bool = False) -> Iterator[GenerateCall]:
+    """Inside this context `current_call()` is a new call of the `generate` of a model of this class."""
     outer = _current.get()
-    generation = Generation(Report(model), has_stages=has_stages)
-    token = _current.set(generation)
+    call = GenerateCall(Report(model), has_stages=has_stages)
+    token = _current.set(call)
     try:
-        yield generation
+        yield call
     finally:
-        if generation.recorded is not None:
-            generation.recorded.end()
-        generation.until_end.close()
+        if call.recorded is not None:
+            call.recorded.end()
+        call.on_exit.close()
         _current.reset(token)
-        report = _thread.last = generation.report
-        report.seconds = generation.seconds
+        report = _thread.last = call.report
+        report.seconds = call.seconds
         if outer is not None and outer.has_stages:
             outer.report.stages.append(Stage(f"generate of {model}", report.seconds, report=report))
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("generate: %s", generation.report.summary())
+            logger.debug("generate: %s", call.report.summary())
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
     """Inside this context, a call that has stages is in the one of this name."""
-    generation = _current.get()
-    if generation is None or not generation.has_stages:
+    call = _current.get()
+    if call is None or not call.has_stages:
         yield
         return
     begun = time.perf_counter()
     stage = Stage(name, 0.0)
-    generation.report.stages.append(stage)
+    call.report.stages.append(stage)
     try:
         yield
     finally:
         stage.seconds = time.perf_counter() - begun
 
 
-def current() -> Generation | None:
+def current_call() -> GenerateCall | None:
     """The innermost call that runs, or None outside of one."""
     return _current.get()
 
 
 def count(kernel: str) -> None:
     """Counts a call of a kernel in the report of the call that runs, if one does."""
-    if (generation := _current.get()) is not None:
-        generation.report.usages[0][kernel] += 1
+    if (call := _current.get()) is not None:
+        call.report.usages[0][kernel] += 1
 
 
 def fell_back(reasons: list[str]) -> None:
     """As `Report.fell_back`, of the call that runs, if one does."""
-    if (generation := _current.get()) is not None:
-        generation.report.fell_back(reasons)
+    if (call := _current.get()) is not None:
+        call.report.fell_back(reasons)
 
 
 def last_report() -> Report | None:

@@ -9,6 +9,11 @@ with no state between steps.
 from __future__ import annotations
 
 import os
+import reprlib
+import secrets
+import shutil
+import sys
+import zlib
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -18,9 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The first number of a saved trie; the next are its width and the number of its edges.
-MAGIC = int.from_bytes(b"fgtrie01", "big")
-HEAD = 3
+# A saved trie: these bytes, in 8 bytes the CRC-32 of all that follows, and the array in the machine's byte order.
+MAGIC = b"fgtrie02"
+HEAD = 16
+# The array begins with the width and the number of edges.
+FIRST_KEY = 2
 
 # Tokens have 31 bits, so that a key of any trie that fits into memory has fewer than 63.
 LIMIT = 2**31
@@ -32,7 +39,8 @@ class PrefixTrie:
     """The tokens that may follow a prefix, as transformers' `prefix_allowed_tokens_fn`.
 
     With `trie.after(n)` the first n tokens of each row are ignored: the prompt of a causal model with its padding, the
-    start token of a decoder (n 1). Threads and calls can share one.
+    start token of a decoder (n 1). Without it all rows have to begin as outputs do, or calls raise ValueError. Threads
+    and calls can share one trie.
     """
 
     def __init__(self, sequences: Iterable[Iterable[int]] | np.ndarray | Tensor, at_dead_ends: Iterable[int] = ()):
@@ -46,12 +54,15 @@ class PrefixTrie:
         Raises ValueError where there are no tokens, and for what is no token: negative, not an integer, above 2^31 - 1.
         """
         tokens, lengths = _flat(sequences)
-        ends = np.unique(_checked(list(at_dead_ends), "at_dead_ends"))
+        try:
+            ends = np.unique(_checked(list(at_dead_ends), "at_dead_ends"))
+        except TypeError as error:
+            raise ValueError(f"at_dead_ends: {at_dead_ends!r} (supported: an iterable of tokens, as [2])") from error
         if not tokens.size:
             raise ValueError("sequences: holds no tokens (supported: at least one)")
         width = int(max(tokens.max(), ends.max(initial=0))) + 1
         keys = _keys(tokens, lengths, width)
-        self._set(np.concatenate([[MAGIC, width, len(keys)], keys, ends]))
+        self._set(np.concatenate([[width, len(keys)], keys, ends]))
 
     @classmethod
     def from_file(cls, path: Paths, at_dead_ends: Iterable[int] = ()) -> PrefixTrie:
@@ -60,32 +71,55 @@ class PrefixTrie:
         return cls(np.load(path) if path.suffix == ".npy" else _lines(path), at_dead_ends)
 
     def save(self, path: Paths) -> None:
-        """For `load`, in numpy's format."""
-        with open(path, "wb") as file:
-            np.save(file, self._array)
+        """For `load`. The file appears under its name whole or not at all.
+
+        Processes that have mapped the one that it replaces go on with that.
+        """
+        path = Path(os.path.realpath(path))
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path}: no regular file (supported: the path of a file)")
+        data = np.ascontiguousarray(self._array)
+        new = path.with_name(f".{secrets.token_hex(8)}.new")  # short: the name may be as long as names can be
+        try:
+            with open(new, "xb") as file:
+                if path.exists():
+                    shutil.copymode(path, new)
+                file.write(MAGIC + _checksum(data))
+                file.write(data.data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: Paths) -> PrefixTrie:
-        """What was saved, mapped: read from the file where it is looked at; processes share the memory."""
-        # Pages are copied where they are written, which nobody does: torch takes no arrays that are read-only.
-        array = np.load(path, mmap_mode="c")
-        if array.dtype != np.int64 or array.ndim != 1 or len(array) <= HEAD or array[0] != MAGIC:
-            raise ValueError(f"{os.fspath(path)}: no saved trie (supported: a file that PrefixTrie.save has written)")
+        """What was saved, mapped: read from the file where it is looked at; processes share the memory.
+
+        Raises ValueError for a file of another kind or version, and where contents and checksum differ.
+        """
         trie = cls.__new__(cls)
-        trie._set(array)
+        trie._set(_mapped(Path(path)))
         return trie
 
     def _set(self, array: np.ndarray) -> None:
-        """array: MAGIC, the width, the number of edges, their keys, the tokens at dead ends; int64."""
+        """array: the width, the number of edges, their keys, the tokens at dead ends; int64."""
         self.ignored = 0
         self._array = array
-        self._width, self._edges = int(array[1]), int(array[2])
+        self._width, self._edges = int(array[0]), int(array[1])
         self._on_devices: dict[torch.device, Tensor] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefixTrie({self._edges:,} edges, {self._array.nbytes:,} bytes, tokens up to {self.largest_token}, "
+            f"at_dead_ends={reprlib.repr(self.at_dead_ends)}, after {self.ignored} tokens)"
+        )
 
     @property
     def at_dead_ends(self) -> list[int]:
         """Allowed where nothing follows, sorted."""
-        return self._array[HEAD + self._edges :].tolist()
+        return self._array[FIRST_KEY + self._edges :].tolist()
 
     @property
     def largest_token(self) -> int:
@@ -111,6 +145,7 @@ class PrefixTrie:
         """
         table = self._table(input_ids.device)
         keys = table[: self._edges]
+        self._check_beginnings_sync(input_ids, keys)
         nodes = self._nodes(input_ids, keys)
         first = torch.searchsorted(keys, nodes * self._width)
         end = torch.searchsorted(keys, (nodes + 1) * self._width)
@@ -132,14 +167,49 @@ class PrefixTrie:
             nodes = torch.where(found, edges + 1, -1)
         return nodes
 
+    def _check_beginnings_sync(self, input_ids: Tensor, keys: Tensor) -> None:
+        """With nothing ignored, the first tokens are those of the prompt, and a row without a node never comes to one.
+
+        So each of its outputs would be empty.
+        """
+        if self.ignored or not input_ids.shape[1]:
+            return
+        is_out = self._nodes(input_ids[:, :1], keys) < 0
+        if is_out.any():
+            raise ValueError(
+                f"PrefixTrie: no output begins with token {int(input_ids[is_out, 0][0])}, as a row does (supported: "
+                "rows that begin as outputs do, or .after(n), with n tokens before the outputs: trie.after(1) for the "
+                "start token of a decoder, trie.after(input_ids.shape[1]) for a prompt)"
+            )
+
     def _table(self, device: torch.device) -> Tensor:
         """Keys, and after them the tokens at dead ends; on a CPU the array itself, elsewhere a copy that is kept."""
         if device not in self._on_devices:
-            self._on_devices[device] = torch.from_numpy(np.asarray(self._array[HEAD:])).to(device)
+            self._on_devices[device] = torch.from_numpy(np.asarray(self._array[FIRST_KEY:])).to(device)
         return self._on_devices[device]
 
     def __getstate__(self) -> dict:
         return {**vars(self), "_on_devices": {}}
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """The array of a saved trie, mapped from its file; ValueError where it is none."""
+    supported = "(supported: a file that PrefixTrie.save of this version has written)"
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: no regular file {supported}")
+    if path.stat().st_size <= HEAD + FIRST_KEY * 8:
+        raise ValueError(f"{path}: no saved trie {supported}")
+    # Pages are copied where they are written, which nobody does: torch takes no arrays that are read-only.
+    data = np.memmap(path, np.uint8, mode="c")
+    if data[: len(MAGIC)].tobytes() != MAGIC:
+        raise ValueError(f"{path}: no saved trie {supported}")
+    if data[len(MAGIC) : HEAD].tobytes() != _checksum(data[HEAD:]):
+        raise ValueError(f"{path}: damaged, contents and checksum differ {supported}")
+    return data[HEAD:].view(np.int64)
+
+
+def _checksum(array: np.ndarray) -> bytes:
+    return zlib.crc32(array.data).to_bytes(HEAD - len(MAGIC), sys.byteorder)
 
 
 def _keys(tokens: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,6 +43,8 @@ def by_dictionaries(sequences: list[list[int]], prefix: list[int], at_dead_ends:
 )
 def test_any_rows_at_once_and_one_by_one(sequences, rows, ignored, at_dead_ends):
     trie = PrefixTrie(sequences, at_dead_ends).after(ignored)
+    begin = {sequence[0] for sequence in sequences if sequence}
+    rows = [row for row in rows if ignored or row[0] in begin] or [[min(begin), 1, 1, 1]]
     expected = [by_dictionaries(sequences, row[ignored:], at_dead_ends) for row in rows]
     assert [trie(0, torch.tensor(row)) for row in rows] == expected
     found_rows, tokens = trie.allowed_sync(torch.tensor(rows))
@@ -58,8 +64,96 @@ def test_a_saved_trie_is_mapped_and_the_same(tmp_path):
     trie.save(tmp_path / "names.trie")
     loaded = PrefixTrie.load(tmp_path / "names.trie")
     assert isinstance(loaded._array, np.memmap)
-    for other in (loaded, pickle.loads(pickle.dumps(trie))):
-        assert [other(0, prefix) for prefix in ([], [5], [5, 7], [9])] == [[5], [6, 7], [8], [1, 3]]
+    for other in (loaded, pickle.loads(pickle.dumps(trie)), pickle.loads(pickle.dumps(loaded))):
+        assert [other(0, prefix) for prefix in ([], [5], [5, 7], [5, 9])] == [[5], [6, 7], [8], [1, 3]]
+
+
+READER = """
+import sys
+from fastgen.ops.prefix_trie import PrefixTrie
+trie = PrefixTrie.load(sys.argv[1])
+print("mapped", flush=True)
+sys.stdin.readline()
+print(sum(trie(0, [number])[0] for number in range(5000)))
+"""
+
+
+def test_a_process_that_has_mapped_the_file_goes_on_when_it_is_replaced(tmp_path):
+    path = tmp_path / "names.trie"
+    PrefixTrie([[number, 7] for number in range(5000)]).save(path)
+    here = PrefixTrie.load(path)
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with reader:
+        assert reader.stdout.readline() == "mapped\n"
+        PrefixTrie([[1, 2]]).save(path)
+        assert reader.communicate("\n")[0] == f"{7 * 5000}\n"
+    assert reader.returncode == 0
+    assert here(0, [4999]) == [7] and PrefixTrie.load(path)(0, [1]) == [2]
+    here.save(path)  # to the file from which it was loaded
+    assert PrefixTrie.load(path)(0, [4999]) == [7]
+    assert os.listdir(tmp_path) == ["names.trie"]
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, failing):
+    path = tmp_path / "names.trie"
+    PrefixTrie([[5, 6]]).save(path)
+    before = path.read_bytes()
+    with (
+        mock.patch.object(os, failing, side_effect=OSError(28, "No space left")),
+        pytest.raises(OSError, match="space"),
+    ):
+        PrefixTrie([[1, 2]]).save(path)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["names.trie"]
+
+
+def test_saving_keeps_a_link_and_permissions(tmp_path):
+    path, link = tmp_path / "names.trie", tmp_path / "link.trie"
+    PrefixTrie([[5, 6]]).save(path)
+    path.chmod(0o640)
+    link.symlink_to(path)
+    PrefixTrie([[1, 2]]).save(link)
+    assert link.is_symlink() and PrefixTrie.load(path)(0, [1]) == [2] and path.stat().st_mode & 0o777 == 0o640
+
+
+def test_any_other_byte_in_a_file_is_found(tmp_path):
+    path = tmp_path / "names.trie"
+    PrefixTrie([[5, 6], [5, 7, 8]], at_dead_ends=[3]).save(path)
+    data = path.read_bytes()
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+        with pytest.raises(ValueError, match=r"names\.trie: (no saved trie|damaged, contents and checksum differ) "):
+            PrefixTrie.load(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "no saved trie"),
+        (b"5 6\n5 7\n" * 20, "no saved trie"),
+        (b"fgtrie02", "no saved trie"),
+        (b"fgtrie02" + bytes(29), "damaged"),
+    ],
+)
+def test_what_is_no_saved_trie_is_refused(tmp_path, data, message):
+    (tmp_path / "names.trie").write_bytes(data)
+    with pytest.raises(
+        ValueError, match=rf"names\.trie: {message}.* \(supported: a file that PrefixTrie\.save of this"
+    ):
+        PrefixTrie.load(tmp_path / "names.trie")
+
+
+def test_what_is_no_regular_file_is_neither_read_nor_replaced(tmp_path):
+    os.mkfifo(tmp_path / "names.fifo")
+    for path in (tmp_path, tmp_path / "names.fifo"):
+        for call in (PrefixTrie.load, PrefixTrie([[5, 6]]).save):
+            with pytest.raises(ValueError, match="no regular file"):
+                call(path)
+    with pytest.raises(FileNotFoundError, match=r"missing\.trie"):
+        PrefixTrie.load(tmp_path / "missing.trie")
+    assert os.listdir(tmp_path) == ["names.fifo"]
 
 
 def test_what_is_on_a_device_is_there_once():
@@ -74,7 +168,7 @@ def test_files_of_tokens(tmp_path):
     text.write_text("5 6\n\n5  7 8\n")
     np.save(array, np.array([[5, 6], [5, 7]], np.int32))
     assert PrefixTrie.from_file(text)(0, [5]) == PrefixTrie.from_file(str(array), at_dead_ends=[1])(0, [5]) == [6, 7]
-    assert PrefixTrie.from_file(array, at_dead_ends=[1])(0, [6]) == [1]
+    assert PrefixTrie.from_file(array, at_dead_ends=[1])(0, [5, 8]) == [1]
 
 
 def test_a_broken_line_is_named(tmp_path):
@@ -105,11 +199,28 @@ def test_what_is_no_set_of_outputs_is_refused_by_name(sequences, message):
 def test_other_errors_name_the_argument(tmp_path):
     with pytest.raises(ValueError, match="at_dead_ends: token -1"):
         PrefixTrie([[5]], at_dead_ends=[-1])
+    with pytest.raises(ValueError, match=r"at_dead_ends: 2 \(supported: an iterable of tokens, as \[2\]\)"):
+        PrefixTrie([[5]], at_dead_ends=2)
     with pytest.raises(ValueError, match=r"ignored is -2 \(supported: 0 or more\)"):
         PrefixTrie([[5]]).after(-2)
     np.save(tmp_path / "other.npy", np.arange(9))
     with pytest.raises(ValueError, match=r"other\.npy: no saved trie"):
         PrefixTrie.load(tmp_path / "other.npy")
+
+
+def test_rows_that_begin_as_no_output_does_are_refused_where_nothing_is_ignored():
+    trie = PrefixTrie([[5, 6], [7]], at_dead_ends=[1])
+    message = r"no output begins with token 9, as a row does .*\.after\(1\) for the start token of a decoder"
+    for call in (lambda: trie(0, torch.tensor([9, 5])), lambda: trie.allowed_sync(torch.tensor([[5, 6], [9, 5]]))):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert trie(0, [5, 9]) == [1] and trie.after(1)(0, [9, 9]) == [1]
+
+
+def test_sizes_are_in_the_repr():
+    trie = PrefixTrie([[5, 6], [5, 7]], at_dead_ends=[2]).after(1)
+    assert repr(trie) == "PrefixTrie(3 edges, 48 bytes, tokens up to 7, at_dead_ends=[2], after 1 tokens)"
+    assert len(repr(PrefixTrie([[5]], at_dead_ends=range(10_000)))) < 120
 
 
 def test_a_trie_of_many_outputs_allows_what_they_hold():

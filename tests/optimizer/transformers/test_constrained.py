@@ -218,6 +218,19 @@ def test_an_error_names_the_input_as_in_the_library(models, name):
     assert told == {message.format(0), message.format(1)}
 
 
+@pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_beams": 3, "repetition_penalty": 1.5}, {}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_that_would_all_be_empty_are_an_error(models, name, arguments):
+    """`.after` is missing, so that no row is on a path of the trie."""
+    trie = fastgen.PrefixTrie([[8, 9, EOS]], at_dead_ends=[EOS])
+    stock, fast, _ = run_both(
+        lambda: outcome(
+            lambda: models[name].generate(**padded(4, 4), prefix_allowed_tokens_fn=trie, max_new_tokens=4, **arguments)
+        )
+    )
+    assert stock == fast and fast[0] == "ValueError" and "no output begins with token" in fast[1]
+
+
 def test_a_token_beyond_the_vocabulary_is_the_librarys_error(models):
     found = compare(models["llama"], padded(4), [[5, 6], [VOCABULARY]], [], num_beams=3, max_new_tokens=4)
     assert found[0] == "IndexError"

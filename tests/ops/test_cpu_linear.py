@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 import fastgen
 from fastgen.config import Config
 from fastgen.ops import cpu_linear
-from fastgen.ops.cpu_linear import choice, few_rows, kept
+from fastgen.ops.cpu_linear import autotune, autotune_cache, few_rows
 from fastgen.ops.cpu_linear import product as op
 from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
@@ -139,16 +142,16 @@ def timed(monkeypatch, tmp_path):
         measured.append((name, tuple(rows.shape)))
         return seconds[name]
 
-    monkeypatch.setattr(choice, "ways", lambda dtype: found)
-    monkeypatch.setattr(choice, "seconds_of", timed)
+    monkeypatch.setattr(autotune, "ways", lambda dtype: found)
+    monkeypatch.setattr(autotune, "seconds_of", timed)
     later_process()
-    monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path / "new folder")))
+    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache=str(tmp_path / "new folder")))
     yield seconds, measured, found
     later_process()
 
 
 WEIGHT = torch.zeros(1024, 512)
-KIND = kept.Kind(4, 512, 1024, False, False, "torch.float32", torch.get_num_threads())
+KIND = autotune_cache.Kind(4, 512, 1024, False, False, "torch.float32", torch.get_num_threads())
 
 
 def fastest(rows: int = 3, weight: torch.Tensor = WEIGHT, bias: torch.Tensor | None = None) -> str:
@@ -158,20 +161,20 @@ def fastest(rows: int = 3, weight: torch.Tensor = WEIGHT, bias: torch.Tensor | N
 
 
 def later_process() -> None:
-    choice.answers.cache_clear()
+    autotune.answers.cache_clear()
 
 
 def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
     seconds, measured, _ = timed
     bias = torch.zeros(1024)
     assert fastest(3) == fastest(4) == "oneDNN"  # both count as 4 rows
-    assert measured == [("BLAS", (4, 512)), ("oneDNN", (4, 512)), ("few rows", (4, 512))] * choice.ROUNDS
+    assert measured == [("BLAS", (4, 512)), ("oneDNN", (4, 512)), ("few rows", (4, 512))] * autotune.ROUNDS
     seconds["oneDNN"] = 0.8
     assert fastest(3) == "oneDNN" and fastest(5) == fastest(3, WEIGHT.t()) == "few rows"
     seconds |= {"oneDNN": 0.95, "few rows": 0.95}  # too little to be more than chance
     assert fastest(3, bias=bias) == fastest(3, WEIGHT.bfloat16()) == "BLAS"
-    assert fastest(1000) == "BLAS" and measured[-1][1] == (choice.MOST_ROWS, 512)
-    assert ("few rows", (choice.MOST_ROWS, 512)) not in measured
+    assert fastest(1000) == "BLAS" and measured[-1][1] == (autotune.MOST_ROWS, 512)
+    assert ("few rows", (autotune.MOST_ROWS, 512)) not in measured
     measured.clear()
     later_process()
     assert fastest(4) == "oneDNN" and fastest(8) == fastest(3, WEIGHT.t()) == "few rows"
@@ -202,6 +205,23 @@ def test_a_way_that_gives_wrong_numbers_is_not_used(timed, caplog):
     assert fastest(5, torch.ones(1024, 512)) == "BLAS"
 
 
+@pytest.mark.parametrize("part", ["weight", "bias"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, 3e38])
+def test_a_weight_that_is_not_finite_does_not_make_a_way_wrong_for_later_processes(timed, caplog, part, number):
+    parts = {"weight": torch.ones(1024, 512), "bias": torch.ones(1024)}
+    parts[part][3] = number
+    before = torch.get_rng_state()
+    assert fastest(3, **parts) == "oneDNN" and not caplog.text
+    later_process()
+    assert fastest(3, torch.ones(1024, 512), torch.ones(1024)) == "oneDNN"
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_wrong_way_is_found_with_a_weight_that_is_not_finite(timed):
+    timed[2]["oneDNN"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) * 1.01
+    assert fastest(3, torch.full((1024, 512), torch.nan)) == "few rows"
+
+
 @pytest.mark.parametrize("size", [1e-3, 1e3])
 def test_how_wrong_is_judged_by_the_size_of_the_numbers(timed, size):
     found, weight, bias = timed[2], torch.full((1024, 512), size), torch.full((1024,), 100 * size)
@@ -214,7 +234,7 @@ def test_how_wrong_is_judged_by_the_size_of_the_numbers(timed, size):
 
 def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed):
     assert fastest() == "oneDNN"
-    kept.Answers(QUESTION, str).add(KIND, "BLAS")
+    autotune_cache.AutotuneCache(QUESTION, str).add(KIND, "BLAS")
     later_process()
     assert fastest() == "oneDNN"
 
@@ -224,37 +244,82 @@ UNKNOWN = json.dumps({"product": KIND._asdict(), QUESTION: "another"}).encode()
 
 
 @pytest.mark.parametrize(
-    "damage", [b"{", b"[1]", b"1", b'{"product": {"rows": 4}}', b"\xff", b'{"product": null}', UNKNOWN]
+    "damage", [b"{", b"[1]", b"1", b'{"product": {"rows": 4}}', b"\xff", b'{"product": null}', UNKNOWN, b"[" * 100_000]
 )
 def test_damaged_lines_are_measured_again(timed, damage):
     assert fastest() == "oneDNN"
-    [line] = kept.path().read_bytes().splitlines()
-    kept.path().write_bytes(damage + b"\n" + line + b"\n")
+    [line] = autotune_cache.path().read_bytes().splitlines()
+    autotune_cache.path().write_bytes(damage + b"\n" + line + b"\n")
     timed[1].clear()
     later_process()
     assert fastest() == "oneDNN" and not timed[1]
-    kept.path().write_bytes(damage + line[:40])
+    autotune_cache.path().write_bytes(damage + line[:40])
     later_process()
     assert fastest() == "oneDNN" and timed[1]
 
 
 def test_answers_are_kept_where_the_switch_says_or_in_the_cache_of_the_user(monkeypatch):
-    monkeypatch.setattr(kept, "CONFIG", Config(cache="/here"))
-    assert kept.path().parent == Path("/here")
-    monkeypatch.setattr(kept, "CONFIG", Config())
+    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache="/here"))
+    assert autotune_cache.path().parent == Path("/here")
+    monkeypatch.setattr(autotune_cache, "CONFIG", Config())
     monkeypatch.setenv("XDG_CACHE_HOME", "/there")
-    assert kept.path().parent == Path("/there/fastgen")
+    assert autotune_cache.path().parent == Path("/there/fastgen")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert kept.path().parent == Path.home() / ".cache" / "fastgen"
+    assert autotune_cache.path().parent == Path.home() / ".cache" / "fastgen"
 
 
 def test_a_folder_that_cannot_be_written_only_means_that_nothing_is_kept(timed, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path / "file" / "folder")))
+    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache=str(tmp_path / "file" / "folder")))
     assert fastest() == "oneDNN"
     later_process()
     timed[1].clear()
     assert fastest() == "oneDNN" and timed[1]
+
+
+def is_measured_again(timed) -> bool:
+    """Whether two processes measure, each for itself."""
+    for _ in range(2):
+        timed[1].clear()
+        later_process()
+        assert fastest() == "oneDNN"
+    return bool(timed[1])
+
+
+@pytest.mark.parametrize("has_reader", [False, True])
+def test_a_pipe_in_place_of_the_measurements_is_not_waited_for(timed, has_reader):
+    autotune_cache.path().parent.mkdir()
+    os.mkfifo(autotune_cache.path())
+    reader = os.open(autotune_cache.path(), os.O_RDONLY | os.O_NONBLOCK) if has_reader else None
+    assert is_measured_again(timed)
+    if reader is not None:
+        assert os.read(reader, 100) == b""
+        os.close(reader)
+
+
+def test_a_link_in_place_of_the_measurements_is_not_followed(timed, tmp_path):
+    assert fastest() == "oneDNN" and not is_measured_again(timed)
+    autotune_cache.path().rename(tmp_path / "elsewhere")
+    size = (tmp_path / "elsewhere").stat().st_size
+    autotune_cache.path().symlink_to(tmp_path / "elsewhere")
+    assert is_measured_again(timed) and (tmp_path / "elsewhere").stat().st_size == size
+
+
+def test_a_file_of_measurements_that_has_grown_too_large_is_left_alone(timed):
+    assert fastest() == "oneDNN" and not is_measured_again(timed)
+    os.truncate(autotune_cache.path(), autotune_cache.MAX_BYTES + 1)
+    assert is_measured_again(timed) and autotune_cache.path().stat().st_size == autotune_cache.MAX_BYTES + 1
+
+
+@pytest.mark.parametrize("cache", [None, "~nobody-has-this-name/x"])
+def test_a_user_without_a_home_folder_measures_again(timed, monkeypatch, tmp_path, cache):
+    """As in containers: HOME is not set, and the number of the user has no name."""
+    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache=cache))
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError("uid not found")))
+    monkeypatch.chdir(tmp_path)
+    assert is_measured_again(timed) and not os.listdir(tmp_path)
 
 
 def test_the_slower_product_is_not_used(everywhere, monkeypatch):
@@ -284,7 +349,7 @@ def test_a_product_that_the_program_has_replaced_is_called(name, owner, product,
 
 def test_all_ways_are_measured_for_real(monkeypatch, tmp_path):
     later_process()
-    monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path)))
+    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache=str(tmp_path)))
     found = fastest(weight=torch.ones(1024, 512))
-    assert choice.answers(torch.float32).load() == {KIND: found}
+    assert autotune.answers(torch.float32).load() == {KIND: found}
     later_process()

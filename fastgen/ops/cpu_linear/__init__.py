@@ -1,14 +1,14 @@
 """Products of rows with large weights on a CPU, in the way that is the fastest.
 
-product.py    what can be multiplied in other ways than through BLAS, and the ways
-few_rows.py   one of them: products for few rows, written in C++
-choice.py     which is the fastest, measured once for each kind of product
-packing.py    packed copies of weights for oneDNN, and after how many products one pays, measured once as well
-kept.py       the file in the user's cache folder that keeps this for later processes
+product.py         what can be multiplied in other ways than through BLAS, and the ways
+few_rows.py        one of them: products for few rows, written in C++
+autotune.py        which is the fastest, measured once for each kind of product
+packing.py         packed copies of weights for oneDNN, and after how many products one pays, measured once as well
+autotune_cache.py  the file with these measurements, in the user's cache folder
 """
 
-from fastgen.ops.cpu_linear.choice import fastest, kind_of
-from fastgen.ops.cpu_linear.kept import Kind
+from fastgen.ops.cpu_linear.autotune import fastest, kind_of
+from fastgen.ops.cpu_linear.autotune_cache import Kind
 from fastgen.ops.cpu_linear.packing import MIN_PRODUCTS, TRIAL_AFTER, PackedWeight, Trial, is_known, pays_after
 from fastgen.ops.cpu_linear.product import (
     BLAS,

@@ -13,8 +13,8 @@ import time
 import torch
 from torch import Tensor
 
-from fastgen.ops.cpu_linear.choice import seconds_of
-from fastgen.ops.cpu_linear.kept import Answers, Kind
+from fastgen.ops.cpu_linear.autotune import seconds_of
+from fastgen.ops.cpu_linear.autotune_cache import AutotuneCache, Kind
 from fastgen.ops.cpu_linear.product import onednn_linear, ways
 
 # Of one kind, with one weight, in one call. Known from earlier or not: no copy is used before so many, so that the call
@@ -27,7 +27,7 @@ MAX_TRIAL_ELEMENTS = 1 << 22
 # not see: with products faster by 1.1 to 1.5, calls of GPT-2 and T5 on AMD EPYC took as long as without, or 8 % longer.
 GAIN = 1.5
 
-ANSWERS = Answers("products after which packing pays", lambda answer: type(answer) in (int, type(None)))
+ANSWERS = AutotuneCache("products after which packing pays", lambda answer: type(answer) in (int, type(None)))
 
 
 class PackedWeight:

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastgen.config import Config
 from fastgen.ops import cpu_linear
-from fastgen.ops.cpu_linear import kept, packing
+from fastgen.ops.cpu_linear import autotune_cache, packing
 from fastgen.ops.cpu_linear import product as op
 from fastgen.optimizer.decoding import gain, packed_weights
 from fastgen.optimizer.decoding.faster_forwards import expect_steps, faster_forwards
@@ -290,13 +290,14 @@ def measured(onednn, monkeypatch, tmp_path):
     monkeypatch.setattr(
         packing, "seconds_of", lambda function, rows, weight, bias: seconds["packed" if weight.is_mkldnn else "plain"]
     )
-    monkeypatch.setattr(kept, "CONFIG", Config(cache=str(tmp_path)))
+    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache=str(tmp_path)))
     later_process(monkeypatch)
     return seconds
 
 
 def later_process(monkeypatch) -> None:
-    monkeypatch.setattr(packing, "ANSWERS", kept.Answers(packing.ANSWERS.question, packing.ANSWERS.is_answer))
+    known = packing.ANSWERS
+    monkeypatch.setattr(packing, "ANSWERS", autotune_cache.AutotuneCache(known.question, known.is_answer))
 
 
 def test_the_call_that_measures_and_those_of_later_processes_use_the_same_products(measured, monkeypatch):
@@ -310,7 +311,7 @@ def test_the_call_that_measures_and_those_of_later_processes_use_the_same_produc
         counts.append(products.usages[0])
         later_process(monkeypatch)
     assert counts[0] == counts[1] == {PLAIN: 2 * packing.MIN_PRODUCTS, PACKED: 2 * (20 - packing.MIN_PRODUCTS)}
-    assert len(kept.path().read_bytes().splitlines()) == 1  # one module's weight was enough
+    assert len(autotune_cache.path().read_bytes().splitlines()) == 1  # one module's weight was enough
 
 
 def test_packing_pays_after_as_many_products_as_it_costs(measured, monkeypatch):
@@ -333,7 +334,7 @@ def test_calls_of_few_tokens_measure_nothing(measured):
     for steps in (2 * packing.MIN_PRODUCTS - 1, 0):
         with Products(model_of(module := nn.Linear(48, 1003)), steps) as products:
             products.of(module, 30)
-    assert not kept.path().exists()
+    assert not autotune_cache.path().exists()
 
 
 def test_a_part_of_a_large_weight_is_enough_to_measure(measured, monkeypatch):

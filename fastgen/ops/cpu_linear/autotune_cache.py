@@ -1,7 +1,7 @@
-"""What was measured on this machine, in a file of the user's cache folder: a line of JSON for each answer.
+"""Persistent autotuning results, in a file of the user's cache folder: a line of JSON for each measurement.
 
 Lines are only added, each in one write: of processes that measure the same at the same time, the first one's counts.
-A folder that cannot be written, or a damaged line, only means that a process measures again.
+Whatever the file and its folder are, `generate` goes on. What cannot be read or written is measured by each process.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable
-from contextlib import suppress
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,10 @@ from fastgen.config import CONFIG
 
 # Of /proc/cpuinfo: what tells one CPU from another where virtual machines call all of them the same.
 CPU_FIELDS = ("model name", "cpu family", "model", "stepping")
+
+MAX_BYTES = 1 << 22  # of the file, some 20,000 measurements
+# A pipe must not block, and a link leads to a file that is not ours. Windows has neither flag.
+OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
 class Kind(NamedTuple):
@@ -36,8 +41,8 @@ class Kind(NamedTuple):
     threads: int
 
 
-class Answers:
-    """The answers to one question about kinds of products, of this process and of earlier ones."""
+class AutotuneCache:
+    """Measurements of one question for each kind of product, from this process and earlier ones."""
 
     def __init__(self, question: str, is_answer: Callable[[Any], bool]) -> None:
         self.question, self.is_answer = question, is_answer
@@ -52,11 +57,11 @@ class Answers:
         return kind in self.known
 
     def load(self) -> dict[Kind, Any]:
-        """What the file says."""
+        """The answers in the file, without those that cannot be read."""
         found: dict[Kind, Any] = {}
-        with suppress(OSError):
-            for line in path().read_bytes().splitlines():
-                with suppress(ValueError, TypeError, KeyError):
+        with suppress(OSError), _opened(os.O_RDONLY) as file:
+            for line in os.read(file, MAX_BYTES).splitlines():
+                with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last: many brackets
                     values = json.loads(line)
                     if self.is_answer(values[self.question]):
                         found.setdefault(Kind(**values["product"]), values[self.question])
@@ -69,14 +74,30 @@ class Answers:
         line = json.dumps({"product": kind._asdict(), self.question: answer}) + "\n"
         with suppress(OSError):
             path().parent.mkdir(parents=True, exist_ok=True)
-            with path().open("ab", buffering=0) as file:
-                file.write(line.encode())
+            with _opened(os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+                os.write(file, line.encode())
+
+
+@contextmanager
+def _opened(flags: int) -> Iterator[int]:
+    """The descriptor of the file; OSError where it is no regular file, or has grown beyond `MAX_BYTES`."""
+    file = os.open(path(), flags | OPEN_FLAGS, 0o666)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise OSError(f"{path()} is no regular file of at most {MAX_BYTES} bytes")
+        yield file
+    finally:
+        os.close(file)
 
 
 def path() -> Path:
-    """The file; another CPU or another version of torch has another one."""
+    """The file; another CPU or another version of torch has another one. OSError where the user has no home folder."""
     folder = CONFIG.cache or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fastgen")
-    return Path(folder).expanduser() / f"products-torch-{torch.__version__}-{_cpu()}.jsonl"
+    try:
+        return Path(folder).expanduser() / f"products-torch-{torch.__version__}-{_cpu()}.jsonl"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{folder}: {error}") from error
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Which way of multiplying is the fastest, measured once for each kind of product and kept.
+"""Autotuning: which way of multiplying is the fastest, measured once for each kind of product.
 
 No rule tells it, see few_rows.py and packing.py for what was measured.
 """
@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.ops.cpu_linear import few_rows
-from fastgen.ops.cpu_linear.kept import Answers, Kind
+from fastgen.ops.cpu_linear.autotune_cache import AutotuneCache, Kind
 from fastgen.ops.cpu_linear.product import BLAS, FEW_ROWS, ways
 
 logger = logging.getLogger("fastgen")
@@ -40,10 +41,10 @@ def kind_of(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Kind:
 
 
 @functools.cache
-def answers(dtype: torch.dtype) -> Answers:
+def answers(dtype: torch.dtype) -> AutotuneCache:
     """What was found for rows of this type, among the ways that there are."""
     names = tuple(ways(dtype))
-    return Answers(f"fastest of {', '.join(names)}", names.__contains__)
+    return AutotuneCache(f"fastest of {', '.join(names)}", names.__contains__)
 
 
 def fastest(kind: Kind, weight: Tensor, bias: Tensor | None, others: Callable[[], Sequence[Tensor]]) -> str:
@@ -63,6 +64,8 @@ def _measured(kind: Kind, weight: Tensor, bias: Tensor | None, others: Sequence[
     """Before each product the others are read, as in a model: the weight comes from where it comes from there."""
     numbers = torch.arange(kind.rows * kind.in_features) % 13 - 6
     rows = numbers.to(weight.dtype).view(kind.rows, kind.in_features)
+    if not functional.linear(rows, weight, bias).isfinite().all():  # such weights say nothing of a way's correctness
+        weight, bias = _random_like(weight), None if bias is None else _random_like(bias)
     multiply = _right_ways(rows, weight, bias)
     seconds = dict.fromkeys(multiply, float("inf"))
     end = time.perf_counter() + SECONDS
@@ -75,6 +78,11 @@ def _measured(kind: Kind, weight: Tensor, bias: Tensor | None, others: Sequence[
             break
     best = min(seconds, key=seconds.__getitem__)
     return best if seconds[BLAS] > GAIN * seconds[best] else BLAS
+
+
+def _random_like(tensor: Tensor) -> Tensor:
+    """Numbers from -1 to 1 that lie in memory as the tensor does."""
+    return torch.empty_like(tensor).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
 
 
 def _right_ways(rows: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Callable[..., Tensor]]:

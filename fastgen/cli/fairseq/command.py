@@ -14,7 +14,7 @@ from types import ModuleType
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError
 from fastgen.cli.pipeline.interrupt import interruptible
-from fastgen.optimizer.fairseq.installation import INSTALL, import_hint
+from fastgen.optimizer.fairseq.installation import how_to_install, import_hint
 
 
 def generate(argv: list[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def _import(module: str) -> ModuleType:
     Without garbage collections: of what an import makes nothing is garbage, and looking takes a quarter of its time.
     """
     if find_spec("fairseq") is None:
-        raise InputError(f"needs the package fairseq: {INSTALL}")
+        raise InputError(f"needs the package fairseq: {how_to_install()}")
     collects = gc.isenabled()
     gc.disable()
     try:

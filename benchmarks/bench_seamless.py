@@ -35,7 +35,7 @@ from seamless_cases import CASES, LANGUAGE, LAYERS, Case
 from show_seamless import END_TO_END, REST, STAGES, draw, table
 
 import fastgen
-from fastgen.optimizer.decoding import recordable
+from fastgen.config import CONFIG
 from fastgen.optimizer.report import Report
 from fastgen.optimizer.transformers import stages, vocoder
 
@@ -56,7 +56,7 @@ def timed_stages(model: transformers.PreTrainedModel, unit_method: str, clock: C
 
 @contextmanager
 def without_capture() -> Iterator[None]:
-    with mock.patch.object(recordable, "CONFIG", dataclasses.replace(recordable.CONFIG, cuda_graphs="off")):
+    with mock.patch.object(CONFIG, "cuda_graphs", "off"):
         yield
 
 

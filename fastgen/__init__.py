@@ -13,7 +13,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 from fastgen import models
-from fastgen.config import CONFIG, start_logging
+from fastgen.config import CONFIG, configure, start_logging
 from fastgen.optimizer import PATCH_SET
 from fastgen.patching import PatchState, PatchStates, disabled, switched
 from fastgen.patching.import_hooks import explain_failure
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastgen.ops.prefix_trie import PrefixTrie
     from fastgen.optimizer.report import Report
 
-__all__ = ["PatchState", "PrefixTrie", "disable", "disabled", "enable", "enabled", "explain", "status"]
+__all__ = ["PatchState", "PrefixTrie", "configure", "disable", "disabled", "enable", "enabled", "explain", "status"]
 __version__ = "0.1.0"
 
 

@@ -1,4 +1,4 @@
-"""The environment variables of fastgen, read once into a dataclass; no other file reads them.
+"""The configuration: environment variables of fastgen, read here and nowhere else, and `configure`, which changes it.
 
 FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
 FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `with fastgen.enabled():` do.
@@ -10,6 +10,8 @@ FASTGEN_CUDA_GRAPHS=auto  record decode steps where that pays, on a GPU as CUDA 
 FASTGEN_CACHE=DIR  the folder that keeps what was measured on this machine (~/.cache/fastgen without it).
 FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a line for each `generate`), info,
                    warning or error.
+
+All modules hold the one object `CONFIG` and read its fields where they decide; none copies a field.
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ from dataclasses import dataclass, fields
 
 _ON = ("1", "true", "yes", "on")
 _OFF = ("0", "false", "no", "off")
-_SHARING = ("auto", "always", "never")
-_RECORDING = ("auto", "off", "on")
-_LEVELS = ("debug", "info", "warning", "error")
+_CHOICES = {
+    "share": ("auto", "always", "never"),
+    "cuda_graphs": ("auto", "off", "on"),
+    "log": ("debug", "info", "warning", "error"),
+}
+_ONLY_AT_IMPORT = ("disable", "auto")
 _HANDLER_NAME = "fastgen"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Config:
-    """What the user asked for through the environment."""
+    """What the user asked for: the fields are the variables in lower case, without their prefix."""
 
     disable: bool = False
     auto: bool = True
@@ -44,30 +49,54 @@ class Config:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
         """The variables as given; ValueError names a variable that cannot be read, its value and what is accepted."""
-        return cls(
-            disable=_flag(environ, "FASTGEN_DISABLE", default=False),
-            auto=_flag(environ, "FASTGEN_AUTO", default=True),
-            strict=_flag(environ, "FASTGEN_STRICT", default=False),
-            share=_one_of(_SHARING, environ, "FASTGEN_SHARE") or "auto",
-            pack=_flag(environ, "FASTGEN_PACK", default=True),
-            cuda_graphs=_one_of(_RECORDING, environ, "FASTGEN_CUDA_GRAPHS") or "auto",
-            cache=environ.get("FASTGEN_CACHE") or None,
-            log=_one_of(_LEVELS, environ, "FASTGEN_LOG"),
-        )
+        given = {name: text for name in _names() if (text := environ.get(_variable(name), "").strip())}
+        return cls(**{name: _parsed(name, text) for name, text in given.items()})  # type: ignore[arg-type]
 
 
-def _flag(environ: Mapping[str, str], variable: str, default: bool) -> bool:
-    value = environ.get(variable, "").strip().lower()
-    if value and value not in _ON + _OFF:
-        raise ValueError(f"{variable}={environ[variable]!r} (accepted: 1 or 0)")
-    return value in _ON if value else default
+def _names() -> list[str]:
+    return [field.name for field in fields(Config)]
 
 
-def _one_of(accepted: tuple[str, ...], environ: Mapping[str, str], variable: str) -> str | None:
-    value = environ.get(variable, "").strip().lower()
-    if value and value not in accepted:
-        raise ValueError(f"{variable}={environ[variable]!r} (accepted: {', '.join(accepted)})")
-    return value or None
+def _variable(name: str) -> str:
+    return f"FASTGEN_{name.upper()}"
+
+
+def _parsed(name: str, text: str) -> bool | str:
+    """The value of an environment variable as the field's type."""
+    if name == "cache":
+        return text
+    accepted, value = _CHOICES.get(name), text.lower()
+    if value not in (accepted or _ON + _OFF):
+        raise ValueError(f"{_variable(name)}={text!r} (accepted: {', '.join(accepted or ('1', '0'))})")
+    return value if accepted else value in _ON
+
+
+def configure(**settings: bool | str | os.PathLike[str]) -> None:
+    """Sets switches of the environment from Python, for all threads, from the next `generate` on.
+
+        fastgen.configure(share="never", cuda_graphs="off", pack=False)
+
+    The names are those of the variables in lower case, without FASTGEN_; switches that are on or off take True or
+    False. A later call wins over an earlier one, and over the environment. Raises TypeError for a name and ValueError
+    for a value that is not accepted, and then changes nothing. DISABLE and AUTO count when fastgen is imported, so they
+    are no arguments here: see `disable()`, `enable()` and `enabled()`.
+    """
+    names = [name for name in _names() if name not in _ONLY_AT_IMPORT]
+    for name, value in settings.items():
+        if name not in names:
+            raise TypeError(f"configure() takes no argument {name}={value!r} (accepted: {', '.join(names)})")
+        if name == "cache":
+            is_accepted, accepted = isinstance(value, (str, os.PathLike)), "the path of a folder"
+        elif name in _CHOICES:
+            is_accepted, accepted = value in _CHOICES[name], ", ".join(map(repr, _CHOICES[name]))
+        else:
+            is_accepted, accepted = isinstance(value, bool), "True, False"
+        if not is_accepted:
+            raise ValueError(f"configure({name}={value!r}) (accepted: {accepted})")
+    for name, value in settings.items():
+        setattr(CONFIG, name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+    if "log" in settings:
+        start_logging(CONFIG.log)
 
 
 def read(environ: Mapping[str, str]) -> Config:
@@ -76,7 +105,7 @@ def read(environ: Mapping[str, str]) -> Config:
     A typing error in a shell profile must not stop a program that only imports fastgen.
     """
     readable: dict[str, str] = {}
-    for variable in sorted(environ.keys() & {f"FASTGEN_{field.name.upper()}" for field in fields(Config)}):
+    for variable in sorted(environ.keys() & {_variable(name) for name in _names()}):
         one = {variable: environ[variable]}
         try:
             Config.from_environ(one)

@@ -1,11 +1,21 @@
-"""What the FASTGEN_* variables mean, and what a typing error in one of them does."""
+"""What the FASTGEN_* variables and `fastgen.configure` mean, and what a typing error in one of them does."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
+from pathlib import Path
 
 import pytest
 from python_process import run_code, run_python
 
-from fastgen.config import Config, read
+import fastgen
+from fastgen.config import CONFIG, Config, read
+
+
+@pytest.fixture
+def restored():
+    """Puts the configuration back after a test that changes it."""
+    before = dict(vars(CONFIG))
+    yield
+    vars(CONFIG).update(before)
 
 
 def test_nothing_set_means_the_defaults():
@@ -75,3 +85,84 @@ logging.getLogger("fastgen").debug("heard")
     assert run_python("-c", code, FASTGEN_LOG="debug").stderr.count("heard") == 1
     assert "heard" not in run_python("-c", code, FASTGEN_LOG="info").stderr
     assert run_code("import fastgen, logging; print(logging.getLogger('fastgen').handlers)").strip() == "[]"
+
+
+@pytest.mark.usefixtures("restored")
+def test_configure_sets_what_the_environment_sets():
+    environ = {"FASTGEN_SHARE": "never", "FASTGEN_PACK": "0", "FASTGEN_CUDA_GRAPHS": "off", "FASTGEN_CACHE": "/tmp/a"}
+    vars(CONFIG).update(asdict(Config()))
+    fastgen.configure(share="never", pack=False)
+    fastgen.configure(cuda_graphs="off", cache=Path("/tmp/a"))
+    assert Config.from_environ(environ) == CONFIG
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"share": "sometimes"}, "configure(share='sometimes') (accepted: 'auto', 'always', 'never')"),
+        ({"share": True}, "configure(share=True) (accepted: 'auto', 'always', 'never')"),
+        ({"pack": "0"}, "configure(pack='0') (accepted: True, False)"),
+        ({"cuda_graphs": None}, "configure(cuda_graphs=None) (accepted: 'auto', 'off', 'on')"),
+        ({"cache": 3}, "configure(cache=3) (accepted: the path of a folder)"),
+        ({"share": ["never"]}, "configure(share=['never']) (accepted: 'auto', 'always', 'never')"),
+    ],
+)
+def test_configure_names_the_argument_the_value_and_what_is_accepted(settings, message):
+    before = dict(vars(CONFIG))
+    with pytest.raises(ValueError) as error:
+        fastgen.configure(strict=not CONFIG.strict, **settings)
+    assert str(error.value) == message and vars(CONFIG) == before
+
+
+@pytest.mark.parametrize("name", ["shares", "auto", "disable"])
+def test_configure_refuses_a_name_and_says_which_there_are(name):
+    with pytest.raises(TypeError) as error:
+        fastgen.configure(**{name: True})
+    assert str(error.value).startswith(f"configure() takes no argument {name}=True (accepted: strict, share, ")
+
+
+def test_configure_counts_from_the_next_call_of_generate_on():
+    code = """
+import torch, fastgen
+from transformers import GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=8, n_layer=2, n_head=2)).eval()
+for share in ("always", "never", "always"):
+    fastgen.configure(share=share)
+    model.generate(torch.ones(2, 8, dtype=torch.long), num_beams=3, max_new_tokens=3)
+    print(bool(fastgen.explain().shared))
+"""
+    assert run_code(code).split() == ["True", "False", "True"]
+
+
+def test_every_module_holds_the_one_configuration():
+    code = """
+import importlib, pkgutil, sys, fastgen
+from fastgen.config import CONFIG
+for module in pkgutil.walk_packages(fastgen.__path__, "fastgen."):
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ImportError:
+            pass
+ours = [vars(module) for name, module in sys.modules.items() if name.startswith("fastgen")]
+held = [names["CONFIG"] for names in ours if "CONFIG" in names]
+print(len(held) > 5, all(config is CONFIG for config in held))
+"""
+    assert run_code(code).split() == ["True", "True"]
+
+
+@pytest.mark.usefixtures("restored")
+def test_configure_starts_the_log():
+    code = """
+import logging, fastgen
+fastgen.configure(log="info")
+fastgen.configure(log="debug")
+logging.getLogger("fastgen").debug("heard")
+"""
+    assert run_python("-c", code).stderr.count("heard") == 1
+
+
+def test_importing_fastgen_and_configuring_it_loads_no_torch():
+    code = "import sys, fastgen; fastgen.configure(share='never'); print('torch' in sys.modules)"
+    assert run_code(code).strip() == "False"

@@ -6,4 +6,4 @@ from fastgen.patching import PatchSet
 
 PATCHES = (*transformers.PATCHES, *fairseq.PATCHES)
 
-PATCH_SET = PatchSet(PATCHES, strict=CONFIG.strict)
+PATCH_SET = PatchSet(PATCHES, is_strict=lambda: CONFIG.strict)

@@ -1,7 +1,7 @@
 """PatchSet: applies patches once their host is imported, reverts them, and keeps for each a state with a reason.
 
-What goes wrong here must not break the host: an error is recorded as a state and logged, and the original stays. With
-`strict` (tests, CI) it is raised.
+What goes wrong here must not break the host: an error is recorded as a state and logged, and the original stays. Where
+`is_strict()` (tests, CI) it is raised.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class _Record:
 class PatchSet:
     """Applies and reverts `patches`; every method may be called twice, and from any thread."""
 
-    def __init__(self, patches: Iterable[Patch], *, strict: bool = False) -> None:
-        self.strict = strict
+    def __init__(self, patches: Iterable[Patch], *, is_strict: Callable[[], bool] = lambda: False) -> None:
+        self._is_strict = is_strict
         self._groups: dict[str, list[_Record]] = {}
         self._untested_hosts: set[str] = set()  # looked up in every call
         for patch in patches:
@@ -106,7 +106,7 @@ class PatchSet:
                 elif _is_being_imported(sys.modules[module]):
                     importlib.import_module(module)  # waits for the thread that imports it
         except Exception:
-            if self.strict:
+            if self._is_strict():
                 raise
             logger.warning("fastgen cannot follow the import of its hosts", exc_info=True)
         self.apply()
@@ -125,7 +125,7 @@ class PatchSet:
                     errors.append((group, error))
         for group, one in errors:
             logger.warning("fastgen leaves %s to the originals: %r", group, one, exc_info=one)
-        if errors and self.strict:
+        if errors and self._is_strict():
             raise errors[0][1]
 
     def revert(self, reason: str = "disabled") -> None:
@@ -159,7 +159,7 @@ class PatchSet:
                 try:
                     _load(record.patch.replacement)
                 except Exception as error:
-                    if self.strict:
+                    if self._is_strict():
                         raise
                     self._replacement_failed(record, error)
 
@@ -272,7 +272,7 @@ class PatchSet:
                     replacement = _load(record.patch.replacement)
                 return replacement(original, *args, **kwargs)
             except Exception as error:
-                if called or self.strict or is_from_elsewhere(error, *own):
+                if called or self._is_strict() or is_from_elsewhere(error, *own):
                     raise
                 traceback.clear_frames(error.__traceback__)  # frees what the replacement had allocated
                 ours = error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from fastgen.config import CONFIG
 from fastgen.optimizer.decoding import recordable, static_cache
 from fastgen.optimizer.report import Report
 
@@ -16,9 +16,8 @@ RECORDED = "decode step, recorded"
 @contextmanager
 def recording(cuda_graphs: str = "on", smallest_capacity: int = 8) -> Iterator[None]:
     """As under FASTGEN_CUDA_GRAPHS; buffers begin so small that calls outgrow them."""
-    config = dataclasses.replace(recordable.CONFIG, cuda_graphs=cuda_graphs)
     with (
-        mock.patch.object(recordable, "CONFIG", config),
+        mock.patch.object(CONFIG, "cuda_graphs", cuda_graphs),
         mock.patch.object(recordable, "MIN_STEPS", 1),
         mock.patch.object(recordable, "STEPS_BEFORE", 1),
         mock.patch.object(static_cache, "SMALLEST_CAPACITY", smallest_capacity),

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
-from fastgen.optimizer.decoding import gain
+from fastgen.config import CONFIG
 
 
 @contextmanager
 def sharing(share: str) -> Iterator[None]:
     """As under FASTGEN_SHARE: auto, always or never."""
-    before = gain.CONFIG
-    gain.CONFIG = dataclasses.replace(before, share=share)
-    try:
+    with mock.patch.object(CONFIG, "share", share):
         yield
-    finally:
-        gain.CONFIG = before

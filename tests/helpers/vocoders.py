@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fastgen
+from fastgen.config import CONFIG
 from fastgen.optimizer.report import Report
-from fastgen.optimizer.vocoder import faster, recorded
+from fastgen.optimizer.vocoder import faster
 
 FOLDED, ONEDNN, RECORDED = "vocoder, weight norm folded", "vocoder, oneDNN", "vocoder, recorded"
 
@@ -144,8 +144,7 @@ def onednn(is_used: bool = True) -> Iterator[None]:
 @contextmanager
 def padding() -> Iterator[None]:
     """Recordings on a CPU, with inputs padded to the length of a bucket."""
-    config = dataclasses.replace(recorded.CONFIG, cuda_graphs="on")
-    with mock.patch.object(recorded, "CONFIG", config):
+    with mock.patch.object(CONFIG, "cuda_graphs", "on"):
         yield
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 import fastgen
-from fastgen.config import Config
+from fastgen.config import CONFIG
 from fastgen.ops import cpu_linear
 from fastgen.ops.cpu_linear import autotune, autotune_cache, few_rows
 from fastgen.ops.cpu_linear import product as op
@@ -145,7 +145,7 @@ def timed(monkeypatch, tmp_path):
     monkeypatch.setattr(autotune, "ways", lambda dtype: found)
     monkeypatch.setattr(autotune, "seconds_of", timed)
     later_process()
-    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache=str(tmp_path / "new folder")))
+    monkeypatch.setattr(CONFIG, "cache", str(tmp_path / "new folder"))
     yield seconds, measured, found
     later_process()
 
@@ -259,9 +259,9 @@ def test_damaged_lines_are_measured_again(timed, damage):
 
 
 def test_answers_are_kept_where_the_switch_says_or_in_the_cache_of_the_user(monkeypatch):
-    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache="/here"))
+    monkeypatch.setattr(CONFIG, "cache", "/here")
     assert autotune_cache.path().parent == Path("/here")
-    monkeypatch.setattr(autotune_cache, "CONFIG", Config())
+    monkeypatch.setattr(CONFIG, "cache", None)
     monkeypatch.setenv("XDG_CACHE_HOME", "/there")
     assert autotune_cache.path().parent == Path("/there/fastgen")
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -270,7 +270,7 @@ def test_answers_are_kept_where_the_switch_says_or_in_the_cache_of_the_user(monk
 
 def test_a_folder_that_cannot_be_written_only_means_that_nothing_is_kept(timed, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache=str(tmp_path / "file" / "folder")))
+    monkeypatch.setattr(CONFIG, "cache", str(tmp_path / "file" / "folder"))
     assert fastest() == "oneDNN"
     later_process()
     timed[1].clear()
@@ -314,7 +314,7 @@ def test_a_file_of_measurements_that_has_grown_too_large_is_left_alone(timed):
 @pytest.mark.parametrize("cache", [None, "~nobody-has-this-name/x"])
 def test_a_user_without_a_home_folder_measures_again(timed, monkeypatch, tmp_path, cache):
     """As in containers: HOME is not set, and the number of the user has no name."""
-    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache=cache))
+    monkeypatch.setattr(CONFIG, "cache", cache)
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError("uid not found")))
@@ -349,7 +349,7 @@ def test_a_product_that_the_program_has_replaced_is_called(name, owner, product,
 
 def test_all_ways_are_measured_for_real(monkeypatch, tmp_path):
     later_process()
-    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache=str(tmp_path)))
+    monkeypatch.setattr(CONFIG, "cache", str(tmp_path))
     found = fastest(weight=torch.ones(1024, 512))
     assert autotune.answers(torch.float32).load() == {KIND: found}
     later_process()

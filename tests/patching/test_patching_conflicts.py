@@ -46,7 +46,7 @@ def test_a_replacement_that_raises_before_the_original_fails_once_for_all(host, 
 
 def test_strict_raises_what_the_replacement_raises(host, write):
     raising = write("def fast(original, x):\n    raise KeyError('ours')", "raising")
-    armed(make_patch(f"{host.__name__}:function", f"{raising}:fast"), strict=True)
+    armed(make_patch(f"{host.__name__}:function", f"{raising}:fast"), is_strict=lambda: True)
     with pytest.raises(KeyError, match="ours"):
         host.function(1)
 

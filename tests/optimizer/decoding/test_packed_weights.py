@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LogitsProcessor
 from transformers.pytorch_utils import Conv1D
 
-from fastgen.config import Config
+from fastgen.config import CONFIG
 from fastgen.ops import cpu_linear
 from fastgen.ops.cpu_linear import autotune_cache, packing
 from fastgen.ops.cpu_linear import product as op
@@ -249,7 +249,7 @@ def test_copies_take_at_most_half_of_the_model_s_bytes(packed):
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_fastgen_pack_switches_it_off(pack, packed, monkeypatch):
-    monkeypatch.setattr(packed_weights, "CONFIG", Config(pack=pack))
+    monkeypatch.setattr(CONFIG, "pack", pack)
     with Products(model_of(module := nn.Linear(48, 1003))) as products:
         assert products.of(module, 5).get(PACKED, 0) == 2 * pack
     code = "from fastgen.optimizer.decoding import packed_weights; print(packed_weights.CONFIG.pack)"
@@ -290,7 +290,7 @@ def measured(onednn, monkeypatch, tmp_path):
     monkeypatch.setattr(
         packing, "seconds_of", lambda function, rows, weight, bias: seconds["packed" if weight.is_mkldnn else "plain"]
     )
-    monkeypatch.setattr(autotune_cache, "CONFIG", Config(cache=str(tmp_path)))
+    monkeypatch.setattr(CONFIG, "cache", str(tmp_path))
     later_process(monkeypatch)
     return seconds
 

@@ -5,8 +5,9 @@ FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `wi
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
 FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as without it); or always, or never.
 FASTGEN_PACK=0     make no packed copies of weights on a CPU.
-FASTGEN_CUDA_GRAPHS=auto  record decode steps where that pays, on a GPU as CUDA graphs (as without it; not yet run on a
-                   GPU); or off; or on: wherever the model allows it.
+FASTGEN_CUDA_GRAPHS=auto  capture decode steps on a CPU where that pays, and none on a GPU, where it has not run yet (as
+                   without it); or off; or on: wherever the model allows it, on a GPU as CUDA graphs.
+FASTGEN_CUDA_KERNELS=1  use fastgen's CUDA and Triton kernels on a GPU, where they have not run yet.
 FASTGEN_CACHE=DIR  the folder that keeps what was measured on this machine (~/.cache/fastgen without it).
 FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a line for each `generate`), info,
                    warning or error.
@@ -43,6 +44,7 @@ class Config:
     share: str = "auto"
     pack: bool = True
     cuda_graphs: str = "auto"
+    cuda_kernels: bool = False
     cache: str | None = None
     log: str | None = None
 

@@ -20,7 +20,7 @@ def restored():
 
 def test_nothing_set_means_the_defaults():
     assert Config.from_environ({}) == Config(
-        disable=False, auto=True, strict=False, share="auto", pack=True, cuda_graphs="auto", cache=None, log=None
+        disable=False, auto=True, strict=False, share="auto", pack=True, cuda_graphs="auto", cuda_kernels=False
     )
     empty = dict.fromkeys(("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_SHARE", "FASTGEN_CACHE", "FASTGEN_LOG"), "")
     assert Config.from_environ(empty) == Config()
@@ -33,6 +33,7 @@ def test_each_variable_sets_its_own_field():
     assert Config.from_environ({"FASTGEN_SHARE": "Never"}) == Config(share="never")
     assert Config.from_environ({"FASTGEN_PACK": "0"}) == Config(pack=False)
     assert Config.from_environ({"FASTGEN_CUDA_GRAPHS": "off"}) == Config(cuda_graphs="off")
+    assert Config.from_environ({"FASTGEN_CUDA_KERNELS": "on"}) == Config(cuda_kernels=True)
     assert Config.from_environ({"FASTGEN_CACHE": "/tmp/a"}) == Config(cache="/tmp/a")
     assert Config.from_environ({"FASTGEN_LOG": "DEBUG"}) == Config(log="debug")
     assert Config.from_environ({"FASTGEN_DISABLE": "0", "FASTGEN_STRICT": "off"}) == Config()
@@ -41,12 +42,13 @@ def test_each_variable_sets_its_own_field():
 @pytest.mark.parametrize(
     ("variable", "value", "accepted"),
     [
-        ("FASTGEN_DISABLE", "perhaps", "1 or 0"),
-        ("FASTGEN_AUTO", "never", "1 or 0"),
-        ("FASTGEN_STRICT", "2", "1 or 0"),
+        ("FASTGEN_DISABLE", "perhaps", "1, 0"),
+        ("FASTGEN_AUTO", "never", "1, 0"),
+        ("FASTGEN_STRICT", "2", "1, 0"),
         ("FASTGEN_SHARE", "1", "auto, always, never"),
-        ("FASTGEN_PACK", "half", "1 or 0"),
+        ("FASTGEN_PACK", "half", "1, 0"),
         ("FASTGEN_CUDA_GRAPHS", "1", "auto, off, on"),
+        ("FASTGEN_CUDA_KERNELS", "auto", "1, 0"),
         ("FASTGEN_LOG", "loud", "debug, info, warning, error"),
     ],
 )

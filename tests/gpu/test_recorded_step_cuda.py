@@ -30,7 +30,7 @@ ENDS = {"eos_token_id": list(range(3, 90, 6))}
 def _exact_and_recorded(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    with recording("auto"):
+    with recording():
         yield
 
 
@@ -92,7 +92,7 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
 
     model = model_of("llama")
     inputs = inputs_of("llama")
-    with recording("auto", smallest_capacity=64):
+    with recording(smallest_capacity=64):
         model.generate(**inputs, **{**arguments, "eos_token_id": None})
         monkeypatch.setattr(LateFlag, "exchange", watched)
         try:

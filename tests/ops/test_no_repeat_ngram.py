@@ -14,6 +14,7 @@ from ngram_definition import Case, buffer, on, same, wrapped
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastgen import ops
+from fastgen.config import CONFIG
 from fastgen.ops import libraries
 from fastgen.ops.libraries import load, load_reasons
 from fastgen.ops.no_repeat_ngram import implementations, native, no_repeat_ngram, no_repeat_ngram_, reference
@@ -169,7 +170,7 @@ class TestChoice:
 
     @pytest.fixture(autouse=True)
     def _forget(self):
-        caches = (reasons, implementation_for, load, native._cpu)
+        caches = (implementations._reasons, implementations._implementation_for, load, native._cpu)
         for cache in caches:
             cache.cache_clear()
         yield
@@ -191,7 +192,6 @@ class TestChoice:
     def test_what_was_built_is_used(self):
         expected = "torch" if load_reasons(native.CPU) else "C++"
         assert implementation_for("cpu").name == expected
-        assert implementation_for("cuda").name in ("CUDA", "Triton", "torch")
         assert implementation_for("mps").name == "torch"
 
     def test_an_implementation_that_works_is_used_and_was_tried_once(self, first):
@@ -219,6 +219,14 @@ class TestChoice:
         wanted = ["RuntimeError: no kernel image is available for execution on the device"]
         assert reasons(first(ban=ban)) == wanted
         assert implementation_for("cpu").name == "torch"
+
+    def test_kernels_for_a_gpu_wait_for_the_switch(self, first, monkeypatch):
+        kernel, tried = first(device_types=("cuda",)), []
+        monkeypatch.setattr(implementations, "_differs", lambda *arguments: tried.append(arguments))
+        assert implementation_for("cuda").name == "torch" and not tried
+        assert reasons(kernel) == ["not yet run on a GPU (FASTGEN_CUDA_KERNELS=1 switches it on)"]
+        monkeypatch.setattr(CONFIG, "cuda_kernels", True)
+        assert implementation_for("cuda") is kernel and reasons(kernel) == [] and len(tried) == 1
 
     def test_a_library_that_was_not_built(self, first):
         missing = first(machine_reasons=lambda: load_reasons("fastgen.ops._missing"))

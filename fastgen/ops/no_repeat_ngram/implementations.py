@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from fastgen.config import CONFIG
 from fastgen.ops.libraries import load_reasons
 from fastgen.ops.no_repeat_ngram import native, reference
 
@@ -35,11 +36,17 @@ class Implementation:
         return f"no_repeat_ngram ({self.name})"
 
 
-@functools.cache
 def reasons(implementation: Implementation) -> list[str]:
-    """Why it cannot be used on this machine; empty if it can, and gives what torch gives."""
+    """Why it is not used on this machine; empty if it can be, is switched on, and gives what torch gives."""
+    return _reasons(implementation, CONFIG.cuda_kernels)
+
+
+@functools.cache
+def _reasons(implementation: Implementation, cuda_kernels: bool) -> list[str]:
     if found := implementation.machine_reasons():
         return found
+    if "cuda" in implementation.device_types and not cuda_kernels:
+        return ["not yet run on a GPU (FASTGEN_CUDA_KERNELS=1 switches it on)"]
     try:
         wrong = [device_type for device_type in implementation.device_types if _differs(implementation, device_type)]
     except Exception as error:
@@ -80,11 +87,15 @@ IMPLEMENTATIONS = (
 )
 
 
-@functools.cache
 def implementation_for(device_type: str) -> Implementation:
     """The first that runs on such a device; chosen once. The first call on a GPU must not be captured in a graph."""
+    return _implementation_for(device_type, CONFIG.cuda_kernels)
+
+
+@functools.cache
+def _implementation_for(device_type: str, cuda_kernels: bool) -> Implementation:
     return next(
         implementation
         for implementation in IMPLEMENTATIONS
-        if device_type in (implementation.device_types or (device_type,)) and not reasons(implementation)
+        if device_type in (implementation.device_types or (device_type,)) and not _reasons(implementation, cuda_kernels)
     )

@@ -18,14 +18,20 @@ STEPS_BEFORE = 8
 
 
 def are_wanted(device: torch.device, steps: int) -> bool:
-    """Whether so many steps are enough to be recorded, and FASTGEN_CUDA_GRAPHS allows it."""
-    return CONFIG.cuda_graphs != "off" and device.type in ("cuda", "cpu") and steps >= MIN_STEPS
+    """Whether so many steps are enough to be recorded, and FASTGEN_CUDA_GRAPHS allows it: on a GPU only if it is on."""
+    devices = {"off": (), "auto": ("cpu",), "on": ("cpu", "cuda")}[CONFIG.cuda_graphs]
+    return device.type in devices and steps >= MIN_STEPS
+
+
+def opt_in_reasons(device: torch.device) -> list[str]:
+    """Why steps on this device are not recorded unless the user asks for it; empty if they may be, or never are."""
+    is_opt_in = device.type == "cuda" and CONFIG.cuda_graphs == "auto"
+    return ["not yet run on a GPU (FASTGEN_CUDA_GRAPHS=on switches it on)"] if is_opt_in else []
 
 
 def pays(decoder: nn.Module, rows: int, steps: int, is_known: bool) -> bool:
     """Whether a recording saves what it costs, on a CPU; FASTGEN_CUDA_GRAPHS=on makes it in any case."""
-    is_asked = CONFIG.cuda_graphs == "on" or not _weight_of(decoder).is_cpu
-    return is_asked or gain.recording_pays(gain.size_of(decoder), rows, steps, is_known)
+    return CONFIG.cuda_graphs == "on" or gain.recording_pays(gain.size_of(decoder), rows, steps, is_known)
 
 
 def is_new_wanted(decoder: nn.Module, rows: int, done: int, left: int) -> bool:

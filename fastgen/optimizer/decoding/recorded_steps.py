@@ -272,7 +272,9 @@ class RecordedSteps(ABC):
 
 def can_record(model: nn.Module, decoder: nn.Module, steps: int, reasons: Callable[[], list[str]]) -> bool:
     """Whether a loop of at most so many steps should try to; tells the report why not. reasons: of the host."""
-    if not recordable.are_wanted(next(decoder.parameters()).device, steps):
+    device = next(decoder.parameters()).device
+    if not recordable.are_wanted(device, steps):
+        tell(recordable.opt_in_reasons(device))
         return False
     found = recordings_of(model, decoder).refused or reasons()
     tell(found)

@@ -30,9 +30,9 @@ TOLERANCE = 0.05  # of half precision
 
 def are_wanted(states: Tensor) -> bool:
     """Whether forwards of such states are recorded; on a GPU unless the program computes on a stream of its own."""
-    if states.is_cuda and CONFIG.cuda_graphs != "off":
-        return not torch.cuda.current_stream(states.device).cuda_stream
-    return states.is_cpu and CONFIG.cuda_graphs == "on"
+    if CONFIG.cuda_graphs != "on":
+        return False
+    return states.is_cpu or (states.is_cuda and not torch.cuda.current_stream(states.device).cuda_stream)
 
 
 def recorded_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tensor | None) -> Tensor | None:

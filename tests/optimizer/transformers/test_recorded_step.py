@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -344,6 +345,16 @@ def test_nothing_is_recorded_where_it_is_not_wanted(arguments):
     with recording("off"):
         stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **arguments))
         assert torch.equal(stock, fast) and not replays(report) and "decode" not in str(report.fallbacks)
+
+
+def test_steps_are_captured_on_a_gpu_only_if_the_user_asks_for_it(monkeypatch):
+    monkeypatch.setattr(recorded_steps, "recordings_of", lambda *models: SimpleNamespace(refused=[]))
+    on_gpu, told = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32), []
+    decoder = SimpleNamespace(parameters=lambda: iter([on_gpu]))
+    for cuda_graphs, wanted in (("off", False), ("auto", False), ("on", True)):
+        with recording(cuda_graphs), mock.patch.object(recorded_steps, "tell", told.append):
+            assert recorded_steps.can_record(nn.Module(), decoder, 40, reasons=list) is wanted
+    assert told == [[], ["not yet run on a GPU (FASTGEN_CUDA_GRAPHS=on switches it on)"], []]
 
 
 def test_on_a_cpu_a_recording_has_to_save_what_it_costs(monkeypatch):

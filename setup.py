@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -25,6 +26,14 @@ def nvcc():
 
 class BuildKernels(build_ext):
     """Builds shared libraries for ctypes: they are no Python modules, and `.cu` files go to nvcc."""
+
+    def run(self):
+        """Removes kernels of earlier builds first: where one cannot be built now, the old one must not be installed."""
+        folders = [Path(self.build_lib), *([Path()] if self.inplace else [])]
+        for folder in folders:
+            for library in folder.glob(f"fastgen/**/*{sysconfig.get_config_var('EXT_SUFFIX')}"):
+                library.unlink()
+        super().run()
 
     def build_extension(self, ext):
         if ext.sources[0].endswith(".cu"):

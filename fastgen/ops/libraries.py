@@ -15,7 +15,7 @@ def load(name: str) -> ctypes.CDLL:
     """The library with this name of a module. Raises OSError if there is none or it cannot be loaded."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
-        raise OSError("not built at installation")
+        raise OSError("not built")
     return ctypes.CDLL(spec.origin)
 
 

@@ -114,10 +114,20 @@ class TestInstallation:
         run([sys.executable, *pip, "--target", site, sources], tmp_path, **environment)
         assert not list(site.rglob("*.so"))
         lines = run([sys.executable, "-c", PROGRAM], tmp_path, PYTHONPATH=str(site)).splitlines()
-        assert "no-repeat n-gram (CUDA): not built at installation" in lines
-        assert "no-repeat n-gram (C++): not built at installation" in lines
+        assert "no-repeat n-gram (CUDA): not built" in lines
+        assert "no-repeat n-gram (C++): not built" in lines
         assert "no-repeat n-gram (torch): usable" in lines
         assert lines[-2].startswith(str(site)) and lines[-1] == "[[0.0, 0.0, -inf]]"
+
+    @needs_compiler
+    @pytest.mark.parametrize("build", [["build"], ["build_ext", "--inplace"]], ids=["build", "inplace"])
+    def test_kernels_of_an_earlier_build_do_not_outlive_one_without_a_compiler(self, build, sources, tmp_path):
+        missing = script(tmp_path / "no-compiler", "exit 1")
+        command, no_cuda = [sys.executable, "setup.py", "--quiet", *build], str(tmp_path / "no-cuda")
+        run(command, sources, CUDA_HOME=no_cuda)
+        assert list(sources.rglob("_cpu*.so"))
+        run(command, sources, CUDA_HOME=no_cuda, CC=missing, CXX=missing)
+        assert not list(sources.rglob("*.so"))
 
     @needs_compiler
     def test_a_cuda_compiler_that_fails_does_not_keep_the_rest_from_being_built(self, sources, tmp_path):
@@ -127,7 +137,7 @@ class TestInstallation:
         built = {library.name.split(".")[0] for library in (sources / "fastgen").rglob("*.so")}
         assert "_cpu" in built and "_cuda" not in built
         lines = run([sys.executable, "-c", PROGRAM], tmp_path, PYTHONPATH=str(sources)).splitlines()
-        assert "no-repeat n-gram (CUDA): not built at installation" in lines
+        assert "no-repeat n-gram (CUDA): not built" in lines
         assert "no-repeat n-gram (C++): usable" in lines
         assert lines[-2].startswith(str(sources)) and lines[-1] == "[[0.0, 0.0, -inf]]"
 

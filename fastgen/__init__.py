@@ -69,11 +69,14 @@ def _import_hint(error: Exception) -> str:
 
 def disable() -> None:
     """Puts the originals back, in all threads; they stay until `enable()` or the next `enabled()`."""
-    PATCH_SET.revert("disabled")
+    PATCH_SET.revert("fastgen.disable()")
 
 
 def status() -> PatchStates:
-    """For each patch its name, state (pending, applied, skipped, failed or reverted) and reason; shown as a table."""
+    """For each patch its name, group, state (pending, applied, skipped, failed or reverted), reason and host.
+
+    Printed, it has one line for each group, since patches of a group are applied all or none.
+    """
     return PATCH_SET.states()
 
 

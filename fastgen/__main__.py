@@ -12,9 +12,11 @@ import platform
 import runpy
 import sys
 import types
+from dataclasses import replace
 from importlib import metadata
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 import fastgen
@@ -23,6 +25,7 @@ from fastgen.optimizer import PATCH_SET, PATCHES
 from fastgen.patching import table
 
 _PROG = "python -m fastgen"
+_DISTRIBUTION = "fastgen-generate"
 _PACKAGES = ("torch", "transformers", "fairseq")
 
 
@@ -112,12 +115,26 @@ def report() -> str:
     PATCH_SET.load_replacements()
     versions = [f"fastgen {fastgen.__version__}", f"Python {platform.python_version()}"]
     versions += [_version(package) for package in _PACKAGES]
-    groups: dict[str, tuple[str, str]] = {}  # the patches of one are applied all or none
-    for s in fastgen.status():
-        groups.setdefault(s.group, (s.state, errors.get(s.name, s.reason) if s.state == "pending" else s.reason))
-    states = [(group, *found) for group, found in groups.items()]
+    states = fastgen.status()
+    states[:] = [
+        replace(one, reason=errors.get(one.name, one.reason)) if one.state == "pending" else one for one in states
+    ]
     kernels = [(k.name, k.implementation, "; ".join(k.reasons) or "usable") for k in ops.kernels()]
-    return "\n".join([", ".join(versions), "", "Patches", table(states), "", "Kernels", table(kernels)])
+    head = [", ".join(versions), *_source_tree(Path(fastgen.__file__).parents[1])]
+    return "\n".join([*head, "", "Patches", repr(states), "", "Kernels", table(kernels)])
+
+
+def _source_tree(tree: Path) -> list[str]:
+    """Says so if `tree`, the folder that `fastgen` is imported from, is a checkout: installing builds the kernels."""
+    if not (tree / "setup.py").is_file():
+        return []
+    installed = list(metadata.distributions(name=_DISTRIBUTION))
+    for folder in {Path(str(one.locate_file(""))).resolve() for one in installed} - {tree.resolve()}:
+        if (folder / "fastgen" / "__init__.py").is_file():
+            hides = f"It hides the fastgen installed in {folder}, and has only the kernels that were built in the tree."
+            return [f"runs from the source tree {tree}", hides, f"Use another folder, or pip install -e {tree}"]
+    is_editable = any('"editable": true' in (one.read_text("direct_url.json") or "") for one in installed)
+    return [f"runs from the source tree {tree}" + ("" if is_editable else f", not installed: pip install -e {tree}")]
 
 
 def _import_hosts() -> dict[str, str]:
@@ -125,7 +142,6 @@ def _import_hosts() -> dict[str, str]:
     errors = {}
     for patch in PATCHES:
         if not find_spec(patch.host):
-            errors[patch.name] = f"{patch.host} is not installed"
             continue
         try:
             importlib.import_module(patch.module)

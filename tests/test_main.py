@@ -1,7 +1,9 @@
 """`python -m fastgen`: the report, and programs that run under it as they run under python."""
 
+from importlib.util import find_spec
+
 import pytest
-from python_process import run_python
+from python_process import REPOSITORY, run_python
 
 import fastgen
 from fastgen.optimizer import PATCHES
@@ -115,7 +117,8 @@ def test_the_report_shows_versions_patches_and_kernels_in_one_screen():
     assert lines[0].startswith(f"fastgen {fastgen.__version__}, Python ")
     assert f"transformers {transformers.__version__}" in lines[0]
     states = [line.split()[:2] for line in lines[lines.index("Patches") + 1 : lines.index("Kernels") - 1]]
-    assert [name for name, _ in states] == list(dict.fromkeys(patch.group for patch in PATCHES))
+    groups = dict.fromkeys(patch.group for patch in PATCHES if find_spec(patch.host))
+    assert [name for name, _ in states if name != "fairseq"] == list(groups)
     assert {state for name, state in states if name.startswith("transformers.")} == {"applied"}
     kernels = [line.split() for line in lines[lines.index("Kernels") + 1 :]]
     assert kernels[0] == ["shared", "attention", "torch", "usable"]
@@ -133,4 +136,41 @@ def test_the_report_says_why_a_host_is_not_patched(tmp_path):
     reason = "import transformers.generation.utils: ImportError: broken installation"
     assert done.stdout.count(f"pending  {reason}") == 2  # shared_caches, loops
     done = run_python("-m", "fastgen", FASTGEN_DISABLE="1", path=tmp_path)
-    assert done.stdout.count("skipped  FASTGEN_DISABLE=1") == len({patch.group for patch in PATCHES})
+    assert "\nNothing is patched: FASTGEN_DISABLE=1.\n" in done.stdout
+
+
+INSTALLATION = """
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from fastgen.__main__ import _source_tree
+
+folders = {folders}
+read_text = lambda name: {direct_url!r}
+of = lambda folder: SimpleNamespace(locate_file=lambda file: Path(folder, file), read_text=read_text)
+metadata.distributions = lambda name: map(of, folders)
+print(*_source_tree(Path({tree!r})), sep="\\n")
+"""
+
+
+def source_tree_lines(tree, folders, direct_url=None):
+    """What the report says of `tree` where fastgen is installed in `folders`."""
+    code = INSTALLATION.format(tree=str(tree), folders=list(map(str, folders)), direct_url=direct_url)
+    return run_python("-c", code).stdout.splitlines()
+
+
+def test_the_report_says_that_it_runs_from_a_source_tree(tmp_path):
+    tree, site = tmp_path / "checkout", tmp_path / "site-packages"
+    for folder in (tree / "fastgen", site / "fastgen"):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    assert source_tree_lines(site, [site]) == [""]
+    (tree / "setup.py").touch()
+    runs = f"runs from the source tree {tree}"
+    assert source_tree_lines(tree, [tree]) == [f"{runs}, not installed: pip install -e {tree}"]
+    hidden = source_tree_lines(tree, [tree, site])
+    assert hidden[0] == runs and hidden[1].startswith(f"It hides the fastgen installed in {site}, ")
+    assert hidden[2] == f"Use another folder, or pip install -e {tree}"
+    (site / "fastgen" / "__init__.py").unlink()
+    assert source_tree_lines(tree, [site], '{"dir_info": {"editable": true}}') == [runs]
+    assert run_python("-m", "fastgen").stdout.splitlines()[1].startswith(f"runs from the source tree {REPOSITORY}")

@@ -11,6 +11,7 @@ import pytest
 from python_process import REPOSITORY, run_code, run_python
 
 import fastgen
+from fastgen.optimizer import PATCHES
 
 UTILS = """
 class GenerationMixin:
@@ -235,14 +236,41 @@ print(*fastgen.status(), sep="\\n")
     first, *states = run_code(code).splitlines()
     assert first == "1 None"
     table = run_code("import fastgen; states = fastgen.status(); print(repr(states))").splitlines()
-    assert len(table) == len(states)
+    groups = dict.fromkeys(patch.group for patch in PATCHES)
+    assert len(states) == len(PATCHES) and [line.split()[0] for line in table] == list(groups)
     assert table[0].split(maxsplit=2) == [
-        "transformers.generate",
+        "transformers.shared_caches",
         "pending",
         "waits for the import of transformers.generation.utils",
     ]
     assert len({line.index("pending") for line in table}) == 1, "columns stand below each other"
     assert states[0] == "transformers.generate: pending (waits for the import of transformers.generation.utils)"
+
+
+def test_status_has_one_line_for_a_host_that_is_not_installed():
+    code = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *package: None if name == "fairseq" else find_spec(name, *package)
+import fastgen
+print(fastgen.status())
+"""
+    lines = run_code(code).splitlines()
+    assert [line.split() for line in lines if "fairseq" in line] == [["fairseq", "not", "installed"]]
+    assert len(lines) == 1 + len({patch.group for patch in PATCHES if patch.host == "transformers"})
+
+
+@pytest.mark.parametrize(
+    ("env", "call", "reason"),
+    [
+        ({"FASTGEN_DISABLE": "1"}, "status", "FASTGEN_DISABLE=1"),
+        ({"FASTGEN_AUTO": "0"}, "status", "FASTGEN_AUTO=0"),
+        ({}, "disable", "fastgen.disable()"),
+    ],
+)
+def test_status_is_one_sentence_where_nothing_is_patched(env, call, reason):
+    code = f"import fastgen; fastgen.{call}(); print(fastgen.status())"
+    assert run_code(code, **env) == f"Nothing is patched: {reason}.\n"
 
 
 def test_a_spawned_worker_is_patched_by_its_own_import(host):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,32 @@ class PatchState:
     group: str
     state: str
     reason: str
+    host: str
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.state}" + (f" ({self.reason})" if self.reason else "")
 
 
 class PatchStates(list[PatchState]):
-    """A list that is shown as a table."""
+    """A list that is shown with one line for each group, and one for a host that is not installed."""
 
     def __repr__(self) -> str:
-        return table((one.name, one.state, one.reason) for one in self)
+        """A table; a sentence where nothing is patched for one reason, such as FASTGEN_DISABLE=1."""
+        if {one.state for one in self} <= {"skipped", "reverted"} and len({one.reason for one in self}) == 1:
+            return f"Nothing is patched: {self[0].reason}."
+        missing = {host for host in {one.host for one in self} if not _is_installed(host)}
+        groups: dict[str, list[PatchState]] = {}
+        for one in self:
+            groups.setdefault(one.host if one.host in missing else one.group, []).append(one)
+        rows = []
+        for name, states in groups.items():
+            reasons = "; ".join(dict.fromkeys(one.reason for one in states if one.reason))
+            rows.append((name, "not installed", "") if name in missing else (name, states[0].state, reasons))
+        return table(rows)
+
+
+def _is_installed(host: str) -> bool:
+    return host in sys.modules or find_spec(host) is not None
 
 
 def table(rows: Iterable[tuple[str, str, str]]) -> str:

@@ -167,7 +167,9 @@ class PatchSet:
         """The state of every patch, in the order in which they were given."""
         with LOCK:
             records = self._records()
-            return PatchStates(PatchState(r.patch.name, r.patch.group, r.state, self._reason(r)) for r in records)
+            return PatchStates(
+                PatchState(r.patch.name, r.patch.group, r.state, self._reason(r), r.patch.host) for r in records
+            )
 
     def _reason(self, record: _Record) -> str:
         if self._everywhere or record.state != "applied":
@@ -316,7 +318,8 @@ def _load(replacement: str) -> Callable:
 
 
 def _waiting_for(modules: set[str]) -> str:
-    return f"waits for the import of {', '.join(sorted(modules))}"
+    first, *others = sorted(modules)
+    return f"waits for the import of {first}" + (f" and {len(others)} more" if others else "")
 
 
 def _is_being_imported(module: ModuleType) -> bool:

@@ -37,7 +37,7 @@ from torch import nn
 import fastgen
 from fastgen.ops import cpu_linear
 from fastgen.ops.cpu_linear import product
-from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding import gain, model_facts
 
 HALF_TOLERANCE = 0.25
 TIE = 1e-4
@@ -153,7 +153,7 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
             way = case.context.removeprefix("recorded, ")
             way = way if way in product.ways(torch.float32) else cpu_linear.ONEDNN
             stack.enter_context(patch.object(cpu_linear, "fastest", lambda *tensors: way))
-            stack.enter_context(patch.object(gain.ModelSize, "is_large", True))
+            stack.enter_context(patch.object(model_facts.ModelSize, "is_large", True))
         if case.context in ("replaced forward", "hook of accelerate"):
             _steer(stack, model, by_hook=case.context != "replaced forward")
         elif case.context.startswith("training mode"):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fastgen.ops import cpu_linear
 from fastgen.ops.cpu_linear import product
-from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding import model_facts
 
 MODELS = ("gpt2", "llama", "bart", "t5", "mistral", "marian")
 CONTEXTS = ("plain", "inference mode", "poisoned memory", "repeated keys", "keys written in place", "default gates")
@@ -131,7 +131,7 @@ def packing() -> Iterator[None]:
     """Every product goes through oneDNN, and a weight is packed after two."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(product, "MIN_ELEMENTS", 0))
-        stack.enter_context(patch.object(gain.ModelSize, "is_large", True))
+        stack.enter_context(patch.object(model_facts.ModelSize, "is_large", True))
         for name, value in {"fastest": cpu_linear.ONEDNN, "is_known": True, "pays_after": 2}.items():
             stack.enter_context(patch.object(cpu_linear, name, lambda *_, value=value: value))
         stack.enter_context(patch.object(cpu_linear, "MIN_PRODUCTS", 1))

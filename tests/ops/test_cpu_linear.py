@@ -22,7 +22,7 @@ from fastgen.config import CONFIG
 from fastgen.ops import cpu_linear
 from fastgen.ops.cpu_linear import autotune, autotune_cache, few_rows
 from fastgen.ops.cpu_linear import product as op
-from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.transformers.forwards import forwards
 
@@ -40,7 +40,7 @@ def everywhere(request, monkeypatch):
     """All products go this way; returns what they are counted as."""
     monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(cpu_linear, "fastest", lambda *product: request.param)
-    monkeypatch.setattr(gain, "MIN_LARGE_PER_MODULE", 0)
+    monkeypatch.setattr(model_facts, "MIN_LARGE_PER_MODULE", 0)
     return f"cpu_linear, {request.param}"
 
 
@@ -75,9 +75,9 @@ def test_bf16_goes_through_onednn_where_the_cpu_has_instructions_for_it(with_bia
 
 def test_bf16_weights_count_as_large_where_they_are_multiplied(monkeypatch):
     monkeypatch.setattr(op, "dtypes", lambda: (torch.float32,))
-    assert not gain.size_of(nn.Linear(1024, 1024).bfloat16()).is_large
+    assert not model_facts.size_of(nn.Linear(1024, 1024).bfloat16()).is_large
     monkeypatch.setattr(op, "dtypes", lambda: (torch.float32, torch.bfloat16))
-    assert gain.size_of(nn.Linear(1024, 1024).bfloat16()).is_large
+    assert model_facts.size_of(nn.Linear(1024, 1024).bfloat16()).is_large
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart", "t5", "whisper", "llama"])

@@ -13,7 +13,7 @@ import fastgen
 from fastgen import ops
 from fastgen.ops import Kernel
 from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for
-from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import count, current_call, fell_back, generate_call, last_report
 from fastgen.optimizer.report import Report
 
@@ -33,7 +33,7 @@ def test_the_implementation_of_ngram_blocking_is_named_and_why_the_others_did_no
 
 
 def test_the_fused_activation_is_named(monkeypatch):
-    monkeypatch.setattr(gain.ModelSize, "is_large", True)
+    monkeypatch.setattr(model_facts.ModelSize, "is_large", True)
     for name, ran in (("gpt2", True), ("llama", False)):
         tiny(name).generate(**padded(9, 5), **BEAMS)
         assert ("fused activation" in fastgen.explain().kernels) == ran

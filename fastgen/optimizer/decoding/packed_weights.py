@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastgen.config import CONFIG
 from fastgen.ops import cpu_linear
 from fastgen.ops.cpu_linear import Kind, PackedWeight, Trial
-from fastgen.optimizer.decoding.gain import size_of
+from fastgen.optimizer.decoding.model_facts import size_of
 
 OTHERS = 12 << 20  # elements; more than caches hold
 

@@ -9,6 +9,7 @@ from fastgen.config import CONFIG
 from fastgen.ops.cpu_linear import few_rows
 from fastgen.ops.transforms import is_transformed, is_watched
 from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding.model_facts import size_of
 
 # To look at the model takes the time of some steps (not yet measured on a GPU).
 MIN_STEPS = 16
@@ -31,7 +32,7 @@ def opt_in_reasons(device: torch.device) -> list[str]:
 
 def pays(decoder: nn.Module, rows: int, steps: int, is_known: bool) -> bool:
     """Whether a recording saves what it costs, on a CPU; FASTGEN_CUDA_GRAPHS=on makes it in any case."""
-    return CONFIG.cuda_graphs == "on" or gain.recording_pays(gain.size_of(decoder), rows, steps, is_known)
+    return CONFIG.cuda_graphs == "on" or gain.recording_pays(size_of(decoder), rows, steps, is_known)
 
 
 def is_new_wanted(decoder: nn.Module, rows: int, done: int, left: int) -> bool:
@@ -75,4 +76,4 @@ def _rounds_otherwise(weight: Tensor) -> bool:
 def _packs(decoder: nn.Module, weight: Tensor, rows: int) -> bool:
     """Whether the products of so many rows may be of packed weights: where there are none for few rows."""
     has_few_rows = weight.dtype == torch.float32 and not few_rows.machine_reasons()
-    return weight.is_cpu and CONFIG.pack and rows > 1 and not has_few_rows and gain.size_of(decoder).is_large
+    return weight.is_cpu and CONFIG.pack and rows > 1 and not has_few_rows and size_of(decoder).is_large

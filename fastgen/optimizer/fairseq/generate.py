@@ -15,7 +15,7 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import recorded_steps
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import expect_steps, faster_forwards, linears
-from fastgen.optimizer.decoding.gain import size_of
+from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.fairseq import prompt as prompts
 from fastgen.optimizer.fairseq import recordable
 from fastgen.optimizer.fairseq.decode_step import DecodeStep

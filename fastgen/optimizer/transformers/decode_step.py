@@ -24,6 +24,7 @@ from fastgen.optimizer.decoding import gain, recordable, recorded_steps
 from fastgen.optimizer.decoding.call import GenerateCall, current_call, fell_back
 from fastgen.optimizer.decoding.faster_forwards import expect_steps
 from fastgen.optimizer.decoding.late_flag import reading_waits
+from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.transformers import (
     cache_layers,
     eligibility,
@@ -224,7 +225,7 @@ class DecodeStep:
         if leaving * 8 < inputs or not self.arguments.get("use_cache"):
             return False
         steps = min(steps_left, max(self.steps, FEW_STEPS))
-        if gain.prefill_reasons(gain.size_of(self.model), leaving * self.fan_out * steps):
+        if gain.prefill_reasons(size_of(self.model), leaving * self.fan_out * steps):
             return False
         if self._staying is None:
             self._staying = self._staying_reasons()

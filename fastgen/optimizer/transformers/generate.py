@@ -8,7 +8,7 @@ from typing import Any
 
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
-from fastgen.optimizer.decoding.gain import size_of
+from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.packed_weights import forget_copies
 from fastgen.optimizer.transformers import cache_layers, compiled, forwards, verification
 from fastgen.patching import disabled

@@ -22,6 +22,7 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.faster_forwards import expect_steps
+from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.transformers import (
     cache_layers,
     eligibility,
@@ -118,7 +119,7 @@ def too_small_reasons(model: Any, arguments: dict[str, Any], kept: int) -> list[
         length = max(length, embeds.shape[1])
     if encoded is not None and isinstance(encoded[0], Tensor):
         length += encoded[0].shape[1] // 16  # the share of a layer's weights that makes keys and values of them
-    return gain.prefill_reasons(gain.size_of(model), (row_count - kept) * length)
+    return gain.prefill_reasons(size_of(model), (row_count - kept) * length)
 
 
 def _expand_or_reasons(

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.activations import NewGELUActivation
 
 import fastgen
-from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
 from fastgen.optimizer.transformers.forwards import forwards
 
@@ -24,7 +24,7 @@ STATES = torch.cat([torch.linspace(-12, 12, 10001), torch.tensor([-1e4, -0.0, 0.
 
 @pytest.fixture
 def gpt2(monkeypatch):
-    monkeypatch.setattr(gain.ModelSize, "is_large", True)
+    monkeypatch.setattr(model_facts.ModelSize, "is_large", True)
     return tiny("gpt2")
 
 

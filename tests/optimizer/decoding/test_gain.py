@@ -10,7 +10,7 @@ from sharing import sharing
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding import gain, model_facts
 from fastgen.optimizer.transformers import compiled, model_state, modules, rows
 
 REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
@@ -34,7 +34,7 @@ def test_small_calls_are_left_alone_before_modules_and_rows_are_looked_at(name, 
 
 
 def test_the_reason_gives_the_numbers():
-    size = gain.ModelSize(modules=10, weights=2000, step=0, large=0, bytes=0)
+    size = model_facts.ModelSize(modules=10, weights=2000, step=0, large=0, bytes=0)
     cost = f"{(gain.COST + 10 * gain.COST_PER_MODULE) / 1e6:.1f}"
     assert gain.prefill_reasons(size, 50) == [
         "too small to gain: one row per input would save 50 tokens, 0.1 million multiplications, "
@@ -87,11 +87,11 @@ def test_rows_that_the_caller_repeated_are_compared_once(share_always, monkeypat
 
 def test_the_size_counts_what_every_token_is_multiplied_with():
     model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(8, 100, bias=False), nn.LayerNorm(8))
-    assert gain.size_of(model) == gain.ModelSize(modules=5, weights=128, step=928, large=0, bytes=7040)
+    assert model_facts.size_of(model) == model_facts.ModelSize(modules=5, weights=128, step=928, large=0, bytes=7040)
 
 
 def test_a_recording_pays_where_steps_are_many_and_short():
-    size = gain.ModelSize(modules=150, weights=85_000_000, step=123_000_000, large=0, bytes=0)  # GPT-2 small
+    size = model_facts.ModelSize(modules=150, weights=85_000_000, step=123_000_000, large=0, bytes=0)  # GPT-2 small
     assert gain.recording_pays(size, rows=1, steps=40, is_known=False)
     assert not gain.recording_pays(size, rows=1, steps=16, is_known=False)
     assert gain.recording_pays(size, rows=1, steps=16, is_known=True)
@@ -101,14 +101,14 @@ def test_a_recording_pays_where_steps_are_many_and_short():
 
 def test_the_size_is_looked_up_again_when_the_type_of_the_weights_changes():
     model = nn.Linear(1024, 1024)
-    assert gain.size_of(model).is_large
-    assert not gain.size_of(model.half()).is_large
+    assert model_facts.size_of(model).is_large
+    assert not model_facts.size_of(model.half()).is_large
 
 
 def test_the_weights_of_an_encoder_do_not_count_because_it_runs_once_per_input_anyway():
     few, many = (tiny("bart", "seq2seq", encoder_layers=layers) for layers in (1, 4))
-    assert gain.size_of(few).weights == gain.size_of(many).weights
-    assert gain.size_of(few).modules < gain.size_of(many).modules
+    assert model_facts.size_of(few).weights == model_facts.size_of(many).weights
+    assert model_facts.size_of(few).modules < model_facts.size_of(many).modules
 
 
 def fake_keys(*shape: int, **kind) -> torch.Tensor:

@@ -16,7 +16,7 @@ from fastgen.config import CONFIG
 from fastgen.ops import cpu_linear
 from fastgen.ops.cpu_linear import autotune_cache, packing
 from fastgen.ops.cpu_linear import product as op
-from fastgen.optimizer.decoding import gain, packed_weights
+from fastgen.optimizer.decoding import model_facts, packed_weights
 from fastgen.optimizer.decoding.faster_forwards import expect_steps, faster_forwards
 from fastgen.optimizer.transformers.forwards import forwards
 
@@ -31,7 +31,7 @@ def onednn(monkeypatch):
     """Everything goes through oneDNN."""
     monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(cpu_linear, "fastest", lambda *product: cpu_linear.ONEDNN)
-    monkeypatch.setattr(gain, "MIN_LARGE_PER_MODULE", 0)
+    monkeypatch.setattr(model_facts, "MIN_LARGE_PER_MODULE", 0)
 
 
 @pytest.fixture

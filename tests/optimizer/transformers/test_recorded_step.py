@@ -19,7 +19,7 @@ from transformers import LogitsProcessor
 from fastgen.ops.cpu_graph.trace import Diverged
 from fastgen.ops.cpu_linear import few_rows
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import gain, recordable, recorded_step, recorded_steps
+from fastgen.optimizer.decoding import gain, model_facts, recordable, recorded_step, recorded_steps
 from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.decoding.recorded_step import CpuCapture, Recording, Recordings
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for
@@ -383,7 +383,7 @@ def test_half_precision_is_left_alone_on_a_cpu():
 
 def test_steps_with_packed_weights_are_not_recorded(monkeypatch):
     model = model_of("gpt2")
-    monkeypatch.setattr(gain.ModelSize, "is_large", True)
+    monkeypatch.setattr(model_facts.ModelSize, "is_large", True)
     assert recorded(model, inputs_of("gpt2"), **BEAMS) or few_rows.machine_reasons()
     monkeypatch.setattr(few_rows, "machine_reasons", lambda: ["built without a compiler"])
     report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS)).report

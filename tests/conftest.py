@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,6 +22,26 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("FASTGEN_CACHE", tempfile.mkdtemp(prefix="fastgen-tests-"))
+
+
+@pytest.fixture(autouse=True)
+def _patches() -> Iterator[None]:
+    """All replacements are loaded before a test, and no patch fails in it for the rest of the process.
+
+    A module that is imported while a test has replaced something would keep what that test has put there.
+    """
+    optimizer = sys.modules.get("fastgen.optimizer")
+    if optimizer is None:  # no test file of this process needs it
+        yield
+        return
+    optimizer.PATCH_SET.load_replacements()
+    before = _switched_off(optimizer)
+    yield
+    assert _switched_off(optimizer) == before
+
+
+def _switched_off(optimizer: Any) -> list[str]:
+    return [str(one) for one in optimizer.PATCH_SET.states() if one.state not in ("applied", "pending")]
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,7 @@ lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 table: $(VENV)/test.installed
 	$(BIN)/python tests/helpers/architecture_parity.py docs/architectures.md

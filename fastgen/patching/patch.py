@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,8 @@ class PatchStates(list[PatchState]):
 
 
 def _is_installed(host: str) -> bool:
+    from importlib.util import find_spec  # which `import fastgen` does without
+
     return host in sys.modules or find_spec(host) is not None
 
 

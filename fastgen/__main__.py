@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import fastgen
 from fastgen import ops
+from fastgen.cli.threads import set_openmp_variables
 from fastgen.optimizer import PATCH_SET, PATCHES
 from fastgen.patching import table
 
@@ -37,6 +38,7 @@ def main(argv: list[str]) -> None:
     if not program:
         print(report())
         return
+    set_openmp_variables()
     fastgen.enable()  # under FASTGEN_AUTO=0, too
     if program[0] != "-m":
         run_script(*program)

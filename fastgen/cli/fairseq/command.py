@@ -14,6 +14,7 @@ from types import ModuleType
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError
 from fastgen.cli.pipeline.interrupt import interruptible
+from fastgen.cli.threads import set_openmp_variables
 from fastgen.optimizer.fairseq.installation import how_to_install, import_hint
 
 
@@ -32,6 +33,7 @@ def _run_command(prog: str, module: str, argv: list[str] | None) -> int:
 
     0 done, 1 failed on the way, 2 a flag, file or model cannot be used, 130 interrupted, 141 nobody reads any more.
     """
+    set_openmp_variables()
     before = sys.argv
     # fairseq looks for --user-dir in sys.argv, whatever arguments its parser is given.
     sys.argv = [prog, *(before[1:] if argv is None else argv)]

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError
 from fastgen.cli.pipeline.interrupt import interruptible
+from fastgen.cli.threads import set_openmp_variables
 from fastgen.cli.transformers.files.paths import Files, check_files
 from fastgen.cli.transformers.flags.arguments import PROG, parse_arguments
 from fastgen.cli.transformers.flags.run_config import RunConfig
@@ -24,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     0 all done, 1 some inputs failed or the run could not go on, 2 flags, files or a model that cannot be used, 130
     interrupted, 143 ended by SIGTERM.
     """
+    set_openmp_variables()
     try:
         with interruptible():
             args = parse_arguments(sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,72 @@
+"""OpenMP settings of the commands: how long a thread spins while it waits, and how many threads there are.
+
+libgomp, the OpenMP in torch's wheels, lets a waiting thread spin 300,000 times before it sleeps. Where other programs
+want the same cores, that takes the time of the thread that is waited for. Variables
+that the user has set stay as they are. Tests: tests/cli/test_threads.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+
+SPIN_COUNT = 5000
+
+
+def set_openmp_variables() -> None:
+    """Sets GOMP_SPINCOUNT and, under a CPU quota, OMP_NUM_THREADS in this process's environment, for libgomp to read.
+
+    libgomp reads them when torch loads it, so that nothing is set where torch is imported already.
+    """
+    if "torch" not in sys.modules:
+        set_variables(os.environ, usable_cpus(), cpu_quota())
+
+
+def set_variables(environ: MutableMapping[str, str], cpus: int, quota: float | None) -> None:
+    """cpus: how many the process may run on. quota: how many CPUs' time it may use, None for all."""
+    if not environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    if quota is not None and quota < cpus:
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))
+
+
+def usable_cpus() -> int:
+    """How many CPUs the process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """How many CPUs' time the process's control groups allow, 1.5 for example; None where there is no quota.
+
+    The smallest quota of the process's group and all groups above it, in version 1 and 2. A path that is not mounted,
+    as in containers, is looked for above.
+    """
+    quotas = []
+    for line in _words(root / "proc/self/cgroup", separator="\n"):
+        _, controllers, path = line.split(":", 2)
+        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        if not controllers or "cpu" in controllers.split(","):
+            group = mount / path.lstrip("/")
+            folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(mount)]
+            quotas += [quota for folder in folders for quota in _quotas_of(folder)]
+    return min(quotas, default=None)
+
+
+def _quotas_of(folder: Path) -> Iterator[float]:
+    """The quota of one group in CPUs, if it has one: "150000 100000" or "max 100000" in version 2, two files in 1."""
+    words = _words(folder / "cpu.max")
+    words = words or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+    with suppress(ValueError):  # "max", and what no kernel writes
+        microseconds, period = map(int, words)
+        if microseconds > 0 and period > 0:
+            yield microseconds / period
+
+
+def _words(file: Path, separator: str | None = None) -> list[str]:
+    try:
+        return file.read_text().strip().split(separator)
+    except OSError:
+        return []

@@ -1,0 +1,135 @@
+"""OpenMP's variables in the commands: set before torch is loaded, unless the user has set them; quotas of CPU time."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from python_process import run_code, run_python
+
+from fastgen.cli import threads
+
+SHOWN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
+# Instead of torch: what the environment holds when torch is loaded.
+TORCH = f"""
+import os
+print(*(os.environ.get(name) for name in {SHOWN}))
+os._exit(0)
+"""
+COMMANDS = {
+    "transformers": "from fastgen.cli.transformers.command import main; main(['demo', __file__, 'out.txt'])",
+    "fairseq generate": "from fastgen.cli.fairseq.command import generate; generate(['DATA', '--path', 'x'])",
+    "fairseq eval_lm": "from fastgen.cli.fairseq.command import eval_lm; eval_lm(['DATA', '--path', 'x'])",
+    "script": "import torch",
+}
+
+
+@pytest.fixture
+def environment_at_torch(tmp_path):
+    """Runs a command up to its import of torch; gives the variables of SHOWN as they are then."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH)
+
+    def run(command: str, **env: str) -> list[str]:
+        if command.startswith("fairseq"):
+            pytest.importorskip("fairseq")
+        (tmp_path / "run.py").write_text(COMMANDS[command])
+        program = ["-m", "fastgen", "run.py"] if command == "script" else ["run.py"]
+        return run_python(*program, path=tmp_path, cwd=tmp_path, **env).stdout.split()[-3:]
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for name in SHOWN:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_spin_count_is_set_when_torch_is_loaded(command, environment_at_torch):
+    spins, policy, _ = environment_at_torch(command)
+    assert (spins, policy) == (str(threads.SPIN_COUNT), "None")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [({"GOMP_SPINCOUNT": "7"}, ["7", "None"]), ({"OMP_WAIT_POLICY": "PASSIVE"}, ["None", "PASSIVE"])],
+    ids=["count", "policy"],
+)
+def test_what_the_user_has_set_stays(command, env, expected, environment_at_torch):
+    assert environment_at_torch(command, **env)[:2] == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp is the OpenMP of torch's wheels for Linux")
+def test_libgomp_takes_the_spin_count(tmp_path):
+    (tmp_path / "run.py").write_text("import torch; print(torch.ones(2).sum())")
+    done = run_python("-m", "fastgen", "run.py", cwd=tmp_path, OMP_DISPLAY_ENV="VERBOSE")
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("torch has another OpenMP here")
+    assert f"GOMP_SPINCOUNT = '{threads.SPIN_COUNT}'" in done.stderr
+
+
+def test_nothing_is_set_once_torch_is_there_and_cannot_see_it():
+    code = "import os, torch; from fastgen.cli import threads; threads.set_openmp_variables(); print(os.environ)"
+    assert "GOMP_SPINCOUNT" not in run_code(code)
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [(None, None), (1.5, "1"), (0.3, "1"), (2.0, "2"), (4.0, None), (9.0, None)]
+)
+def test_there_are_no_more_threads_than_the_quota(quota, expected):
+    environ = {}
+    threads.set_variables(environ, 4, quota)
+    assert environ.get("OMP_NUM_THREADS") == expected
+    threads.set_variables(environ := {"OMP_NUM_THREADS": "3"}, 4, quota)
+    assert environ["OMP_NUM_THREADS"] == "3"
+
+
+VERSION_2 = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}
+VERSION_1 = {
+    "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n3:cpuset:/docker/abc\n1:name=systemd:/docker/abc\n",
+    "sys/fs/cgroup/cpu/docker/abc/cpu.cfs_quota_us": "50000\n",
+    "sys/fs/cgroup/cpu/docker/abc/cpu.cfs_period_us": "100000\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+}
+IN_A_GROUP = {"proc/self/cgroup": "0::/user.slice/a.scope\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (VERSION_2, 1.5),
+        (VERSION_2 | {"sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        (IN_A_GROUP | {"sys/fs/cgroup/user.slice/cpu.max": "300000 100000\n"}, 3.0),
+        (
+            IN_A_GROUP
+            | {
+                "sys/fs/cgroup/user.slice/cpu.max": "200000 100000\n",
+                "sys/fs/cgroup/user.slice/a.scope/cpu.max": "300000 100000\n",
+            },
+            2.0,
+        ),
+        (VERSION_1, 0.5),
+        (VERSION_1 | {"sys/fs/cgroup/cpu/docker/abc/cpu.cfs_quota_us": "-1\n"}, None),
+        # In a container the path is that of the host, and its folder is mounted as the root.
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            2.0,
+        ),
+        ({"proc/self/cgroup": "3:cpuset:/\n0::/\n"}, None),
+        ({"proc/self/cgroup": "0::/../b\n", "sys/fs/cgroup/cpu.max": "what is this\n"}, None),
+        ({}, None),
+    ],
+)
+def test_a_quota_is_read_from_control_groups(files, expected, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert threads.cpu_quota(tmp_path) == expected

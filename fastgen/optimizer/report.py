@@ -1,13 +1,20 @@
-"""What `fastgen.explain()` tells: what one `generate` shared, which kernels ran, what fell back and why."""
+"""What `fastgen.explain()` returns: what one `generate` shared, which kernels ran, what was not done and why.
+
+A report describes; nothing reads it to decide. Tests: tests/optimizer/test_report.py.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen import ops
+from fastgen.optimizer.decoding.reasons import LOOP, PREFILL, STEPS, Reason
+
+REPLAY = "decode step, "  # how the names of replayed steps begin among the kernels
 
 
 @dataclass(repr=False)
@@ -28,31 +35,31 @@ class Stage:
 
     def lines(self) -> list[str]:
         """For people."""
-        own = [f"  stage: {self.name}, {self.seconds:.3f} s"]
-        return own + ([] if self.report is None else [f"  {line}" for line in repr(self.report).splitlines()[1:]])
+        inner = [] if self.report is None else repr(self.report).splitlines()
+        return [f"  stage: {self.name}, {self.seconds:.3f} s", *(f"    {line}" for line in inner)]
 
 
 @dataclass(repr=False)
 class Report:
     """One call of a host's `generate`.
 
-    inputs, rows: 0 where fastgen did not come to see them. shared: what was kept or computed once per input, in words.
-    fallbacks: what was left to the original, with the reason. usages: for each layer, calls of each operation on shared
-    states, see `TwoPartStates`; the first one is of the whole call. stages: its parts, where they are known.
+    inputs, rows: 0 until the prefill has run. shared: what was computed or stored once per input, in words. not_done:
+    what was not done, as pairs of a part of the call and a `Reason`. usages: for each layer, calls of each operation on
+    shared keys and values; the first one is of the whole call. stages: its parts, where they are known.
     """
 
     model: str
     inputs: int = 0
     rows: int = 0
     shared: list[str] = field(default_factory=list)
-    fallbacks: list[str] = field(default_factory=list)
+    not_done: list[tuple[str, Reason]] = field(default_factory=list)
     usages: list[Counter[str]] = field(default_factory=lambda: [Counter()])
     seconds: float = 0.0
     stages: list[Stage] = field(default_factory=list)
 
     @property
     def kernels(self) -> Counter[str]:
-        """Calls of each kernel of fastgen, and of what asked for shared states in one piece (`whole: NAME`)."""
+        """Calls of each kernel of fastgen, and of what asked for shared keys in one piece (`whole: NAME`)."""
         return sum(self.usages, Counter())
 
     @property
@@ -71,42 +78,88 @@ class Report:
                     unused[f"{operation} ({one.implementation})"] = reason
         return unused
 
-    def fell_back(self, reasons: list[str]) -> None:
-        """Notes reasons, those of every step once."""
-        self.fallbacks += [reason for reason in reasons if reason not in self.fallbacks]
+    def add_reasons(self, part: str, reasons: Iterable[Reason]) -> None:
+        """Adds why this part of the call was not done, each reason once."""
+        self.not_done += [(part, reason) for reason in dict.fromkeys(reasons) if (part, reason) not in self.not_done]
+
+    def codes(self, part: str | None = None) -> set[str]:
+        """The codes of all reasons, or of those of one part of the call."""
+        return {reason.code for about, reason in self.not_done if part in (None, about)}
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """What was left to the library because fastgen cannot do it, in words."""
+        return [f"{part}: {reason}" for part, reason in self.not_done if not reason.is_decision]
+
+    @property
+    def decisions(self) -> list[str]:
+        """What fastgen chose not to do, because there is nothing to gain or the user said so, in words."""
+        return [f"{part}: {reason}" for part, reason in self.not_done if reason.is_decision]
+
+    @property
+    def verdict(self) -> str:
+        """Whether decode steps were captured and prompts shared, and if not, why: one line."""
+        if any(stage.report is not None for stage in self.stages):
+            return f"{len(self.stages)} stages"
+        if not self.rows and not self.shared:
+            return "; ".join(self.fallbacks + self.decisions) or "; ".join(self._done()) or "nothing done"
+        return f"{self._steps_verdict()}; {self._prompts_verdict()}"
+
+    def _steps_verdict(self) -> str:
+        if self.replays:
+            return "decode steps captured"
+        why = self._reason_for(STEPS) or self._reason_for(LOOP)
+        return "decode steps not captured" + (f": {why.text}" if why else "")
+
+    def _prompts_verdict(self) -> str:
+        if self.shared and self.rows > self.inputs:
+            return "prompts shared"
+        why = self._reason_for(PREFILL)
+        return "prompts not shared: " + (why.text if why else "one row per input")
+
+    def _reason_for(self, part: str) -> Reason | None:
+        return next((reason for about, reason in self.not_done if about == part), None)
+
+    @property
+    def replays(self) -> int:
+        """Decode steps that were replays of a captured one."""
+        return sum(calls for name, calls in self.kernels.items() if name.startswith(REPLAY))
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON has it: strings, numbers, and lists and dictionaries of them."""
         return {
+            "verdict": self.verdict,
             "model": self.model,
             "inputs": self.inputs,
             "rows": self.rows,
             "shared": list(self.shared),
+            "replayed_steps": self.replays,
             "kernels": dict(sorted(self.kernels.items())),
             "unused_kernels": self.unused_kernels,
-            "fallbacks": list(self.fallbacks),
+            "reasons": [
+                {"part": part, "code": one.code, "text": one.text, "detail": one.detail, "decision": one.is_decision}
+                for part, one in self.not_done
+            ],
+            "fallbacks": self.fallbacks,
+            "decisions": self.decisions,
             "seconds": self.seconds,
             "stages": [stage.as_dict() for stage in self.stages],
         }
 
     def __repr__(self) -> str:
-        lines = [self._call() + (f", {self.seconds:.3f} s" if self.seconds else "")]
+        lines = [self.verdict, "  " + self._call() + (f", {self.seconds:.3f} s" if self.seconds else "")]
         lines += [line for stage in self.stages for line in stage.lines()]
-        shares = all(stage.report is None for stage in self.stages)  # else it is they that share
-        lines += [f"  shared: {item}" for item in self.shared or ["nothing"] if shares]
-        lines += [f"  kernel: {name}, {calls} calls" for name, calls in sorted(self.kernels.items())]
-        lines += [f"  not used: {name}: {reason}" for name, reason in self.unused_kernels.items() if shares]
-        lines += [f"  fell back: {item}" for item in self.fallbacks]
+        lines += [f"  {item}" for item in self._done()]
+        lines += [f"  left to the library: {item}" for item in self.fallbacks]
+        lines += [f"  not worthwhile: {item}" for item in self.decisions]
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """The call in one line, with the first reason of a fallback."""
-        kernels = ", ".join(f"{name} {calls}" for name, calls in sorted(self.kernels.items()))
-        parts = [self._call(), f"shared: {', '.join(self.shared) or 'nothing'}", f"kernels: {kernels or 'none'}"]
-        if self.fallbacks:
-            others = len(self.fallbacks) - 1
-            parts.append(f"fell back: {self.fallbacks[0]}" + (f" (and {others} more)" if others else ""))
-        return "; ".join(parts)
+        """The call in one line."""
+        return "; ".join([f"{self._call()}: {self.verdict}", *self._done()])
+
+    def _done(self) -> list[str]:
+        return [*self.shared, *(f"{name}: {calls} calls" for name, calls in sorted(self.kernels.items()))]
 
     def _call(self) -> str:
         return f"{self.model}: {self.inputs} inputs, {self.rows} rows" if self.rows else self.model

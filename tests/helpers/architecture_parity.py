@@ -12,6 +12,7 @@ from architectures import ARCHITECTURES, REAL, Architecture
 from sharing import sharing
 
 import fastgen
+from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL
 from fastgen.optimizer.report import Report
 
 # Left alone, or only the prefill is run once per input: nothing in their caches can be kept once per input.
@@ -116,8 +117,7 @@ def write_table(path: Path) -> None:
         difference = max(parity.largest_score_difference for parity in parities.values())
         beams = parities["beam search"]
         # Calls that return scores have the library's loop, whatever the architecture.
-        fallbacks = [item for item in beams.report.fallbacks if not item.startswith("the loop is the library's")]
-        left = "; ".join(item.removeprefix("prefill and caches: ") for item in fallbacks)
+        left = "; ".join(str(reason) for part, reason in beams.report.not_done if part in (PREFILL, KV_CACHE))
         shown = "all modes" if len(equal) == len(MODES) else ", ".join(equal) or "none"
         real = defaults[architecture.id]
         lines.append(f"| {architecture.id} | {shares(beams.report)} | {real} | {shown} | {difference:.0e} | {left} |")

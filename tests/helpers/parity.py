@@ -178,9 +178,9 @@ def is_shared(report: Report, *what: str) -> bool:
     return PREFILL in report.shared and kept and (not what or bool(kernels))
 
 
-def left_alone_because(report: Report, reason: str) -> bool:
-    """Whether nothing was shared, and a reason given that contains these words."""
-    return not report.shared and any(reason in fallback for fallback in report.fallbacks)
+def left_alone_because(report: Report, code: str, names: str = "") -> bool:
+    """Whether nothing was shared, for a reason with this code whose text names what is in the way."""
+    return not report.shared and any(one.code == code and names in one.text for _, one in report.not_done)
 
 
 def filled_cache(model: torch.nn.Module, prefix: torch.Tensor) -> DynamicCache:

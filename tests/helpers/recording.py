@@ -8,6 +8,7 @@ from unittest import mock
 
 from fastgen.config import CONFIG
 from fastgen.optimizer.decoding import recordable, static_cache
+from fastgen.optimizer.decoding.reasons import STEPS
 from fastgen.optimizer.report import Report
 
 RECORDED = "decode step, recorded"
@@ -29,6 +30,7 @@ def replays(report: Report) -> int:
     return report.kernels[RECORDED]
 
 
-def not_recorded_because(report: Report, reason: str) -> bool:
-    because = f"decode steps are not recorded: {reason}"
-    return not replays(report) and any(fallback.startswith(because) for fallback in report.fallbacks)
+def not_recorded_because(report: Report, code: str, names: str = "") -> bool:
+    """Whether no step was replayed, for a reason with this code whose text names what is in the way."""
+    reasons = [one for part, one in report.not_done if part == STEPS]
+    return not replays(report) and any(one.code == code and names in one.text for one in reasons)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import pytest
 from parity import BEAMS, PREFILL, padded, tiny
-from versions import needs
+from python_process import REPOSITORY
+from recording import recording
+from sharing import sharing
 
 import fastgen
 from fastgen import ops
 from fastgen.ops import Kernel
 from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for
 from fastgen.optimizer.decoding import model_facts
-from fastgen.optimizer.decoding.call import count, current_call, fell_back, generate_call, last_report
+from fastgen.optimizer.decoding.call import add_reasons, count, current_call, generate_call, last_report
+from fastgen.optimizer.decoding.reasons import DECISIONS, Reason
 from fastgen.optimizer.report import Report
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -67,23 +71,94 @@ def test_a_report_is_the_same_as_text_and_as_json():
     found = fastgen.explain()
     read = json.loads(json.dumps(found.as_dict()))
     assert (read["model"], read["inputs"], read["rows"]) == ("GPT2LMHeadModel", 2, 6)
-    assert PREFILL in read["shared"] and read["kernels"] == found.kernels
+    assert PREFILL in read["shared"] and read["kernels"] == found.kernels and read["unused_kernels"]
     text = repr(found)
     assert text == str(found)
     assert text.splitlines() == [
-        f"GPT2LMHeadModel: 2 inputs, 6 rows, {read['seconds']:.3f} s",
-        *(f"  shared: {item}" for item in read["shared"]),
-        *(f"  kernel: {name}, {calls} calls" for name, calls in read["kernels"].items()),
-        *(f"  not used: {name}: {reason}" for name, reason in read["unused_kernels"].items()),
-        *(f"  fell back: {item}" for item in read["fallbacks"]),
+        read["verdict"],
+        f"  GPT2LMHeadModel: 2 inputs, 6 rows, {read['seconds']:.3f} s",
+        *(f"  {item}" for item in read["shared"]),
+        *(f"  {name}: {calls} calls" for name, calls in read["kernels"].items()),
+        *(f"  left to the library: {item}" for item in read["fallbacks"]),
+        *(f"  not worthwhile: {item}" for item in read["decisions"]),
     ]
 
 
+def test_a_report_begins_with_a_verdict_in_words():
+    model = tiny("gpt2")
+    model.generate(**padded(9, 5), **BEAMS)
+    few = "decode steps not captured: the call has fewer than 16 steps"
+    assert repr(fastgen.explain()).startswith(f"{few}; prompts shared\n")
+    with sharing("auto"):
+        model.generate(**padded(9, 5), **BEAMS)
+    assert fastgen.explain().verdict == f"{few}; prompts not shared: the model is too small to gain"
+    with recording():
+        model.generate(**padded(9, 5), **BEAMS | {"max_new_tokens": 20})
+    assert fastgen.explain().verdict == "decode steps captured; prompts shared"
+    assert fastgen.explain().as_dict()["replayed_steps"] == fastgen.explain().replays > 0
+
+
+def test_a_decision_is_no_fallback():
+    model = tiny("gpt2")
+    with sharing("auto"):
+        model.generate(**padded(9, 5), **BEAMS)
+    found = fastgen.explain()
+    assert not found.fallbacks and found.codes() == {"FEW_STEPS", "TOO_SMALL"}
+    assert [item.partition(":")[0] for item in found.decisions] == ["decode steps", "prompt sharing"]
+    model.generate(**padded(9, 5), **BEAMS, max_time=1000.0)
+    found = fastgen.explain()
+    assert found.codes("decoding loop") == {"STOPPING_CRITERION"}
+    assert found.fallbacks == ["decoding loop: a stopping criterion other than length and end tokens"]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}], ids=("greedy", "beams", "sampled"))
+@pytest.mark.parametrize("length", [4, 12, 40])
+@pytest.mark.parametrize("ends", [True, False], ids=("ends", "goes on"))
+def test_why_steps_were_not_captured_is_always_said(arguments, length, ends):
+    """eos_token_id: so many tokens end a row that calls of every length also end early."""
+    ending = {"eos_token_id": list(range(5, 30))} if ends else {"min_new_tokens": length}
+    tiny("gpt2").generate(**padded(9, 5), **arguments, **ending, max_new_tokens=length)
+    found = fastgen.explain()
+    assert bool(found.replays) != bool(found.codes("decode steps") | found.codes("decoding loop"))
+
+
 def test_a_call_of_which_fastgen_saw_no_rows_has_none_in_its_text():
-    assert str(Report("Model")).splitlines()[:2] == ["Model", "  shared: nothing"]
+    assert str(Report("Model")).splitlines() == ["nothing done", "  Model"]
 
 
-@needs("transformers", "5.6", "the loop is the library's, which is one more reason")
+def test_reasons_are_noted_once_with_their_parts():
+    found = Report("Model", inputs=2, rows=4)
+    cannot, chose_not = (
+        Reason("USER_CACHE", "the caller passed past_key_values"),
+        Reason("TOO_SMALL", "small", "1 of 2"),
+    )
+    for _ in range(2):
+        found.add_reasons("decoding loop", [cannot, cannot])
+        found.add_reasons("prompt sharing", [chose_not])
+    assert found.not_done == [("decoding loop", cannot), ("prompt sharing", chose_not)]
+    assert found.fallbacks == ["decoding loop: the caller passed past_key_values"]
+    assert found.decisions == ["prompt sharing: small (1 of 2)"]
+    assert found.as_dict()["reasons"][1] == {
+        "part": "prompt sharing",
+        "code": "TOO_SMALL",
+        "text": "small",
+        "detail": "1 of 2",
+        "decision": True,
+    }
+    assert found.verdict == "decode steps not captured: the caller passed past_key_values; prompts not shared: small"
+
+
+def test_codes_in_the_source_are_those_of_the_documentation():
+    """Each code once in the table of docs/reasons.md, and none there that no code gives."""
+    sources = [path.read_text(encoding="utf-8") for path in (REPOSITORY / "fastgen").rglob("*.py")]
+    used = {code for source in sources for code in re.findall(r'(?:Reason|with_code)\(\s*"([A-Z0-9_]+)"', source)}
+    page = (REPOSITORY / "docs" / "reasons.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `([A-Z0-9_]+)` \|", page, re.MULTILINE)
+    assert sorted(documented) == sorted(used)
+    decided = re.findall(r"^\| `([A-Z0-9_]+)` \|", page.partition("## Chosen")[2].partition("\n## ")[0], re.MULTILINE)
+    assert set(decided) == DECISIONS
+
+
 def test_under_debug_each_call_is_one_line(caplog):
     caplog.set_level(logging.DEBUG, logger="fastgen")
     model = tiny("gpt2")
@@ -92,17 +167,12 @@ def test_under_debug_each_call_is_one_line(caplog):
     with fastgen.disabled():
         model.generate(**padded(9, 5), max_new_tokens=3)
     first, second = [message for message in caplog.messages if message.startswith("generate: ")]
-    assert first.startswith(f"generate: GPT2LMHeadModel: 2 inputs, 6 rows; shared: {PREFILL}")
-    assert f"no_repeat_ngram ({implementation_for('cpu').name}) 6" in first
+    assert first.startswith("generate: GPT2LMHeadModel: 2 inputs, 6 rows: decode steps not captured: ")
+    assert PREFILL in first and f"no_repeat_ngram ({implementation_for('cpu').name}): 6 calls" in first
     assert second == (
-        "generate: GPT2LMHeadModel: 2 inputs, 2 rows; shared: nothing; kernels: none; "
-        "fell back: prefill and caches: one row per input, nothing to share"
+        "generate: GPT2LMHeadModel: 2 inputs, 2 rows: decode steps not captured: the call has fewer than 16 steps; "
+        "prompts not shared: one row per input"
     )
-
-
-def test_further_reasons_are_counted():
-    call = Report("Model", fallbacks=["one", "two", "three"])
-    assert call.summary().endswith("; fell back: one (and 2 more)")
 
 
 def test_without_debug_no_line_is_made(monkeypatch):
@@ -117,7 +187,7 @@ def test_without_debug_no_line_is_made(monkeypatch):
 def test_nothing_is_counted_outside_of_a_call():
     before = last_report()
     count("kernel")
-    fell_back(["reason"])
+    add_reasons("decoding loop", [Reason("USER_CACHE", "text")])
     assert current_call() is None and last_report() is before
 
 

@@ -10,15 +10,18 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
 from fastgen.optimizer.report import Report, Stage
 
 logger = logging.getLogger("fastgen")
+
+ENDED_EARLY = Reason("ENDED_EARLY", "the call ended before a capture would have paid")
 
 
 @dataclass
@@ -32,6 +35,7 @@ class GenerateCall:
     input, or the loop is fastgen's. recorded: the decode steps that are captured, to be told when the call ends.
     on_exit: contexts that are left when it ends. has_stages: other calls of `generate` are stages of this one.
     beam_scores: of the best hypotheses that beam search has found, `[inputs, num_beams]`, the best first.
+    staged_seconds: those of the stages that have ended.
     """
 
     report: Report
@@ -48,6 +52,7 @@ class GenerateCall:
     has_stages: bool = False
     started: float = field(default_factory=time.perf_counter)
     beam_scores: Any = None
+    staged_seconds: float = 0.0
 
     @property
     def rows_per_input(self) -> int:
@@ -66,7 +71,9 @@ class GenerateCall:
 
     def end_stage(self, name: str) -> None:
         """Notes that what this call did since its last stage was one of this name."""
-        self.report.stages.append(Stage(name, self.seconds - sum(stage.seconds for stage in self.report.stages)))
+        seconds = self.seconds
+        self.report.stages.append(Stage(name, seconds - self.staged_seconds))
+        self.staged_seconds = seconds
 
 
 _current: ContextVar[GenerateCall | None] = ContextVar("fastgen_call", default=None)
@@ -94,6 +101,8 @@ def generate_call(model: str, has_stages: bool = False) -> Iterator[GenerateCall
         _current.reset(token)
         report = _thread.last = call.report
         report.seconds = call.seconds
+        if call.rows and not (report.replays or report.codes(STEPS) or report.codes(LOOP)):
+            report.add_reasons(STEPS, [ENDED_EARLY])
         if outer is not None and outer.has_stages:
             outer.report.stages.append(Stage(f"generate of {model}", report.seconds, report=report))
         if logger.isEnabledFor(logging.DEBUG):
@@ -127,10 +136,10 @@ def count(kernel: str) -> None:
         call.report.usages[0][kernel] += 1
 
 
-def fell_back(reasons: list[str]) -> None:
-    """As `Report.fell_back`, of the call that runs, if one does."""
+def add_reasons(part: str, reasons: Iterable[Reason]) -> None:
+    """As `Report.add_reasons`, of the call that runs, if one does."""
     if (call := _current.get()) is not None:
-        call.report.fell_back(reasons)
+        call.report.add_reasons(part, reasons)
 
 
 def last_report() -> Report | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastgen.config import CONFIG
 from fastgen.optimizer.decoding.model_facts import ModelSize
+from fastgen.optimizer.decoding.reasons import Reason
 
 # What a prefill with one row per input costs, in multiplications that take as long (see benchmarks/bench_small.py).
 COST = 1 << 22
@@ -43,16 +44,16 @@ def sharing_is_asked_for() -> bool | None:
     return {"always": True, "never": False}.get(CONFIG.share)
 
 
-def prefill_reasons(size: ModelSize, saved_tokens: int) -> list[str]:
+def prefill_reasons(size: ModelSize, saved_tokens: int) -> list[Reason]:
     """Why a prefill with one row per input, `saved_tokens` fewer in all, is not worth its cost; empty if it is."""
     asked = sharing_is_asked_for()
     if asked is not None:
-        return [] if asked else ["FASTGEN_SHARE=never"]
+        return [] if asked else [Reason("SHARE_NEVER", "FASTGEN_SHARE=never")]
     saved, cost = size.weights * saved_tokens, COST + COST_PER_MODULE * size.modules
     if saved >= cost:
         return []
-    millions = f"{saved / 1e6:.1f} million multiplications, its cost is that of {cost / 1e6:.1f}"
-    return [f"too small to gain: one row per input would save {saved_tokens} tokens, {millions}"]
+    detail = f"{saved_tokens} tokens fewer save {saved / 1e6:.1f} million multiply-adds, the overhead {cost / 1e6:.1f}"
+    return [Reason("TOO_SMALL", "the model is too small to gain", detail)]
 
 
 def recording_pays(size: ModelSize, rows: int, steps: int, is_known: bool) -> bool:

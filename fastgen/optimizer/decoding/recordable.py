@@ -10,6 +10,7 @@ from fastgen.ops.cpu_linear import few_rows
 from fastgen.ops.transforms import is_transformed, is_watched
 from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.model_facts import size_of
+from fastgen.optimizer.decoding.reasons import Reason
 
 # To look at the model takes the time of some steps (not yet measured on a GPU).
 MIN_STEPS = 16
@@ -18,16 +19,17 @@ MIN_STEPS = 16
 STEPS_BEFORE = 8
 
 
-def are_wanted(device: torch.device, steps: int) -> bool:
-    """Whether so many steps are enough to be recorded, and FASTGEN_CUDA_GRAPHS allows it: on a GPU only if it is on."""
-    devices = {"off": (), "auto": ("cpu",), "on": ("cpu", "cuda")}[CONFIG.cuda_graphs]
-    return device.type in devices and steps >= MIN_STEPS
-
-
-def opt_in_reasons(device: torch.device) -> list[str]:
-    """Why steps on this device are not recorded unless the user asks for it; empty if they may be, or never are."""
-    is_opt_in = device.type == "cuda" and CONFIG.cuda_graphs == "auto"
-    return ["not yet run on a GPU (FASTGEN_CUDA_GRAPHS=on switches it on)"] if is_opt_in else []
+def unwanted_reasons(device: torch.device, steps: int) -> list[Reason]:
+    """Why so many steps are not captured whatever the model is; empty if they may be."""
+    if CONFIG.cuda_graphs == "off":
+        return [Reason("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
+    if device.type == "cuda" and CONFIG.cuda_graphs == "auto":
+        return [Reason("GPU_OPT_IN", "not yet run on a GPU (FASTGEN_CUDA_GRAPHS=on switches it on)")]
+    if device.type not in ("cuda", "cpu"):
+        return [Reason("DEVICE", f"the model is on {device.type} (supported: cuda, cpu)")]
+    if steps < MIN_STEPS:
+        return [Reason("FEW_STEPS", f"the call has fewer than {MIN_STEPS} steps", f"at most {max(steps, 0)}")]
+    return []
 
 
 def pays(decoder: nn.Module, rows: int, steps: int, is_known: bool) -> bool:

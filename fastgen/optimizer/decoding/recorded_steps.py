@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
 from fastgen.optimizer.decoding import recordable
-from fastgen.optimizer.decoding.call import count, current_call, fell_back
+from fastgen.optimizer.decoding.call import add_reasons, count, current_call
 from fastgen.optimizer.decoding.fingerprint import fingerprint
+from fastgen.optimizer.decoding.reasons import STEPS, Reason, with_code
 from fastgen.optimizer.decoding.recorded_step import Recording, Recordings, differs_sync
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for, rounded
 from fastgen.patching import warn
@@ -87,6 +88,8 @@ class RecordedSteps(ABC):
         if done >= recordable.STEPS_BEFORE and not is_new_wanted:
             recordings.steps_without[rows] += left
         if not is_new_wanted and not len(recordings):
+            if done >= recordable.STEPS_BEFORE:
+                add_reasons(STEPS, [Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")])
             return False
         contents, reasons = self.contents_or_reasons(left)
         if not reasons and sum(content.nbytes for content in contents) > recordings.most_bytes:
@@ -94,7 +97,7 @@ class RecordedSteps(ABC):
         if not reasons and not recordings.in_use.acquire(blocking=False):
             reasons = ["another call uses the model's recordings"]
         if reasons:
-            tell(reasons)
+            add_reasons(STEPS, with_code("NOT_CAPTURABLE", reasons))
             return False
         current_call().recorded = self
         self.most = contents[0].length + left
@@ -103,8 +106,8 @@ class RecordedSteps(ABC):
         except torch.cuda.OutOfMemoryError:  # the call's own cache is as it was
             self.recording = None
             recordings.forget()
-            reasons = recordings.refused = ["its buffers found no memory"]
-        tell(reasons)
+            reasons = recordings.refused = ["out of memory while allocating static buffers"]
+        add_reasons(STEPS, with_code("NOT_CAPTURABLE", reasons))
         if self.recording is None:
             self.end()
         return self.recording is not None
@@ -128,7 +131,7 @@ class RecordedSteps(ABC):
             inputs = prepare(self.recording.cache)
         outputs = self._recorded(self.given(inputs))
         if outputs is not None and differs_sync(self.scores(outputs), expected):
-            self._refuse("a step at fixed addresses gave other logits")
+            self._refuse("logits with static buffers differ from eager")
         if outputs is None or self.recordings.refused:
             self.recording = None
             return self.recordings.refused or ["the arguments of its forward are not those of earlier calls"]
@@ -272,12 +275,9 @@ class RecordedSteps(ABC):
 
 def can_record(model: nn.Module, decoder: nn.Module, steps: int, reasons: Callable[[], list[str]]) -> bool:
     """Whether a loop of at most so many steps should try to; tells the report why not. reasons: of the host."""
-    device = next(decoder.parameters()).device
-    if not recordable.are_wanted(device, steps):
-        tell(recordable.opt_in_reasons(device))
-        return False
-    found = recordings_of(model, decoder).refused or reasons()
-    tell(found)
+    found = recordable.unwanted_reasons(next(decoder.parameters()).device, steps)
+    found = found or with_code("NOT_CAPTURABLE", recordings_of(model, decoder).refused or reasons())
+    add_reasons(STEPS, found)
     return not found
 
 
@@ -288,11 +288,6 @@ def recordings_of(model: nn.Module, decoder: nn.Module) -> Recordings:
     if known is None or (known.device, known.dtype) != (weight.device, weight.dtype):
         known = _known[model] = Recordings(weight.device, weight.dtype)
     return known
-
-
-def tell(reasons: list[str]) -> None:
-    """Tells the report why steps are not recorded."""
-    fell_back([f"decode steps are not recorded: {reason}" for reason in reasons])
 
 
 def abandon() -> None:

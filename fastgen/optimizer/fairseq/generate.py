@@ -16,6 +16,7 @@ from fastgen.optimizer.decoding import recorded_steps
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import expect_steps, faster_forwards, linears
 from fastgen.optimizer.decoding.model_facts import size_of
+from fastgen.optimizer.decoding.reasons import LOOP, Reason, with_code
 from fastgen.optimizer.fairseq import prompt as prompts
 from fastgen.optimizer.fairseq import recordable
 from fastgen.optimizer.fairseq.decode_step import DecodeStep
@@ -42,7 +43,7 @@ def generate(
         reasons = unsupported_reasons(self, sample, constraints, bos_token, plans)
         reasons += prefix_reasons_sync(self, prefix_tokens)
         if reasons:
-            call.report.fallbacks += [f"loop and caches: {reason}" for reason in reasons]
+            call.report.add_reasons(LOOP, reasons)
             return original(self, sample, prefix_tokens, constraints, bos_token)
         inputs = source_of(sample["net_input"]).shape[0]
         call.set_rows(inputs, inputs * self.beam_size)
@@ -71,7 +72,7 @@ def _undone(generator: SequenceGenerator, call: GenerateCall) -> Iterator[None]:
                 torch.cuda.set_rng_state(state, device)
             call.is_accelerated = False
             call.report.shared.clear()
-            call.report.fell_back([f"loop and caches: {type(error).__name__}: {error}"])
+            call.report.add_reasons(LOOP, [Reason("ERROR", f"{type(error).__name__}: {error}")])
         raise
 
 
@@ -161,46 +162,51 @@ def unsupported_reasons(
     constraints: Tensor | None,
     bos_token: int | None,
     plans: list[ModelPlan],
-) -> list[str]:
+) -> list[Reason]:
     """Why this call is left to fairseq; empty if fastgen's loop gives the same. May read the device."""
-    reasons = []
+    reasons: list[Reason] = []
     if PATCH_SET.newer_than_tested("fairseq"):
-        reasons.append("this version of fairseq is newer than those that fastgen was tested with")
+        reasons.append(Reason("UNTESTED", "this version of fairseq is newer than those that fastgen was tested with"))
     if not comes_with(generator.finalize_hypos, SequenceGenerator):
-        reasons.append(f"generator {type(generator).__name__} has a finalize_hypos of its own")
+        text = f"{type(generator).__name__}.finalize_hypos is not that of SequenceGenerator"
+        reasons.append(Reason("METHOD_REPLACED", text))
     for name in ("reorder_incremental_state", "reorder_encoder_out"):
         if not comes_with(getattr(generator.model, name), SequenceGenerator):
-            reasons.append(f"the ensemble has a {name} of its own")
+            reasons.append(Reason("METHOD_REPLACED", f"{name} of the ensemble is not that of fairseq"))
     if type(generator.model) not in (EnsembleModel, EnsembleModelWithAlignment):
-        reasons.append(f"models in a {type(generator.model).__name__} (supported: EnsembleModel)")
+        text = f"models in a {type(generator.model).__name__} (supported: EnsembleModel)"
+        reasons.append(Reason("ENSEMBLE_TYPE", text))
     if torch.is_grad_enabled():
-        reasons.append("gradients are recorded, but caches are written in place")
+        reasons.append(Reason("GRADIENTS", "autograd records, but caches are written in place"))
     if bos_token == generator.pad or (bos_token is None and generator.eos == generator.pad):
-        reasons.append("the first token is padding")
-    reasons += sorted({reason for one in plans for reason in one.reasons})
+        reasons.append(Reason("STARTS_WITH_PADDING", "the first token is padding"))
+    reasons += with_code("MODEL", sorted({reason for one in plans for reason in one.reasons}))
     reasons += _training_reasons(generator)
     net_input = sample["net_input"]
     if source_of(net_input) is None:
-        reasons.append(f"net_input without a source (accepted: {', '.join(_SOURCES)})")
+        text = f"net_input without a source (accepted: {', '.join(_SOURCES)})"
+        reasons.append(Reason("NO_SOURCE", text))
     elif not reasons and max_len_sync(generator, net_input) < generator.min_len:
-        reasons.append(f"min_len {generator.min_len} is above the longest output")
+        text = f"min_len {generator.min_len} is above the longest output"
+        reasons.append(Reason("MIN_LEN", text))
     if constraints is not None and not generator.search.supports_constraints:
-        reasons.append(f"constraints, which {type(generator.search).__name__} does not support")
+        text = f"constraints, which {type(generator.search).__name__} does not support"
+        reasons.append(Reason("CONSTRAINTS", text))
     return reasons
 
 
-def _training_reasons(generator: SequenceGenerator) -> list[str]:
+def _training_reasons(generator: SequenceGenerator) -> list[Reason]:
     for module in generator.model.modules():
         if isinstance(module, FairseqDropout) and module.p > 0 and module.apply_during_inference:
-            return ["dropout stays on during inference"]
+            return [Reason("TRAINING", "dropout stays on during inference")]
     training = any(module.training for module in generator.model.modules())
-    return ["a model, or a module of one, is in training mode"] if training else []
+    return [Reason("TRAINING", "a model, or a module of one, is in training mode")] if training else []
 
 
-def prefix_reasons_sync(generator: SequenceGenerator, prefix_tokens: Tensor | None) -> list[str]:
+def prefix_reasons_sync(generator: SequenceGenerator, prefix_tokens: Tensor | None) -> list[Reason]:
     """fairseq brings beams back that had ended where a prefix ends its sentence; their caches hold padding."""
     if prefix_tokens is not None and bool(prefix_tokens.eq(generator.eos).any()):
-        return ["a prefix holds the end of the sentence"]
+        return [Reason("PREFIX_ENDS", "a prefix holds the end of the sentence")]
     return []
 
 

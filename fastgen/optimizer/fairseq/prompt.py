@@ -16,6 +16,7 @@ from fairseq import search
 from torch import Tensor
 
 from fastgen.optimizer.decoding.beam_search import sum_in_order
+from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.fairseq.plan import ModelPlan
 from fastgen.optimizer.fairseq.states import DecodingState, filling
 
@@ -48,15 +49,15 @@ class Prompt:
         return beams.flatten(0, 1).to(self.forced.dtype)
 
 
-def unsupported_reasons(generator: Any, plans: list[ModelPlan]) -> list[str]:
+def unsupported_reasons(generator: Any, plans: list[ModelPlan]) -> list[Reason]:
     """Why prefixes are fed one token at a time; empty if they may be computed at once."""
     reasons = []
     if generator.model.has_encoder():
-        reasons.append("the model has an encoder")
+        reasons.append(Reason("ENCODER", "the model has an encoder: its prefixes are fed token by token"))
     if any(plan.others or plan.reasons for plan in plans):
-        reasons.append("modules with states of their own")
+        reasons.append(Reason("MODEL_STATE", "modules with states of their own"))
     if generator.lm_model is not None:
-        reasons.append("a second language model")
+        reasons.append(Reason("SECOND_LANGUAGE_MODEL", "a second language model"))
     return reasons
 
 

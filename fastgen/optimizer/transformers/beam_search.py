@@ -24,8 +24,9 @@ from fastgen.ops.beam_top_k import (
     two_stages_pay,
 )
 from fastgen.ops.prefix_trie import PrefixTrie
-from fastgen.optimizer.decoding.call import count, current_call
+from fastgen.optimizer.decoding.call import add_reasons, count, current_call
 from fastgen.optimizer.decoding.late_flag import LateFlag
+from fastgen.optimizer.decoding.reasons import LOOP, Reason
 from fastgen.optimizer.transformers import recordable
 from fastgen.optimizer.transformers.constrained import ALONE, all_rows_occur, trie_alone
 from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
@@ -59,8 +60,13 @@ def beam_search(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
-    is_other = generation_config.do_sample or generation_config.low_memory
-    if is_other or loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs, METHODS):
+    reasons = []
+    if generation_config.do_sample:
+        reasons.append(Reason("SAMPLED_BEAMS", "beams are sampled"))
+    if generation_config.low_memory:
+        reasons.append(Reason("LOW_MEMORY", "low_memory is set"))
+    add_reasons(LOOP, reasons)
+    if reasons or loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs, METHODS):
         processors = writing_processors(logits_processor, generation_config)
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
     fan_out = generation_config.num_beams

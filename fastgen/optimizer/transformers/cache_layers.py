@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 from fastgen.optimizer.decoding.decoding_cache import DecodingCache
 from fastgen.optimizer.decoding.gain import sharing_pays, writing_in_place_pays
 from fastgen.optimizer.decoding.layer_states import LayerStates
+from fastgen.optimizer.decoding.reasons import Reason
 
 # Under which of these a model has its cache.
 NAMES = ("past_key_values", "cache_params")
@@ -180,10 +181,13 @@ class Sharing:
             shared.append(f"the prompt's keys and values: once per input, {self.prompt} layers")
         return shared
 
-    def repeated_descriptions(self) -> list[str]:
-        repeated = [f"{number} {name} repeated for each row" for name, number in sorted(self.others.items())]
+    def repeated_reasons(self) -> list[Reason]:
+        """Why layers hold what equal rows have in common for each row."""
+        others = sorted(self.others.items())
+        repeated = [Reason("LAYER_TYPE", f"{number} layers of {name} stored for each row") for name, number in others]
         if self.short:
-            repeated.append(f"keys and values repeated for each row, too few to gain, {self.short} layers")
+            text = f"{self.short} layers stored for each row: too few keys to gain"
+            repeated.append(Reason("FEW_KEYS", text))
         return repeated
 
 

@@ -16,7 +16,8 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 from fastgen.ops.prefix_trie import PrefixTrie
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.call import count, fell_back
+from fastgen.optimizer.decoding.call import add_reasons, count
+from fastgen.optimizer.decoding.reasons import ALLOWED, Reason
 
 NAME = "transformers.prefix_constrained"
 ALL_ROWS, ALONE = "prefix trie: all rows at once", "prefix trie: allowed tokens alone"
@@ -28,7 +29,7 @@ _verified: set[type] = set()
 def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
     """`__call__`: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
     if reasons := _reasons(self, input_ids, scores):
-        fell_back([f"allowed tokens: {reason}" for reason in reasons])
+        add_reasons(ALLOWED, reasons)
         return original(self, input_ids, scores)
     if PATCH_SET.newer_than_tested("transformers") and type(self) not in _verified:
         return _verify(original, self, input_ids, scores)
@@ -66,23 +67,25 @@ def _asked(function: Callable, input_ids: Tensor, num_beams: int) -> Iterator[An
         yield answers[prefix]
 
 
-def _reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[str]:
+def _reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Reason]:
     """Why this call is left to transformers."""
     rows, num_beams, function = input_ids.shape[0], processor._num_beams, processor._prefix_allowed_tokens_fn
     reasons = []
     if rows == 0 or rows % num_beams:
-        reasons.append(f"{rows} rows for {num_beams} beams (supported: a multiple)")
+        reasons.append(Reason("ROWS_NOT_MULTIPLE", f"{rows} rows for {num_beams} beams (supported: a multiple)"))
     if input_ids.device != scores.device:
-        reasons.append(f"scores are on {scores.device} (supported: {input_ids.device}, as input_ids)")
+        text = f"scores are on {scores.device} (supported: {input_ids.device}, as input_ids)"
+        reasons.append(Reason("SCORES_ON_OTHER_DEVICE", text))
     if type(function) is PrefixTrie:
         reasons += vocabulary_reasons(function, scores.shape[1])
     return reasons
 
 
-def vocabulary_reasons(trie: PrefixTrie, vocabulary_size: int) -> list[str]:
+def vocabulary_reasons(trie: PrefixTrie, vocabulary_size: int) -> list[Reason]:
     """Why the library has to be asked, which raises an error if the trie comes to a token that there is none of."""
     largest = trie.largest_token
-    return [f"the trie has token {largest} (supported: up to {vocabulary_size - 1})"] * (largest >= vocabulary_size)
+    text = f"the trie has token {largest} (supported: up to {vocabulary_size - 1})"
+    return [Reason("TRIE_OUTSIDE_VOCABULARY", text)] if largest >= vocabulary_size else []
 
 
 def all_rows_occur(rows: Tensor, row_count: int) -> bool:

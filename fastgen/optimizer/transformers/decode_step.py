@@ -21,10 +21,11 @@ from transformers.generation import utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fastgen.optimizer.decoding import gain, recordable, recorded_steps
-from fastgen.optimizer.decoding.call import GenerateCall, current_call, fell_back
+from fastgen.optimizer.decoding.call import GenerateCall, add_reasons, current_call
 from fastgen.optimizer.decoding.faster_forwards import expect_steps
 from fastgen.optimizer.decoding.late_flag import reading_waits
 from fastgen.optimizer.decoding.model_facts import size_of
+from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP, REORDERS_ITSELF, STEPS, USER_CACHE, Reason, with_code
 from fastgen.optimizer.transformers import (
     cache_layers,
     eligibility,
@@ -83,28 +84,34 @@ def loop_reasons(
     synced_gpus: bool,
     arguments: dict[str, Any],
     methods: tuple[str, ...] = (),
-) -> list[str]:
+) -> list[Reason]:
     """Why a loop of the library cannot be replaced by one of fastgen, as the report tells; empty if it can.
 
     arguments: the `model_kwargs` of the loop. methods: those that the library's loop calls, and fastgen's does not.
     """
-    call, reasons = current_call(), []
+    reasons: list[Reason] = []
+    call = current_call()
     for name in ("_has_unfinished_sequences", *methods):
         if not comes_with(getattr(model, name, None), GenerationMixin):
-            reasons.append(f"the model or the program has a {name} of its own")
+            reasons.append(Reason("METHOD_REPLACED", f"{name} is not that of GenerationMixin"))
     if (cache := cache_layers.cache_of(arguments)) is not None:
-        reasons += cache_layers.unsupported_types(cache)
+        reasons += with_code("CACHE_TYPE", cache_layers.unsupported_types(cache))
     if call is None or call.user_code or not verification.is_tested(model):
-        reasons.append("the model's code, or this version of transformers, was not tested")
+        reasons.append(Reason("UNTESTED", "the model's code, or this version of transformers, was not tested"))
     elif call.user_cache:
-        reasons.append("past_key_values was given by the caller")
+        reasons.append(USER_CACHE)
     if not _STEPS_ARE_KNOWN:
-        reasons.append("this version of transformers makes its steps in another way")
-    reasons += ["synced_gpus"] if synced_gpus else []
-    reasons += [name for name in ("return_dict_in_generate", "is_assistant") if getattr(generation_config, name, False)]
+        reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way"))
+    if synced_gpus:
+        reasons.append(Reason("SYNCED_GPUS", "synced_gpus is set"))
+    if generation_config.return_dict_in_generate:
+        reasons.append(Reason("RETURN_DICT", "return_dict_in_generate is set"))
+    if getattr(generation_config, "is_assistant", False):
+        reasons.append(Reason("ASSISTANT", "the model is the assistant of another"))
     if any(type(criterion) not in (EosTokenCriteria, MaxLengthCriteria) for criterion in stopping_criteria):
-        reasons.append("a stopping criterion other than length and end tokens")
-    fell_back([f"the loop is the library's: {reason}" for reason in reasons])
+        text = "a stopping criterion other than length and end tokens"
+        reasons.append(Reason("STOPPING_CRITERION", text))
+    add_reasons(LOOP, reasons)
     return reasons
 
 
@@ -145,7 +152,7 @@ class DecodeStep:
         self.steps = 0
         self.records = records
         self.recorded: RecordedForwards | None = None
-        self._staying: list[str] | None = None
+        self._staying: list[Reason] | None = None
 
     @property
     def ends_late(self) -> bool:
@@ -186,7 +193,7 @@ class DecodeStep:
     def _begin_recording(self, input_ids: Tensor, logits: Tensor) -> None:
         """logits: what the model has just given."""
         if self.arguments.get(NAME) is None:
-            recorded_steps.tell(["there is no cache"])
+            add_reasons(STEPS, [Reason("NO_CACHE", "there is no cache")])
             return
         recorded = RecordedForwards(self.model, self.arguments, self.rows)
         left = self.generation_config.max_length - input_ids.shape[1]
@@ -230,21 +237,25 @@ class DecodeStep:
         if self._staying is None:
             self._staying = self._staying_reasons()
             if self._staying:
-                self.call.report.fell_back([f"finished inputs stay: {reason}" for reason in self._staying])
+                self.call.report.add_reasons(COMPACTION, self._staying)
             else:
-                self.call.report.shared.append("finished inputs: leave the batch")
+                self.call.report.shared.append("finished inputs: removed from the batch")
         return not self._staying
 
-    def _staying_reasons(self) -> list[str]:
+    def _staying_reasons(self) -> list[Reason]:
         """Why finished inputs have to stay in the batch; empty if what remains does not depend on them."""
         foreign = self._foreign_processor
-        reasons = [] if foreign is None else [f"{type(foreign).__name__} may know the rows by their place"]
+        reasons: list[Reason] = []
+        if foreign is not None:
+            text = f"{type(foreign).__name__} may know the rows by their batch index"
+            reasons.append(Reason("PROCESSOR_BY_ROW", text))
         if hasattr(self.model, "_reorder_cache"):
-            reasons.append("the model moves its cache itself")
-        reasons = reasons or eligibility.model_reasons(self.model)
-        reasons = reasons or model_state.rows_reasons(self.model, {self.rows, self.rows // self.fan_out})
+            reasons.append(REORDERS_ITSELF)
+        reasons = reasons or with_code("MODEL", eligibility.model_reasons(self.model))
+        sizes = {self.rows, self.rows // self.fan_out}
+        reasons = reasons or with_code("MODEL_STATE", model_state.rows_reasons(self.model, sizes))
         if self.recorded is None:
-            reasons = reasons or self._cache_reasons
+            reasons = reasons or with_code("CACHE_TYPE", self._cache_reasons)
         return reasons or rows.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)
 
     def keep(self, places: Tensor) -> None:

@@ -10,6 +10,7 @@ from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.packed_weights import forget_copies
+from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, Reason
 from fastgen.optimizer.transformers import cache_layers, compiled, forwards, verification
 from fastgen.patching import disabled
 
@@ -17,7 +18,7 @@ from fastgen.patching import disabled
 def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     with generate_call(type(self).__name__) as call:
         if reasons := verification.refused_reasons(self):
-            call.report.fallbacks += reasons
+            call.report.add_reasons(PREFILL, reasons)
             with disabled():
                 return original(self, *args, **kwargs)
         call.user_cache = kwargs.get("past_key_values") is not None
@@ -25,7 +26,8 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         call.to_verify = verification.call_to_verify(original, self, args, kwargs)
         if any(callable(value) for value in (kwargs.get("custom_generate"), *args[8:])):
             call.user_code, call.share = True, False
-            call.report.fallbacks.append("keys and values repeated for each row, in plain layers for custom_generate")
+            text = "custom_generate may read the cache: plain layers, keys and values stored for each row"
+            call.report.add_reasons(KV_CACHE, [Reason("CUSTOM_GENERATE", text)])
         try:
             with _faster_forwards(self, args, kwargs, call):
                 result = original(self, *args, **kwargs)
@@ -34,10 +36,10 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
             for known in call.caches:
                 if (cache := known()) is not None:  # one that is returned, or that somebody has kept
                     cache_layers.restore(cache)
-        if call.report.stages:
+        if call.staged_seconds:
             call.end_stage("decoder")
         if not call.rows:
-            call.report.fallbacks.append("prefill and caches: this way of decoding makes its prefill itself")
+            call.report.add_reasons(PREFILL, [Reason("NO_PREFILL", "this decoding method does not call _prefill")])
     return result
 
 

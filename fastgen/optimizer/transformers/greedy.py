@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from fastgen.optimizer.decoding.call import add_reasons
 from fastgen.optimizer.decoding.late_flag import LateFlag
+from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
 from fastgen.optimizer.transformers import recordable
 from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
@@ -34,11 +36,18 @@ def sample(
     **model_kwargs: Any,
 ) -> Any:
     leaves = _can_end_early(input_ids, stopping_criteria, generation_config)
-    fits = streamer is None and generation_config.compile_config is None
-    fits = fits and (leaves or recordable.are_wanted(generation_config, input_ids))
+    reasons = []
+    if streamer is not None:
+        reasons.append(Reason("STREAMER", "a streamer is given"))
+    if generation_config.compile_config is not None:
+        reasons.append(Reason("COMPILED", "compile_config is set"))
+    add_reasons(LOOP, reasons)
+    unwanted = recordable.unwanted_reasons(generation_config, input_ids)
+    add_reasons(STEPS, unwanted)
+    fits = not reasons and (leaves or not unwanted)
     fits = fits and not loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs)
-    records = fits and recordable.can_record(self, generation_config, input_ids, model_kwargs)
-    if not records and not (fits and leaves):
+    captures = fits and recordable.can_record(self, generation_config, input_ids, model_kwargs)
+    if not captures and not (fits and leaves):
         return original(
             self,
             input_ids,
@@ -49,7 +58,7 @@ def sample(
             streamer=streamer,
             **model_kwargs,
         )
-    step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], 1, records)
+    step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], 1, captures)
     with undone_after_errors(model_kwargs):
         return TokenByToken(input_ids, generation_config, step, leaves).run(stopping_criteria)
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
+from fastgen.optimizer.decoding.reasons import Reason
+
 NAME = "mm_encoder_outputs"
 
 
-def unsupported_reasons_sync(arguments: dict[str, Any], config: Any, firsts: list[int]) -> list[str]:
+def unsupported_reasons_sync(arguments: dict[str, Any], config: Any, firsts: list[int]) -> list[Reason]:
     """Why these items cannot be reduced to those of one row per group; empty if they can. Reads the device.
 
     firsts: for each row, the first row of its group.
@@ -26,17 +28,20 @@ def unsupported_reasons_sync(arguments: dict[str, Any], config: Any, firsts: lis
         token_id = getattr(config, f"{modality}_token_id", None)
         deep = getattr(output, "deepstack_features", None)
         if items is None or token_id is None or arguments.get("inputs_embeds") is not None:
-            return [f"argument {NAME}: its {modality}s are not known to be those of the prompt's rows"]
+            return [
+                Reason("IMAGES", f"argument {NAME}: its {modality}s are not known to be those of the prompt's rows")
+            ]
         if deep is not None and not isinstance(deep[0][0], Tensor):
-            return [f"argument {NAME}: the features of its {modality}s are in an order of the model's own"]
+            return [Reason("IMAGES", f"argument {NAME}: the features of its {modality}s are in the model's own order")]
         wanted = (arguments["input_ids"] == token_id).sum(-1).tolist()
         each, left = divmod(len(items), rows)
         lengths = iter([len(item) for item in items])
         if left or wanted != [sum(islice(lengths, each)) for _ in range(rows)]:
-            return [f"argument {NAME}: not every row of the prompt has the same number of {modality}s"]
+            text = f"argument {NAME}: not every row of the prompt has the same number of {modality}s"
+            return [Reason("IMAGES_PER_ROW", text)]
         first = [row * each + item for row in firsts for item in range(each)]
         if not all(torch.equal(item, items[index]) for item, index in zip(items, first)):
-            return [f"argument {NAME}: equal rows of the prompt have different {modality}s"]
+            return [Reason("IMAGES_DIFFER", f"argument {NAME}: equal rows of the prompt have different {modality}s")]
     return []
 
 

@@ -22,7 +22,8 @@ from fastgen.ops.no_repeat_ngram.implementations import implementation_for
 from fastgen.ops.no_repeat_ngram.problem import TOKEN_DTYPES, unsupported_reasons
 from fastgen.ops.transforms import is_watched
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.call import count, fell_back
+from fastgen.optimizer.decoding.call import add_reasons, count
+from fastgen.optimizer.decoding.reasons import NGRAMS, Reason, with_code
 from fastgen.origin import comes_with
 
 GROUP = "transformers.no_repeat_ngram"
@@ -33,21 +34,16 @@ _verified: set[type] = set()
 
 def writing_processors(processors: LogitsProcessorList, generation_config: Any) -> LogitsProcessorList:
     """The processors of a decoding loop, of which the first may write into the scores they are given."""
-    if not _sharing_reasons(processors, generation_config) and any(map(_patch_name, processors[:1])):
+    if _owns_scores(processors, generation_config) and any(map(_patch_name, processors[:1])):
         return WritingProcessors(processors)
     return processors
 
 
-def _sharing_reasons(processors: LogitsProcessorList, generation_config: Any) -> list[str]:
-    """Why somebody else may have the scores that this loop gives to its first processor."""
-    reasons = []
-    if PATCH_SET.newer_than_tested("transformers"):
-        reasons.append("this loop was not read")
-    if generation_config.output_logits:
-        reasons.append("they are returned")
-    if type(processors) is not LogitsProcessorList or not comes_with(LogitsProcessorList.__call__, LogitsProcessorList):
-        reasons.append("the list of processors is not the library's own")
-    return reasons
+def _owns_scores(processors: LogitsProcessorList, generation_config: Any) -> bool:
+    """Whether nobody else holds the scores that this loop gives to its first processor, as far as is tested."""
+    if PATCH_SET.newer_than_tested("transformers") or generation_config.output_logits:  # which are returned
+        return False
+    return type(processors) is LogitsProcessorList and comes_with(LogitsProcessorList.__call__, LogitsProcessorList)
 
 
 class WritingProcessors(LogitsProcessorList):
@@ -78,7 +74,7 @@ def _patch_name(processor: Any) -> str | None:
 def no_repeat_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
     """`__call__` of both processors: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
     if reasons := _reasons(self, input_ids, scores):
-        fell_back([f"n-gram blocking: {reason}" for reason in reasons])
+        add_reasons(NGRAMS, reasons)
         return original(self, input_ids, scores)
     if not _can_ban(self, input_ids):
         return original(self, input_ids, scores)
@@ -120,20 +116,22 @@ class EncoderNGrams(MutableSequence):
     def dictionaries(self) -> list[dict]:
         return logits_process._get_ngrams(self.ngram_size, self.encoder_input_ids, self.encoder_input_ids.shape[0])
 
-    def unsupported_reasons(self, processor: Any, input_ids: Tensor) -> list[str]:
+    def unsupported_reasons(self, processor: Any, input_ids: Tensor) -> list[Reason]:
         """Why the dictionaries have to be looked up for these rows."""
         inputs, rows = self.encoder_input_ids.shape[0], input_ids.shape[0]
         reasons = []
         if "dictionaries" in vars(self):
-            reasons.append("the dictionaries of the encoder's n-grams were read, and may have been changed")
+            text = "the dictionaries of the encoder's n-grams were read, and may have been changed"
+            reasons.append(Reason("NGRAMS_READ", text))
         if (processor.ngram_size, processor.batch_size) != (self.ngram_size, inputs):
-            reasons.append("ngram_size or batch_size of the processor was changed")
+            reasons.append(Reason("PROCESSOR_CHANGED", "ngram_size or batch_size of the processor was changed"))
         for name in ("dtype", "device"):
             wanted, found = getattr(input_ids, name), getattr(self.encoder_input_ids, name)
             if found != wanted:
-                reasons.append(f"encoder_input_ids has {name} {found} (supported: {wanted}, as input_ids)")
+                text = f"encoder_input_ids has {name} {found} (supported: {wanted}, as input_ids)"
+                reasons.append(Reason("SHAPES", text))
         if inputs == 0 or rows % inputs:
-            reasons.append(f"{rows} rows for {inputs} inputs (supported: a multiple)")
+            reasons.append(Reason("ROWS_NOT_MULTIPLE", f"{rows} rows for {inputs} inputs (supported: a multiple)"))
         return reasons
 
     def __getitem__(self, index: Any) -> Any:
@@ -162,17 +160,17 @@ class EncoderNGrams(MutableSequence):
         return list, (self.dictionaries,)
 
 
-def _reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[str]:
+def _reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Reason]:
     """Why this call is left to transformers."""
     if type(processor.ngram_size) is not int or processor.ngram_size < 1:
-        return [f"ngram_size is {processor.ngram_size!r} (supported: int of 1 or more)"]
+        return [Reason("NGRAM_SIZE", f"ngram_size is {processor.ngram_size!r} (supported: int of 1 or more)")]
     if reasons := unsupported_reasons(input_ids, scores):
-        return reasons
+        return with_code("SHAPES", reasons)
     if not isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
         return []
     ngrams = processor.generated_ngrams
     if not isinstance(ngrams, EncoderNGrams):
-        return ["the processor was made without fastgen"]
+        return [Reason("PROCESSOR_MADE_ELSEWHERE", "the processor was made without fastgen")]
     return ngrams.unsupported_reasons(processor, input_ids)
 
 

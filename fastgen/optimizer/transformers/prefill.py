@@ -23,6 +23,7 @@ from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.faster_forwards import expect_steps
 from fastgen.optimizer.decoding.model_facts import size_of
+from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, USER_CACHE, Reason, with_code
 from fastgen.optimizer.transformers import (
     cache_layers,
     eligibility,
@@ -35,7 +36,8 @@ from fastgen.optimizer.transformers import (
 from fastgen.optimizer.transformers.latent_attention import expanding_in_parts
 from fastgen.optimizer.transformers.rows import Groups
 
-ONE_ROW = "one row per input, nothing to share"
+STATIC_CACHE = Reason("STATIC_CACHE", "a StaticCache holds keys and values of each row")
+ONE_ROW = Reason("ONE_ROW_PER_INPUT", "one row per input")
 
 
 def prefill(
@@ -67,14 +69,16 @@ def prefill(
         before = model_state.tensors(self) if model_state.known_reasons(self) is None else None
         with static_prefill.filling_all_rows(given_cache, groups):
             outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
-        reasons = [] if before is None else model_state.learn(self, before, len(groups))
+        found = [] if before is None else model_state.learn(self, before, len(groups))
+        reasons = with_code("MODEL_STATE", found)
         if not reasons and _leaves_cache_to_model(arguments):
-            reasons = model_state.refuse(self, returned_cache_reasons(outputs))
+            reasons = returned_cache_reasons(outputs)
+            model_state.refuse(self, [str(reason) for reason in reasons])
         reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, groups, call)
         if reasons and empty is not None:
             empty()
     if reasons:
-        call.report.fallbacks += [f"prefill and caches: {reason}" for reason in reasons]
+        call.report.add_reasons(PREFILL, reasons)
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     if call.caches:  # without them the library may compile the model's forward as it finds it
         call.on_exit.enter_context(expanding_in_parts(self))
@@ -88,7 +92,7 @@ def prefill(
 
 def groups_of_equal_rows(
     model: Any, arguments: dict[str, Any], generation_config: Any
-) -> tuple[Groups, bool, list[str]]:
+) -> tuple[Groups, bool, list[Reason]]:
     """Which consecutive rows are equal: those of beams, of samples, or repeated by the caller.
 
     Also whether they were compared, and why they are too few to gain anything. Repetitions are looked for where they
@@ -101,17 +105,18 @@ def groups_of_equal_rows(
     if row_count == 1:
         return each, False, [ONE_ROW]
     if row_count % fan_out:
-        return each, False, [f"{row_count} rows are no multiple of {fan_out} beams or samples"]
+        text = f"{row_count} rows are no multiple of {fan_out} beams or samples"
+        return each, False, [Reason("ROWS_NOT_MULTIPLE", text)]
     reasons = too_small_reasons(model, arguments, 1 if fan_out == 1 else row_count // fan_out)
     if fan_out > 1:
         return Groups([fan_out] * (row_count // fan_out)), False, reasons
     if reasons or not verification.is_tested(model):
-        return each, False, [ONE_ROW, *(f"if rows are equal: {reason}" for reason in reasons)]
+        return each, False, [ONE_ROW, *reasons]
     groups = rows.repetitions_sync(arguments, row_count)
     return groups, True, [ONE_ROW] if len(groups) == row_count else too_small_reasons(model, arguments, len(groups))
 
 
-def too_small_reasons(model: Any, arguments: dict[str, Any], kept: int) -> list[str]:
+def too_small_reasons(model: Any, arguments: dict[str, Any], kept: int) -> list[Reason]:
     """Why a prefill of `kept` rows instead of all would not save what it costs; empty if it does."""
     row_count, length = arguments["input_ids"].shape
     embeds, encoded = arguments.get("inputs_embeds"), arguments.get("encoder_outputs")
@@ -129,7 +134,7 @@ def _expand_or_reasons(
     arguments: dict[str, Any],
     groups: Groups,
     call: GenerateCall,
-) -> list[str]:
+) -> list[Reason]:
     """Expands the outputs in place; if that fails, switches the patches off and returns why."""
     limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
     try:
@@ -141,7 +146,7 @@ def _expand_or_reasons(
             raise
         reason = f"{type(model).__name__}: {type(error).__name__}: {error}"
         PATCH_SET.fail("transformers.shared_caches", reason)
-        return [reason]
+        return [Reason("ERROR", reason)]
     return []
 
 
@@ -164,7 +169,7 @@ def expand(outputs: ModelOutput, given: Cache | None, groups: Groups, limit: int
         caches.append(given)
     for cache in caches:
         if static_prefill.is_static(cache):
-            report.fallbacks.append("keys and values filled in for each row of the StaticCache")
+            report.add_reasons(KV_CACHE, [STATIC_CACHE])
             continue
         call.caches.append(ref(cache))
         if not groups.are_inputs:
@@ -172,12 +177,11 @@ def expand(outputs: ModelOutput, given: Cache | None, groups: Groups, limit: int
         sharing = cache_layers.share(cache, groups.inputs, groups.fan_out, limit, call.user_code, call.share)
         report.usages += sharing.usages
         report.shared += sharing.shared_descriptions()
-        report.fallbacks += sharing.repeated_descriptions()
+        report.add_reasons(KV_CACHE, sharing.repeated_reasons())
     if groups.fan_out == 1:
         sizes = ", ".join(map(str, groups.sizes[:8]))
-        report.fallbacks.append(
-            f"keys and values repeated for each row: equal rows in groups of {sizes}, not of one size"
-        )
+        text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"
+        report.add_reasons(KV_CACHE, [Reason("GROUP_SIZES_DIFFER", text)])
     for name, value in tuple(outputs.items()):
         if not isinstance(value, Cache):
             outputs[name] = rows.repeat(name, value[:, -1:] if name == "logits" else value, groups)
@@ -190,30 +194,32 @@ def unsupported_reasons(
     groups: Groups,
     compared: bool,
     call: GenerateCall,
-) -> list[str]:
+) -> list[Reason]:
     """Why this prefill has to run with all rows; empty if one row per group gives the same. May read the device.
 
     compared: whether the rows of a group are known to be equal.
     """
-    reasons = eligibility.model_reasons(model)
+    reasons = with_code("MODEL", eligibility.model_reasons(model))
     if call.user_cache:
-        reasons.append("past_key_values was given by the caller")
+        reasons.append(USER_CACHE)
     elif static_prefill.is_static(cache := cache_layers.cache_of(arguments)):
         reasons += static_prefill.unsupported_reasons(cache, generation_config)
     elif cache is not None:
-        reasons += cache_layers.unsupported_reasons(cache)
+        reasons += with_code("CACHE_TYPE", cache_layers.unsupported_reasons(cache))
     elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
-        reasons.append("the model makes its own cache")
+        reasons.append(Reason("MODEL_CACHE", "the model makes its own cache"))
     reasons += rows.unsupported_reasons(model.config.model_type, arguments, groups.rows)
     if not reasons and not compared and not rows.groups_are_equal_sync(arguments, groups):
-        reasons.append("the rows of an input differ from each other")
+        reasons.append(Reason("ROWS_DIFFER", "the rows of an input differ from each other"))
     return reasons or images.unsupported_reasons_sync(arguments, model.config, groups.firsts[groups.of_rows].tolist())
 
 
-def returned_cache_reasons(outputs: ModelOutput) -> list[str]:
+def returned_cache_reasons(outputs: ModelOutput) -> list[Reason]:
     """Why the rows of the cache that a forward has made itself (all do so in transformers 5.0) cannot be expanded."""
     cache = cache_layers.cache_of(outputs)
-    return ["the model returns no cache"] if cache is None else cache_layers.unsupported_types(cache)
+    if cache is None:
+        return [Reason("NO_CACHE", "the model returns no cache")]
+    return with_code("CACHE_TYPE", cache_layers.unsupported_types(cache))
 
 
 def _leaves_cache_to_model(arguments: dict[str, Any]) -> bool:

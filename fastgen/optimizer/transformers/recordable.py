@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from fastgen.optimizer.decoding import recordable, recorded_steps
+from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.transformers import eligibility, positions
 from fastgen.optimizer.transformers.static_layers import layer_reasons
 
@@ -17,9 +18,9 @@ from fastgen.optimizer.transformers.static_layers import layer_reasons
 LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
 
 
-def are_wanted(generation_config: Any, input_ids: Tensor) -> bool:
-    """Whether the steps after `input_ids` should be recorded if they can be."""
-    return recordable.are_wanted(input_ids.device, _steps(generation_config, input_ids))
+def unwanted_reasons(generation_config: Any, input_ids: Tensor) -> list[Reason]:
+    """Why the steps after `input_ids` are not even tried to be captured; empty if they are."""
+    return recordable.unwanted_reasons(input_ids.device, _steps(generation_config, input_ids))
 
 
 def can_record(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> bool:

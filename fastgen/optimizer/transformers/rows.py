@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
+from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.transformers import images
 
 # Arguments whose rows belong to images, videos or sounds in a prompt and not to the prompt's own rows.
@@ -65,7 +66,7 @@ class Groups:
         return len(self) == self.inputs
 
 
-def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -> list[str]:
+def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -> list[Reason]:
     """Why rows of these arguments cannot be left out; empty if they can."""
     unread = UNREAD.get(model_type, ())
     read = {name: value for name, value in arguments.items() if name not in unread}
@@ -146,7 +147,7 @@ def _row_dim(name: str, value: Tensor, rows: int) -> int | None:
     return dim if value.shape[dim] == rows else None
 
 
-def _reasons(name: str, value: Any, rows: int) -> list[str]:
+def _reasons(name: str, value: Any, rows: int) -> list[Reason]:
     if (
         name == images.NAME
         or value is None
@@ -154,13 +155,13 @@ def _reasons(name: str, value: Any, rows: int) -> list[str]:
     ):
         return []
     if name not in OF_THE_PROMPT and any(word in name for word in MULTIMODAL_WORDS):
-        return [f"argument {name}: its rows are not those of the prompt"]
+        return [Reason("ARGUMENT_ROWS", f"argument {name}: its rows are not those of the prompt")]
     if isinstance(value, Tensor):
         if name in WITHOUT_ROWS or not value.dim() or _row_dim(name, value, rows) is not None:
             return []
-        return [f"argument {name} of shape {tuple(value.shape)} does not have {rows} rows"]
+        return [Reason("ARGUMENT_ROWS", f"argument {name} of shape {tuple(value.shape)} does not have {rows} rows")]
     if isinstance(value, ModelOutput):
         return [reason for key, part in value.items() for reason in _reasons(f"{name}.{key}", part, rows)]
     if isinstance(value, tuple) and name.startswith("encoder_outputs."):
         return []  # the encoder's hidden states or attentions, which the library does not repeat
-    return [f"argument {name} is a {type(value).__name__}"]
+    return [Reason("ARGUMENT_TYPE", f"argument {name} is a {type(value).__name__}")]

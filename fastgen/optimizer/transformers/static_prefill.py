@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
+from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.transformers.cache_layers import parts
 from fastgen.optimizer.transformers.rows import Groups
 
@@ -22,14 +23,16 @@ def is_static(cache: object) -> bool:
     return all(type(part) is StaticCache for part in parts(cache))
 
 
-def unsupported_reasons(cache: Cache, generation_config: Any) -> list[str]:
+def unsupported_reasons(cache: Cache, generation_config: Any) -> list[Reason]:
     """Why a prefill with one row per input cannot fill this static cache; empty if it can."""
     if generation_config.prefill_chunk_size is not None:
-        return ["past_key_values is a StaticCache, for which the library may compile a prefill in chunks"]
+        text = "past_key_values is a StaticCache, for which the library may compile a prefill in chunks"
+        return [Reason("CHUNKED_PREFILL", text)]
     layers = {type(layer) for part in parts(cache) for layer in part.layers}
     if foreign := sorted(layer.__name__ for layer in layers - {StaticLayer, StaticSlidingWindowLayer}):
-        return [f"past_key_values is a StaticCache with layers of other kinds ({', '.join(foreign)})"]
-    return ["past_key_values was given with a content"] if cache.get_seq_length() > 0 else []
+        text = f"past_key_values is a StaticCache with layers of other kinds ({', '.join(foreign)})"
+        return [Reason("CACHE_LAYERS", text)]
+    return [Reason("CACHE_NOT_EMPTY", "past_key_values is not empty")] if cache.get_seq_length() > 0 else []
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from transformers import __version__ as transformers_version
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
+from fastgen.optimizer.decoding.reasons import Reason, with_code
 from fastgen.optimizer.decoding.recorded_step import TOLERANCES
 from fastgen.origin import packages_of
 from fastgen.patching import disabled, warn
@@ -58,9 +59,9 @@ def is_known_class(model: Any) -> bool:
     return packages_of(type(model)) <= {"transformers", "fastgen"}
 
 
-def refused_reasons(model: Any) -> list[str]:
+def refused_reasons(model: Any) -> list[Reason]:
     """What differed when the model's class was compared; empty if nothing did, or if it was not compared yet."""
-    return [_refused[type(model)]] if type(model) in _refused else []
+    return [Reason("DIFFERS", _refused[type(model)])] if type(model) in _refused else []
 
 
 def call_to_verify(original: Callable, model: Any, args: tuple, kwargs: dict[str, Any]) -> HostCall | None:
@@ -73,13 +74,13 @@ def call_to_verify(original: Callable, model: Any, args: tuple, kwargs: dict[str
     return HostCall(model, arguments, original)
 
 
-def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[str]:
+def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
     host_call = call.to_verify
     if is_tested(model) or (host_call is None and call.share is not None):  # the latter in `compare`
         return []
     if host_call is None or host_call.model is not model:
-        return [f"{_subject(model)} is not verified yet, and this call has nothing to compare"]
+        return [Reason("UNVERIFIED", f"{_subject(model)} is not verified yet, and this call has nothing to compare")]
     key = _key(host_call, generation_config, call)
     if key in _verified:
         return []
@@ -94,7 +95,8 @@ def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, ca
             unfit = _verify(key, host_call)
         finally:
             _COMPARING.release()
-    return [f"{_subject(model)} is not verified yet, and {reason}" for reason in unfit] or refused_reasons(model)
+    texts = [f"{_subject(model)} is not verified yet, and {reason}" for reason in unfit]
+    return with_code("UNVERIFIED", texts) or refused_reasons(model)
 
 
 def _verify(key: tuple, host_call: HostCall) -> list[str]:

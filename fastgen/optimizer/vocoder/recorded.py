@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from fastgen.config import CONFIG
 from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
-from fastgen.optimizer.decoding.call import count, fell_back
+from fastgen.optimizer.decoding.call import add_reasons, count
+from fastgen.optimizer.decoding.reasons import VOCODER, with_code
 from fastgen.optimizer.decoding.recorded_step import Recording, Recordings
 from fastgen.optimizer.decoding.recorded_steps import recordings_of, settings
 from fastgen.optimizer.decoding.static_cache import rounded
@@ -42,7 +43,8 @@ def recorded_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Ten
     """
     recordings = recordings_of(owner, owner)
     if recordings.refused or not recordings.in_use.acquire(blocking=False):
-        fell_back([f"vocoder not recorded: {reason}" for reason in recordings.refused or ["another call uses it"]])
+        found = recordings.refused or ["another call uses the captured graph"]
+        add_reasons(VOCODER, with_code("NOT_CAPTURABLE", found))
         return None
     try:
         weights = plain_weights(gan)
@@ -51,7 +53,7 @@ def recorded_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Ten
     except (NotRepeatable, Diverged) as reason:
         _refuse(recordings, str(reason))
     except torch.cuda.OutOfMemoryError:
-        _refuse(recordings, "its buffers found no memory")
+        _refuse(recordings, "out of memory while allocating static buffers")
     finally:
         recordings.in_use.release()
     return None
@@ -86,7 +88,7 @@ def _of_bucket(
 def _refuse(recordings: Recordings, reason: str, is_expected: bool = True) -> None:
     recordings.forget()
     recordings.refused = [reason]
-    fell_back([f"vocoder not recorded: {reason}"])
+    add_reasons(VOCODER, with_code("NOT_CAPTURABLE", [reason]))
     if not is_expected:
         warn(f"fastgen does not record a vocoder: {reason}")
 

@@ -22,9 +22,10 @@ import fastgen
 @pytest.fixture
 def lenient(monkeypatch):
     """As users run it: an error of fastgen's own leaves the work to fairseq."""
-    from fastgen.optimizer import PATCH_SET
 
-    monkeypatch.setattr(PATCH_SET, "strict", False)
+    from fastgen.config import CONFIG
+
+    monkeypatch.setattr(CONFIG, "strict", False)
 
 
 def states():

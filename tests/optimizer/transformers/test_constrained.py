@@ -20,13 +20,14 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 import fastgen
 from fastgen.ops import beam_top_k
 from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding.reasons import ALLOWED
 from fastgen.optimizer.transformers import constrained
 from fastgen.optimizer.transformers.constrained import ALL_ROWS, ALONE
 from fastgen.optimizer.transformers.recordable import LAYERS_ARE_KNOWN
 
 EOS, VOCABULARY = 2, 300
 MODELS = ("llama", "t5")
-LEFT = "finished inputs: leave the batch"
+LEFT = "finished inputs: removed from the batch"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -234,7 +235,7 @@ def test_outputs_that_would_all_be_empty_are_an_error(models, name, arguments):
 def test_a_token_beyond_the_vocabulary_is_the_librarys_error(models):
     found = compare(models["llama"], padded(4), [[5, 6], [VOCABULARY]], [], num_beams=3, max_new_tokens=4)
     assert found[0] == "IndexError"
-    assert f"allowed tokens: the trie has token 300 (supported: up to {VOCABULARY - 1})" in fastgen.explain().fallbacks
+    assert fastgen.explain().codes(ALLOWED) == {"TRIE_OUTSIDE_VOCABULARY"}
 
 
 def test_other_functions_are_called_once_per_prefix_of_an_input(models):

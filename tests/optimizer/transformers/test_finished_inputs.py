@@ -12,12 +12,14 @@ from recording import recording
 from sharing import sharing
 from transformers import LogitsProcessor
 
+from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import current_call
+from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP
 from fastgen.optimizer.transformers import decode_step
 from fastgen.optimizer.transformers.beam_search import BeamSearch
 
-LEFT = "finished inputs: leave the batch"
+LEFT = "finished inputs: removed from the batch"
 MODELS = ("bart", "t5", "marian", "gpt2", "llama", "gemma2", "bloom")
 ENDS = {"eos_token_id": list(range(3, 90, 6)), "max_new_tokens": 30, "do_sample": False}
 
@@ -102,7 +104,7 @@ def test_a_processor_of_the_program_keeps_all_rows(num_beams):
         lambda: model.generate(**inputs_of("gpt2"), **ENDS, num_beams=num_beams, logits_processor=[ByPlace()])
     )
     assert torch.equal(stock, fast) and LEFT not in report.shared
-    assert "finished inputs stay: ByPlace may know the rows by their place" in report.fallbacks
+    assert report.codes(COMPACTION) == {"PROCESSOR_BY_ROW"} and "ByPlace" in str(report)
 
 
 def test_repeated_rows_of_a_caller_leave_together():
@@ -112,31 +114,28 @@ def test_repeated_rows_of_a_caller_leave_together():
     assert torch.equal(stock, fast) and {LEFT, "prefill: one row per input"} <= set(report.shared)
 
 
-LEAVES_LOOP = "the loop is the library's: return_dict_in_generate"
-
-
 @pytest.mark.parametrize(
-    ("others", "told"),
+    ("others", "codes"),
     [
-        ({"do_sample": True}, []),
-        ({"return_dict_in_generate": True}, [LEAVES_LOOP]),
-        ({"num_beams": 1}, []),
-        ({"num_beams": 1, "return_dict_in_generate": True}, []),
+        ({"do_sample": True}, {"SAMPLED_BEAMS"}),
+        ({"return_dict_in_generate": True}, {"RETURN_DICT"}),
+        ({"num_beams": 1}, set()),
+        ({"num_beams": 1, "return_dict_in_generate": True}, set()),
     ],
 )
-def test_one_row_and_what_returns_more_than_tokens_stay_with_the_library(others, told):
+def test_one_row_and_what_returns_more_than_tokens_stay_with_the_library(others, codes):
     model = tiny("gpt2")
     arguments = {**ENDS, "num_beams": 3, **others}
     input_ids = token_ids(4 if arguments["num_beams"] > 1 else 1, 5)
     with recording("off"), mock.patch.object(decode_step.DecodeStep, "logits", side_effect=AssertionError):
         report = run_both(lambda: model.generate(input_ids, **arguments)).report
-    assert [item for item in report.fallbacks if "loop" in item] == told
+    assert report.codes(LOOP) == codes
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
     failed = []
-    monkeypatch.setattr(PATCH_SET, "strict", False)
+    monkeypatch.setattr(CONFIG, "strict", False)
     monkeypatch.setattr(PATCH_SET, "_replacement_failed", lambda record, error: failed.append(str(error)))
     monkeypatch.setattr(decode_step, "rows_of", None)  # fails when the first input leaves, with caches full of keys
     model, arguments = tiny("llama"), {**ENDS, "num_beams": num_beams}

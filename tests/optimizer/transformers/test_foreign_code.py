@@ -60,7 +60,7 @@ def test_code_of_the_program_that_knows_its_rows_is_left_alone(arguments, rows, 
         inner = layer.mlp.forward
         layer.mlp.forward = lambda states: inner(states) + steering.vectors
     report = assert_same(model, {"input_ids": token_ids(2, 9)}, **arguments)
-    assert left_alone_because(report, "is not the library's")
+    assert left_alone_because(report, "MODEL", "is not the library's")
 
 
 def wrapped(module: nn.Module) -> None:
@@ -173,7 +173,7 @@ def test_forward_that_the_program_replaced_on_the_class_sees_all_rows(monkeypatc
         kind, "forward", functools.wraps(original)(lambda self, states: steered(original(self, states)))
     )
     report = assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES)
-    assert left_alone_because(report, "the forward of module model.layers.0.mlp is not the library's")
+    assert left_alone_because(report, "MODEL", "the forward of module model.layers.0.mlp is not the library's")
 
 
 class SteeringMode(TorchFunctionMode):
@@ -191,7 +191,7 @@ def test_mode_of_the_program_sees_all_rows():
 
     both = run_both(call)
     assert torch.equal(both.stock, both.fast)
-    assert left_alone_because(both.report, "a mode of torch")
+    assert left_alone_because(both.report, "MODEL", "a mode of torch")
 
 
 def test_hooks_of_accelerate_itself_change_nothing():
@@ -210,7 +210,7 @@ def test_rows_moved_from_input_to_input():
 def test_torchscript_inside_a_model():
     model = tiny("llama")
     model.model.layers[0].mlp = torch.jit.script(nn.Linear(32, 32).eval())
-    assert left_alone_because(assert_same(model, {"input_ids": token_ids(2, 9)}, **BEAMS), "TorchScript")
+    assert left_alone_because(assert_same(model, {"input_ids": token_ids(2, 9)}, **BEAMS), "MODEL", "TorchScript")
 
 
 ROWS, WEIGHT, BIAS = torch.randn(8, 64), torch.randn(48, 64), torch.randn(96)

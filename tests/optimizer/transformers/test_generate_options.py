@@ -26,6 +26,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
+from fastgen.optimizer.decoding.reasons import KV_CACHE
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 
@@ -90,14 +91,14 @@ def test_short_prompt_is_computed_once_and_repeated(models, name, repeated):
     for arguments in (BEAMS, SAMPLES):
         report = assert_same(models[name], padded(9, 5), **arguments)
         assert report.shared == ["prefill: one row per input"]
-        assert any("too few to gain" in fallback for fallback in report.fallbacks)
+        assert "FEW_KEYS" in report.codes(KV_CACHE)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("arguments", ({}, {"do_sample": True}), ids=("greedy", "sample"))
 def test_one_sequence_for_each_input_is_left_alone(models, name, arguments):
     report = assert_same(models[name], padded(9, 5), max_new_tokens=5, **arguments)
-    assert left_alone_because(report, "one row per input")
+    assert left_alone_because(report, "ONE_ROW_PER_INPUT")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,7 +107,7 @@ def test_inputs_that_the_caller_has_repeated_are_shared(models, name):
     report = assert_same(models[name], repeated, max_new_tokens=7, do_sample=True)
     assert is_shared(report, *what_is_shared(name)) and report.inputs == 2
     repeated["input_ids"][:, -1] = torch.arange(10, 16)
-    assert left_alone_because(assert_same(models[name], repeated, max_new_tokens=7), "one row per input")
+    assert left_alone_because(assert_same(models[name], repeated, max_new_tokens=7), "ONE_ROW_PER_INPUT")
 
 
 @pytest.mark.parametrize("name", ("bart", "t5"))
@@ -181,12 +182,12 @@ def test_guidance_keeps_its_own_cache(models, name):
 def test_prompt_lookup_is_left_alone(models):
     inputs = {"input_ids": token_ids(1, 4).repeat(1, 4)}
     report = assert_same(models["llama"], inputs, prompt_lookup_num_tokens=3, max_new_tokens=9)
-    assert left_alone_because(report, "decoding")
+    assert left_alone_because(report, "NO_PREFILL")
 
 
 def test_assisted_decoding_is_left_alone(models):
     both = compared(models["llama"], {"input_ids": token_ids(1, 6)}, assistant_model=tiny("llama"), max_new_tokens=9)
-    assert left_alone_because(both.report, "decoding")
+    assert left_alone_because(both.report, "NO_PREFILL")
 
 
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
@@ -304,7 +305,7 @@ def test_streamer_gets_the_same_tokens(models):
         return models["llama"].generate(**padded(9), do_sample=True, max_new_tokens=6, streamer=used[-1])
 
     both = run_both(call)
-    assert left_alone_because(both.report, "one row per input")
+    assert left_alone_because(both.report, "ONE_ROW_PER_INPUT")
     assert used[0].calls == used[1].calls and used[1].calls[-1] == "end"
 
 

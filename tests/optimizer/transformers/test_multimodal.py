@@ -200,7 +200,7 @@ def test_other_numbers_of_images_in_each_prompt_are_left_alone(arguments):
     inputs["input_ids"][0, 8:12] = 7
     inputs["pixel_values"] = inputs["pixel_values"][:3]
     report = assert_same(ready(llava), inputs, **arguments)
-    assert left_alone_because(report, "not every row of the prompt has the same number of images")
+    assert left_alone_because(report, "IMAGES_PER_ROW")
 
 
 @pytest.mark.parametrize("different", (True, False))
@@ -210,7 +210,7 @@ def test_prompts_that_the_caller_has_repeated(different):
         inputs["pixel_values"] = torch.randn(6, 3, 16, 16)
     report = assert_same(ready(llava), inputs, max_new_tokens=5, do_sample=False)
     if different:
-        assert left_alone_because(report, "equal rows of the prompt have different images")
+        assert left_alone_because(report, "IMAGES_DIFFER")
     else:
         assert is_shared(report, PROMPT)
 

@@ -130,7 +130,7 @@ def test_finished_inputs_leave_the_batch(whole_positions, share_always):
     with fastgen.disabled():
         stock = model.generate(**inputs, **arguments, use_cache=False)
     assert torch.equal(stock, model.generate(**inputs, **arguments))
-    assert "finished inputs: leave the batch" in fastgen.explain().shared
+    assert "finished inputs: removed from the batch" in fastgen.explain().shared
 
 
 @pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}])
@@ -198,7 +198,7 @@ def test_a_hooked_layer_sees_all_streams(share_always):
     )
     model.generate(token_ids(2, 7), num_beams=3, max_new_tokens=4)
     assert seen == [3] * 4  # the prompt and three steps
-    assert left_alone_because(fastgen.explain(), "forward hook")
+    assert left_alone_because(fastgen.explain(), "MODEL", "forward hook")
 
 
 def test_forwards_outside_of_generate_and_gradients_are_the_librarys():

@@ -16,10 +16,12 @@ from sharing import sharing
 from torch import nn
 from transformers import LogitsProcessor
 
+from fastgen.config import CONFIG
 from fastgen.ops.cpu_graph.trace import Diverged
 from fastgen.ops.cpu_linear import few_rows
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import gain, model_facts, recordable, recorded_step, recorded_steps
+from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.decoding.recorded_step import CpuCapture, Recording, Recordings
 from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for
@@ -256,7 +258,7 @@ def test_training_and_foreign_hooks_leave_the_steps_to_the_library():
     assert recorded(model, inputs_of("gpt2"), **GREEDY)
     model.train().transformer.drop.p = 0.1
     report = run_both(lambda: model.generate(**inputs_of("gpt2"), **GREEDY)).report
-    assert not_recorded_because(report, "transformer.drop is in training mode with p=0.1")
+    assert not_recorded_because(report, "NOT_CAPTURABLE", "transformer.drop is in training mode with p=0.1")
     model.eval()
     handle = model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
     assert not recorded(model, inputs_of("gpt2"), **GREEDY)
@@ -305,14 +307,14 @@ def test_a_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch,
         replayed = recorded(model, inputs, **arguments)
     assert bool(replayed) == bool(right)
     stock, fast, report = run_both(lambda: model.generate(**inputs, **arguments))  # a second warning would raise
-    assert torch.equal(stock, fast) and not_recorded_because(report, "GPT2LMHeadModel: ")
+    assert torch.equal(stock, fast) and not_recorded_because(report, "NOT_CAPTURABLE", "GPT2LMHeadModel: ")
     assert not len(recorded_steps._known[model])
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
     failed = []
-    monkeypatch.setattr(PATCH_SET, "strict", False)
+    monkeypatch.setattr(CONFIG, "strict", False)
     monkeypatch.setattr(PATCH_SET, "_replacement_failed", lambda record, error: failed.append(str(error)))
     monkeypatch.setattr(StaticCache, "content", None)  # fails when the first buffers are full
     model = model_of("llama")
@@ -328,7 +330,7 @@ def test_without_memory_for_the_buffers_the_call_goes_on_with_its_own_cache(monk
     model = model_of("gpt2")
     for _ in range(2):
         stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS))
-        assert torch.equal(stock, fast) and not_recorded_because(report, "its buffers found no memory")
+        assert torch.equal(stock, fast) and not_recorded_because(report, "NOT_CAPTURABLE", "out of memory")
     assert StaticCache.fill.call_count == 1 and not recorded_steps._known[model].in_use.locked()
 
 
@@ -336,7 +338,7 @@ def test_other_models_are_left_as_they_are():
     model = tiny("roformer")
     stock, fast, report = run_both(lambda: model.generate(**inputs_of("roformer"), **GREEDY))
     reason = "the forward of RoFormerForCausalLM may read the device"
-    assert torch.equal(stock, fast) and not_recorded_because(report, reason)
+    assert torch.equal(stock, fast) and not_recorded_because(report, "NOT_CAPTURABLE", reason)
 
 
 @pytest.mark.parametrize("arguments", [BEAMS, SAMPLES], ids=("beams", "samples"))
@@ -344,17 +346,17 @@ def test_nothing_is_recorded_where_it_is_not_wanted(arguments):
     model = model_of("gpt2")
     with recording("off"):
         stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **arguments))
-        assert torch.equal(stock, fast) and not replays(report) and "decode" not in str(report.fallbacks)
+        assert torch.equal(stock, fast) and not_recorded_because(report, "CAPTURE_OFF")
 
 
 def test_steps_are_captured_on_a_gpu_only_if_the_user_asks_for_it(monkeypatch):
     monkeypatch.setattr(recorded_steps, "recordings_of", lambda *models: SimpleNamespace(refused=[]))
-    on_gpu, told = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32), []
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
     decoder = SimpleNamespace(parameters=lambda: iter([on_gpu]))
-    for cuda_graphs, wanted in (("off", False), ("auto", False), ("on", True)):
-        with recording(cuda_graphs), mock.patch.object(recorded_steps, "tell", told.append):
-            assert recorded_steps.can_record(nn.Module(), decoder, 40, reasons=list) is wanted
-    assert told == [[], ["not yet run on a GPU (FASTGEN_CUDA_GRAPHS=on switches it on)"], []]
+    for cuda_graphs, codes in (("off", {"CAPTURE_OFF"}), ("auto", {"GPU_OPT_IN"}), ("on", set())):
+        with recording(cuda_graphs), generate_call("test") as call:
+            assert recorded_steps.can_record(nn.Module(), decoder, 40, reasons=list) is (not codes)
+        assert call.report.codes() == codes
 
 
 def test_on_a_cpu_a_recording_has_to_save_what_it_costs(monkeypatch):
@@ -363,7 +365,7 @@ def test_on_a_cpu_a_recording_has_to_save_what_it_costs(monkeypatch):
         assert recorded(model, inputs_of("gpt2"), **{**GREEDY, "max_new_tokens": 40, "eos_token_id": None})
         monkeypatch.setattr(gain, "SAVED_PER_MODULE", 1)
         report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS)).report
-        assert not_recorded_because(report, "14 steps of 12 rows would save less than the recording costs")
+        assert not_recorded_because(report, "NOT_CAPTURABLE", "14 steps of 12 rows would save less")
 
 
 def test_calls_too_short_for_a_recording_get_one_when_there_are_several(monkeypatch):
@@ -378,7 +380,9 @@ def test_half_precision_is_left_alone_on_a_cpu():
     model = model_of("llama").bfloat16()
     with recording("auto"):
         stock, fast, report = run_both(lambda: model.generate(**inputs_of("llama", rows=1), **GREEDY))
-    assert torch.equal(stock, fast) and not_recorded_because(report, "torch.bfloat16 would be rounded in another way")
+    assert torch.equal(stock, fast) and not_recorded_because(
+        report, "NOT_CAPTURABLE", "torch.bfloat16 would be rounded in another way"
+    )
 
 
 def test_steps_with_packed_weights_are_not_recorded(monkeypatch):
@@ -387,7 +391,7 @@ def test_steps_with_packed_weights_are_not_recorded(monkeypatch):
     assert recorded(model, inputs_of("gpt2"), **BEAMS) or few_rows.machine_reasons()
     monkeypatch.setattr(few_rows, "machine_reasons", lambda: ["built without a compiler"])
     report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS)).report
-    assert not_recorded_because(report, "the step uses packed weights")
+    assert not_recorded_because(report, "NOT_CAPTURABLE", "the step uses packed weights")
     assert recorded(model, inputs_of("gpt2", rows=1), **GREEDY)  # which do not help one row
 
 
@@ -411,7 +415,7 @@ def test_inputs_that_are_finished_leave_recorded_steps(name):
                     lambda seed=seed, options=options: model.generate(**inputs_of(name, 4, seed), **options)
                 )
             assert torch.equal(stock, fast) and replays(report)
-            left += "finished inputs: leave the batch" in report.shared
+            left += "finished inputs: removed from the batch" in report.shared
     assert left
 
 

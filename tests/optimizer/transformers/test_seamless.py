@@ -76,7 +76,7 @@ def test_the_stages_are_told(version: str) -> None:
     for shown in ("stage: vocoder", "stage: encoder", "stage: decoder"):
         assert shown in repr(report)
     assert report.as_dict()["stages"][0]["report"]["kernels"][RECORDED] > 0
-    told = [item for item in (*report.kernels, *report.fallbacks) if item.startswith("vocoder")]
+    told = [item for item in (*report.kernels, *report.fallbacks, *report.decisions) if item.startswith("vocoder")]
     assert told and all(item in repr(report) for item in told)
 
 

@@ -108,7 +108,9 @@ def test_rows_that_the_caller_repeated():
 @BOTH
 def test_a_model_found_to_keep_states_gets_an_empty_cache_and_all_rows(arguments):
     with mock.patch.object(model_state, "learn", lambda *args: ["found"]):
-        assert left_alone_because(compared(build("llama"), padded(9, 5), **arguments, **STATIC).report, "found")
+        assert left_alone_because(
+            compared(build("llama"), padded(9, 5), **arguments, **STATIC).report, "MODEL_STATE", "found"
+        )
 
 
 def test_steps_are_compiled_as_often_as_in_the_library():
@@ -134,13 +136,13 @@ def test_steps_are_compiled_as_often_as_in_the_library():
 @pytest.mark.parametrize(
     "why",
     (
-        pytest.param("chunks", marks=needs("transformers", "5.6", "it fails with chunks")),
-        pytest.param("other kinds", marks=needs("transformers", "5.12", "no DeepSeek-V3.2")),
+        pytest.param("CHUNKED_PREFILL", marks=needs("transformers", "5.6", "it fails with chunks")),
+        pytest.param("CACHE_LAYERS", marks=needs("transformers", "5.12", "no DeepSeek-V3.2")),
     ),
 )
 def test_left_alone(why, arguments):
     model, more = build("llama"), {}
-    if why == "chunks":
+    if why == "CHUNKED_PREFILL":
         more = {"prefill_chunk_size": 4}
     else:
         model = tiny("deepseek_v32", **LATENT | INDEXED)

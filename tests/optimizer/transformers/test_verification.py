@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import two_part_states
+from fastgen.optimizer.decoding.reasons import PREFILL
 from fastgen.optimizer.transformers import verification
 
 CONFIG = LlamaConfig(
@@ -103,7 +104,7 @@ def test_a_difference_on_a_newer_version_switches_the_patches_off_and_says_what_
     assert torch.equal(found, expected)
     [(group, reason)] = newer_transformers
     assert group == "transformers.shared_caches" and "logits of step 1 differ by" in reason
-    assert any("logits of step 1 differ by" in item for item in fastgen.explain().fallbacks)
+    assert fastgen.explain().codes(PREFILL) == {"DIFFERS"} and "logits of step 1 differ by" in str(fastgen.explain())
 
 
 def test_a_class_outside_transformers_that_differs_is_left_alone_and_others_are_not(wrong_attention, rows):
@@ -139,7 +140,7 @@ def test_a_call_that_cannot_be_repeated_is_left_to_the_original_until_another_wa
     sampling = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 4}
     model.generate(INPUT_IDS, **sampling, streamer=Streamer())
     assert fastgen.explain().shared == []
-    assert any("a call with streamer cannot be repeated" in item for item in fastgen.explain().fallbacks)
+    assert fastgen.explain().codes(PREFILL) == {"UNVERIFIED"} and "a call with streamer" in str(fastgen.explain())
     model.generate(INPUT_IDS, **sampling)
     model.generate(INPUT_IDS, **sampling, streamer=Streamer())
     assert "prefill: one row per input" in fastgen.explain().shared
@@ -172,7 +173,7 @@ def test_too_few_new_tokens_verify_nothing(rows):
     model = make(own_class())
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=1)
     assert rows == [6] and not verification._verified
-    assert any("fewer than 4 new tokens" in item for item in fastgen.explain().fallbacks)
+    assert fastgen.explain().codes(PREFILL) == {"UNVERIFIED"} and "fewer than 4 new" in str(fastgen.explain())
 
 
 def test_a_call_that_shares_nothing_verifies_nothing_and_costs_nothing(rows):
@@ -180,7 +181,7 @@ def test_a_call_that_shares_nothing_verifies_nothing_and_costs_nothing(rows):
     model.model.layers[0].self_attn.attention_dropout = 0.1
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     assert rows == [6] * 6 and not verification._verified
-    assert any("training mode" in item for item in fastgen.explain().fallbacks)
+    assert fastgen.explain().codes(PREFILL) == {"MODEL"} and "training mode" in str(fastgen.explain())
 
 
 def test_a_model_whose_own_modules_keep_rows_is_left_alone_and_its_class_not_verified():

@@ -203,7 +203,7 @@ def left_alone(decoder, states):
     found, expected, report = decoded(decoder, states)
     assert torch.equal(found, expected)
     assert not report.kernels
-    return " ".join(report.fallbacks)
+    return " ".join(report.fallbacks + report.decisions)
 
 
 def test_what_is_left_to_the_library_has_a_reason():

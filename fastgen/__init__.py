@@ -6,6 +6,8 @@ is all it takes, before or after the library is imported: it patches the library
 not know it leaves to the original. `python -m fastgen` shows what is patched and what is not, and why.
 
 A library that uses fastgen for its own calls only: `FASTGEN_AUTO=0`, and `with fastgen.enabled():` around them.
+
+Tests: tests/test_package.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`python -m fastgen`: shows what is patched and why, or runs a program under fastgen that nobody may edit."""
+"""`python -m fastgen`: shows what is patched and why, or runs a program under fastgen that nobody may edit.
+
+Tests: tests/test_main.py
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a
                    warning or error.
 
 All modules hold the one object `CONFIG` and read its fields where they decide; none copies a field.
+
+Tests: tests/test_config.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Whose code something is: the host library's, or that of the program that uses it.
 
 A function's globals tell, because `functools.wraps` gives a wrapper the `__module__` of what it wraps.
+
+Tests: tests/test_origin.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Models that no host library has, one folder each; a host learns of them as soon as it is imported."""
+"""Models that no host library has, one folder each; a host learns of them as soon as it is imported.
+
+Tests: tests/models/unilm/test_unilm_registration.py
+"""
 
 from __future__ import annotations
 

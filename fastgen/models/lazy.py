@@ -1,4 +1,7 @@
-"""Names of a package that are imported when they are first asked for."""
+"""Names of a package that are imported when they are first asked for.
+
+Tests: tests/models/unilm/test_unilm_registration.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Operations on tensors; they know no host library. `kernels()` lists their implementations, the last resort last."""
+"""Operations on tensors; they know no host library. `kernels()` lists their implementations, the last resort last.
+
+Tests: tests/ops/test_cpu_linear.py, tests/ops/test_no_repeat_ngram.py
+"""
 
 from __future__ import annotations
 

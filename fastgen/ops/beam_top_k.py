@@ -5,6 +5,8 @@ So the order in which torch gives them is part of the answer, and these function
 
 All take k candidates of B inputs with M beams each, whose scores are `beam_scores [B, M]`, and return values and index
 `[B, k]`, the best first: index is `beam * vocabulary_size + token`.
+
+Tests: tests/ops/test_beam_top_k.py
 """
 
 from __future__ import annotations

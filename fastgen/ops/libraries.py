@@ -1,6 +1,8 @@
 """The shared libraries of `csrc/`, bound with ctypes.
 
 They hold no torch header, so that they are built wherever there is a compiler, whichever torch is installed later.
+
+Tests: tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_build.py
 """
 
 from __future__ import annotations

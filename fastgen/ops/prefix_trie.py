@@ -4,6 +4,8 @@ A trie is one sorted array. Nodes are numbered level by level from the root, 0; 
 the key `node * width + token`, where all tokens are below `width`, and edge e leads to node e + 1. So the tokens that
 may follow a node are a slice of the array, and a binary search finds it: for all rows at once, from what they hold,
 with no state between steps.
+
+Tests: tests/ops/test_prefix_trie.py
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ a group shares is stored once, `[inputs, kv_heads, shared_length, head_dim]`, an
 with the query heads that share a key head, are folded into the query length of one product with it (FastSeq §4.1,
 MultiGen §3.3, grouped heads as in "Fast Transformer Decoding"). What each row has for itself is
 `[rows, kv_heads, own_length, head_dim]`; both parts meet in one softmax (FastSeq eq. 3).
+
+Tests: tests/ops/test_shared_attention.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Whether somebody watches, records or transforms what torch computes: then an operation of another name differs."""
+"""Whether somebody watches, records or transforms what torch computes: then an operation of another name differs.
+
+Tests: tests/optimizer/transformers/test_foreign_code.py
+"""
 
 from __future__ import annotations
 

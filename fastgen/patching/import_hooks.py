@@ -2,6 +2,8 @@
 
 wrapt's post-import hooks do the work. Importing wrapt takes longer than the rest of `import fastgen` together, so
 that waits until the host, which takes seconds anyway, is first looked for.
+
+Tests: tests/patching/test_patching.py, tests/patching/test_patching_conflicts.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A patch and its state, as data."""
+"""A patch and its state, as data.
+
+Tests: tests/patching/test_patching.py, tests/patching/test_patching_conflicts.py
+"""
 
 from __future__ import annotations
 

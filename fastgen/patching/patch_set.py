@@ -2,6 +2,8 @@
 
 What goes wrong here must not break the host: an error is recorded as a state and logged, and the original stays. Where
 `is_strict()` (tests, CI) it is raised.
+
+Tests: tests/patching/test_patching.py, tests/patching/test_patching_conflicts.py
 """
 
 from __future__ import annotations

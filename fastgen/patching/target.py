@@ -3,6 +3,8 @@
 An attribute of a class or module is replaced, never a class: objects made before and `isinstance` stay right. It is
 looked up without binding it, and what `vars(owner)` held is remembered, so that an inherited method does not stay
 behind as a copy.
+
+Tests: tests/patching/test_patching.py, tests/patching/test_patching_conflicts.py
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def plain_loop(folder: Path, bs: int, **settings: object) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [("--bs", 4), ("--batch_tokens", 200), ("--bs", 60)])
-def test_output_is_that_of_a_plain_loop(tmp_path: Path, size: tuple) -> None:
+def test_output_on_a_gpu_is_that_of_a_plain_loop(tmp_path: Path, size: tuple) -> None:
     bart = save_bart(tmp_path / "bart")
     expected = plain_loop(bart, 4, num_beams=3)
     assert generate(tmp_path, bart, LINES, "--device", "cuda", "--beam", 3, *size) == expected

@@ -34,23 +34,23 @@ def ban(request) -> Callable:
 
 @settings(definition.SETTINGS, max_examples=150)
 @given(case=definition.cases())
-def test_small_problems(ban, case):
+def test_small_problems_on_a_gpu(ban, case):
     definition.check(ban, case.to(DEVICE))
 
 
 @settings(definition.SETTINGS, max_examples=60)
 @given(case=definition.wide_cases())
-def test_ngrams_of_several_chunks_in_rows_of_several_tiles(ban, case):
+def test_ngrams_of_several_chunks_on_a_gpu(ban, case):
     definition.check(ban, case.to(DEVICE))
 
 
 @pytest.mark.parametrize("ngram_size", [1, 3, 1000, 1 << 15])
-def test_rows_of_32768_tokens(ban, ngram_size):
+def test_rows_of_32768_tokens_on_a_gpu(ban, ngram_size):
     tokens = wrapped(range(1 << 9), 2, 1 << 15, torch.int32, shift=1)
     definition.check(ban, Case(tokens, torch.zeros(2, 1 << 9), ngram_size).to(DEVICE))
 
 
-def test_more_rows_than_a_grid_may_have(ban):
+def test_more_rows_than_a_grid_of_a_gpu_may_have(ban):
     tokens = torch.randint(0, 3, (70_000, 9), generator=torch.Generator().manual_seed(0))
     expected, found = torch.zeros(70_000, 3), torch.zeros(70_000, 3, device=DEVICE)
     reference.ban(tokens, expected, 2, None, None)

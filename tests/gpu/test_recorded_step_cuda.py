@@ -62,7 +62,7 @@ def replays(model: torch.nn.Module, inputs: dict[str, torch.Tensor], **arguments
 @WAYS
 @pytest.mark.parametrize("share", ["always", "never"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart", "whisper"])
-def test_tokens_are_those_of_the_library(name, share, arguments):
+def test_tokens_of_cuda_graphs_are_those_of_the_library(name, share, arguments):
     model = model_of(name)
     with sharing(share):
         for seed in range(3):
@@ -71,7 +71,7 @@ def test_tokens_are_those_of_the_library(name, share, arguments):
 
 
 @WAYS
-def test_weights_that_change_between_calls(arguments):
+def test_cuda_graphs_see_weights_that_change_between_calls(arguments):
     model = model_of("llama")
     for _ in range(3):
         assert replays(model, inputs_of("llama"), **arguments)
@@ -109,7 +109,7 @@ class Reading(recorded_step.CudaCapture):
         return super().record(lambda: (run(), torch.ones(1, device="cuda").item())[0], expect_again)
 
 
-def test_a_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch):
+def test_a_cuda_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch):
     monkeypatch.setattr(recorded_step, "CudaCapture", Reading)
     model = model_of("gpt2")
     with pytest.warns(RuntimeWarning, match="fastgen does not record the decode steps of a model"):

@@ -24,7 +24,7 @@ OUT = st.sampled_from((1, 2, 5, 12, 13, 16, 24, 31, 32, 33, 96, 97, 193, 511, 51
 @needs_library
 @settings(max_examples=200, deadline=None)
 @given(ROWS, IN, OUT, st.booleans(), st.booleans(), st.integers(1, 3))
-def test_products_are_those_of_torch(rows, in_features, out_features, is_transposed, with_bias, threads):
+def test_products_of_few_rows_are_those_of_torch(rows, in_features, out_features, is_transposed, with_bias, threads):
     check(rows, in_features, out_features, is_transposed, with_bias, threads)
 
 

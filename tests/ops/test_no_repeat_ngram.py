@@ -157,7 +157,7 @@ class TestForTorch:
             assert banned(no_repeat_ngram(tokens, scores, 2)) == [[2]]
             assert banned(no_repeat_ngram_(tokens, scores, 2)) == [[2]]
 
-    def test_inference_mode(self):
+    def test_ngrams_are_blocked_in_inference_mode(self):
         tokens, outside = torch.tensor([[1, 2, 1]]), torch.zeros(1, 4)
         with torch.inference_mode():
             for scores in (torch.zeros(1, 4), outside):

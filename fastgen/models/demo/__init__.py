@@ -1,6 +1,8 @@
 """A small trained model that comes with the package, so that generation can be tried with no network.
 
 It turns written English into spoken English; data/README.md says how it was trained and how well it works.
+
+Tests: tests/models/test_demo_model.py
 """
 
 from __future__ import annotations

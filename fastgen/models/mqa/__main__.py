@@ -1,4 +1,7 @@
-"""`python -m fastgen.models.mqa pool IN OUT --num_key_value_heads 1`: a saved model with fewer key heads."""
+"""`python -m fastgen.models.mqa pool IN OUT --num_key_value_heads 1`: a saved model with fewer key heads.
+
+Tests: tests/models/mqa/test_pooling.py
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def pool(source: Path, target: Path, num_key_value_heads: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fastgen.models.mqa", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fastgen.models.mqa", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="pool")
     command = commands.add_parser("pool", help="fewer key heads, each the mean of those that come to share it")
     command.add_argument("source", metavar="IN", type=Path, help="folder of a saved model")

@@ -3,6 +3,8 @@
 "Fast Transformer Decoding: One Write-Head is All You Need", §2.3 and §3: `num_key_value_heads` is h for multi-head
 attention, 1 for multi-query attention; a number between gives grouped attention. The queries that share a key head are
 folded into the query length, so that one product with the keys as they are stored serves them all.
+
+Tests: tests/models/mqa/test_attention.py
 """
 
 from __future__ import annotations

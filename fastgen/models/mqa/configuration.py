@@ -1,4 +1,7 @@
-"""Sizes of multi-query Transformers ("Fast Transformer Decoding: One Write-Head is All You Need", §4.1)."""
+"""Sizes of multi-query Transformers ("Fast Transformer Decoding: One Write-Head is All You Need", §4.1).
+
+Tests: tests/models/mqa/test_models.py
+"""
 
 from __future__ import annotations
 

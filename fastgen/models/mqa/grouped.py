@@ -2,6 +2,8 @@
 
 They are the library's models: only the projections of keys and values are smaller, and the library's attention function
 (sdpa) is told how many query heads share a key head, as for Llama.
+
+Tests: tests/models/mqa/test_pooling.py
 """
 
 from __future__ import annotations

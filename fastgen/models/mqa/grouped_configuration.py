@@ -1,6 +1,8 @@
 """Sizes of BART and T5 with fewer key heads than query heads.
 
 A file of its own: configurations of transformers need `AutoModel`, which is complete later than `AutoConfig`.
+
+Tests: tests/models/mqa/test_pooling.py
 """
 
 from __future__ import annotations

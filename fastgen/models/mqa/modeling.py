@@ -1,4 +1,7 @@
-"""The models of "Fast Transformer Decoding: One Write-Head is All You Need" (§4.1), for transformers."""
+"""The models of "Fast Transformer Decoding: One Write-Head is All You Need" (§4.1), for transformers.
+
+Tests: tests/models/mqa/test_models.py, tests/models/mqa/test_training.py
+"""
 
 from __future__ import annotations
 

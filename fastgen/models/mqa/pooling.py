@@ -2,6 +2,8 @@
 
 The means are a start for further training ("GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
 Checkpoints", §2.1); without it the model is another one than before.
+
+Tests: tests/models/mqa/test_pooling.py
 """
 
 from __future__ import annotations

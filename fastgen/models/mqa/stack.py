@@ -2,6 +2,8 @@
 
 Where the paper is silent, this follows the library that its authors used (Mesh TensorFlow): layer norm before each
 sublayer and at the end, no biases in projections, ReLU, embeddings multiplied by the root of their width.
+
+Tests: tests/models/mqa/test_models.py
 """
 
 from __future__ import annotations

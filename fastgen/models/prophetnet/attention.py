@@ -3,6 +3,8 @@
 Every position of the main stream sees the main stream up to itself. The predict stream n, which is to tell the n-th
 token from here, sees the main stream without its last n - 1 positions, and itself at its own position: one number
 beside the main stream's scores, so that nothing is appended to the keys.
+
+Tests: tests/models/prophetnet/test_prophetnet.py
 """
 
 from __future__ import annotations

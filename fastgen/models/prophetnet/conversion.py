@@ -1,4 +1,7 @@
-"""One set of weights in both hosts: fairseq's ProphetNet and transformers' ProphetNetForConditionalGeneration."""
+"""One set of weights in both hosts: fairseq's ProphetNet and transformers' ProphetNetForConditionalGeneration.
+
+Tests: tests/models/prophetnet/test_prophetnet.py
+"""
 
 from __future__ import annotations
 

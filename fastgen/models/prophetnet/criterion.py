@@ -1,4 +1,7 @@
-"""The loss of ProphetNet: every predict stream tells the same targets, each without the last tokens before them."""
+"""The loss of ProphetNet: every predict stream tells the same targets, each without the last tokens before them.
+
+Tests: tests/models/prophetnet/test_prophetnet.py
+"""
 
 from __future__ import annotations
 

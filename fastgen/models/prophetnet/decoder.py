@@ -1,4 +1,7 @@
-"""ProphetNet's decoder for fairseq: all streams in training, the main and the first predict stream in generation."""
+"""ProphetNet's decoder for fairseq: all streams in training, the main and the first predict stream in generation.
+
+Tests: tests/models/prophetnet/test_prophetnet.py, tests/models/prophetnet/test_prophetnet_shares.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""BERT's vocabulary as a dictionary of fairseq."""
+"""BERT's vocabulary as a dictionary of fairseq.
+
+Tests: tests/models/prophetnet/test_prophetnet.py
+"""
 
 from __future__ import annotations
 

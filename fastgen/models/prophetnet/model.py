@@ -1,4 +1,7 @@
-"""The model and its architectures, registered with fairseq: `ngram_transformer_prophet_base` and `_large`."""
+"""The model and its architectures, registered with fairseq: `ngram_transformer_prophet_base` and `_large`.
+
+Tests: tests/models/prophetnet/test_prophetnet.py
+"""
 
 from __future__ import annotations
 

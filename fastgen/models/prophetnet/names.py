@@ -1,4 +1,7 @@
-"""Names under which fairseq knows ProphetNet; a program that brings its own, as the authors do, gets them."""
+"""Names under which fairseq knows ProphetNet; a program that brings its own, as the authors do, gets them.
+
+Tests: tests/models/prophetnet/test_prophetnet.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The task of ProphetNet's users: translation, or summarization, with BERT's vocabulary."""
+"""The task of ProphetNet's users: translation, or summarization, with BERT's vocabulary.
+
+Tests: tests/models/prophetnet/test_prophetnet.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The sizes of UniLM: those of BERT, and which segment is the source and which the target."""
+"""The sizes of UniLM: those of BERT, and which segment is the source and which the target.
+
+Tests: tests/models/unilm/test_unilm_registration.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The network of UniLM, BERT's, with a `[MASK]` that may be seen by itself only.
 
 Modules are named so that the state dict has the published names.
+
+Tests: tests/models/unilm/test_unilm_generate.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Who sees whom: the three kinds of self-attention masks of UniLM (Figure 1 and §2.3 of the paper)."""
+"""Who sees whom: the three kinds of self-attention masks of UniLM (Figure 1 and §2.3 of the paper).
+
+Tests: tests/models/unilm/test_unilm_masks.py
+"""
 
 from __future__ import annotations
 

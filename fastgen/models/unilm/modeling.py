@@ -2,6 +2,8 @@
 
 `[CLS] source [SEP]` is the prompt of `generate`. At every step the input is the last token and, behind it, `[MASK]`,
 whose output tells the next token. The keys of `[MASK]` are of that step only, so they never enter the cache.
+
+Tests: tests/models/unilm/test_unilm_generate.py
 """
 
 from __future__ import annotations

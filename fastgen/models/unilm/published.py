@@ -1,4 +1,7 @@
-"""State dicts as the authors of UniLM published them."""
+"""State dicts as the authors of UniLM published them.
+
+Tests: tests/models/unilm/test_unilm_published.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Relative positions of UniLM's version 2: what is added to scores for how far a key is from a query."""
+"""Relative positions of UniLM's version 2: what is added to scores for how far a key is from a query.
+
+Tests: tests/models/unilm/test_unilm_generate.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Batches for the masked-target objective of UniLM (§2.3 and §2.5 of the paper)."""
+"""Batches for the masked-target objective of UniLM (§2.3 and §2.5 of the paper).
+
+Tests: tests/models/unilm/test_unilm_training.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Memory for the tensors between two kernels: those that are not needed at the same time have the same."""
+"""Memory for the tensors between two kernels: those that are not needed at the same time have the same.
+
+Tests: tests/ops/test_cpu_graph.py
+"""
 
 from __future__ import annotations
 

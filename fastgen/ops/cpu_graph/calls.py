@@ -1,4 +1,7 @@
-"""The call that does what a noted one has done, with the same tensors and into the same memory."""
+"""The call that does what a noted one has done, with the same tensors and into the same memory.
+
+Tests: tests/ops/test_cpu_graph.py
+"""
 
 from __future__ import annotations
 

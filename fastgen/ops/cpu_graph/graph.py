@@ -1,4 +1,7 @@
-"""The recording of a function's kernels, and its replay."""
+"""The recording of a function's kernels, and its replay.
+
+Tests: tests/ops/test_cpu_graph.py
+"""
 
 from __future__ import annotations
 

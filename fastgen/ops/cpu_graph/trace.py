@@ -1,4 +1,7 @@
-"""Notes which kernels of torch a function calls."""
+"""Notes which kernels of torch a function calls.
+
+Tests: tests/ops/test_cpu_graph.py
+"""
 
 from __future__ import annotations
 

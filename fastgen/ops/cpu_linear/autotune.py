@@ -1,6 +1,8 @@
 """Autotuning: which way of multiplying is the fastest, measured once for each kind of product.
 
 No rule tells it, see few_rows.py and packing.py for what was measured.
+
+Tests: tests/ops/test_cpu_linear.py
 """
 
 from __future__ import annotations

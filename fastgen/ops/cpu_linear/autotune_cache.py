@@ -2,6 +2,8 @@
 
 Lines are only added, each in one write: of processes that measure the same at the same time, the first one's counts.
 Whatever the file and its folder are, `generate` goes on. What cannot be read or written is measured by each process.
+
+Tests: tests/ops/test_cpu_linear.py
 """
 
 from __future__ import annotations

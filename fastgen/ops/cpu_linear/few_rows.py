@@ -4,6 +4,8 @@ AMD EPYC (family 25), two threads, weights not in a cache, ms, BLAS, oneDNN, one
 1 × [768 → 3072] 0.72, 0.52, 0.52, 0.47; 4 × 1.65, 0.98, 0.60, 0.45; 16 × 1.57, 1.33, 0.96, 0.81; 32 × 1.84, 1.52, 1.29,
 1.18; 16 × [768 → 50265] 33, 17, 13, 10. As GPT-2 keeps it: 2 × [768 → 3072] 0.98, 0.65, 0.45, 0.38; 16 × 1.69, 1.58,
 0.97, 0.89; 256 × 11.6, 17.0, 9.3, 13.8. Not yet run with AVX-512.
+
+Tests: tests/ops/test_few_rows.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 AMD EPYC (family 25), two threads, weights not in a cache, ms, oneDNN without and with a packed weight: 4 × [768 → 3072]
 0.9 and 0.7, 16 × 1.3 and 1.1, 256 × 9.3 and 9.0; as GPT-2 keeps it 0.8 and 0.6, 1.7 and 1.2, 16 and 8.6; packing takes
 6 and 10. 4 × [768 → 50257] 11 and 7.5, 16 × 16 and 13.5; packing takes 90. The bits were the same from two rows on.
+
+Tests: tests/optimizer/decoding/test_packed_weights.py
 """
 
 from __future__ import annotations

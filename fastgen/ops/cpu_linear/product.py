@@ -1,4 +1,7 @@
-"""What can be multiplied in other ways than through BLAS, and the ways."""
+"""What can be multiplied in other ways than through BLAS, and the ways.
+
+Tests: tests/ops/test_cpu_linear.py
+"""
 
 from __future__ import annotations
 

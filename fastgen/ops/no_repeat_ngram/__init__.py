@@ -3,6 +3,8 @@
 `no_repeat_ngram_` writes into the scores, `no_repeat_ngram` returns new ones; `torch.ops.fastgen` has both under the
 same names, for graphs and compilers. Given `encoder_tokens` they ban the n-grams of the encoder's input instead of
 those of the row itself.
+
+Tests: tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_checks.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The implementations of no-repeat-n-gram, fastest first, and the choice between them."""
+"""The implementations of no-repeat-n-gram, fastest first, and the choice between them.
+
+Tests: tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_kernels.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""No-repeat-n-gram in C++ and CUDA: the shared libraries `_cpu` and `_cuda` beside this file."""
+"""No-repeat-n-gram in C++ and CUDA: the shared libraries `_cpu` and `_cuda` beside this file.
+
+Tests: tests/ops/test_no_repeat_ngram_kernels.py, tests/ops/test_no_repeat_ngram_build.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What no-repeat-n-gram can be asked: checks that name the argument, what it was and what would be accepted."""
+"""What no-repeat-n-gram can be asked: checks that name the argument, what it was and what would be accepted.
+
+Tests: tests/ops/test_no_repeat_ngram_build.py, tests/ops/test_no_repeat_ngram_kernels.py
+"""
 
 from __future__ import annotations
 

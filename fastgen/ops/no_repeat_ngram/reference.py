@@ -1,4 +1,7 @@
-"""No-repeat-n-gram with torch's own operations: the oracle for the kernels, and what runs where there is none."""
+"""No-repeat-n-gram with torch's own operations: the oracle for the kernels, and what runs where there is none.
+
+Tests: tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_kernels.py
+"""
 
 from __future__ import annotations
 

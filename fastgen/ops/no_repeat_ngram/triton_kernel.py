@@ -1,4 +1,7 @@
-"""No-repeat-n-gram in Triton: the same work as the CUDA kernel, compiled when first used."""
+"""No-repeat-n-gram in Triton: the same work as the CUDA kernel, compiled when first used.
+
+Tests: tests/ops/test_no_repeat_ngram_kernels.py, tests/ops/test_no_repeat_ngram_build.py
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 _VALUES = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 
-# What describes one call of generate, and a mask that fairseq's prefill makes longer: no decode step reads them.
+# What describes one call of generate, and a mask that a prefill may make longer: no decode step reads them.
 _NOT_OF_A_STEP = frozenset({"generation_config", "_future_mask"})
 
 

@@ -1,6 +1,6 @@
 """A flag on the device that is read one step late, so that the host never waits for the step it has just queued.
 
-transformers does the same on some devices (`DeferredStopCheck`); the step that was begun too much is undone by the
+A host may do the same on some devices; the step that was begun too much is undone by the
 loop.
 """
 

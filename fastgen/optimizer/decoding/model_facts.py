@@ -70,5 +70,5 @@ def _measured(model: nn.Module) -> ModelSize:
 
 
 def _has_encoder(model: nn.Module) -> bool:
-    """Whether this is a model of transformers that gives its decoder the states of an encoder."""
+    """Whether the model's configuration says that its decoder gets the states of an encoder."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)) and hasattr(model, "get_encoder")

@@ -180,7 +180,7 @@ def test_a_state_is_kept_with_the_records_it_comes_after(monkeypatch: pytest.Mon
     assert [records for records, _ in output.states] == [1, 2, 3, 4]
 
 
-def test_submit_waits_while_too_much_is_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_of_the_writer_waits_while_too_much_is_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(behind, "TASKS_PER_WORKER", 1)
     go_on, submitted = threading.Event(), []
     output = Output(lambda data: go_on.wait() and None)

@@ -106,7 +106,7 @@ def test_a_window_hides_what_is_before_it(kind):
 
 
 @KINDS
-def test_static_caches(kind):
+def test_multi_query_models_with_static_caches(kind):
     model = tiny_model(kind, window=3)
     inputs = inputs_for(kind)
     if NEEDS_CACHE_POSITION and model.config.is_encoder_decoder:

@@ -57,6 +57,6 @@ def test_logits_are_those_of_the_slow_definition(kind):
         ("bidirectional", SOURCES, 'only "sequence-to-sequence"'),
     ],
 )
-def test_wrong_arguments_are_refused(kind, sources, words):
+def test_wrong_arguments_of_masks_are_refused(kind, sources, words):
     with pytest.raises(ValueError, match=words):
         attention_masks(kind, LENGTHS, sources)

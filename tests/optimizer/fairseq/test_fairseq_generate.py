@@ -252,7 +252,7 @@ def test_few_positions_limit_the_length():
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart"))
-def test_double_precision(name):
+def test_fairseq_in_double_precision(name):
     case = fresh(name)
     for model in case.models:
         model.double()

@@ -193,7 +193,7 @@ def test_positional_embeddings_outside_of_a_generation_take_all_their_arguments(
     assert torch.equal(embedding(tokens, positions=None), expected)
 
 
-def test_two_threads_on_one_model():
+def test_two_threads_replay_steps_of_one_model():
     case = CASES["transformer"]()
     expected = token_lists(generate(case, max_len_b=30))
     with ThreadPoolExecutor(3) as threads:
@@ -246,7 +246,7 @@ def test_after_an_error_fairseq_does_the_work_and_nothing_is_kept(monkeypatch):
     assert not len(recordings) and not recordings.in_use.locked()
 
 
-def test_a_model_that_is_gone_leaves_nothing_behind():
+def test_a_model_of_fairseq_that_is_gone_leaves_nothing_behind():
     case = CASES["transformer"]()
     generate(case)
     buffers = weakref.ref(next(iter(recordings_of(case.models[0])._kept.values())).caches[0])

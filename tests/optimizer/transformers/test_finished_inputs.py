@@ -133,7 +133,7 @@ def test_one_row_and_what_returns_more_than_tokens_stay_with_the_library(others,
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
+def test_after_an_error_of_a_leaving_input_the_library_begins_anew(monkeypatch, num_beams):
     failed = []
     monkeypatch.setattr(CONFIG, "strict", False)
     monkeypatch.setattr(PATCH_SET, "_replacement_failed", lambda record, error: failed.append(str(error)))

@@ -173,7 +173,7 @@ class TestTheDictionariesOfTheLibrary:
 
 
 class TestLeftToTheLibrary:
-    def test_double_precision(self, calls):
+    def test_scores_in_double_precision(self, calls):
         scores = torch.zeros(1, 5, dtype=torch.float64)
         assert NoRepeatNGramLogitsProcessor(1)(torch.tensor([[3]]), scores).isinf().any() and not calls
 

@@ -113,7 +113,7 @@ def test_other_numbers_of_predict_streams(ngram, kind, whole_positions, share_al
     compared(model, padded(8, 5), num_beams=3)
 
 
-def test_double_precision(whole_positions, share_always):
+def test_prophetnet_in_double_precision(whole_positions, share_always):
     inputs = padded(8, 5, side="right")
     inputs["attention_mask"] = inputs["attention_mask"].double()  # with integers the library's encoder gives nan
     compared(make().double(), inputs, num_beams=3)

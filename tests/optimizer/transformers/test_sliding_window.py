@@ -92,7 +92,7 @@ def test_steps_are_recorded_as_long_as_the_window_holds_everything(name, argumen
 @BOTH
 @pytest.mark.parametrize("attention", ("eager", "sdpa"))
 @pytest.mark.parametrize("window", (7, LENGTH + 3))
-def test_attention_implementations(window, attention, arguments):
+def test_attention_implementations_with_sliding_windows(window, attention, arguments):
     model = model_of("mistral", window)
     model.set_attn_implementation(attention)
     assert is_shared(assert_same(model, padded(LENGTH, 5), **arguments), PROMPT)

@@ -186,7 +186,7 @@ def test_the_model_stays_what_it_is():
 
 @pytest.mark.parametrize("build", [encodec, mimi])
 @pytest.mark.parametrize("is_training", [True, False])
-def test_gradients_are_those_of_the_library(build, is_training):
+def test_gradients_of_codecs_are_those_of_the_library(build, is_training):
     decoder, states = decoder_of(build()).train(is_training), states_of()
     gradients = []
     for switch in (fastgen.enabled(), fastgen.disabled()):
@@ -206,7 +206,7 @@ def left_alone(decoder, states):
     return " ".join(report.fallbacks + report.decisions)
 
 
-def test_what_is_left_to_the_library_has_a_reason():
+def test_what_codecs_leave_to_the_library_has_a_reason():
     decoder, states = decoder_of(encodec()), states_of()
     assert "too few to gain" in left_alone(decoder, states_of(frames=FRAMES - 1))
     assert "no more than what a layer adds" in left_alone(decoder, states_of(frames=3))
@@ -243,7 +243,7 @@ def test_modules_with_code_of_their_own_are_called():
     assert_same(*decoded(decoder, states)[:2])
 
 
-def test_errors_are_those_of_the_library():
+def test_errors_of_codecs_are_those_of_the_library():
     decoder = decoder_of(encodec())
     for wrong in (torch.randn(1, 7, FRAMES), torch.randn(1, 8, FRAMES, dtype=torch.float64)):
         errors = []

@@ -1,0 +1,57 @@
+"""What linters do not check: which words decoding may use, how tests are named, and which tests cover which module."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+HOSTS = re.compile("transformers|fairseq|hugging ?face", re.IGNORECASE)
+
+
+def test_decoding_names_no_host():
+    """It serves any: what it knows of one would be wrong for the next."""
+    files = sorted((ROOT / "fastgen/optimizer/decoding").glob("*.py"))
+    lines = [(file.name, line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) > 500
+    assert [(name, line) for name, line in lines if HOSTS.search(re.sub(r"tests/\S+", "", line))] == []
+
+
+def test_names_of_tests_are_unique_in_the_project():
+    places = defaultdict(list)
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                places[node.name].append(str(file.relative_to(ROOT)))
+    assert len(places) > 1000
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_the_list_of_core_tests_names_files_that_exist():
+    listed = (ROOT / "tests/core.txt").read_text().split()
+    assert listed and [name for name in listed if not (ROOT / name).exists()] == []
+
+
+def test_modules_name_the_tests_that_cover_them():
+    """At the end of the docstring of each module that has code: `Tests:` and the paths."""
+    modules = [path for path in sorted((ROOT / "fastgen").rglob("*.py")) if has_code(path) and not is_exempt(path)]
+    assert len(modules) > 30
+    assert [str(path) for path in modules if not named_tests(path)] == []
+    assert [(str(path), name) for path in modules for name in named_tests(path) if not (ROOT / name).exists()] == []
+
+
+def has_code(path: Path) -> bool:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in body)
+
+
+def is_exempt(path: Path) -> bool:
+    return path.is_relative_to(ROOT / "fastgen/cli") or path.is_relative_to(ROOT / "fastgen/optimizer")
+
+
+def named_tests(path: Path) -> list[str]:
+    """The tests that the docstring of a module names."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n\nTests: ")[2].rstrip(".").replace(",", " ").split()

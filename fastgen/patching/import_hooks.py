@@ -86,7 +86,9 @@ class _ExplainingLoader:
         self._explain = explain
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
         try:
             self._loader.exec_module(module)
         except Exception as error:

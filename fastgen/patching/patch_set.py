@@ -204,11 +204,14 @@ class PatchSet:
             for record in records:
                 record.set("pending", _waiting_for(missing))
             return
+        targets: list[tuple[_Record, Target]] = []
         unmet: dict[str, str] = {}
         for record in records:
             try:
-                if not (record.target and record.target.still_buried()):
-                    record.target = find_target(record.patch, self._modules[record.patch.module])
+                target = record.target
+                if target is None or not target.still_buried():
+                    target = record.target = find_target(record.patch, self._modules[record.patch.module])
+                targets.append((record, target))
             except Unmet as why:
                 unmet[record.patch.name] = str(why)
         if unmet:
@@ -219,11 +222,11 @@ class PatchSet:
                     logger.info("fastgen skips %s: %s", record.patch.name, reason)
                 record.set("skipped", reason)
             return
-        for record in records:
-            if record.target.installed is None:
-                record.target.install(self._wrapper(record, record.target))
-        for record in records:
-            record.target.active = True
+        for record, target in targets:
+            if target.installed is None:
+                target.install(self._wrapper(record, target))
+        for record, target in targets:
+            target.active = True
             reason = untested_reason(record.patch)
             record.untested = bool(reason)
             record.set("applied", reason)

@@ -41,7 +41,9 @@ def attention_masks(kind: str, lengths: Tensor, source_lengths: Tensor | None = 
         raise ValueError(f"kind={kind!r}: choose from {', '.join(KINDS)}")
     if (source_lengths is None) == (kind == "sequence-to-sequence"):
         raise ValueError(f'source_lengths={source_lengths} for kind={kind!r}: only "sequence-to-sequence" needs them')
-    ends = {"bidirectional": lengths, "left-to-right": torch.zeros_like(lengths)}.get(kind, source_lengths)
+    ends = source_lengths
+    if ends is None:
+        ends = lengths if kind == "bidirectional" else torch.zeros_like(lengths)
     places = torch.arange(int(lengths.max()), device=lengths.device)
     is_token = places < lengths[:, None]  # [rows, longest]
     return visible(places[:, None], places, ends[:, None, None]) & is_token[:, None]

@@ -4,7 +4,7 @@ FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
 FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `with fastgen.enabled():` do.
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
 FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as without it); or always, or never.
-FASTGEN_PACK=0     make no packed copies of weights on a CPU.
+FASTGEN_PACK=0     keep no folded weights of vocoders.
 FASTGEN_CUDA_GRAPHS=auto  capture decode steps on a CPU where that pays, and none on a GPU, where it has not run yet (as
                    without it); or off; or on: wherever the model allows it, on a GPU as CUDA graphs.
 FASTGEN_CUDA_KERNELS=1  use fastgen's CUDA and Triton kernels on a GPU, where they have not run yet.

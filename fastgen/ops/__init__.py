@@ -46,9 +46,7 @@ def kernels() -> list[Kernel]:
     return [
         Kernel("shared attention", "torch", task="rows that share keys and values", counted_as=attention),
         Kernel("cpu linear", "C++", tuple(few_rows.machine_reasons()), few, ("cpu_linear, few rows",)),
-        Kernel(
-            "cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear, oneDNN", "cpu_linear, packed")
-        ),
+        Kernel("cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear, oneDNN",)),
         Kernel(
             "fused activation",
             "torch",

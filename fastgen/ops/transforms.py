@@ -28,11 +28,6 @@ def is_transformed() -> bool:
     )
 
 
-def is_traced() -> bool:
-    """Whether fastgen notes which operations are called."""
-    return torch._C._len_torch_dispatch_stack() > 0 and not is_transformed()
-
-
 def is_watched() -> bool:
     """Whether a mode of the program would miss what it waits for, or keeps what nobody else is to have."""
     return any(

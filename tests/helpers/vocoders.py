@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fastgen
-from fastgen.config import CONFIG
 from fastgen.optimizer.report import Report
 from fastgen.optimizer.vocoder import faster
 
-FOLDED, ONEDNN, RECORDED = "vocoder, weight norm folded", "vocoder, oneDNN", "vocoder, recorded"
+FOLDED, ONEDNN = "vocoder, weight norm folded", "vocoder, oneDNN"
 
 # Upsampling by an odd and an even number, with kernels that add a sample and kernels that do not.
 SHAPE = {
@@ -138,13 +137,6 @@ CLASSES = tuple(_BUILDERS)
 def onednn(is_used: bool = True) -> Iterator[None]:
     """oneDNN for any number of frames, or for none."""
     with mock.patch.object(faster, "MIN_FRAMES", 0 if is_used else sys.maxsize):
-        yield
-
-
-@contextmanager
-def padding() -> Iterator[None]:
-    """Recordings on a CPU, with inputs padded to the length of a bucket."""
-    with mock.patch.object(CONFIG, "cuda_graphs", "on"):
         yield
 
 

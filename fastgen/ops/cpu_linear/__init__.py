@@ -3,38 +3,28 @@
 product.py         what can be multiplied in other ways than through BLAS, and the ways
 few_rows.py        one of them: products for few rows, written in C++
 autotune.py        which is the fastest, measured once for each kind of product
-packing.py         packed copies of weights for oneDNN, and after how many products one pays, measured once as well
 autotune_cache.py  the file with these measurements, in the user's cache folder
 """
 
 from fastgen.ops.cpu_linear.autotune import fastest, kind_of
 from fastgen.ops.cpu_linear.autotune_cache import Kind
-from fastgen.ops.cpu_linear.packing import MIN_PRODUCTS, TRIAL_AFTER, PackedWeight, Trial, is_known, pays_after
 from fastgen.ops.cpu_linear.product import (
     BLAS,
     FEW_ROWS,
     ONEDNN,
     can_multiply,
     machine_reasons,
-    onednn_linear,
     ways,
 )
 
 __all__ = [
     "BLAS",
     "FEW_ROWS",
-    "MIN_PRODUCTS",
     "ONEDNN",
-    "TRIAL_AFTER",
     "Kind",
-    "PackedWeight",
-    "Trial",
     "can_multiply",
     "fastest",
-    "is_known",
     "kind_of",
     "machine_reasons",
-    "onednn_linear",
-    "pays_after",
     "ways",
 ]

@@ -64,7 +64,7 @@ def _is_plain(tensor: Any, dtype: torch.dtype) -> bool:
 
 
 def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`rows @ weight.T + bias`: rows `[…, in_features]`, weight `[out_features, in_features]`, which may be packed."""
+    """`rows @ weight.T + bias`: rows `[…, in_features]`, weight `[out_features, in_features]`."""
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 

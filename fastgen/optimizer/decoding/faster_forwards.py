@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fastgen.ops import cpu_linear
-from fastgen.ops.transforms import is_traced, is_watched
-from fastgen.optimizer.decoding.packed_weights import CopiesOfCall, WeightsOfModel, weights_of
+from fastgen.ops.transforms import is_watched
 from fastgen.origin import comes_with
 
 _LOCK = threading.Lock()
+
+CACHED = 12 << 20  # elements; more than caches hold
 
 
 class Call:
@@ -31,7 +32,15 @@ class Call:
 
     def __init__(self, models: Iterable[nn.Module], usage: Counter[str]) -> None:
         self.models, self.usage = tuple(models), usage
-        self.copies = CopiesOfCall()
+
+    def read_before(self, weight: Tensor) -> list[Tensor]:
+        """What is read between two products with this weight: other weights, as many as caches hold, or all."""
+        found, elements = [], 0
+        for other in (other for model in self.models for other in model.parameters()):
+            if elements < CACHED and other.is_cpu and other.is_contiguous() and other.data_ptr() != weight.data_ptr():
+                found.append(other.detach().view(-1)[: CACHED - elements])
+                elements += found[-1].numel()
+        return found
 
 
 class _Thread(threading.local):
@@ -51,9 +60,8 @@ def faster_forwards(
     forwards = {kind: forward for kind, forward in forwards.items() if comes_with(kind.forward, kind)}
     call = Call(models, usages[-1])
     chosen = [
-        (module, forward, weights)
+        (module, forward)
         for model in call.models
-        for weights in (weights_of(model),)
         for module in model.modules()
         if (forward := forwards.get(type(module))) is not None
     ]
@@ -69,12 +77,6 @@ def faster_forwards(
                 forward.take_off()
 
 
-def expect_steps(model: nn.Module, steps: int) -> None:
-    """Says how many forwards of this model its call of `generate` makes at most; until then nothing is packed."""
-    if _thread.calls and any(model is one for one in _thread.calls[-1].models):
-        _thread.calls[-1].copies.steps = steps
-
-
 def linears() -> dict[type[nn.Module], Forward]:
     """The forward of `nn.Linear`, where this machine has one that may be faster, and torch's product is torch's own."""
     if cpu_linear.machine_reasons() or not isinstance(functional.linear, BuiltinFunctionType):
@@ -84,32 +86,27 @@ def linears() -> dict[type[nn.Module], Forward]:
 
 def linear(forward: ModuleForward, rows: Tensor, call: Call) -> Tensor | None:
     """Of `nn.Linear`: a large product on a CPU."""
-    return multiply(forward, rows, forward.module.weight, forward.module.bias, call)
+    return multiply(rows, forward.module.weight, forward.module.bias, call)
 
 
-def multiply(forward: ModuleForward, rows: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor | None:
+def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor | None:
     """`rows @ weight.T + bias` in the fastest way, or None if that is BLAS; counted as "cpu_linear, WAY"."""
     if not cpu_linear.can_multiply(rows, weight, bias) or is_watched():
         return None
     kind = cpu_linear.kind_of(rows, weight, bias)
-    fastest = cpu_linear.fastest(kind, weight, bias, lambda: forward.copy.weights.others(weight))
-    # What is traced outlives the call, and a packed copy does not.
-    packed = None if is_traced() else call.copies.packed(forward.copy, kind, rows, weight, bias, fastest)
-    if packed is not None:
-        call.usage["cpu_linear, packed"] += 1
-        return cpu_linear.onednn_linear(rows, packed, bias)
+    fastest = cpu_linear.fastest(kind, weight, bias, lambda: call.read_before(weight))
     if fastest == cpu_linear.BLAS:
         return None
     call.usage[f"cpu_linear, {fastest}"] += 1
     return cpu_linear.ways(rows.dtype)[fastest](rows, weight, bias)
 
 
-def _put_on(module: nn.Module, faster: Forward, weights: WeightsOfModel) -> ModuleForward | None:
+def _put_on(module: nn.Module, faster: Forward) -> ModuleForward | None:
     """The forward that is on the module, with one more user; None if the program has put one of its own there."""
     attributes = vars(module)
     forward = attributes.get("forward")
     if forward is None:
-        forward = attributes["forward"] = ModuleForward(module, faster, weights)
+        forward = attributes["forward"] = ModuleForward(module, faster)
         attributes.setdefault("__getstate__", StateWithoutForward(module))
     if not isinstance(forward, ModuleForward):
         return None
@@ -125,10 +122,8 @@ def has_faster_forward(module: nn.Module) -> bool:
 class ModuleForward:
     """The forward of one module while `users` calls of `generate` run; other threads get the library's result."""
 
-    def __init__(self, module: nn.Module, faster: Forward, weights: WeightsOfModel) -> None:
-        self.module, self.faster = module, faster
-        self.copy = weights.copy_of(module)
-        self.users = 0
+    def __init__(self, module: nn.Module, faster: Forward) -> None:
+        self.module, self.faster, self.users = module, faster, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and _thread.calls and len(args) == 1 and not kwargs:
@@ -141,7 +136,6 @@ class ModuleForward:
         self.users -= 1
         if self.users:
             return
-        self.copy.end_of_calls()
         attributes = vars(self.module)
         if attributes.get("forward") is self:
             del attributes["forward"]

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.config import CONFIG
-from fastgen.ops.cpu_linear import few_rows
 from fastgen.ops.transforms import is_transformed, is_watched
 from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.model_facts import size_of
@@ -50,8 +49,6 @@ def unsupported_reasons(decoder: nn.Module, rows: int, steps: int) -> list[str]:
     weight, reasons = _weight_of(decoder), []
     if _rounds_otherwise(weight):
         reasons.append(f"{weight.dtype} would be rounded in another way on a CPU")
-    elif _packs(decoder, weight, rows):
-        reasons.append("the step uses packed weights, which are not recorded")
     elif not pays(decoder, rows, steps, is_known=True):
         reasons.append(f"{steps} steps of {rows} rows would save less than the recording costs")
     if torch.is_autocast_enabled(weight.device.type):
@@ -73,9 +70,3 @@ def _weight_of(decoder: nn.Module) -> Tensor:
 def _rounds_otherwise(weight: Tensor) -> bool:
     """Whether hidden positions may change tokens: in half precision, where logits are often equal."""
     return weight.is_cpu and CONFIG.cuda_graphs != "on" and weight.dtype not in (torch.float32, torch.float64)
-
-
-def _packs(decoder: nn.Module, weight: Tensor, rows: int) -> bool:
-    """Whether the products of so many rows may be of packed weights: where there are none for few rows."""
-    has_few_rows = weight.dtype == torch.float32 and not few_rows.machine_reasons()
-    return weight.is_cpu and CONFIG.pack and rows > 1 and not has_few_rows and size_of(decoder).is_large

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import recorded_steps
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
-from fastgen.optimizer.decoding.faster_forwards import expect_steps, faster_forwards, linears
+from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import LOOP, Reason, with_code
 from fastgen.optimizer.fairseq import prompt as prompts
@@ -91,7 +91,6 @@ def start(
     rows = inputs * generator.beam_size
     max_len = max_len_sync(generator, net_input)
     records = recordable.can_record(generator, plans, rows, max_len)
-    expect_steps(generator.model.models[0], 0 if records else max_len + 1)  # packed weights are not recorded
     input_of_row = torch.arange(inputs, device=device).repeat_interleave(generator.beam_size)
     outputs = EncoderOutputs(generator.model, plans, net_input, input_of_row)
     tokens = torch.full((rows, max_len + 2), generator.pad, dtype=torch.int64, device=device)

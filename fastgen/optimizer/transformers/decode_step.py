@@ -22,7 +22,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fastgen.optimizer.decoding import gain, recordable, recorded_steps
 from fastgen.optimizer.decoding.call import GenerateCall, add_reasons, current_call
-from fastgen.optimizer.decoding.faster_forwards import expect_steps
 from fastgen.optimizer.decoding.late_flag import reading_waits
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP, REORDERS_ITSELF, STEPS, USER_CACHE, Reason, with_code
@@ -170,8 +169,6 @@ class DecodeStep:
         model = self.model
         if self.steps == 0:
             outputs = model._prefill(input_ids, self.generation_config, self.arguments, is_first_iteration=True)
-            if self.records:  # where packed weights are not used
-                expect_steps(model, 0)
         elif self.recorded is not None:
             outputs = self.recorded.run(self._inputs(input_ids, self.recorded.cache_with_room()))
         else:

@@ -9,7 +9,6 @@ from typing import Any
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.packed_weights import forget_copies
 from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, Reason
 from fastgen.optimizer.transformers import cache_layers, compiled, forwards, verification
 from fastgen.patching import disabled
@@ -48,7 +47,6 @@ def _faster_forwards(
 ) -> AbstractContextManager[None]:
     """Products and activations inside this call, of models so large that it pays to look at all their modules."""
     if not size_of(model).is_large:
-        forget_copies(model)
         return nullcontext()
     if compiled.reasons(model) or compiled.call_reasons(model, args, kwargs):
         return nullcontext()

@@ -21,7 +21,6 @@ from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
-from fastgen.optimizer.decoding.faster_forwards import expect_steps
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, USER_CACHE, Reason, with_code
 from fastgen.optimizer.transformers import (
@@ -54,7 +53,6 @@ def prefill(
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     if not call.rows and self.config.is_encoder_decoder:
         call.end_stage("encoder")
-    expect_steps(self, (generation_config.max_length or 0) - input_ids.shape[1])
     arguments = {"input_ids": input_ids, **model_kwargs}
     groups, compared, reasons = groups_of_equal_rows(self, arguments, generation_config)
     call.set_rows(groups.inputs, groups.rows)

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.transformers import PATCHES
-from fastgen.optimizer.vocoder.faster import faster_waveform
+from fastgen.optimizer.vocoder.faster import faster_waveform, tolerance
 from fastgen.optimizer.vocoder.hifi_gan import HifiGan, stages_of
-from fastgen.optimizer.vocoder.recorded import tolerance
 from fastgen.patching import disabled
 
 # By the module of the library.

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from fastgen.ops.transforms import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import add_reasons, count, current_call, generate_call
 from fastgen.optimizer.decoding.reasons import VOCODER, Reason, with_code
-from fastgen.optimizer.vocoder import hifi_gan, layers, recorded, seanet
+from fastgen.optimizer.vocoder import hifi_gan, layers, seanet
 from fastgen.optimizer.vocoder.convolutions import OneDnn, Torch, onednn_reasons
-from fastgen.optimizer.vocoder.hifi_gan import HifiGan, plain_weights, waveform
+from fastgen.optimizer.vocoder.hifi_gan import HifiGan, waveform
 from fastgen.optimizer.vocoder.seanet import Part, decoded
 from fastgen.optimizer.vocoder.weights import norm_of
 
@@ -22,6 +22,10 @@ ONEDNN = "vocoder, oneDNN"
 
 # Of all rows together: so many that oneDNN's reordering of each weight does not matter, see `OneDnn`.
 MIN_FRAMES = 64
+
+# How far waveforms between -1 and 1 may be from each other where rounding is all that differs.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+TOLERANCE = 0.05  # of half precision
 
 # Of a codec's, whose wide layers oneDNN does not compute.
 MIN_CODEC_FRAMES = 16
@@ -38,7 +42,7 @@ def faster_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tenso
             add_reasons(VOCODER, reasons)
             return None
         with torch.no_grad():
-            return _faster_waveform(owner, gan, states, voice)
+            return _faster_waveform(gan, states, voice)
 
 
 def faster_decoded(owner: nn.Module, parts: list[Part], states: Tensor) -> Tensor | None:
@@ -61,6 +65,11 @@ def faster_decoded(owner: nn.Module, parts: list[Part], states: Tensor) -> Tenso
         return found
 
 
+def tolerance(states: Tensor) -> float:
+    """How far two waveforms of this type may be from each other where rounding is all that differs."""
+    return TOLERANCES.get(states.dtype, TOLERANCE)
+
+
 @contextmanager
 def _reporting(owner: nn.Module) -> Iterator[None]:
     if current_call() is not None:
@@ -70,19 +79,15 @@ def _reporting(owner: nn.Module) -> Iterator[None]:
         yield
 
 
-def _faster_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tensor | None) -> Tensor | None:
+def _faster_waveform(gan: HifiGan, states: Tensor, voice: Tensor | None) -> Tensor | None:
     is_normed = any(norm_of(layer) is not None for layer in gan.layers())
-    found = None
-    if recorded.are_wanted(states):
-        found = recorded.recorded_waveform(owner, gan, states, voice)
-    elif not (reasons := onednn_unsupported_reasons(states, MIN_FRAMES)):
-        found = waveform(gan, plain_weights(gan), states, OneDnn, voice)
-        count(ONEDNN)
-    elif not is_normed:
+    reasons = onednn_unsupported_reasons(states, MIN_FRAMES)
+    if reasons and not is_normed:
         add_reasons(VOCODER, [*reasons, Reason("NO_WEIGHT_NORM", "there is no weight norm to fold")])
         return None
-    if found is None:
-        found = waveform(gan, plain_weights(gan), states, Torch, voice)
+    found = waveform(gan, states, Torch if reasons else OneDnn, voice)
+    if not reasons:
+        count(ONEDNN)
     if is_normed:
         count(FOLDED)
     return found

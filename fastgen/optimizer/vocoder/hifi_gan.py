@@ -95,65 +95,32 @@ def unsupported_reasons(gan: HifiGan) -> list[str]:
     return [] if gan.last.out_channels == 1 else [f"a waveform of {gan.last.out_channels} channels"]
 
 
-def plain_weights(gan: HifiGan) -> dict[nn.Module, Tensor]:
-    """What `waveform` reads."""
-    return {layer: plain_weight(layer) for layer in gan.layers()}
-
-
-def waveform(
-    gan: HifiGan,
-    weights: dict[nn.Module, Tensor],
-    states: Tensor,
-    way: type[Torch],
-    voice: Tensor | None = None,
-    lengths: Tensor | None = None,
-) -> Tensor:
+def waveform(gan: HifiGan, states: Tensor, way: type[Torch], voice: Tensor | None = None) -> Tensor:
     """The waveform `[batch, 1, samples]` of `states` `[batch, channels, frames]`; without gradients.
 
-    weights: `plain_weights`. voice: for the condition, `[batch or 1, channels, 1]`. lengths: how many frames of each
-    row are true, int64 `[batch or 1]` on the same device; further ones are zero, and so is whatever a convolution
-    reads there. None: all are true.
+    voice: for the condition, `[batch or 1, channels, 1]`.
     """
+    weights = {layer: plain_weight(layer) for layer in gan.layers()}
     states = states.unsqueeze(2).contiguous()
-    tail = _Tail(lengths, states)
     states = Torch.convolution(states, gan.first, weights[gan.first])
     if voice is not None and gan.condition is not None:
         states = states.add_(Torch.convolution(voice.unsqueeze(2), gan.condition, weights[gan.condition]))
-    states = tail.zeroed(states).contiguous(memory_format=way.memory_format)
+    states = states.contiguous(memory_format=way.memory_format)
     for stage in gan.stages:
         states = functional.leaky_relu_(states, gan.slope)
         states = upsampling(states, stage.upsampling, weights[stage.upsampling])
-        tail = _Tail(None if lengths is None else layers.upsampled(stage.upsampling, lengths), states)
-        lengths = tail.lengths
-        states = _mean_of_blocks(stage, weights, tail.zeroed(states), way, tail)
+        states = _mean_of_blocks(stage, weights, states, way)
     states = functional.leaky_relu_(states, LAST_SLOPE)
     found = torch.tanh_(way.convolution(states, gan.last, weights[gan.last]))
     return found.reshape(found.shape[0], found.shape[1], -1)
 
 
-class _Tail:
-    """What lies beyond the true lengths, int64 `[batch or 1]`, of states `[batch, channels, 1, length]`."""
-
-    def __init__(self, lengths: Tensor | None, states: Tensor) -> None:
-        self.lengths = lengths
-        if lengths is not None:
-            positions = torch.arange(states.shape[-1], device=states.device)
-            self.mask = positions >= lengths.view(-1, 1, 1, 1)  # [batch or 1, 1, 1, length]
-
-    def zeroed(self, states: Tensor) -> Tensor:
-        """The states, written in place."""
-        return states if self.lengths is None else states.masked_fill_(self.mask, 0)
-
-
-def _mean_of_blocks(
-    stage: Stage, weights: dict[nn.Module, Tensor], states: Tensor, way: type[Torch], tail: _Tail
-) -> Tensor:
+def _mean_of_blocks(stage: Stage, weights: dict[nn.Module, Tensor], states: Tensor, way: type[Torch]) -> Tensor:
     total = None
     for block, slope in zip(stage.blocks, stage.slopes):
         found = states
         for first, second in block:
             inner = way.convolution(functional.leaky_relu(found, slope), first, weights[first], slope=slope)
-            found = way.convolution(tail.zeroed(inner), second, weights[second], plus=found)
-            found = tail.zeroed(found)
+            found = way.convolution(inner, second, weights[second], plus=found)
         total = found if total is None else total.add_(found)
     return total.div_(len(stage.blocks))

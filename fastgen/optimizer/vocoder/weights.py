@@ -33,8 +33,11 @@ class _Folded(NamedTuple):
     weight: Tensor
     version: int
     state: tuple
-    numbers: Tensor | None
+    checksum: Tensor | None
 
+
+# By the bytes of a number.
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _LOCK = threading.Lock()
 _known: WeakKeyDictionary[nn.Module, _Folded] = WeakKeyDictionary()
@@ -66,11 +69,11 @@ def plain_weight(layer: nn.Module) -> Tensor:
     if not CONFIG.pack or norm.direction.is_inference() or norm.length.is_inference():
         return _fold(norm)
     tensors = [(t.data_ptr(), t._version, t.shape, t.stride(), t.dtype, t.device) for t in sources_of(layer)]
-    state, numbers = (norm.dim, *tensors), _numbers(norm)
+    state, checksum = (norm.dim, *tensors), _checksum(norm)
     known = _known.get(layer)
-    if known is None or not _is_right(known, state, numbers):
+    if known is None or not _is_right(known, state, checksum):
         weight = _fold(norm)
-        known = _Folded(weight, weight._version, state, numbers)
+        known = _Folded(weight, weight._version, state, checksum)
         with _LOCK:
             _known[layer] = known
     if WEIGHT in vars(layer):  # where the hook would have put it, so that the module can be copied
@@ -83,19 +86,21 @@ def _fold(norm: Norm) -> Tensor:
         return torch._weight_norm(norm.direction.detach(), norm.length.detach(), norm.dim)
 
 
-def _numbers(norm: Norm) -> Tensor | None:
-    """Bits that are others if numbers were written through `.data`, of which a state does not tell: in fp32, on a CPU.
+def _checksum(norm: Norm) -> Tensor | None:
+    """Of the bits, on a CPU: tells of numbers that were written through `.data`, of which a state does not tell.
 
-    A change that is too small to show in them is too small to hear.
+    Each row's sum of integers, modulo 2 to their bits, with odd factors: any other number gives another sum.
     """
-    if not norm.direction.is_cpu or norm.direction.dtype != torch.float32:
+    if not norm.direction.is_cpu:
         return None
-    rows = norm.direction.detach().flatten(1)
-    random = torch.rand(rows.shape[1], generator=torch.Generator().manual_seed(0))
-    return torch.cat([torch.mv(rows, random), norm.length.detach().flatten()]).view(torch.int32)
+    integers = INTEGERS[norm.direction.itemsize]
+    bits, limits = norm.direction.detach().flatten(1).view(integers), torch.iinfo(integers)
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(limits.min, limits.max, bits.shape[1:], generator=generator, dtype=integers) | 1
+    return torch.cat([torch.mv(bits, factors), norm.length.detach().flatten().view(integers)])
 
 
-def _is_right(known: _Folded, state: tuple, numbers: Tensor | None) -> bool:
+def _is_right(known: _Folded, state: tuple, checksum: Tensor | None) -> bool:
     if (known.weight._version, known.state) != (known.version, state):
         return False
-    return numbers is None or (known.numbers is not None and torch.equal(known.numbers, numbers))
+    return checksum is None or (known.checksum is not None and torch.equal(known.checksum, checksum))

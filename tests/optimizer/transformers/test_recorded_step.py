@@ -18,9 +18,8 @@ from transformers import LogitsProcessor
 
 from fastgen.config import CONFIG
 from fastgen.ops.cpu_graph.trace import Diverged
-from fastgen.ops.cpu_linear import few_rows
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import gain, model_facts, recordable, recorded_step, recorded_steps
+from fastgen.optimizer.decoding import gain, recordable, recorded_step, recorded_steps
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.decoding.recorded_step import CpuCapture, Recording, Recordings
@@ -383,16 +382,6 @@ def test_half_precision_is_left_alone_on_a_cpu():
     assert torch.equal(stock, fast) and not_recorded_because(
         report, "NOT_CAPTURABLE", "torch.bfloat16 would be rounded in another way"
     )
-
-
-def test_steps_with_packed_weights_are_not_recorded(monkeypatch):
-    model = model_of("gpt2")
-    monkeypatch.setattr(model_facts.ModelSize, "is_large", True)
-    assert recorded(model, inputs_of("gpt2"), **BEAMS) or few_rows.machine_reasons()
-    monkeypatch.setattr(few_rows, "machine_reasons", lambda: ["built without a compiler"])
-    report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS)).report
-    assert not_recorded_because(report, "NOT_CAPTURABLE", "the step uses packed weights")
-    assert recorded(model, inputs_of("gpt2", rows=1), **GREEDY)  # which do not help one row
 
 
 def test_a_new_recording_waits_for_a_call_that_is_not_short():

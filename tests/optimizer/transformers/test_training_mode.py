@@ -94,7 +94,7 @@ def test_dropout_left_on_inside_an_evaluated_model_is_left_alone():
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt2", "t5", "bart"))
-@pytest.mark.parametrize("size", ({}, {"hidden_size": 256, "n_embd": 256, "d_model": 256}), ids=("tiny", "packed"))
+@pytest.mark.parametrize("size", ({}, {"hidden_size": 256, "n_embd": 256, "d_model": 256}), ids=("tiny", "wide"))
 def test_training_between_calls(name, size):
     """Steps of an optimizer change weights in place: what a call keeps of them is never used after that."""
     untrained = model_of(name, **size)

@@ -1,4 +1,4 @@
-"""The forward of every HiFi-GAN, with oneDNN and with recordings, against the library's."""
+"""The forward of every HiFi-GAN, with oneDNN, against the library's."""
 
 from __future__ import annotations
 
@@ -13,20 +13,16 @@ from vocoders import (
     CLASSES,
     FOLDED,
     ONEDNN,
-    RECORDED,
     SHAPE,
     assert_same,
     make_loud,
     of_class,
     onednn,
-    padding,
     waveforms,
 )
 
 import fastgen
-from fastgen.optimizer.decoding import recorded_steps
-from fastgen.optimizer.decoding.static_cache import rounded
-from fastgen.optimizer.vocoder import convolutions, faster, recorded
+from fastgen.optimizer.vocoder import convolutions, faster
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,55 +46,12 @@ def test_waveforms_of_onednn_are_those_of_the_library(name):
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_padded_and_unpadded_waveforms_agree_for_every_length_of_two_buckets(name):
-    vocoder = vocoder_of(name)
-    lengths = range(1, 2 * rounded(1) + 1)
-    with padding(), onednn():
-        for frames in lengths:
-            found, expected, report = waveforms(vocoder, *vocoder.inputs(1, frames))
-            assert report.kernels[RECORDED] == 1, report
-            assert_same(found, expected)
-    assert len(recorded_steps._known[vocoder.generator]) == len({rounded(frames) for frames in lengths}) == 2
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_padded_batches_agree_with_torchs_convolutions(name):
-    vocoder = vocoder_of(name)
-    with padding(), onednn(False):
-        for frames in (5, 3, 16):
-            found, expected, report = waveforms(vocoder, *vocoder.inputs(3, frames))
-            assert report.kernels[RECORDED] == 1
-            assert ONEDNN not in report.kernels
-            assert_same(found, expected)
-
-
-def test_rows_of_different_lengths_are_each_what_they_are_alone():
-    from fastgen.optimizer.transformers.vocoder import _hifi_gan
-    from fastgen.optimizer.vocoder.hifi_gan import waveform
-    from fastgen.optimizer.vocoder.weights import plain_weight
-
-    vocoder = vocoder_of("SeamlessM4THifiGan")
-    gan = _hifi_gan(vocoder.generator, vocoder.generator.leaky_relu_slope)
-    weights = {layer: plain_weight(layer) for layer in gan.layers()}
-    lengths = torch.tensor([1, 12, 7, 3])
-    (states,) = vocoder.inputs(4, 12)
-    states[torch.arange(12).view(1, 1, -1).expand_as(states) >= lengths.view(-1, 1, 1)] = 0
-    with torch.no_grad():
-        together = waveform(gan, weights, states, convolutions.Torch, lengths=lengths)
-        for row, frames in enumerate(lengths.tolist()):
-            with fastgen.disabled():
-                alone = vocoder.generator(states[row : row + 1, :, :frames])
-            torch.testing.assert_close(together[row, :, : gan.samples(frames)], alone, rtol=0, atol=1e-5)
-            assert frames == 12 or together[row, 0, gan.samples(frames) :].abs().max() > 0  # the mask was needed
-
-
 @pytest.mark.parametrize("name", ["SpeechT5HifiGan", "FastSpeech2ConformerHifiGan"])
 def test_one_spectrogram_without_a_batch_gives_one_waveform(name):
     vocoder = vocoder_of(name)
-    with onednn(), padding():
+    with onednn():
         found, expected, report = waveforms(vocoder, *(one[0] for one in vocoder.inputs(1, 6)))
-    assert report.kernels[RECORDED] == 1
+    assert report.kernels[ONEDNN] == 1
     assert_same(found, expected)
 
 
@@ -113,9 +66,9 @@ def test_spectrograms_are_normalized_where_the_configuration_asks_for_it():
 
 def test_vits_without_a_voice_is_as_fast():
     vocoder = vocoder_of("VitsHifiGan")
-    with onednn(), padding():
+    with onednn():
         found, expected, report = waveforms(vocoder, vocoder.inputs(2, 6)[0])
-    assert report.kernels[RECORDED] == 1
+    assert report.kernels[ONEDNN] == 1
     assert_same(found, expected)
 
 
@@ -133,20 +86,20 @@ def test_units_of_seamless_become_waveforms_and_lengths_of_the_library(version):
     for batch, units in ((1, 9), (3, 7)):
         units = torch.randint(2, 30, (batch, units))
         given = units, voice.expand(batch, 1), language.expand(batch, 1)
-        with torch.no_grad(), onednn(), padding():
+        with torch.no_grad(), onednn():
             found, lengths = vocoder(*given)
-            assert fastgen.explain().kernels[RECORDED] == 1
+            assert fastgen.explain().kernels[ONEDNN] == 1
             with fastgen.disabled():
                 expected, expected_lengths = vocoder(*given)
         assert_same(found, expected)
         assert torch.equal(lengths, expected_lengths)
 
 
-@pytest.mark.parametrize("name", [pytest.param(ONEDNN, marks=needs_onednn), RECORDED])
-def test_weights_that_were_written_in_place_or_replaced_are_noticed(name):
+@needs_onednn
+def test_weights_that_were_written_in_place_or_replaced_are_noticed():
     vocoder = vocoder_of("SeamlessM4THifiGan")
     inputs = vocoder.inputs(1, 6)
-    with padding() if name == RECORDED else onednn():
+    with onednn():
         before = waveforms(vocoder, *inputs)[0]
         vocoder.generator.conv_pre.weight.data.mul_(1.5)
         found, expected, _ = waveforms(vocoder, *inputs)
@@ -160,13 +113,13 @@ def test_weights_that_were_written_in_place_or_replaced_are_noticed(name):
             else:
                 vocoder.generator.leaky_relu_slope = 0.3
             found, expected, report = waveforms(vocoder, *inputs)
-            assert report.kernels[name] == 1
+            assert report.kernels[ONEDNN] == 1
             assert_same(found, expected)
 
 
 def test_a_waveform_is_not_written_by_later_calls():
     vocoder = vocoder_of("SeamlessM4THifiGan")
-    with padding(), torch.no_grad():
+    with onednn(), torch.no_grad():
         first = vocoder.generator(*vocoder.inputs(1, 6))
         kept = first.clone()
         vocoder.generator(*vocoder.inputs(1, 6))
@@ -174,44 +127,30 @@ def test_a_waveform_is_not_written_by_later_calls():
     assert torch.equal(first, kept)
 
 
-def test_a_replay_that_is_wrong_is_not_trusted(monkeypatch):
-    vocoder = vocoder_of("SeamlessM4THifiGan")
-    real = recorded.waveform
-
-    def without_padding(*args, lengths=None, **kwargs):
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(recorded, "waveform", without_padding)
-    with padding(), onednn(), pytest.warns(RuntimeWarning, match="another waveform"):
-        found, expected, report = waveforms(vocoder, *vocoder.inputs(1, 5))
-    assert_same(found, expected)
-    assert any("another waveform" in reason for reason in report.fallbacks)
-
-
 def test_threads_may_call_one_vocoder():
     vocoder = vocoder_of("SeamlessM4THifiGan").put_weight_norm()
     given = [vocoder.inputs(1, frames) for frames in (3, 5, 8, 9)]
     with fastgen.disabled(), torch.no_grad():
         expected = [vocoder.generator(*inputs) for inputs in given]
-    wrong, recorded_calls = [], []
+    wrong, calls = [], []
 
     def call(place):
         for _ in range(10):
             with torch.no_grad():
                 found = vocoder.generator(*given[place])
-            recorded_calls.append(fastgen.explain().kernels[RECORDED])
+            calls.append(fastgen.explain().kernels[ONEDNN])
             if not torch.allclose(found, expected[place], rtol=0, atol=1e-5):
                 wrong.append(place)
 
-    with padding(), onednn():
+    with onednn():
         threads = [threading.Thread(target=call, args=(place,)) for place in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert not wrong
-    assert len(recorded_calls) == 40
-    assert any(recorded_calls)
+    assert len(calls) == 40
+    assert all(calls)
 
 
 def left_alone(vocoder, *inputs):
@@ -291,16 +230,15 @@ def test_gradients_are_those_of_the_library(name):
 def test_double_precision_and_inference_mode():
     vocoder = vocoder_of("SeamlessM4THifiGan").put_weight_norm()
     (states,) = vocoder.inputs(1, 5)
-    with torch.inference_mode(), padding(), onednn():
+    with torch.inference_mode(), onednn():
         found = vocoder.generator(states)
-        assert fastgen.explain().kernels[RECORDED] == 1
+        assert fastgen.explain().kernels[ONEDNN] == 1
         assert found.is_inference()
-    with padding(), onednn():
+    with onednn():
         assert_same(*waveforms(vocoder, states)[:2])
         vocoder.generator.double()
         found, expected, report = waveforms(vocoder, states.double())
-        assert report.kernels[RECORDED] == report.kernels[FOLDED] == 1
-        assert ONEDNN not in report.kernels
+        assert report.kernels[FOLDED] == 1 and ONEDNN not in report.kernels
         assert_same(found, expected)
 
 
@@ -354,7 +292,7 @@ def test_vocoders_are_compiled_in_one_graph():
 def test_copies_and_files_of_a_vocoder_are_those_of_the_library():
     vocoder = vocoder_of("SpeechT5HifiGan")
     inputs = vocoder.inputs(1, 5)
-    with onednn(), padding():
+    with onednn():
         expected = waveforms(vocoder, *inputs)[1]
         assert_same(waveforms(vocoder._replace(generator=copy.deepcopy(vocoder.generator)), *inputs)[0], expected)
         file = io.BytesIO()
@@ -368,7 +306,7 @@ def test_random_numbers_are_not_drawn():
     vocoder = vocoder_of("SeamlessM4THifiGan").put_weight_norm()
     inputs = vocoder.inputs(1, 5)
     before = torch.get_rng_state()
-    with torch.no_grad(), onednn(), padding():
+    with torch.no_grad(), onednn():
         vocoder.generator(*inputs)
-        assert fastgen.explain().kernels[RECORDED] == 1
+        assert fastgen.explain().kernels[ONEDNN] == 1
     assert torch.equal(before, torch.get_rng_state())

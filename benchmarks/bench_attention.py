@@ -1,8 +1,8 @@
-"""Where keeping the prompt once per input pays: one decoding step of attention, in two parts and in one.
+"""Where keeping the prompt once per input pays: one decode step of attention, in two segments and in one.
 
     python benchmarks/bench_attention.py [--device cpu] [--dtype float32]
 
-For each shape: microseconds of `shared_attention` (prompt once per input, own part per row) and of
+For each shape: microseconds of `shared_attention` (prompt once per input, generated keys per row) and of
 `scaled_dot_product_attention` on keys that hold the prompt for every row, and the elements of keys that sharing saves;
 `gain.MIN_SAVED_ELEMENTS` is chosen from them. On a GPU they show whether `gain.MIN_SAVED_BYTES`, of keys and values,
 is right.
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from fastgen.ops.shared_attention import shared_attention
 
-# inputs, fan_out, key heads, query heads per key head, prompt length, own length, head_dim
+# inputs, rows per input, key heads, query heads per key head, prompt length, generated length, head_dim
 SHAPES = [
     (1, 2, 12, 1, 16, 16, 64),
     (1, 4, 12, 1, 64, 16, 64),
@@ -52,25 +52,26 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     args = parser.parse_args()
     kind = {"device": args.device, "dtype": getattr(torch, args.dtype)}
-    print(f"{'inputs fan_out kv_heads groups prompt own head_dim':50} {'two parts':>10} {'one part':>10} {'saved':>10}")
+    names = "inputs rows_per_input kv_heads groups prompt generated head_dim"
+    print(f"{names:64} {'two':>10} {'one':>10} {'saved':>10}")
     for shape in SHAPES:
-        inputs, fan_out, kv_heads, groups, prompt, own, width = shape
-        rows = inputs * fan_out
+        inputs, rows_per_input, kv_heads, groups, prompt, generated, width = shape
+        rows = inputs * rows_per_input
         query = torch.randn(rows, kv_heads * groups, 1, width, **kind)
         shared = torch.randn(2, inputs, kv_heads, prompt, width, **kind)
-        added = torch.randn(2, rows, kv_heads, own, width, **kind)
-        whole = torch.cat([shared.repeat_interleave(fan_out, dim=1), added], dim=3)
+        added = torch.randn(2, rows, kv_heads, generated, width, **kind)
+        whole = torch.cat([shared.repeat_interleave(rows_per_input, dim=1), added], dim=3)
         grouped = query.reshape(rows, kv_heads, groups, width)
 
-        def two_parts(query=query, shared=shared, added=added, fan_out=fan_out) -> torch.Tensor:
-            return shared_attention(query, (shared[0], added[0]), (shared[1], added[1]), fan_out)
+        def two_segments(query=query, shared=shared, added=added) -> torch.Tensor:
+            return shared_attention(query, (shared[0], added[0]), (shared[1], added[1]))
 
-        def one_part(grouped=grouped, whole=whole) -> torch.Tensor:
+        def one_segment(grouped=grouped, whole=whole) -> torch.Tensor:
             return functional.scaled_dot_product_attention(grouped, whole[0], whole[1])
 
-        times = [median_microseconds(call, args.device) for call in (two_parts, one_part)]
-        saved = inputs * (fan_out - 1) * kv_heads * prompt * width
-        print(f"{' '.join(map(str, shape)):50} {times[0]:10.0f} {times[1]:10.0f} {saved:10d}")
+        times = [median_microseconds(call, args.device) for call in (two_segments, one_segment)]
+        saved = inputs * (rows_per_input - 1) * kv_heads * prompt * width
+        print(f"{' '.join(map(str, shape)):64} {times[0]:10.0f} {times[1]:10.0f} {saved:10d}")
 
 
 if __name__ == "__main__":

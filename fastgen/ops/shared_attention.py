@@ -1,10 +1,10 @@
-"""Attention of many rows to keys and values that a group of rows has in common.
+"""Attention of many rows to keys and values in segments, each stored once for the rows that have it in common.
 
-Rows come in groups of `fan_out` (the beams or samples of one input): row `b * fan_out + m` belongs to input `b`. What
-a group shares is stored once, `[inputs, kv_heads, shared_length, head_dim]`, and the queries of the group, together
-with the query heads that share a key head, are folded into the query length of one product with it (FastSeq §4.1,
-MultiGen §3.3, grouped heads as in "Fast Transformer Decoding"). What each row has for itself is
-`[rows, kv_heads, own_length, head_dim]`; both parts meet in one softmax (FastSeq eq. 3).
+A segment is a tensor `[copies, kv_heads, length, head_dim]`; copy `c` belongs to the `rows // copies` rows from
+`c * rows // copies` on. So a prefix of all rows has one copy, the prompt of an input one for its beams or samples, and
+what a row has generated one for itself. The queries of these rows, together with the query heads that share a key head,
+are folded into the query length of one product with the copy (FastSeq §4.1, MultiGen §3.3, grouped heads as in "Fast
+Transformer Decoding"); all segments meet in one softmax (FastSeq eq. 3).
 
 Tests: tests/ops/test_shared_attention.py
 """
@@ -12,6 +12,7 @@ Tests: tests/ops/test_shared_attention.py
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,22 +24,26 @@ MOST_NUMBERS_OF_A_VECTOR = 16  # 512 bits of fp32
 MANY_KEYS = 256
 
 
-def fold(rows: Tensor, fan_out: int, kv_heads: int) -> Tensor:
-    """`[B*M, H, L, X]` to `[B, H_kv, M*G*L, X]`, where `H = H_kv * G` and `M = fan_out`."""
+def fold(rows: Tensor, rows_per_copy: int, kv_heads: int) -> Tensor:
+    """`[B*M, H, L, X]` to `[B, H_kv, M*G*L, X]`, where `H = H_kv * G` and `M = rows_per_copy`."""
     row_count, heads, length, width = rows.shape
-    inputs, groups = row_count // fan_out, heads // kv_heads
-    split = rows.reshape(inputs, fan_out, kv_heads, groups * length, width)  # [B, M, H_kv, G*L, X]
-    return split.transpose(1, 2).reshape(inputs, kv_heads, fan_out * groups * length, width)
+    copies, groups = row_count // rows_per_copy, heads // kv_heads
+    if rows_per_copy == 1:
+        return rows.reshape(copies, kv_heads, groups * length, width)
+    split = rows.reshape(copies, rows_per_copy, kv_heads, groups * length, width)  # [B, M, H_kv, G*L, X]
+    return split.transpose(1, 2).reshape(copies, kv_heads, rows_per_copy * groups * length, width)
 
 
-def unfold(folded: Tensor, fan_out: int, heads: int) -> Tensor:
+def unfold(folded: Tensor, rows_per_copy: int, heads: int) -> Tensor:
     """`[B, H_kv, M*G*L, X]` back to `[B*M, H, L, X]`, the inverse of `fold`."""
-    inputs, kv_heads, _, width = folded.shape
-    split = folded.reshape(inputs, kv_heads, fan_out, -1, width).transpose(1, 2)  # [B, M, H_kv, G*L, X]
-    return split.reshape(inputs * fan_out, heads, -1, width)
+    copies, kv_heads, _, width = folded.shape
+    if rows_per_copy == 1:
+        return folded.reshape(copies, heads, -1, width)
+    split = folded.reshape(copies, kv_heads, rows_per_copy, -1, width).transpose(1, 2)  # [B, M, H_kv, G*L, X]
+    return split.reshape(copies * rows_per_copy, heads, -1, width)
 
 
-def fold_mask(mask: Tensor, fan_out: int, kv_heads: int, heads: int, length: int) -> Tensor:
+def fold_mask(mask: Tensor, rows_per_copy: int, kv_heads: int, heads: int, length: int) -> Tensor:
     """A mask that broadcasts to `[B*M, H, L, S]`, made to broadcast to the folded scores `[B, H_kv, M*G*L, S]`."""
     if mask.dim() < 4:
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
@@ -46,28 +51,27 @@ def fold_mask(mask: Tensor, fan_out: int, kv_heads: int, heads: int, length: int
     if rows == 1 and mask_heads == 1 and mask_length == 1:
         return mask
     groups = heads // kv_heads
-    inputs = max(rows // fan_out, 1)
-    mask = mask.expand(max(rows, fan_out), mask_heads, length, width)
+    copies = max(rows // rows_per_copy, 1)
+    mask = mask.expand(max(rows, rows_per_copy), mask_heads, length, width)
     if mask_heads == 1:
-        split = mask.reshape(inputs, fan_out, 1, length, width).expand(-1, -1, groups, -1, -1)  # [B, M, G, L, S]
-        return split.reshape(inputs, 1, fan_out * groups * length, width)
-    return fold(mask, fan_out, kv_heads)
+        split = mask.reshape(copies, rows_per_copy, 1, length, width)
+        split = split.expand(-1, -1, groups, -1, -1)  # [B, M, G, L, S]
+        return split.reshape(copies, 1, rows_per_copy * groups * length, width)
+    return fold(mask, rows_per_copy, kv_heads)
 
 
-def query_key_scores(query: Tensor, shared_keys: Tensor, own_keys: Tensor | None, fan_out: int) -> Tensor:
-    """Products of each query with the shared and the own keys of its row, not scaled.
+def query_key_scores(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """Products of each query with the keys of its row, not scaled.
 
-    query `[B*M, H, L, D]`, shared_keys `[B, H_kv, N, D]`, own_keys `[B*M, H_kv, T, D]` or None; result
-    `[B*M, H, L, N+T]`.
+    query `[rows, H, L, D]`, keys: segments `[copies, H_kv, N, D]`; result `[rows, H, L, sum of N]`.
     """
-    rows, heads, length, _ = query.shape
-    kv_heads = shared_keys.shape[1]
-    scores = unfold(_products(fold(query, fan_out, kv_heads), shared_keys), fan_out, heads)
-    if own_keys is None:
-        return scores
-    grouped = query.reshape(rows, kv_heads, -1, query.shape[-1])  # [B*M, H_kv, G*L, D]
-    own = (grouped @ own_keys.transpose(-1, -2)).view(rows, heads, length, -1)
-    return torch.cat([scores, own], dim=-1)
+    rows, heads = query.shape[:2]
+    scores = []
+    for segment in keys:
+        rows_per_copy = rows // segment.shape[0]
+        products = _products(fold(query, rows_per_copy, segment.shape[1]), segment)
+        scores.append(unfold(products, rows_per_copy, heads))
+    return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 
 
 def _products(queries: Tensor, keys: Tensor) -> Tensor:
@@ -88,57 +92,53 @@ def _is_skinny(queries: Tensor, keys: Tensor) -> bool:
     return few and queries.device.type == "cpu" and queries.dtype == torch.float32
 
 
-def weighted_values(weights: Tensor, shared_values: Tensor, own_values: Tensor | None, fan_out: int) -> Tensor:
-    """Sums of the shared and the own values of each row, weighted.
+def weighted_values(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Sums of the values of each row, weighted.
 
-    weights `[B*M, H, L, N+T]`, shared_values `[B, H_kv, N, D]`, own_values `[B*M, H_kv, T, D]` or None; result
-    `[B*M, H, L, D]`.
+    weights `[rows, H, L, sum of N]`, values: segments `[copies, H_kv, N, D]`; result `[rows, H, L, D]`.
     """
-    rows, heads, length, _ = weights.shape
-    kv_heads, shared_length = shared_values.shape[1], shared_values.shape[2]
-    folded = fold(weights[..., :shared_length], fan_out, kv_heads)
-    result = unfold(folded @ shared_values, fan_out, heads)
-    if own_values is None:
-        return result
-    grouped = weights[..., shared_length:].reshape(rows, kv_heads, heads // kv_heads * length, -1)
-    return result + (grouped @ own_values).view(rows, heads, length, -1)
+    rows, heads = weights.shape[:2]
+    parts = weights.split([segment.shape[2] for segment in values], dim=-1) if len(values) > 1 else [weights]
+    result = None
+    for part, segment in zip(parts, values):
+        rows_per_copy = rows // segment.shape[0]
+        product = unfold(fold(part, rows_per_copy, segment.shape[1]) @ segment, rows_per_copy, heads)
+        result = product if result is None else result + product
+    return result
 
 
 def shared_attention(
     query: Tensor,
-    keys: tuple[Tensor, Tensor | None],
-    values: tuple[Tensor, Tensor | None],
-    fan_out: int,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """What `scaled_dot_product_attention` returns for keys and values given as (shared, own) parts.
+    """What `scaled_dot_product_attention` returns for keys and values in segments.
 
-    query `[B*M, H, L, D]`; shared parts `[B, H_kv, N, D]`, own parts `[B*M, H_kv, T, D]` or None; attn_mask boolean or
-    additive, broadcasting to `[B*M, H, L, N+T]`; scale defaults to `D ** -0.5`. Result `[B*M, H, L, D]`; zeros where
-    the mask leaves nothing, as in torch from 2.5 on, and where torch takes NaN for hidden.
+    query `[rows, H, L, D]`; keys and values: one segment `[copies, H_kv, N, D]` or more, of the same copies and lengths
+    each; attn_mask boolean or additive, broadcasting to `[rows, H, L, sum of N]`; scale defaults to `D ** -0.5`. Result
+    `[rows, H, L, D]`; zeros where the mask leaves nothing, as in torch from 2.5 on, and where torch takes NaN for
+    hidden.
     """
-    shared_keys, own_keys = keys
-    heads, length = query.shape[1], query.shape[2]
-    kv_heads = shared_keys.shape[1]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if own_keys is None:
-        folded = fold(query, fan_out, kv_heads)
-        if attn_mask is not None:
-            attn_mask = fold_mask(attn_mask, fan_out, kv_heads, heads, length)
-        if _is_skinny(folded, shared_keys):
-            weights = _softmax(_products(folded * scale, shared_keys), attn_mask, query.dtype)
-            output = _zero_where_hidden(weights @ values[0], attn_mask)
-        else:
-            output = functional.scaled_dot_product_attention(
-                folded, shared_keys, values[0], attn_mask=attn_mask, scale=scale
-            )
-        return unfold(output, fan_out, heads)
-    scores = query_key_scores(query * scale, shared_keys, own_keys, fan_out)
-    weights = _softmax(scores, attn_mask, query.dtype)
-    if attn_mask is None and _hides_nan(scores):
-        weights.masked_fill_(~(scores > float("-inf")).any(dim=-1, keepdim=True), 0.0)
-    return _zero_where_hidden(weighted_values(weights, *values, fan_out), attn_mask)
+    rows, heads, length, width = query.shape
+    scale = width**-0.5 if scale is None else scale
+    if len(keys) > 1:
+        scores = query_key_scores(query * scale, keys)
+        weights = _softmax(scores, attn_mask, query.dtype)
+        if attn_mask is None and _hides_nan(scores):
+            weights.masked_fill_(~(scores > float("-inf")).any(dim=-1, keepdim=True), 0.0)
+        return _zero_where_hidden(weighted_values(weights, values), attn_mask)
+    copies, kv_heads = keys[0].shape[:2]
+    folded = fold(query, rows // copies, kv_heads)
+    if attn_mask is not None:
+        attn_mask = fold_mask(attn_mask, rows // copies, kv_heads, heads, length)
+    if _is_skinny(folded, keys[0]):
+        weights = _softmax(_products(folded * scale, keys[0]), attn_mask, query.dtype)
+        output = _zero_where_hidden(weights @ values[0], attn_mask)
+    else:
+        output = functional.scaled_dot_product_attention(folded, keys[0], values[0], attn_mask=attn_mask, scale=scale)
+    return unfold(output, rows // copies, heads)
 
 
 def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -59,7 +59,7 @@ class Report:
 
     @property
     def kernels(self) -> Counter[str]:
-        """Calls of each kernel of fastgen, and of what asked for shared keys in one piece (`whole: NAME`)."""
+        """Calls of each kernel of fastgen, and of what materialized shared keys (`materialized: NAME`)."""
         return sum(self.usages, Counter())
 
     @property

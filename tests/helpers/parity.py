@@ -172,7 +172,7 @@ def assert_equal_caches(stock: Cache, fast: Cache, tolerance: float = 1e-4) -> N
 
 
 def is_shared(report: Report, *what: str) -> bool:
-    """Whether the prefill ran once per input and each of `what` (PROMPT, CROSS) is kept once, and used in two parts."""
+    """Whether the prefill ran once per input and each of `what` (PROMPT, CROSS) is kept once, and used in segments."""
     kept = all(any(item.startswith(wanted) for item in report.shared) for wanted in what)
     kernels = [name for name in report.kernels if not name.startswith("whole")]
     return PREFILL in report.shared and kept and (not what or bool(kernels))

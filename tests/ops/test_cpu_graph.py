@@ -12,7 +12,7 @@ from torch.nn import functional
 from fastgen.ops.cpu_graph.graph import CpuGraph
 from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
 from fastgen.ops.cpu_linear import few_rows
-from fastgen.optimizer.decoding.two_part_states import TwoPartStates
+from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
 ROWS, WIDTH = 3, 8
 
@@ -112,7 +112,7 @@ def test_numbers_that_lead_another_way_are_noticed():
 
 
 def of_a_subclass() -> Tensor:
-    states = TwoPartStates(torch.ones(1, 1, 2, 2), None, 2, Counter())
+    states = SegmentedKV((torch.ones(1, 1, 2, 2),), 2, Counter())
     with torch._C.DisableTorchFunctionSubclass():
         return states.sin()
 
@@ -126,7 +126,7 @@ def of_a_subclass() -> Tensor:
         (lambda: torch.arange(3).nonzero(), "results of any size"),
         (lambda: torch.arange(3)[torch.arange(3) > 1], "results of any size"),
         (lambda: torch.tensor(float("nan")).item() or torch.ones(1), "tells nan"),
-        (of_a_subclass, "works on TwoPartStates"),
+        (of_a_subclass, "works on SegmentedKV"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused(function, message):

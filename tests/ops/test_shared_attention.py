@@ -1,4 +1,4 @@
-"""Attention to shared and own parts gives what `scaled_dot_product_attention` gives for the whole."""
+"""Attention to segments gives what `scaled_dot_product_attention` gives for the whole."""
 
 from __future__ import annotations
 
@@ -8,37 +8,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fastgen.ops.shared_attention import fold, fold_mask, shared_attention, unfold
+from fastgen.ops.shared_attention import (
+    fold,
+    fold_mask,
+    query_key_scores,
+    shared_attention,
+    unfold,
+    weighted_values,
+)
 
 
-def whole(shared: torch.Tensor, own: torch.Tensor | None, fan_out: int, groups: int) -> torch.Tensor:
-    states = shared.repeat_interleave(fan_out, dim=0)
-    states = states if own is None else torch.cat([states, own], dim=2)
-    return states.repeat_interleave(groups, dim=1)
+def whole(segments: list[torch.Tensor], rows: int, groups: int) -> torch.Tensor:
+    repeated = [segment.repeat_interleave(rows // segment.shape[0], dim=0) for segment in segments]
+    return torch.cat(repeated, dim=2).repeat_interleave(groups, dim=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     inputs=st.integers(1, 3),
-    fan_out=st.integers(1, 5),
+    rows_per_input=st.integers(1, 5),
     kv_heads=st.integers(1, 3),
     groups=st.integers(1, 3),
     length=st.integers(1, 3),
-    shared_length=st.sampled_from([1, 7, 300]),
-    own_length=st.integers(0, 4),
+    prefix=st.sampled_from([0, 5]),
+    prompt=st.sampled_from([1, 7, 300]),
+    generated=st.integers(0, 4),
     mask_kind=st.sampled_from(["none", "rows", "heads", "one", "plain", "added", "hidden"]),
     seed=st.integers(0, 1000),
 )
-def test_any_shape_and_mask(inputs, fan_out, kv_heads, groups, length, shared_length, own_length, mask_kind, seed):
+def test_segments_of_any_shape_under_any_mask_give_what_one_tensor_gives(
+    inputs, rows_per_input, kv_heads, groups, length, prefix, prompt, generated, mask_kind, seed
+):
     generator = torch.Generator().manual_seed(seed)
-    rows, heads, total = inputs * fan_out, kv_heads * groups, shared_length + own_length
+    rows, heads, total = inputs * rows_per_input, kv_heads * groups, prefix + prompt + generated
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    query = random(rows, heads, length, 8)
-    keys, values = random(inputs, kv_heads, shared_length, 8), random(inputs, kv_heads, shared_length, 8)
-    own_keys, own_values = (random(rows, kv_heads, own_length, 8) if own_length else None for _ in range(2))
+    query, sizes = random(rows, heads, length, 8), ((1, prefix), (inputs, prompt), (rows, generated))
+    keys, values = ([random(copies, kv_heads, size, 8) for copies, size in sizes if size] for _ in range(2))
     shape = {
         "none": None,
         "rows": (rows, 1, length, total),
@@ -53,17 +61,27 @@ def test_any_shape_and_mask(inputs, fan_out, kv_heads, groups, length, shared_le
         mask = mask > 0
     elif mask_kind == "hidden":
         mask = mask.masked_fill(torch.arange(rows).view(-1, 1, 1, 1) % 2 == 0, -torch.inf)  # every key of some rows
-    found = shared_attention(query, (keys, own_keys), (values, own_values), fan_out, mask, scale=0.3)
-    expected = functional.scaled_dot_product_attention(
-        query,
-        whole(keys, own_keys, fan_out, groups),
-        whole(values, own_values, fan_out, groups),
-        attn_mask=mask,
-        scale=0.3,
-    )
+    found = shared_attention(query, keys, values, mask, scale=0.3)
+    whole_keys, whole_values = whole(keys, rows, groups), whole(values, rows, groups)
+    expected = functional.scaled_dot_product_attention(query, whole_keys, whole_values, attn_mask=mask, scale=0.3)
     if expected.isnan().any():  # where the mask leaves nothing, in torch before 2.5
         found, expected = found.nan_to_num(), expected.nan_to_num()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("copies", [(1, 2, 6), (2, 6), (6,)], ids=str)
+def test_attention_sinks_take_their_part_of_the_weights_of_all_segments(copies):
+    """With a learned score per head, as in GPT-OSS, whose weight is dropped after the softmax."""
+    query, sinks = torch.randn(6, 4, 1, 8), torch.randn(4)
+    keys, values = ([torch.randn(count, 2, 3 + count, 8) for count in copies] for _ in range(2))
+
+    def attended(scores: torch.Tensor) -> torch.Tensor:
+        with_sinks = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(6, 4, 1, 1)], dim=-1)
+        return with_sinks.softmax(dim=-1)[..., :-1]
+
+    found = weighted_values(attended(query_key_scores(query, keys)), values)
+    scores = query @ whole(keys, 6, 2).transpose(2, 3)
+    torch.testing.assert_close(found, attended(scores) @ whole(values, 6, 2))
 
 
 @pytest.mark.parametrize("own_length", (1, 8, 9, 40), ids="{} generated".format)
@@ -79,9 +97,9 @@ def test_queries_and_keys_that_are_no_numbers_give_what_torch_gives(which, own_l
     else:
         keys[0, :, 3], values[0, :, 3] = torch.nan, torch.nan if "value" in which else 0.5
     mask = torch.ones(4, 1, 1, 7 + own_length, dtype=torch.bool) if masked else None
-    found = shared_attention(query, (keys, own_keys), (values, own_values), 2, mask)
+    found = shared_attention(query, [keys, own_keys], [values, own_values], mask)
     expected = functional.scaled_dot_product_attention(
-        query, whole(keys, own_keys, 2, 2), whole(values, own_values, 2, 2), attn_mask=mask
+        query, whole([keys, own_keys], 4, 2), whole([values, own_values], 4, 2), attn_mask=mask
     )
     torch.testing.assert_close(found, expected, equal_nan=True)
 
@@ -89,8 +107,8 @@ def test_queries_and_keys_that_are_no_numbers_give_what_torch_gives(which, own_l
 def test_the_default_scale_is_that_of_the_head_dimension():
     query, keys, values = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
     own = torch.randn(4, 2, 3, 8)
-    found = shared_attention(query, (keys, own), (values, own), 2)
-    expected = functional.scaled_dot_product_attention(query, whole(keys, own, 2, 1), whole(values, own, 2, 1))
+    found = shared_attention(query, [keys, own], [values, own])
+    expected = functional.scaled_dot_product_attention(query, whole([keys, own], 4, 1), whole([values, own], 4, 1))
     torch.testing.assert_close(found, expected)
 
 
@@ -99,7 +117,7 @@ def test_few_queries_meet_shared_keys_in_one_product_without_copies_of_the_keys(
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: products.append((a, b)) or bmm(a, b))
     keys, values = torch.randn(2, 3, 300, 8), torch.randn(2, 3, 300, 8)
-    shared_attention(torch.randn(8, 3, 1, 8), (keys, None), (values, None), 4)
+    shared_attention(torch.randn(8, 3, 1, 8), [keys], [values])
     assert [product[0].data_ptr() for product in products] == [keys.data_ptr()]
 
 
@@ -119,7 +137,7 @@ def test_masks_fold_as_the_scores_do(shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_takes_its_softmax_in_fp32(dtype):
     query, keys, own = (torch.randn(shape).to(dtype) for shape in [(4, 2, 1, 64), (2, 2, 20, 64), (4, 2, 3, 64)])
-    found = shared_attention(query, (keys, own), (keys, own), 2)
+    found = shared_attention(query, [keys, own], [keys, own])
     assert found.dtype == dtype
-    exact = shared_attention(query.double(), (keys.double(), own.double()), (keys.double(), own.double()), 2)
+    exact = shared_attention(query.double(), [keys.double(), own.double()], [keys.double(), own.double()])
     torch.testing.assert_close(found.double(), exact, rtol=0.05, atol=0.02)

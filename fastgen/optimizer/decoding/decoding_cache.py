@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fastgen.optimizer.decoding.two_part_states import TwoPartStates
+from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
 # From here on it pays, on a CPU, to find the rows that a reorder moves.
 MIN_ELEMENTS_TO_LOOK_AT = 1 << 16
@@ -39,7 +39,7 @@ class DecodingCache:
         self.fixed = 0
         self.buffers: list[Tensor] = []  # of keys, of values: [layers, rows, kv_heads, capacity, head_dim]
         self._by_layer: list[tuple[Tensor, ...]] = []
-        self.given: list[tuple[TwoPartStates, TwoPartStates] | None] = [None] * layers
+        self.given: list[tuple[SegmentedKV, SegmentedKV] | None] = [None] * layers
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Writes what each row has computed, `[rows, kv_heads, new_length, head_dim]`, behind what is its own."""
@@ -102,7 +102,7 @@ class DecodingCache:
     def forget_given(self) -> None:
         """Takes back what was given out and not asked for in one piece, which would keep buffers from being moved."""
         for layer, given in enumerate(self.given):
-            if given is not None and all(states.in_parts for states in given):
+            if given is not None and all(states.is_segmented for states in given):
                 self.given[layer] = None
 
     def _grow(self, needed: int, added: KeysAndValues) -> None:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from fastgen.optimizer.decoding.decoding_cache import DecodingCache, KeysAndValues
-from fastgen.optimizer.decoding.two_part_states import TwoPartStates
+from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
 
 class LayerStates:
     """The keys and values of layer `layer` of `cache`.
 
-    usage: counts the operations on this layer's states, see `TwoPartStates`.
+    usage: counts the operations on this layer's states, see `SegmentedKV`.
     group: the input of each row.
     """
 
@@ -31,13 +31,13 @@ class LayerStates:
         return self.cache.lengths[self.layer] + (0 if self.shared is None else self.shared[0].shape[2])
 
     @property
-    def _given(self) -> tuple[TwoPartStates, TwoPartStates] | None:
+    def _given(self) -> tuple[SegmentedKV, SegmentedKV] | None:
         return self.cache.given[self.layer]
 
     @property
     def was_read_whole(self) -> bool:
         """Whether somebody has asked for the present keys or values in one piece, and may have written into them."""
-        return self._given is not None and not all(states.in_parts for states in self._given)
+        return self._given is not None and not all(states.is_segmented for states in self._given)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Adds what each row has computed for itself: `[rows, kv_heads, new_length, head_dim]`."""
@@ -59,7 +59,7 @@ class LayerStates:
         if self.shared is None:
             return self.cache.own(self.layer)
         if self._given is None:
-            self.cache.given[self.layer] = self._in_two_parts()
+            self.cache.given[self.layer] = self._segmented()
         return self._given
 
     def keeps_groups(self, beam_idx: Tensor) -> bool:
@@ -87,7 +87,7 @@ class LayerStates:
         """Keys and values `[rows, kv_heads, length, head_dim]`, in memory of their own."""
         if self.shared is None:
             return tuple(states.clone() for states in self.cache.own(self.layer))
-        return tuple(states.whole() for states in self._given or self._in_two_parts())
+        return tuple(states.materialize() for states in self._given or self._segmented())
 
     def take_back(self) -> None:
         """What was given out stands for itself from here on, and no longer for the content."""
@@ -95,8 +95,8 @@ class LayerStates:
             self.expand()
         self.cache.given[self.layer] = None
 
-    def _in_two_parts(self) -> tuple[TwoPartStates, TwoPartStates]:
-        own = self.cache.own(self.layer) if self.cache.lengths[self.layer] else (None, None)
-        pairs = zip(self.shared, own)
-        keys, values = (TwoPartStates(shared, added, self.cache.fan_out, self.usage) for shared, added in pairs)
+    def _segmented(self) -> tuple[SegmentedKV, SegmentedKV]:
+        pairs = [self.shared, self.cache.own(self.layer)] if self.cache.lengths[self.layer] else [self.shared]
+        rows = self.shared[0].shape[0] * self.cache.fan_out
+        keys, values = (SegmentedKV(segments, rows, self.usage) for segments in zip(*pairs))
         return keys, values

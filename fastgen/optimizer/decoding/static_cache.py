@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.optimizer.decoding.decoding_cache import DecodingCache, KeysAndValues
-from fastgen.optimizer.decoding.two_part_states import TwoPartStates
+from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
 SMALLEST_CAPACITY = 32
 
@@ -173,15 +173,15 @@ class StaticCache(DecodingCache):
     def whole(self, layer: int) -> KeysAndValues:
         """Keys and values `[rows, kv_heads, length, head_dim]` of the positions that are there, in their own memory."""
         joined = self._joined(self._without_padding(layer), self.own(layer) if self.buffers else None)
-        return tuple(states.whole() if isinstance(states, TwoPartStates) else states.clone() for states in joined)
+        return tuple(states.materialize() if isinstance(states, SegmentedKV) else states.clone() for states in joined)
 
     def _joined(self, shared: KeysAndValues | None, own: KeysAndValues | None) -> KeysAndValues:
         if shared is None:
             return own
         if own is None and self.fan_out == 1:
             return shared
-        parts = zip(shared, own or (None, None))
-        keys, values = (TwoPartStates(one, other, self.fan_out, Counter()) for one, other in parts)
+        rows, pairs = shared[0].shape[0] * self.fan_out, [shared] if own is None else [shared, own]
+        keys, values = (SegmentedKV(segments, rows, Counter()) for segments in zip(*pairs))
         return keys, values
 
     def _not_held_elsewhere(self) -> list[Tensor]:

@@ -78,7 +78,7 @@ def own_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor
     if prompt is None:
         attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     else:
-        attended = shared_attention(queries, (prompt[0], keys), (prompt[1], values), state.fan_out, mask, scale)
+        attended = shared_attention(queries, (prompt[0], keys), (prompt[1], values), mask, scale)
     return attention.out_proj(_join_heads(attended))
 
 
@@ -99,14 +99,14 @@ def cross_attention(
     weights = None
     count("matmul" if need_weights else "shared_attention")
     if need_weights:
-        scores = query_key_scores(folded * attention.scaling, keys, None, 1)  # [B, H, M*L, S]
+        scores = query_key_scores(folded * attention.scaling, [keys])  # [B, H, M*L, S]
         if state.mask is not None:
             scores = scores.masked_fill(~state.mask, -torch.inf)
         weights = scores.softmax(dim=-1, dtype=torch.float32)
-        attended = weighted_values(weights.to(scores.dtype), values, None, 1)
+        attended = weighted_values(weights.to(scores.dtype), [values])
         weights = weights.view(inputs, heads, fan_out, length, -1).permute(1, 0, 2, 3, 4).flatten(1, 2)
     else:
-        attended = shared_attention(folded, (keys, None), (values, None), 1, state.mask, attention.scaling)
+        attended = shared_attention(folded, [keys], [values], state.mask, attention.scaling)
     attended = attended.view(inputs, heads, fan_out, length, -1).permute(3, 0, 2, 1, 4)  # [L, B, M, H, D]
     return attention.out_proj(attended.reshape(length, rows, width)), weights
 

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, -V3 and those after them): shared latents are expanded once per input.
 
 The cache keeps latents, which every step expands into the keys and values of all heads. The attention's `expand_kv`
-does that for each position by itself, so what the rows of an input share can be expanded apart from their own.
+does that for each position by itself, so each segment can be expanded apart from the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from fastgen.optimizer.decoding.two_part_states import TwoPartStates
+from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 from fastgen.origin import packages_of
 
 NAME = "expand_kv"
@@ -20,7 +20,7 @@ NAME = "expand_kv"
 
 @contextmanager
 def expanding_in_parts(model: nn.Module) -> Iterator[None]:
-    """Inside this context the model's latents in two parts become keys and values in two parts.
+    """Inside this context the model's latents in segments become keys and values in segments.
 
     A second thread that generates on the model may find it without this once the first has left: then its latents are
     expanded for each row, as the library does.
@@ -37,7 +37,7 @@ def expanding_in_parts(model: nn.Module) -> Iterator[None]:
 
 
 class Expansion:
-    """The `expand_kv` of one module, in parts where its latents are in parts."""
+    """The `expand_kv` of one module, in segments where its latents are in segments."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -45,10 +45,8 @@ class Expansion:
     def __call__(self, *latents: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[rows, heads, length, …]` of the module's two latents `[rows, 1, length, …]`."""
         expand = partial(getattr(type(self.module), NAME), self.module)
-        if not all(isinstance(states, TwoPartStates) and states.in_parts for states in latents):
+        if not all(isinstance(states, SegmentedKV) and states.is_segmented for states in latents):
             return expand(*latents)
-        shared = expand(*(states.shared for states in latents))
-        own = expand(*(states.own for states in latents))
-        fan_out, usage = latents[0].fan_out, latents[0].usage
-        keys, values = (TwoPartStates(*parts, fan_out, usage) for parts in zip(shared, own))
+        expanded = [expand(*segments) for segments in zip(*(states.segments for states in latents))]
+        keys, values = (SegmentedKV(segments, latents[0].rows, latents[0].usage) for segments in zip(*expanded))
         return keys, values

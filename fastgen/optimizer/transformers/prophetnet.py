@@ -1,4 +1,4 @@
-"""ProphetNet's decode steps: mended, with the first predict stream only, and with keys that stay in two parts.
+"""ProphetNet's decode steps: mended, with the first predict stream only, and with keys that stay in segments.
 
 A step computes the main stream, whose keys the next steps need, and the first predict stream, which the next token
 comes from (Qi et al., 2020, §2.1 and §2.2). The other predict streams look at the main stream and at themselves only,

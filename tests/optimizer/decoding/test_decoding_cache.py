@@ -13,7 +13,7 @@ from fastgen.optimizer.decoding import decoding_cache
 from fastgen.optimizer.decoding.decoding_cache import DecodingCache
 from fastgen.optimizer.decoding.gain import sharing_pays
 from fastgen.optimizer.decoding.layer_states import LayerStates
-from fastgen.optimizer.decoding.two_part_states import TwoPartStates
+from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
 HEADS, WIDTH, LAYERS = 2, 4, 3
 
@@ -159,7 +159,7 @@ def test_a_shared_prompt_is_stored_once_per_input_and_never_written():
         layer.reorder(torch.arange(16).flip(0) // 8 * 8)
     assert layer.shared[0].data_ptr() == keys.data_ptr()
     assert torch.equal(layer.shared[0], before)
-    assert [type(states) for states in layer.states()] == [TwoPartStates, TwoPartStates]
+    assert [type(states) for states in layer.states()] == [SegmentedKV, SegmentedKV]
 
 
 def test_states_that_were_read_whole_are_repeated_at_the_next_step():

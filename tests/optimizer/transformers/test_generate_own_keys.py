@@ -68,7 +68,7 @@ def trust_the_class_at_once(monkeypatch):
 def assert_same_records(attend, dtype, monkeypatch, at_the_end=list):
     """Equal outputs, and equal records of `attend(record, query, keys, values, mask)`, for prompts long and short.
 
-    In two parts, bf16 is rounded elsewhere, which makes other tokens; what the first layer gets at first is the same.
+    In segments, bf16 is rounded elsewhere, which makes other tokens; what the first layer gets at first is the same.
     """
     record: list = []
     model = odd_model(lambda *states: attend(record, *states)).to(dtype)

@@ -25,11 +25,11 @@ def trusted(monkeypatch):
 def test_odd_use_of_keys_gets_them_whole(attend, arguments):
     report = assert_same(odd_model(attend), padded(9, 5), **arguments)
     assert is_shared(report) and PROMPT in str(report)
-    assert any(name.startswith("whole: ") for name in report.kernels), report
+    assert any(name.startswith("materialized: ") for name in report.kernels), report
 
 
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
-def test_plain_products_work_on_two_parts(arguments):
+def test_plain_products_work_on_segments(arguments):
     def plain(query, keys, values, mask):
         return weigh(query @ repeated(keys).transpose(2, 3), mask) @ repeated(values)
 

@@ -105,4 +105,4 @@ def test_an_expansion_of_the_program_gets_whole_latents(place, monkeypatch):
 
     monkeypatch.setattr(owner, "expand_kv", expand_kv)
     report = assert_same(model, padded(9, 5), **BEAMS)
-    assert report.kernels["whole: linear"] == (2 if place == "class" else 1) and 6 in seen
+    assert report.kernels["materialized: linear"] == (2 if place == "class" else 1) and 6 in seen

@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import two_part_states
+from fastgen.optimizer.decoding import segmented_kv
 from fastgen.optimizer.decoding.reasons import PREFILL
 from fastgen.optimizer.transformers import verification
 
@@ -53,8 +53,8 @@ def newer_transformers(monkeypatch):
 
 @pytest.fixture
 def wrong_attention(monkeypatch):
-    attention = two_part_states.shared_attention
-    monkeypatch.setattr(two_part_states, "shared_attention", lambda *args, **kwargs: attention(*args, **kwargs) * 1.5)
+    attention = segmented_kv.shared_attention
+    monkeypatch.setattr(segmented_kv, "shared_attention", lambda *args, **kwargs: attention(*args, **kwargs) * 1.5)
 
 
 def make(model_class: type = LlamaForCausalLM) -> LlamaForCausalLM:

@@ -1,4 +1,4 @@
-"""A tensor in two parts is worked on in parts where attention does, and is whole for everything else."""
+"""Attention works on the segments of a tensor; everything else materializes it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fastgen.optimizer.decoding.two_part_states import TwoPartStates
+from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
 
-def states(groups: int = 1, own: bool = True) -> TwoPartStates:
+def states(groups: int = 1, copies: tuple[int, ...] = (2, 6)) -> SegmentedKV:
+    """Six rows of 3 heads and 7 positions, in segments with so many copies each."""
     generator = torch.Generator().manual_seed(groups)
-    shared = torch.randn(2, 3, 5, 4, generator=generator)
-    rows = torch.randn(6, 3, 2, 4, generator=generator) if own else None
-    return TwoPartStates(shared, rows, 3, Counter(), groups=groups)
+    lengths = {1: (7,), 2: (5, 2), 3: (3, 2, 2)}[len(copies)]
+    segments = [torch.randn(count, 3, length, 4, generator=generator) for count, length in zip(copies, lengths)]
+    return SegmentedKV(tuple(segments), 6, Counter(), groups=groups)
 
 
 FLAT = states(groups=2).reshape(36, 7, 4)
@@ -30,16 +31,16 @@ def repeat_kv(tensor: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def narrower(tensor: torch.Tensor) -> torch.Tensor:
-    """The first three columns, in parts where the tensor is in parts."""
+    """The first three columns, in segments where the tensor is."""
     if type(tensor) is torch.Tensor:
         return tensor[..., :3]
-    return TwoPartStates(tensor.shared[..., :3], tensor.own[..., :3], tensor.fan_out, tensor.usage)
+    return SegmentedKV(tuple(segment[..., :3] for segment in tensor.segments), tensor.rows, tensor.usage)
 
 
 QUERY = torch.randn(6, 3, 1, 4, generator=torch.Generator().manual_seed(7))
 FLAT_QUERY = QUERY.flatten(0, 1)
 WEIGHTS = torch.rand(6, 3, 1, 7, generator=torch.Generator().manual_seed(8))
-IN_PARTS = {
+SEGMENTED = {
     "matmul transpose": lambda tensor: torch.matmul(QUERY, tensor.transpose(2, 3)),
     "matmul transpose negative": lambda tensor: QUERY @ tensor.transpose(-1, -2),
     "matmul mT": lambda tensor: QUERY.matmul(tensor.mT),
@@ -70,7 +71,7 @@ IN_PARTS = {
     ),
     "names in methods": lambda tensor: QUERY.matmul(other=tensor.transpose(dim0=-1, dim1=-2)),
 }
-WHOLE = {
+MATERIALIZED = {
     "slice": lambda tensor: tensor[:, :, :3],
     "row": lambda tensor: tensor[1],
     "add": lambda tensor: tensor + 1,
@@ -106,35 +107,37 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("name", IN_PARTS)
-def test_attention_works_on_the_parts(name):
-    tensor = states()
-    found, expected = IN_PARTS[name](tensor), IN_PARTS[name](tensor.whole())
+@pytest.mark.parametrize("copies", [(2, 6), (1, 2, 6), (2,), (6,), (1, 6)], ids=str)
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_attention_works_on_the_segments(name, copies):
+    tensor = states(copies=copies)
+    found, expected = SEGMENTED[name](tensor), SEGMENTED[name](tensor.materialize())
     torch.testing.assert_close(found, expected)
     assert type(found) is torch.Tensor
-    assert not any(use.startswith("whole") for use in tensor.usage) and tensor.usage
+    assert not any(use.startswith("materialized") for use in tensor.usage) and tensor.usage
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_everything_else_gets_the_whole_tensor_and_is_counted(name):
-    tensor = states()
-    found, expected = WHOLE[name](tensor), WHOLE[name](tensor.whole())
+@pytest.mark.parametrize("name", MATERIALIZED)
+def test_everything_else_materializes_the_tensor_and_is_counted(name):
+    tensor = states(copies=(1, 2, 6))
+    found, expected = MATERIALIZED[name](tensor), MATERIALIZED[name](tensor.materialize())
     torch.testing.assert_close(found, expected)
     assert type(found) is torch.Tensor
-    assert any(use.startswith("whole") for use in tensor.usage)
+    assert any(use.startswith("materialized") for use in tensor.usage)
 
 
 def test_shapes_and_types_are_those_of_the_whole_tensor_and_cost_nothing():
     for tensor in (
         states(),
         states(groups=2),
-        states(own=False),
+        states(copies=(2,)),
+        states(copies=(1, 2, 6)),
         states().transpose(2, 3),
         states()[:, :, None],
         FLAT,
         FLAT.mT,
     ):
-        expected = tensor.whole()
+        expected = tensor.materialize()
         assert tensor.shape == expected.shape and tensor.size(1) == expected.size(1)
         assert tensor.dim() == tensor.ndim == expected.dim() and tensor.numel() == expected.numel()
         assert tensor.dtype == expected.dtype and tensor.device == expected.device
@@ -161,12 +164,12 @@ def test_every_attribute_is_that_of_the_whole_tensor(name):
         except Exception as error:
             return type(error)
 
-    found, expected = value(states()), value(states().whole())
+    found, expected = value(states()), value(states().materialize())
     assert torch.equal(found + 0, expected) if isinstance(expected, torch.Tensor) else found == expected
 
 
-def test_a_tensor_that_was_read_whole_is_real_memory_for_all_its_views_and_no_copy():
-    tensor, before = states(), states().whole()
+def test_a_materialized_tensor_is_real_memory_for_all_its_views_and_no_copy():
+    tensor, before = states(), states().materialize()
     views = (tensor.transpose(2, 3), tensor[:, :, None], tensor.reshape(tensor.shape), tensor.detach())
     copies = (repeat_kv(tensor, 2), tensor.repeat_interleave(1, dim=1), tensor.to(torch.float64))
     address = tensor.data_ptr()
@@ -185,16 +188,16 @@ def test_a_tensor_that_was_read_whole_is_real_memory_for_all_its_views_and_no_co
 
 
 def test_a_single_key_head_is_broadcast_over_the_query_heads():
-    tensor = TwoPartStates(torch.randn(2, 1, 5, 4), torch.randn(6, 1, 2, 4), 3, Counter())
+    tensor = SegmentedKV((torch.randn(2, 1, 5, 4), torch.randn(6, 1, 2, 4)), 6, Counter())
     found = functional.scaled_dot_product_attention(QUERY, tensor, tensor)
-    expanded = tensor.whole().expand(-1, 3, -1, -1)
+    expanded = tensor.materialize().expand(-1, 3, -1, -1)
     torch.testing.assert_close(found, functional.scaled_dot_product_attention(QUERY, expanded, expanded))
     assert tensor.usage == {"scaled_dot_product_attention": 1}
 
 
-def test_code_below_the_functions_of_torch_gets_the_whole_tensor():
+def test_code_below_the_functions_of_torch_gets_a_materialized_tensor():
     tensor = states()
     with torch._C.DisableTorchFunctionSubclass():
         found = torch.add(tensor, 1), torch.zeros_like(tensor, dtype=torch.float64)
-    assert torch.equal(found[0], tensor.whole() + 1)
+    assert torch.equal(found[0], tensor.materialize() + 1)
     assert found[1].shape == tensor.shape and found[1].dtype == torch.float64

@@ -1,11 +1,17 @@
-"""Keys or values of many rows as one tensor that is stored in two parts, shared and own.
+"""Keys or values of many rows as one tensor that is stored in segments.
 
-`TwoPartStates` has the shape of the tensor that a model expects from its cache, `[rows, kv_heads, length, head_dim]`,
-but no storage of that size. The operations of which attention is made (`scaled_dot_product_attention`, `matmul`, the
-transposition before it, the repetition of grouped heads) work on the parts; every other operation gets the whole
-tensor in memory of its own, which stands for the parts from then on, so that addresses, views and writes are real.
-Because the recognition happens at torch's operations, no model and no attention function of a host library has to be
-known or patched.
+`SegmentedKV` has the shape of the tensor that a model expects from its cache, `[rows, kv_heads, length, head_dim]`, but
+no storage of that size:
+
+    row 0   | prefix 0 | prompt 0 | generated 0 |        prefix      [1, kv_heads, P, head_dim]
+    row 1   | prefix 0 | prompt 0 | generated 1 |        prompt      [inputs, kv_heads, S, head_dim]
+    row 2   | prefix 0 | prompt 1 | generated 2 |        generated   [rows, kv_heads, t, head_dim]
+    row 3   | prefix 0 | prompt 1 | generated 3 |
+
+The operations of which attention is made (`scaled_dot_product_attention`, `matmul`, the transposition before it, the
+repetition of grouped heads) work on the segments. Every other operation materializes the tensor: it gets memory of its
+own, which stands for the segments from then on, so that addresses, views and writes are real. Because the recognition
+happens at torch's operations, no model and no attention function of a host library has to be known or patched.
 """
 
 from __future__ import annotations
@@ -32,40 +38,40 @@ FLAT_TRANSPOSED = "flat, transposed"  # [rows * kv_heads, head_dim, length]
 _TRANSPOSES = {PLAIN: TRANSPOSED, TRANSPOSED: PLAIN, FLAT: FLAT_TRANSPOSED, FLAT_TRANSPOSED: FLAT}
 
 
-class TwoPartStates(Tensor):
-    """Keys or values `[inputs * fan_out, kv_heads * groups, shared_length + own_length, head_dim]` kept in two parts.
+class SegmentedKV(Tensor):
+    """Keys or values `[rows, kv_heads * groups, length, head_dim]` stored in segments.
 
-    shared: `[inputs, kv_heads, shared_length, head_dim]`, the same for the `fan_out` rows of an input.
-    own: `[inputs * fan_out, kv_heads, own_length, head_dim]`, or None where nothing is a row's own.
-    usage: counts which operation worked on the parts, and which asked for the whole tensor (`whole: NAME`).
+    segments: one or more, of lengths that sum up to `length`; each `[copies, kv_heads, segment_length, head_dim]`, of
+        which copy `c` belongs to the `rows // copies` rows from `c * rows // copies` on.
+    usage: counts which operation worked on the segments, and which needed the tensor in one piece
+        (`materialized: NAME`).
     groups: how often each head is repeated.
-    base: the states of which these are a view in another form; None where they stand for memory of their own.
-    memory: that memory, `[rows, kv_heads * groups, length, head_dim]`, once somebody has asked for it. The parts are
-        not up to date from then on.
+    base: the tensor of which this is a view in another form; None where it stands for memory of its own.
+    memory: that memory, `[rows, kv_heads * groups, length, head_dim]`, once it is materialized. The segments are not up
+        to date from then on.
     """
 
-    shared: Tensor
-    own: Tensor | None
-    fan_out: int
+    segments: tuple[Tensor, ...]
+    rows: int
     usage: Counter[str]
     form: str
     groups: int
-    base: TwoPartStates | None
+    base: SegmentedKV | None
     memory: Tensor | None
 
     @staticmethod
     def __new__(
         cls,
-        shared: Tensor,
-        own: Tensor | None,
-        fan_out: int,
+        segments: tuple[Tensor, ...],
+        rows: int,
         usage: Counter[str],
         form: str = PLAIN,
         groups: int = 1,
-        base: TwoPartStates | None = None,
-    ) -> TwoPartStates:
-        inputs, heads, length, width = shared.shape
-        rows, length = inputs * fan_out, length + (0 if own is None else own.shape[2])
+        base: SegmentedKV | None = None,
+    ) -> SegmentedKV:
+        first = segments[0]
+        _, heads, _, width = first.shape
+        length = sum(segment.shape[2] for segment in segments)
         block = length * width
         size, strides = {
             PLAIN: ((rows, heads * groups, length, width), (heads * groups * block, block, width, 1)),
@@ -75,8 +81,8 @@ class TwoPartStates(Tensor):
             FLAT: ((rows * heads * groups, length, width), (block, width, 1)),
             FLAT_TRANSPOSED: ((rows * heads * groups, width, length), (block, 1, width)),
         }[form]
-        self = Tensor._make_wrapper_subclass(cls, size, strides, dtype=shared.dtype, device=shared.device)
-        self.shared, self.own, self.fan_out, self.usage = shared, own, fan_out, usage
+        self = Tensor._make_wrapper_subclass(cls, size, strides, dtype=first.dtype, device=first.device)
+        self.segments, self.rows, self.usage = segments, rows, usage
         self.form, self.groups, self.base, self.memory = form, groups, base, None
         self._size = torch.Size(size)
         return self
@@ -84,8 +90,8 @@ class TwoPartStates(Tensor):
     # What attention asks for all the time, and what a tensor's own attributes would take microseconds to tell.
     shape = property(lambda self: self._size)
     ndim = property(lambda self: len(self._size))
-    dtype = property(lambda self: self.shared.dtype)
-    device = property(lambda self: self.shared.device)
+    dtype = property(lambda self: self.segments[0].dtype)
+    device = property(lambda self: self.segments[0].device)
 
     def dim(self) -> int:
         return len(self._size)
@@ -94,31 +100,30 @@ class TwoPartStates(Tensor):
         return self._size if dim is None else self._size[dim]
 
     @property
-    def in_parts(self) -> bool:
-        """Whether the parts hold what this tensor holds: nobody has asked for the whole, and so nobody has written."""
+    def is_segmented(self) -> bool:
+        """Whether the segments hold what this tensor holds: it was not materialized, and so nobody has written."""
         return (self if self.base is None else self.base).memory is None
 
-    def view_as_form(self, form: str, groups: int = 1) -> TwoPartStates:
-        """The same states in another form, which shares their memory as a view would."""
+    def view_as_form(self, form: str, groups: int = 1) -> SegmentedKV:
+        """The same tensor in another form, which shares its memory as a view would."""
         base = self if self.base is None else self.base
-        return TwoPartStates(self.shared, self.own, self.fan_out, self.usage, form, groups, base)
+        return SegmentedKV(self.segments, self.rows, self.usage, form, groups, base)
 
-    def whole(self) -> Tensor:
-        """The tensor in one piece, `[rows, …]` in its form; costs what the parts were meant to save."""
+    def materialize(self) -> Tensor:
+        """The tensor in one piece, `[rows, …]` in its form; costs what the segments were meant to save."""
         if self.base is not None:
-            states = self.base.whole()
+            memory = self.base.materialize()
             if self.form in (FLAT, FLAT_TRANSPOSED):
-                states = states.flatten(0, 1)
+                memory = memory.flatten(0, 1)
             if self.form in (TRANSPOSED, FLAT_TRANSPOSED):
-                return states.transpose(-2, -1)
+                return memory.transpose(-2, -1)
             if self.form in (UNSQUEEZED, EXPANDED):
-                return states.unsqueeze(2).expand(self.shape)
-            return states
+                return memory.unsqueeze(2).expand(self.shape)
+            return memory
         if self.memory is None:
-            states = self.shared.repeat_interleave(self.fan_out, dim=0)
-            if self.own is not None:
-                states = torch.cat([states, self.own], dim=2)
-            self.memory = states.repeat_interleave(self.groups, dim=1) if self.groups > 1 else states
+            self.memory = materialized(self.segments, self.rows)
+            if self.groups > 1:
+                self.memory = self.memory.repeat_interleave(self.groups, dim=1)
         return self.memory
 
     @classmethod
@@ -131,21 +136,29 @@ class TwoPartStates(Tensor):
             result = _HANDLERS[func](*args, **kwargs) if func in _HANDLERS else NotImplemented
         except TypeError:  # arguments that the handler does not know (`out`, names of dimensions, …)
             result = NotImplemented
-        return _on_whole(func, args, kwargs) if result is NotImplemented else result
+        return _on_materialized(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         # Reached by code that bypasses __torch_function__; there is no storage to read, so it gets the whole tensor.
-        return _on_whole(func, args, kwargs or {})
+        return _on_materialized(func, args, kwargs or {})
 
 
-def _on_whole(func: Callable, args: tuple, kwargs: dict) -> Any:
-    def whole(states: TwoPartStates) -> Tensor:
-        states.usage[f"whole: {getattr(func, '__name__', func)}"] += 1
-        return states.whole()
+def _on_materialized(func: Callable, args: tuple, kwargs: dict) -> Any:
+    def materialize(states: SegmentedKV) -> Tensor:
+        states.usage[f"materialized: {getattr(func, '__name__', func)}"] += 1
+        return states.materialize()
 
-    args, kwargs = tree_map_only(TwoPartStates, whole, (args, kwargs))
+    args, kwargs = tree_map_only(SegmentedKV, materialize, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def materialized(segments: tuple[Tensor, ...], rows: int) -> Tensor:
+    """The segments of so many rows in one piece, `[rows, kv_heads, length, head_dim]`, in memory of its own."""
+    if len(segments) == 1:
+        return segments[0].repeat_interleave(rows // segments[0].shape[0], dim=0)
+    repeated = (one if one.shape[0] == rows else one.repeat_interleave(rows // one.shape[0], 0) for one in segments)
+    return torch.cat(tuple(repeated), dim=2)
 
 
 def _sdpa(
@@ -158,87 +171,87 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    parts = _is_in_parts(key) and _is_in_parts(value) and type(query) is not TwoPartStates
-    if not parts or dropout_p or is_causal or key.form != PLAIN or value.form != PLAIN:
+    segmented = _is_segmented(key) and _is_segmented(value) and type(query) is not SegmentedKV
+    if not segmented or dropout_p or is_causal or key.form != PLAIN or value.form != PLAIN:
         return NotImplemented
-    if key.fan_out != value.fan_out or key.shared.shape[2] != value.shared.shape[2]:
+    if [one.shape[:3] for one in key.segments] != [one.shape[:3] for one in value.segments]:
         return NotImplemented
     heads_fit = enable_gqa or key.shape[1] in (1, query.shape[1])  # a single key head is broadcast
     if not _rows_fit(query, key) or not heads_fit:
         return NotImplemented
     key.usage["scaled_dot_product_attention"] += 1
-    return shared_attention(query, (key.shared, key.own), (value.shared, value.own), key.fan_out, attn_mask, scale)
+    return shared_attention(query, key.segments, value.segments, attn_mask, scale)
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
-    if isinstance(input, TwoPartStates) or not isinstance(input, Tensor) or not _is_in_parts(other):
+    if isinstance(input, SegmentedKV) or not isinstance(input, Tensor) or not _is_segmented(other):
         return NotImplemented
     if not _rows_fit(input, other) or input.shape[3] != other.shape[2] or other.shape[1] not in (1, input.shape[1]):
         return NotImplemented
     other.usage["matmul"] += 1
     if other.form == TRANSPOSED:
-        return query_key_scores(input, other.shared, other.own, other.fan_out)
-    return weighted_values(input, other.shared, other.own, other.fan_out)
+        return query_key_scores(input, other.segments)
+    return weighted_values(input, other.segments)
 
 
 def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
-    if isinstance(input, TwoPartStates) or not isinstance(input, Tensor) or not _is_in_parts(mat2):
+    if isinstance(input, SegmentedKV) or not isinstance(input, Tensor) or not _is_segmented(mat2):
         return NotImplemented
     if mat2.form not in (FLAT, FLAT_TRANSPOSED) or input.dim() != 3 or input.dtype != mat2.dtype:
         return NotImplemented
     if input.shape[0] != mat2.shape[0] or input.shape[2] != mat2.shape[1]:
         return NotImplemented
-    rows = input.unflatten(0, (mat2.shared.shape[0] * mat2.fan_out, -1))
+    rows = input.unflatten(0, (mat2.rows, -1))
     mat2.usage["bmm"] += 1
     multiply = query_key_scores if mat2.form == FLAT_TRANSPOSED else weighted_values
-    return multiply(rows, mat2.shared, mat2.own, mat2.fan_out).flatten(0, 1)
+    return multiply(rows, mat2.segments).flatten(0, 1)
 
 
 def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if isinstance(input, TwoPartStates):
+    if isinstance(input, SegmentedKV):
         return NotImplemented
     product = _bmm(batch1, batch2)
     return product if product is NotImplemented else beta * input + alpha * product
 
 
-def _is_in_parts(states: Any) -> bool:
-    return isinstance(states, TwoPartStates) and states.in_parts
+def _is_segmented(states: Any) -> bool:
+    return isinstance(states, SegmentedKV) and states.is_segmented
 
 
-def _rows_fit(rows: Tensor, states: TwoPartStates) -> bool:
+def _rows_fit(rows: Tensor, states: SegmentedKV) -> bool:
     """Whether `rows` is `[rows, heads, …, …]` with the rows of `states` and heads that its heads divide."""
     fits = rows.dim() == 4 and states.dim() == 4 and rows.shape[0] == states.shape[0]
-    return fits and rows.shape[1] % states.shared.shape[1] == 0 and rows.dtype == states.dtype
+    return fits and rows.shape[1] % states.segments[0].shape[1] == 0 and rows.dtype == states.dtype
 
 
-def _transpose(input: TwoPartStates, dim0: int, dim1: int) -> Tensor:
+def _transpose(input: SegmentedKV, dim0: int, dim1: int) -> Tensor:
     dims = input.dim()
-    if not input.in_parts or input.form not in _TRANSPOSES or {dim0 % dims, dim1 % dims} != {dims - 2, dims - 1}:
+    if not input.is_segmented or input.form not in _TRANSPOSES or {dim0 % dims, dim1 % dims} != {dims - 2, dims - 1}:
         return NotImplemented
     return input.view_as_form(_TRANSPOSES[input.form], input.groups)
 
 
-def _getitem(states: TwoPartStates, index: Any) -> Tensor:
+def _getitem(states: SegmentedKV, index: Any) -> Tensor:
     everything = slice(None)
-    if states.in_parts and states.form == PLAIN and states.groups == 1 and isinstance(index, tuple):
+    if states.is_segmented and states.form == PLAIN and states.groups == 1 and isinstance(index, tuple):
         kinds = [item is None or (isinstance(item, slice) and item == everything) for item in index]
         if all(kinds) and len(index) in (3, 5) and index[2] is None and index.count(None) == 1:
             return states.view_as_form(UNSQUEEZED)
     return NotImplemented
 
 
-def _expand(states: TwoPartStates, *size: Any) -> Tensor:
+def _expand(states: SegmentedKV, *size: Any) -> Tensor:
     size = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-    if not states.in_parts or states.form != UNSQUEEZED or len(size) != 5:
+    if not states.is_segmented or states.form != UNSQUEEZED or len(size) != 5:
         return NotImplemented
     kept = [wanted in (-1, now) for position, (wanted, now) in enumerate(zip(size, states.shape)) if position != 2]
     return states.view_as_form(EXPANDED, size[2]) if all(kept) and size[2] > 0 else NotImplemented
 
 
-def _reshape(states: TwoPartStates, *shape: Any) -> Tensor:
+def _reshape(states: SegmentedKV, *shape: Any) -> Tensor:
     shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     rows, heads, *rest = states.shape
-    if not states.in_parts or states.form not in (PLAIN, EXPANDED):
+    if not states.is_segmented or states.form not in (PLAIN, EXPANDED):
         return NotImplemented
     if states.form == PLAIN and shape in ((rows * heads, *rest), (rows * heads, -1, rest[-1])):
         return states.view_as_form(FLAT, states.groups)
@@ -247,29 +260,30 @@ def _reshape(states: TwoPartStates, *shape: Any) -> Tensor:
     return states if shape == states.shape else NotImplemented
 
 
-def _repeat_interleave(input: TwoPartStates, repeats: Any, dim: int | None = None) -> Tensor:
-    if not input.in_parts or input.form != PLAIN or dim not in (1, -3) or not isinstance(repeats, int) or repeats < 1:
+def _repeat_interleave(input: SegmentedKV, repeats: Any, dim: int | None = None) -> Tensor:
+    if not input.is_segmented or input.form != PLAIN or dim not in (1, -3):
+        return NotImplemented
+    if not isinstance(repeats, int) or repeats < 1:
         return NotImplemented
     return _repeated(input, input.groups * repeats)
 
 
-def _repeated(states: TwoPartStates, groups: int) -> TwoPartStates:
+def _repeated(states: SegmentedKV, groups: int) -> SegmentedKV:
     """A copy, for which torch would have taken other memory, with `groups` times the heads that are stored."""
-    return TwoPartStates(states.shared, states.own, states.fan_out, states.usage, PLAIN, groups)
+    return SegmentedKV(states.segments, states.rows, states.usage, PLAIN, groups)
 
 
-def _to(states: TwoPartStates, *args: Any, **kwargs: Any) -> Tensor:
-    if not states.in_parts or states.form != PLAIN:
+def _to(states: SegmentedKV, *args: Any, **kwargs: Any) -> Tensor:
+    if not states.is_segmented or states.form != PLAIN:
         return NotImplemented
-    own = None if states.own is None else states.own.to(*args, **kwargs)
-    shared = states.shared.to(*args, **kwargs)
-    if shared is states.shared:
+    segments = tuple(segment.to(*args, **kwargs) for segment in states.segments)
+    if segments[0] is states.segments[0]:
         return states
-    return TwoPartStates(shared, own, states.fan_out, states.usage, groups=states.groups)
+    return SegmentedKV(segments, states.rows, states.usage, groups=states.groups)
 
 
-def _same(states: TwoPartStates) -> Tensor:
-    return states if states.in_parts and states.form == PLAIN else NotImplemented
+def _same(states: SegmentedKV) -> Tensor:
+    return states if states.is_segmented and states.form == PLAIN else NotImplemented
 
 
 _HANDLERS: dict[Callable, Callable] = {

@@ -122,7 +122,9 @@ class Comparison:
             self.outputs["stock"] = self.model.generate(**self.inputs, **self.arguments)
 
     def staying(self) -> None:
-        with mock.patch("fastgen.optimizer.transformers.decode_step.DecodeStep.leaving_pays", lambda *_: False):
+        with mock.patch(
+            "fastgen.optimizer.transformers.decode_step.TransformersDecodeStep.leaving_pays", lambda *_: False
+        ):
             self.model.generate(**self.inputs, **self.arguments)
 
     def run(self, repeats: int, rates: Rates) -> Result:

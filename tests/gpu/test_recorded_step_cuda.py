@@ -10,7 +10,7 @@ from parity import padded, run_both, tiny, whisper
 from recording import recording
 from sharing import sharing
 
-from fastgen.optimizer.decoding import recorded_step, recorded_steps
+from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.late_flag import LateFlag
 
 pytestmark = [
@@ -102,7 +102,7 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
     assert len(steps) == 40
 
 
-class Reading(recorded_step.CudaCapture):
+class Reading(graphs.CudaCapture):
     """As if the forward read the device."""
 
     def record(self, run, expect_again):
@@ -110,9 +110,9 @@ class Reading(recorded_step.CudaCapture):
 
 
 def test_a_cuda_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch):
-    monkeypatch.setattr(recorded_step, "CudaCapture", Reading)
+    monkeypatch.setattr(graphs, "CudaCapture", Reading)
     model = model_of("gpt2")
-    with pytest.warns(RuntimeWarning, match="fastgen does not record the decode steps of a model"):
+    with pytest.warns(RuntimeWarning, match="fastgen does not capture the decode steps of a model"):
         assert not replays(model, inputs_of("gpt2"), **BEAMS)
     assert not replays(model, inputs_of("gpt2"), **BEAMS)
 
@@ -143,8 +143,8 @@ def test_threads_on_one_model_and_on_two():
 
 
 def test_between_calls_no_more_is_kept_than_the_bounds_allow(monkeypatch):
-    monkeypatch.setattr(recorded_step, "MOST_RECORDINGS", 2)
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     model = model_of("gpt2")
     for max_new_tokens in range(10, 100, 10):
         model.generate(**inputs_of("gpt2"), **{**BEAMS, "max_new_tokens": max_new_tokens})
-        assert len(recorded_steps._known[model]) <= 2
+        assert len(graphs._known[model]) <= 2

@@ -1,4 +1,4 @@
-"""Recorded steps for models of any size and calls of a few tokens."""
+"""Captured steps for models of any size and calls of a few tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from unittest import mock
 
 from fastgen.config import CONFIG
-from fastgen.optimizer.decoding import recordable, static_cache
+from fastgen.optimizer.decoding import kv_cache, recordable
 from fastgen.optimizer.decoding.reasons import STEPS
 from fastgen.optimizer.report import Report
 
-RECORDED = "decode step, recorded"
+RECORDED = "decode step, captured"
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def recording(cuda_graphs: str = "on", smallest_capacity: int = 8) -> Iterator[N
         mock.patch.object(CONFIG, "cuda_graphs", cuda_graphs),
         mock.patch.object(recordable, "MIN_STEPS", 1),
         mock.patch.object(recordable, "STEPS_BEFORE", 1),
-        mock.patch.object(static_cache, "SMALLEST_CAPACITY", smallest_capacity),
+        mock.patch.object(kv_cache, "SMALLEST_CAPACITY", smallest_capacity),
     ):
         yield
 

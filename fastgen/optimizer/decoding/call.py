@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -33,7 +32,7 @@ class GenerateCall:
     to_verify: the call's arguments, where it has to be compared with the original before anything is shared. caches:
     those with shared keys and values, as long as they live. is_accelerated: something was computed or stored once per
     input, or the loop is fastgen's. recorded: the decode steps that are captured, to be told when the call ends.
-    on_exit: contexts that are left when it ends. has_stages: other calls of `generate` are stages of this one.
+    on_exit: what is left, and given back, when it ends. has_stages: other calls of `generate` are stages of this one.
     beam_scores: of the best hypotheses that beam search has found, `[inputs, num_beams]`, the best first.
     staged_seconds: those of the stages that have ended.
     """
@@ -45,9 +44,7 @@ class GenerateCall:
     user_code: bool = False
     share: bool | None = None
     to_verify: Any = None
-    caches: list[weakref.ref[Any]] = field(default_factory=list)
     is_accelerated: bool = False
-    recorded: Any = None
     on_exit: ExitStack = field(default_factory=ExitStack)
     has_stages: bool = False
     started: float = field(default_factory=time.perf_counter)
@@ -95,8 +92,6 @@ def generate_call(model: str, has_stages: bool = False) -> Iterator[GenerateCall
     try:
         yield call
     finally:
-        if call.recorded is not None:
-            call.recorded.end()
         call.on_exit.close()
         _current.reset(token)
         report = _thread.last = call.report

@@ -1,6 +1,8 @@
-"""Whether the decode steps of a call can be recorded, and whether that pays: as far as it is the same for all hosts."""
+"""Whether the decode steps of a call can be captured, and whether that pays: as far as it is the same for all hosts."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -8,13 +10,15 @@ from torch import Tensor, nn
 from fastgen.config import CONFIG
 from fastgen.ops.transforms import is_transformed, is_watched
 from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding.call import add_reasons
+from fastgen.optimizer.decoding.graphs import graphs_of
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.reasons import Reason
+from fastgen.optimizer.decoding.reasons import STEPS, Reason, with_code
 
 # To look at the model takes the time of some steps (not yet measured on a GPU).
 MIN_STEPS = 16
 
-# A new recording is made after so many steps of a call, because many end early.
+# A new graph is captured after so many steps of a call, because many end early.
 STEPS_BEFORE = 8
 
 
@@ -31,18 +35,27 @@ def unwanted_reasons(device: torch.device, steps: int) -> list[Reason]:
     return []
 
 
+def can_capture(model: nn.Module, decoder: nn.Module, steps: int, reasons: Callable[[], list[str]]) -> bool:
+    """Whether a loop of at most so many steps should try to; tells the report why not. reasons: of the host."""
+    weight = _weight_of(decoder)
+    found = unwanted_reasons(weight.device, steps)
+    found = found or with_code("NOT_CAPTURABLE", graphs_of(model, weight).refused or reasons())
+    add_reasons(STEPS, found)
+    return not found
+
+
 def pays(decoder: nn.Module, rows: int, steps: int, is_known: bool) -> bool:
-    """Whether a recording saves what it costs, on a CPU; FASTGEN_CUDA_GRAPHS=on makes it in any case."""
+    """Whether a capture saves what it costs, on a CPU; FASTGEN_CUDA_GRAPHS=on makes it in any case."""
     return CONFIG.cuda_graphs == "on" or gain.recording_pays(size_of(decoder), rows, steps, is_known)
 
 
 def is_new_wanted(decoder: nn.Module, rows: int, done: int, left: int) -> bool:
-    """Whether to make a recording after so many steps, with at most so many to come."""
+    """Whether to capture a graph after so many steps, with at most so many to come."""
     return done >= STEPS_BEFORE and pays(decoder, rows, left, is_known=False)
 
 
 def unsupported_reasons(decoder: nn.Module, rows: int, steps: int) -> list[str]:
-    """Why at most so many steps of so many rows are not recorded; empty if they can be.
+    """Why at most so many steps of so many rows are not captured; empty if they can be.
 
     decoder: the model, or the part of it that a step calls.
     """
@@ -50,9 +63,9 @@ def unsupported_reasons(decoder: nn.Module, rows: int, steps: int) -> list[str]:
     if _rounds_otherwise(weight):
         reasons.append(f"{weight.dtype} would be rounded in another way on a CPU")
     elif not pays(decoder, rows, steps, is_known=True):
-        reasons.append(f"{steps} steps of {rows} rows would save less than the recording costs")
+        reasons.append(f"{steps} steps of {rows} rows would save less than the capture costs")
     if torch.is_autocast_enabled(weight.device.type):
-        reasons.append("autocast keeps copies of weights that a recording would outlive")
+        reasons.append("autocast keeps copies of weights that a capture would outlive")
     if is_transformed() or is_watched():
         reasons.append("the program records or watches what torch computes")
     if weight.is_cuda and torch.cuda.current_stream(weight.device).cuda_stream:

@@ -12,6 +12,8 @@ The operations of which attention is made (`scaled_dot_product_attention`, `matm
 repetition of grouped heads) work on the segments. Every other operation materializes the tensor: it gets memory of its
 own, which stands for the segments from then on, so that addresses, views and writes are real. Because the recognition
 happens at torch's operations, no model and no attention function of a host library has to be known or patched.
+
+Tests: tests/optimizer/decoding/test_segmented_kv.py
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ class SegmentedKV(Tensor):
     ) -> SegmentedKV:
         first = segments[0]
         _, heads, _, width = first.shape
-        length = sum(segment.shape[2] for segment in segments)
+        length = 0
+        for segment in segments:
+            length += segment.shape[2]
         block = length * width
         size, strides = {
             PLAIN: ((rows, heads * groups, length, width), (heads * groups * block, block, width, 1)),

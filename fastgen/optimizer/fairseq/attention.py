@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
 from fastgen.optimizer.decoding.call import count, current_call
-from fastgen.optimizer.decoding.decoding_cache import KeysAndValues
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
+from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.fairseq.plan import attention_reasons
 from fastgen.optimizer.fairseq.states import DecodingState, being_filled
 
@@ -42,7 +42,7 @@ def forward(
             return own_attention(self, query, state), None
         if state.has_cross(self):
             wanted = need_head_weights or (need_weights and state.plan.watched)
-            states = state.cross(self) or _first_cross(self, query, key, key_padding_mask, state)
+            states = state.prompt(self) or _first_cross(self, query, key, key_padding_mask, state)
             attended, weights = cross_attention(self, query, states, state, wanted)
             return attended, weights if weights is None or need_head_weights else weights.mean(dim=0)
     elif state is None and not (need_weights or need_head_weights or static_kv or before_softmax):
@@ -71,19 +71,21 @@ def own_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor
     """
     keys = _split_heads(attention, attention.k_proj(query))
     values = _split_heads(attention, attention.v_proj(query))
-    keys, values = state.append(attention, keys, values)
+    layer, scale, mask = state.layers[attention], attention.scaling, state.own_mask
+    state.kv.append(layer, keys, values)
+    segments = state.kv.segments(layer)
     queries = _split_heads(attention, attention.q_proj(query))
-    scale, prompt, mask = attention.scaling, state.prompt(attention), state.own_mask
-    count("scaled_dot_product_attention" if prompt is None else "shared_attention")
-    if prompt is None:
-        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    count("scaled_dot_product_attention" if len(segments) == 1 else "shared_attention")
+    if len(segments) == 1:
+        attended = functional.scaled_dot_product_attention(queries, *segments[0], attn_mask=mask, scale=scale)
     else:
-        attended = shared_attention(queries, (prompt[0], keys), (prompt[1], values), mask, scale)
+        keys, values = zip(*segments)
+        attended = shared_attention(queries, keys, values, mask, scale)
     return attention.out_proj(_join_heads(attended))
 
 
 def cross_attention(
-    attention: Any, query: Tensor, states: KeysAndValues, state: DecodingState, need_weights: bool
+    attention: Any, query: Tensor, states: KV, state: DecodingState, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of the rows to their input, the rows of an input folded into the query length of one product.
 
@@ -92,10 +94,10 @@ def cross_attention(
     """
     keys, values = states
     length, rows, width = query.shape
-    fan_out = state.fan_out
-    heads, inputs = attention.num_heads, rows // fan_out
-    folded = attention.q_proj(query).view(length, inputs, fan_out, heads, -1)
-    folded = folded.permute(1, 3, 2, 0, 4).reshape(inputs, heads, fan_out * length, -1)  # [B, H, M*L, D]
+    rows_per_input = state.rows_per_input
+    heads, inputs = attention.num_heads, rows // rows_per_input
+    folded = attention.q_proj(query).view(length, inputs, rows_per_input, heads, -1)
+    folded = folded.permute(1, 3, 2, 0, 4).reshape(inputs, heads, rows_per_input * length, -1)  # [B, H, M*L, D]
     weights = None
     count("matmul" if need_weights else "shared_attention")
     if need_weights:
@@ -104,24 +106,22 @@ def cross_attention(
             scores = scores.masked_fill(~state.mask, -torch.inf)
         weights = scores.softmax(dim=-1, dtype=torch.float32)
         attended = weighted_values(weights.to(scores.dtype), [values])
-        weights = weights.view(inputs, heads, fan_out, length, -1).permute(1, 0, 2, 3, 4).flatten(1, 2)
+        weights = weights.view(inputs, heads, rows_per_input, length, -1).permute(1, 0, 2, 3, 4).flatten(1, 2)
     else:
         attended = shared_attention(folded, [keys], [values], state.mask, attention.scaling)
-    attended = attended.view(inputs, heads, fan_out, length, -1).permute(3, 0, 2, 1, 4)  # [L, B, M, H, D]
+    attended = attended.view(inputs, heads, rows_per_input, length, -1).permute(3, 0, 2, 1, 4)  # [L, B, M, H, D]
     return attention.out_proj(attended.reshape(length, rows, width)), weights
 
 
-def _first_cross(
-    attention: Any, query: Tensor, key: Tensor, padding: Tensor | None, state: DecodingState
-) -> KeysAndValues:
+def _first_cross(attention: Any, query: Tensor, key: Tensor, padding: Tensor | None, state: DecodingState) -> KV:
     """Keys and values of the encoder's output `[source_length, inputs, …]`, or of as many rows as there are queries."""
-    inputs = query.shape[1] // state.fan_out
+    inputs = query.shape[1] // state.rows_per_input
     by_input = key[:, :: key.shape[1] // inputs]
     keys = _split_heads(attention, attention.k_proj(by_input)).contiguous()
     values = _split_heads(attention, attention.v_proj(by_input)).contiguous()
     if padding is not None:
         state.mask_sync(padding, inputs)
-    return state.set_cross(attention, keys, values)
+    return state.set_prompt(attention, keys, values)
 
 
 def whole_attention(

@@ -1,61 +1,116 @@
-"""What fairseq's loop asks the models in each step, and what goes from one step to the next."""
+"""What fairseq's loop asks the models in each step, and what goes from one step to the next.
+
+Tests: tests/optimizer/fairseq/test_fairseq_recorded_steps.py
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from fairseq.sequence_generator import EnsembleModel
 from torch import Tensor
+from torch.nn import functional
 
-from fastgen.optimizer.decoding import recordable
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.decode_step import DecodeStep
+from fastgen.optimizer.decoding.kv_cache import KVCache, rounded
+from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
-from fastgen.optimizer.fairseq.recorded_steps import Outputs, RecordedDecoder
 from fastgen.optimizer.fairseq.states import DecodingState
 
+# What a model gives for a step: log-probabilities `[rows, vocabulary]`, and weights `[rows, source_length]` or None.
+Outputs = tuple[Tensor, Tensor | None]
 
-class DecodeStep:
+
+class FairseqDecodeStep(DecodeStep):
     """The step of all models of a generator; rows of a sentence stand next to each other.
 
-    max_len: the number of steps after the first. records: steps are recorded if they turn out to be fit. since: how
-    many there were since the beginning, or since sentences left the batch.
+    max_len: the number of steps after the first. captures: of an ensemble of one model only. mask: of the source in
+    captured steps, `[inputs, 1, 1, source_length]`; None where nothing has to be hidden.
     """
 
+    prefill_is_a_step = True  # a prompt is computed before the loop begins, see prompt.py
+
     def __init__(
-        self, generator: Any, outputs: EncoderOutputs, states: list[DecodingState], max_len: int, records: bool
+        self,
+        call: GenerateCall,
+        generator: Any,
+        outputs: EncoderOutputs,
+        states: list[DecodingState],
+        max_len: int,
+        captures: bool,
     ) -> None:
+        model, rows = generator.model.single_model, states[0].kv.rows
+        decoder = getattr(model, "decoder", model)
+        super().__init__(call, model, decoder, rows, states[0].rows_per_input, max_len + 1, captures)
         self.generator, self.outputs, self.states = generator, outputs, states
-        self.max_len, self.records, self.since = max_len, records, 0
-        self.recorded: RecordedDecoder | None = None
+        self.mask: Tensor | None = None
+        self._padded_mask: tuple[int, int, Tensor] | None = None
 
     def log_probs(self, tokens: Tensor) -> Outputs:
         """What the models give for the token after tokens `[rows, length]`, which the loop may overwrite."""
-        if self.recorded is not None and self.recorded.temperature != self.generator.temperature:
-            self._end_recording()
-        if self.recorded is not None:
-            return self.recorded.log_probs(tokens)
-        found = self.generator.model.forward_decoder(
-            tokens, self.outputs.by_model, self.states, self.generator.temperature
-        )
-        self.since += 1
-        if self.records and self.since in (1, recordable.STEPS_BEFORE):
-            recorded = RecordedDecoder(self.generator, self.states[0])
-            rows, length = tokens.shape
-            if recorded.start(rows, self.since, self.max_len + 1 - length, lambda _: {"tokens": tokens}, found[0]):
-                self.recorded, self.states = recorded, []
-        return found
+        if self.graph is None:
+            return self.run(tokens)
+        self.variant = self.generator.temperature, self.mask is not None
+        log_probs, weights = self.run(tokens)
+        return log_probs.clone(), None if weights is None else weights[:, self.graph.cache.padding :]
 
-    def reorder(self, order: Tensor, kept: Tensor | None) -> None:
+    def prefill(self, tokens: Tensor) -> Outputs:
+        return self.forward(self.model, self.inputs(tokens, None), None)
+
+    def inputs(self, tokens: Tensor, view: DecodingState | None) -> dict[str, Any]:
+        temperature = self.generator.temperature
+        if view is None:
+            own = {"ensemble": self.generator.model, "encoded": self.outputs.by_model, "states": self.states}
+            return {"tokens": tokens, "temperature": temperature, **own}
+        cache = self.graph.cache
+        position = torch.full((1, 1), tokens.shape[1], device=tokens.device)
+        # Without a source it is the prompt that is padded, which the cache's own mask hides.
+        masks = {"own_mask": cache.mask(), "mask": None if self.mask is None else self._padded(cache.padding)}
+        return {"tokens": tokens[:, -1:], "position": position, "temperature": temperature, **masks}
+
+    @staticmethod
+    def forward(model: Any, inputs: dict[str, Any], view: DecodingState | None) -> Outputs:
+        tokens, temperature = inputs["tokens"], inputs["temperature"]
+        if view is None:
+            return inputs["ensemble"].forward_decoder(tokens, inputs["encoded"], inputs["states"], temperature)
+        view.position, view.own_mask, view.mask = inputs["position"], inputs["own_mask"], inputs["mask"]
+        return EnsembleModel([model]).forward_decoder(tokens, [view.encoded], [view], temperature)
+
+    @staticmethod
+    def logits_of(outputs: Outputs) -> Tensor:
+        return outputs[0]
+
+    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[str | Reason]]:
+        state = self.states[0]
+        if reasons := state.kv.static_reasons():
+            return None, reasons
+        self.mask, length = state.mask, state.source_length
+        if self.mask is None and rounded(length) > length:  # which hides nothing but padding
+            inputs = self.rows // self.rows_per_input
+            self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=state.kv.tensors[0].device)
+        self.variant = self.generator.temperature, self.mask is not None
+        return state.kv, []
+
+    def view_of(self, static: KVCache) -> DecodingState:
+        return self.states[0].over(static)
+
+    def use(self, static: KVCache) -> None:
+        self.states[0].kv = static
+
+    def reorder(self, order: Tensor, kept: Tensor | None = None) -> None:
         """Row i becomes what row `order[i]` was; `kept` are the sentences that remain (int64), None if all do."""
-        if kept is not None:
-            self.since = 0
-            if self.recorded is not None:
-                self._end_recording()
-        if self.recorded is not None:
-            self.recorded.reorder(order)
         for state in self.states:
             state.reorder(order, kept)
+        if kept is not None:
+            self.mask = None if self.mask is None else self.mask.index_select(0, kept)
+            self.compact(kept, order)
         self.outputs.reorder(order)
 
-    def _end_recording(self) -> None:
-        self.states = [self.recorded.plain_state()]
-        self.recorded.end()
-        self.recorded = None
+    def _padded(self, padding: int) -> Tensor | None:
+        """The mask of a step, with so many hidden positions before the first one; made once for each mask."""
+        if padding and (self._padded_mask is None or self._padded_mask[:2] != (id(self.mask), padding)):
+            self._padded_mask = id(self.mask), padding, functional.pad(self.mask, (padding, 0))
+        return self._padded_mask[2] if padding else self.mask

@@ -12,14 +12,13 @@ from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor
 
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import recorded_steps
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import LOOP, Reason, with_code
 from fastgen.optimizer.fairseq import prompt as prompts
 from fastgen.optimizer.fairseq import recordable
-from fastgen.optimizer.fairseq.decode_step import DecodeStep
+from fastgen.optimizer.fairseq.decode_step import FairseqDecodeStep
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
 from fastgen.optimizer.fairseq.loop import Loop, Sentences, forces_as_upstream
 from fastgen.optimizer.fairseq.plan import ModelPlan, plan
@@ -53,7 +52,7 @@ def generate(
         large = [model for model in models if size_of(model).is_large]
         with faster_forwards(large, linears(), call.report.usages), _undone(self, call):
             self.search.init_constraints(constraints, self.beam_size)
-            return start(self, sample, prefix_tokens, bos_token, plans, call.report).run()
+            return start(self, sample, prefix_tokens, bos_token, plans, call).run()
 
 
 @contextmanager
@@ -65,7 +64,6 @@ def _undone(generator: SequenceGenerator, call: GenerateCall) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        recorded_steps.abandon()
         if not is_from_elsewhere(error, "fairseq"):
             torch.set_rng_state(before[0])
             for device, state in zip(gpus, before[1]):
@@ -82,7 +80,7 @@ def start(
     prefix_tokens: Tensor | None,
     bos_token: int | None,
     plans: list[ModelPlan],
-    record: Report,
+    call: GenerateCall,
 ) -> Loop:
     """Encodes the sources, and makes ready the loop that decodes them."""
     net_input = sample["net_input"]
@@ -90,7 +88,7 @@ def start(
     inputs, device = source.shape[0], source.device
     rows = inputs * generator.beam_size
     max_len = max_len_sync(generator, net_input)
-    records = recordable.can_record(generator, plans, rows, max_len)
+    captures = recordable.can_capture(generator, plans, rows, max_len)
     input_of_row = torch.arange(inputs, device=device).repeat_interleave(generator.beam_size)
     outputs = EncoderOutputs(generator.model, plans, net_input, input_of_row)
     tokens = torch.full((rows, max_len + 2), generator.pad, dtype=torch.int64, device=device)
@@ -105,11 +103,12 @@ def start(
         source_lengths=source_lengths(generator, net_input),
         prefixes=prefix_tokens,
     )
-    states = [DecodingState(one, generator.beam_size, max_len + 1) for one in plans]
+    states = [DecodingState(one, inputs, generator.beam_size, max_len + 1) for one in plans]
     prompt = prompt_sync(generator, sentences, states, plans, max_len)
     if prompt is not None:
-        record.shared.append(f"the first {prompt.length} tokens of the prompt: once per input, in one pass")
-    return Loop(generator, sentences, DecodeStep(generator, outputs, states, max_len, records), max_len, prompt)
+        call.report.shared.append(f"the first {prompt.length} tokens of the prompt: once per input, in one pass")
+    step = FairseqDecodeStep(call, generator, outputs, states, max_len, captures)
+    return Loop(generator, sentences, step, max_len, prompt)
 
 
 def prompt_sync(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgen.optimizer.decoding import beam_search
 from fastgen.optimizer.decoding.step_history import StepHistory
 from fastgen.optimizer.fairseq import hypotheses
-from fastgen.optimizer.fairseq.decode_step import DecodeStep
+from fastgen.optimizer.fairseq.decode_step import FairseqDecodeStep
 from fastgen.optimizer.fairseq.hypotheses import Collected, Hypothesis, Scoring
 from fastgen.optimizer.fairseq.prompt import Prompt, skips_search
 from fastgen.origin import comes_with
@@ -83,7 +83,7 @@ class Loop:
         self,
         generator: SequenceGenerator,
         sentences: Sentences,
-        step: DecodeStep,
+        step: FairseqDecodeStep,
         max_len: int,
         prompt: Prompt | None = None,
     ) -> None:
@@ -103,6 +103,10 @@ class Loop:
         self.suppressed = None if suppressed is None else suppressed.to(sentences.tokens.device)
 
     def run(self) -> list[list[Hypothesis]]:
+        with self.step:
+            return self.search()
+
+    def search(self) -> list[list[Hypothesis]]:
         for step in range(self.skip_prompt(), self.max_len + 1):  # one more than words, for the end of the sentence
             candidates = self.propose(step)
             ended = beam_search.ending(candidates.scores, candidates.tokens, self.generator.eos, self.sentences.ignored)

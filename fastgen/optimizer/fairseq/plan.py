@@ -41,7 +41,8 @@ def goes_by_states(module: Any) -> bool:
     The class has `goes_by_states = True`; what inherits from it says nothing. A decoder also has `layers` of this kind,
     and reads no more of the encoder's output than to hand it on; a layer has `self_attn`, of this kind or fairseq's,
     and fairseq's `encoder_attn` or None; a self-attention takes its keys and values from `append` of each state that
-    `has_self` of it. In a `StaticState` a token's place is its `position`, and there are `limit` keys.
+    `has_self` of it. In a captured step the state has a
+    `position`, which is the token's, and there are `limit` keys.
     """
     return vars(type(module)).get("goes_by_states", False)
 

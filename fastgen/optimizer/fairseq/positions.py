@@ -1,4 +1,4 @@
-"""The forward of fairseq's positional embeddings: in recorded steps the position is a number on the device."""
+"""The forward of fairseq's positional embeddings: in captured steps the position is a number on the device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.optimizer.fairseq.states import StaticState
+from fastgen.optimizer.fairseq.states import DecodingState
 
 
 def forward(
     original: Callable, self: Any, input: Tensor, incremental_state: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """In a recorded step that of the token that is fed, in all rows: `[1, 1, embed_dim]`."""
-    if type(incremental_state) is not StaticState:
+    """In a captured step that of the token that is fed, in all rows: `[1, 1, embed_dim]`."""
+    if not isinstance(incremental_state, DecodingState) or incremental_state.position is None:
         return original(self, input, incremental_state, *args, **kwargs)
     table = self.weights if isinstance(self, SinusoidalPositionalEmbedding) else self.weight
     return functional.embedding(incremental_state.position + (self.padding_idx or 0), table)

@@ -1,4 +1,4 @@
-"""Whether the decode steps of a call of fairseq can be recorded."""
+"""Whether the decode steps of a call of fairseq can be captured."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
 from fairseq.sequence_generator import EnsembleModel
 
-from fastgen.optimizer.decoding import recordable, recorded_steps
+from fastgen.optimizer.decoding import recordable
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
 from fastgen.optimizer.fairseq.plan import KNOWN_PACKAGES, ModelPlan, cross_attentions
 from fastgen.origin import comes_with, packages_of
 
 
-def can_record(generator: Any, plans: list[ModelPlan], rows: int, max_len: int) -> bool:
+def can_capture(generator: Any, plans: list[ModelPlan], rows: int, max_len: int) -> bool:
     """Whether a loop of up to `max_len` steps should try to; tells the report why not."""
     model = generator.model.single_model
     reasons = partial(unsupported_reasons, generator, plans, rows, max_len)
-    return recorded_steps.can_record(model, model.decoder, max_len, reasons)
+    return recordable.can_capture(model, model.decoder, max_len, reasons)
 
 
 def unsupported_reasons(generator: Any, plans: list[ModelPlan], rows: int, max_len: int) -> list[str]:
-    """Why the steps are not recorded; empty if they can be."""
+    """Why the steps are not captured; empty if they can be."""
     if len(plans) > 1:
         return [f"an ensemble of {len(plans)} models"]
     model, plan = generator.model.single_model, plans[0]

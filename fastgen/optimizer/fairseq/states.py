@@ -1,8 +1,10 @@
 """What one model remembers while fastgen generates: the incremental state that fairseq hands from module to module.
 
 To modules that fastgen does not know it is the dictionary that they expect. The attention of a standard Transformer
-decoder finds its caches here instead: its own keys written in place (FastSeq §2.2), those of the encoder's output once
-per input (FastSeq §4.1.2).
+decoder finds a `KVCache` here instead: its generated keys written in place (FastSeq §2.2), those of the encoder's
+output once per input (FastSeq §4.1.2).
+
+Tests: tests/optimizer/fairseq/test_fairseq_caches.py
 """
 
 from __future__ import annotations
@@ -12,40 +14,51 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from fairseq.modules.multihead_attention import MultiheadAttention
 from torch import Tensor
 
-from fastgen.optimizer.decoding.decoding_cache import DecodingCache, KeysAndValues
 from fastgen.optimizer.decoding.gain import sharing_pays
-from fastgen.optimizer.decoding.static_cache import Content, StaticCache
+from fastgen.optimizer.decoding.kv_cache import KV, KVCache
 from fastgen.optimizer.fairseq.plan import ModelPlan
 from fastgen.patching import SwitchedOff
 
 
 class DecodingState(dict):
-    """The incremental state of one model for `inputs * fan_out` rows, with the caches that its plan asks for.
+    """The incremental state of one model for `inputs * rows_per_input` rows, with the layers that its plan asks for.
 
-    limit: the number of positions that a row can reach. own_mask: what a step may attend to in self-attention; None if
-    all that there is. mask: in cross-attention, `[inputs, 1, 1, source_length]`; None if all.
+    limit: the number of positions that a row can reach. layers: the number of each attention in `kv`. mask: of the
+    cross-attention, `[inputs, 1, 1, source_length]`; None if everything may be attended to.
+
+    In a captured step, beside these: own_mask, what self-attention may attend to. position: how many tokens each row
+    has, with the one that is fed, int64 `[1, 1]`. encoded: what stands for the encoder's output, of which the layers
+    have what they need.
     """
 
     own_mask: Tensor | None = None
+    position: Tensor | None = None
+    mask: Tensor | None = None
+    encoded: Any = None
 
-    def __init__(self, plan: ModelPlan, fan_out: int, limit: int) -> None:
+    def __init__(self, plan: ModelPlan, inputs: int, rows_per_input: int, limit: int) -> None:
         super().__init__()
-        self.plan, self.fan_out, self.limit = plan, fan_out, limit
-        self._caches: list[DecodingCache] = []
-        self._slots: dict[MultiheadAttention, tuple[DecodingCache, int]] = {}
-        self._crosses: dict[MultiheadAttention, KeysAndValues | None] = dict.fromkeys(plan.cross_attention)
+        self.plan, self.rows_per_input, self.limit = plan, rows_per_input, limit
+        self.kv = KVCache(inputs, rows_per_input)
+        self.layers: dict[MultiheadAttention, int] = {}
         self._padding: Tensor | None = None
-        self.mask: Tensor | None = None
         for attentions in _by_shape(plan.self_attention):
-            cache = DecodingCache(len(attentions), fan_out, limit)
-            self._caches.append(cache)
-            self._slots |= {attention: (cache, layer) for layer, attention in enumerate(attentions)}
-        self._keys = {
-            attention._get_full_incremental_state_key("attn_state") for attention in (*self._slots, *self._crosses)
-        }
+            self.layers |= zip(attentions, self.kv.add_layers([()] * len(attentions), limit))
+        self._own = set(self.layers)
+        crosses = plan.cross_attention
+        self.layers |= zip(crosses, self.kv.add_layers([()] * len(crosses), None))
+        self._keys = {attention._get_full_incremental_state_key("attn_state") for attention in self.layers}
+
+    def over(self, static: KVCache) -> DecodingState:
+        """The state of a captured step, whose keys and values are in this static cache."""
+        state = DecodingState(self.plan, static.rows // static.rows_per_input, self.rows_per_input, static.capacity)
+        state.kv = static
+        state.encoded = {"encoder_out": [torch.empty(0, device=static.tensors[0].device)], "encoder_padding_mask": []}
+        return state
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._keys:
@@ -53,81 +66,49 @@ class DecodingState(dict):
         super().__setitem__(key, value)
 
     def has_self(self, attention: MultiheadAttention) -> bool:
-        return attention in self._slots
+        return attention in self._own
 
     def has_cross(self, attention: MultiheadAttention) -> bool:
-        return attention in self._crosses
+        return attention in self.layers and attention not in self._own
 
-    def append(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds what each row has computed, `[rows, heads, length, head_dim]`; returns what it attends to of its own."""
-        cache, layer = self._slots[attention]
-        cache.append(layer, keys, values)
-        return cache.attended(layer)
+    def append(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> KV:
+        """Adds what each row has computed, `[rows, heads, length, head_dim]`; returns all keys and values of it."""
+        layer = self.layers[attention]
+        self.kv.append(layer, keys, values)
+        return self.kv.read(layer)
 
-    def prompt(self, attention: MultiheadAttention) -> tuple[Tensor, Tensor] | None:
-        """Keys and values before the rows' own, `[inputs, heads, length, head_dim]`; None if there are none."""
-        cache, layer = self._slots[attention]
-        return cache.shared[layer]
+    def prompt(self, attention: MultiheadAttention) -> KV | None:
+        """What is stored once per input, `[inputs, heads, length, head_dim]`; None if nothing is as yet.
 
-    def set_prompt(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> None:
-        """Takes keys and values of a prompt, `[inputs, heads, length, head_dim]`."""
-        cache, layer = self._slots[attention]
-        cache.shared[layer] = (keys.contiguous(), values.contiguous())
+        Of a self-attention those of the prompt, of a cross-attention those of the encoder's output.
+        """
+        return next(iter(self.kv.prompts[self.layers[attention]]), None)
+
+    def set_prompt(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> KV:
+        """Takes keys and values `[inputs, heads, length, head_dim]`, see `prompt`."""
+        pair = keys.contiguous(), values.contiguous()
+        self.kv.prompts[self.layers[attention]] = (pair,)
+        return pair
 
     @property
     def is_filled(self) -> bool:
-        return all(shared is not None for cache in self._caches for shared in cache.shared)
+        return all(self.prompt(attention) is not None for attention in self._own)
 
     def forget_prompt(self) -> None:
-        for cache in self._caches:
-            cache.shared = [None] * len(cache.shared)
+        for attention in self._own:
+            self.kv.prompts[self.layers[attention]] = ()
 
     def start_rows(self) -> None:
         """Gives the prompt to all rows; where it is too short for sharing to pay, it becomes the rows' own."""
-        for cache, layer in self._slots.values():
-            if not sharing_pays(cache.shared[layer][0], self.fan_out):
-                cache.repeat_shared(layer)
-
-    def cross(self, attention: MultiheadAttention) -> KeysAndValues | None:
-        """What was kept of the encoder's output for this layer, None before its first step."""
-        return self._crosses[attention]
-
-    def set_cross(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> KeysAndValues:
-        """Keeps keys and values `[inputs, heads, source_length, head_dim]`."""
-        self._crosses[attention] = keys, values
-        return keys, values
+        for attention in self.plan.self_attention:
+            if not sharing_pays(self.prompt(attention)[0], self.rows_per_input):
+                self.kv.repeat_prompt(self.layers[attention])
 
     @property
-    def sources(self) -> tuple[int, int]:
-        """How many inputs the encoder's output has, and how long they are; zeros without one."""
-        states = next(iter(self._crosses.values()), None)
-        return (0, 0) if states is None else (states[0].shape[0], states[0].shape[2])
-
-    def contents_or_reasons(self) -> tuple[list[Content], list[str]]:
-        """Keys and values as views: of the self-attention, and of the cross-attention if there is one; or why not."""
-        crosses = list(self._crosses.values())
-        if len(self._caches) > 1:
-            return [], ["the layers of the decoder differ in shape"]
-        cache = self._caches[0]
-        shared = [states for states in cache.shared if states is not None]
-        own = [cache.own(layer) for layer in range(len(cache.lengths))]
-        contents = [Content(shared, own, self.fan_out, cache.fixed)]
-        if crosses:
-            contents.append(Content(crosses, [], self.fan_out))
-        if not all(content.is_alike() for content in contents):
-            return [], ["the layers of the decoder differ in shape, type or device"]
-        return contents, []
-
-    def take(self, contents: list[Content], mask: Tensor | None) -> None:
-        """The opposite: goes on with copies of these."""
-        cache, self.mask = self._caches[0], mask
-        if contents[0].shared:
-            cache.shared = [_copied(pair) for pair in contents[0].shared]
-        for layer, states in enumerate(contents[0].own):
-            cache.append(layer, *states)
-        cache.fixed = contents[0].fixed
-        if self._crosses:
-            self._crosses = dict(zip(self._crosses, map(_copied, contents[1].shared)))
+    def source_length(self) -> int:
+        """Of the encoder's output; 0 without one."""
+        pair = self.prompt(self.plan.cross_attention[0]) if self.plan.cross_attention else None
+        return 0 if pair is None else pair[0].shape[2]
 
     def mask_sync(self, padding: Tensor | None, inputs: int) -> Tensor | None:
         """Which positions of the source may be attended to, `[inputs, 1, 1, source_length]`; None if all.
@@ -142,35 +123,14 @@ class DecodingState(dict):
 
     def reorder(self, order: Tensor, kept: Tensor | None) -> None:
         """Row i becomes what row `order[i]` was; `kept` are the inputs that remain (int64), None if all do."""
-        for cache in self._caches:
-            if kept is None:
-                cache.reorder(order)
-            else:
-                cache.keep(kept, order)
-        if kept is not None:
-            self.mask = None if self.mask is None else self.mask.index_select(0, kept)
-            for attention, pair in self._crosses.items():
-                if pair is not None:
-                    self._crosses[attention] = tuple(states.index_select(0, kept) for states in pair)
+        if kept is None:
+            self.kv.reorder(order)
+        elif not self.kv.is_static:  # otherwise another takes its place, see `DecodeStep.compact`
+            self.kv.compact(kept, order)
+        if kept is not None and self.mask is not None:
+            self.mask = self.mask.index_select(0, kept)
         for module in self.plan.others:
             module.reorder_incremental_state(self, order)
-
-
-class StaticState(DecodingState):
-    """The state of a decoder whose keys and values lie at fixed addresses; the masks and the position are a step's own.
-
-    position: how many tokens each row has, with the one that is fed, int64 `[1, 1]`. encoded: what stands for the
-    encoder's output, of which the layers have what they need.
-    """
-
-    def __init__(self, plan: ModelPlan, fan_out: int, states: list[StaticCache]) -> None:
-        super().__init__(plan, fan_out, states[0].limit)
-        self._caches = [states[0]]
-        self._slots = {attention: (states[0], layer) for layer, attention in enumerate(plan.self_attention)}
-        if plan.cross_attention:
-            self._crosses = dict(zip(self._crosses, states[1].shared))
-        self.position: Tensor | None = None
-        self.encoded = {"encoder_out": [states[0].buffers[0].new_empty(0)], "encoder_padding_mask": []}
 
 
 # The state that takes the keys of a forward without one; of this thread, and only while that forward runs.
@@ -189,11 +149,6 @@ def filling(state: DecodingState) -> Iterator[None]:
 
 def being_filled() -> DecodingState | None:
     return _filling.get()
-
-
-def _copied(pair: KeysAndValues) -> KeysAndValues:
-    keys, values = pair
-    return keys.clone(), values.clone()
 
 
 def _by_shape(attentions: list[MultiheadAttention]) -> list[list[MultiheadAttention]]:

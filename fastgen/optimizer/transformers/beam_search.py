@@ -29,7 +29,7 @@ from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.decoding.reasons import LOOP, Reason
 from fastgen.optimizer.transformers import recordable
 from fastgen.optimizer.transformers.constrained import ALONE, all_rows_occur, trie_alone
-from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
+from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, loop_reasons, rows_of
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 from fastgen.optimizer.transformers.unread import without_unread
 
@@ -69,10 +69,10 @@ def beam_search(
     if reasons or loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs, METHODS):
         processors = writing_processors(logits_processor, generation_config)
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
-    fan_out = generation_config.num_beams
-    records = recordable.can_record(self, generation_config, input_ids, model_kwargs)
-    step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], fan_out, records)
-    with undone_after_errors(model_kwargs):
+    rows, num_beams = input_ids.shape[0], generation_config.num_beams
+    captures = recordable.can_capture(self, generation_config, input_ids, model_kwargs)
+    step = TransformersDecodeStep(self, generation_config, logits_processor, model_kwargs, rows, num_beams, captures)
+    with step:
         return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
 
 
@@ -96,7 +96,7 @@ class BeamSearch:
     is not to wait for the device; has_ended: whether the search was over before this step, on the device.
     """
 
-    def __init__(self, input_ids: Tensor, config: Any, step: DecodeStep) -> None:
+    def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep) -> None:
         self.config, self.step, self.num_beams = config, step, config.num_beams
         rows, self.prompt_length = input_ids.shape
         inputs, device, eos = rows // self.num_beams, input_ids.device, config._eos_token_tensor
@@ -250,8 +250,9 @@ class BeamSearch:
         """Drops the inputs that are not at `places`."""
         self.store()
         kept = torch.tensor(places, device=self.places.device)
-        self.step.keep(kept)
-        self.input_ids = self.input_ids.index_select(0, rows_of(kept, self.num_beams))
+        rows = rows_of(kept, self.num_beams)
+        self.step.compact(kept, rows)
+        self.input_ids = self.input_ids.index_select(0, rows)
         for name in ("scores", "best", "best_scores", "lengths", "complete", "can_improve", "places"):
             setattr(self, name, getattr(self, name).index_select(0, kept))
 

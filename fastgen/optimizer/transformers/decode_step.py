@@ -8,34 +8,36 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GenerationMixin
+from transformers.cache_utils import Cache
 from transformers.generation import logits_process as processors_of
 from transformers.generation import utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from fastgen.optimizer.decoding import gain, recordable, recorded_steps
-from fastgen.optimizer.decoding.call import GenerateCall, add_reasons, current_call
+from fastgen.optimizer.decoding import gain
+from fastgen.optimizer.decoding.call import add_reasons, current_call
+from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
+from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.late_flag import reading_waits
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP, REORDERS_ITSELF, STEPS, USER_CACHE, Reason, with_code
-from fastgen.optimizer.transformers import (
-    cache_layers,
-    eligibility,
-    model_state,
-    rows,
-    verification,
-)
+from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP, REORDERS_ITSELF, USER_CACHE, Reason, with_code
+from fastgen.optimizer.transformers import eligibility, kv_layers, model_state, verification
+from fastgen.optimizer.transformers import rows as rows_of_call
 from fastgen.optimizer.transformers.constrained import treats_rows_alone
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
-from fastgen.optimizer.transformers.recorded_steps import NAME, RecordedForwards
 from fastgen.origin import comes_with
+
+# Arguments of a forward.
+NAME, MASK, ENCODED = "past_key_values", "attention_mask", "encoder_outputs"
 
 # Processors that treat every row for itself, from what it holds.
 BY_ROW = (
@@ -93,8 +95,8 @@ def loop_reasons(
     for name in ("_has_unfinished_sequences", *methods):
         if not comes_with(getattr(model, name, None), GenerationMixin):
             reasons.append(Reason("METHOD_REPLACED", f"{name} is not that of GenerationMixin"))
-    if (cache := cache_layers.cache_of(arguments)) is not None:
-        reasons += with_code("CACHE_TYPE", cache_layers.unsupported_types(cache))
+    if (cache := kv_layers.cache_of(arguments)) is not None:
+        reasons += with_code("CACHE_TYPE", kv_layers.unsupported_types(cache))
     if call is None or call.user_code or not verification.is_tested(model):
         reasons.append(Reason("UNTESTED", "the model's code, or this version of transformers, was not tested"))
     elif call.user_cache:
@@ -114,24 +116,10 @@ def loop_reasons(
     return reasons
 
 
-@contextmanager
-def undone_after_errors(arguments: dict[str, Any]) -> Iterator[None]:
-    """Inside this context a loop that fails leaves the cache empty, for the library's loop to begin anew."""
-    cache = cache_layers.cache_of(arguments)
-    undo = None if cache is None else cache_layers.undo_of(cache)
-    try:
-        yield
-    except Exception:
-        recorded_steps.abandon()
-        if undo is not None:
-            undo()
-        raise
+class TransformersDecodeStep(DecodeStep):
+    """Forwards of a model of transformers, with its cache; arguments and masks are prepared by the library.
 
-
-class DecodeStep:
-    """What a loop of `rows` rows asks the model; rows of an input stand next to each other, `fan_out` of them.
-
-    arguments: the `model_kwargs` of the library's loops. records: the steps are recorded if they turn out to be fit.
+    arguments: the `model_kwargs` of the library's loops.
     """
 
     def __init__(
@@ -141,22 +129,30 @@ class DecodeStep:
         processors: Any,
         arguments: dict[str, Any],
         rows: int,
-        fan_out: int,
-        records: bool = False,
+        rows_per_input: int,
+        captures: bool = False,
     ) -> None:
-        self.model, self.generation_config = model, generation_config
+        super().__init__(
+            current_call(), model, model, rows, rows_per_input, generation_config.max_length or 0, captures
+        )
+        self.generation_config = generation_config
         self.processors = writing_processors(processors, generation_config)
-        self.arguments, self.rows, self.fan_out = arguments, rows, fan_out
-        self.call: GenerateCall = current_call()
-        self.steps = 0
-        self.records = records
-        self.recorded: RecordedForwards | None = None
+        self.arguments = arguments
         self._staying: list[Reason] | None = None
+        self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: what was given, the padding, and what it gave
+        cache = kv_layers.cache_of(arguments)
+        self._undo = None if cache is None else kv_layers.undo_of(cache)
+
+    def abandon(self) -> None:
+        """The loop has failed: the cache is empty again, for the library's loop to begin anew."""
+        super().abandon()
+        if self._undo is not None:
+            self._undo()
 
     @property
     def ends_late(self) -> bool:
         """Whether the loop reads its end one step late: not where a processor could tell that there was a step more."""
-        return self.records and reading_waits(self.model.device) and self._foreign_processor is None
+        return self.captures and reading_waits(self.model.device) and self._foreign_processor is None
 
     @property
     def _foreign_processor(self) -> Any:
@@ -166,36 +162,75 @@ class DecodeStep:
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Of the next token after input_ids `[rows, length]`: `[rows, vocabulary_size]` in float32, the model's own."""
-        model = self.model
-        if self.steps == 0:
-            outputs = model._prefill(input_ids, self.generation_config, self.arguments, is_first_iteration=True)
-        elif self.recorded is not None:
-            outputs = self.recorded.run(self._inputs(input_ids, self.recorded.cache_with_room()))
-        else:
-            outputs = model(**self._inputs(input_ids, None), return_dict=True)
-            if self.records and self.steps in (1, recordable.STEPS_BEFORE):
-                self._begin_recording(input_ids, outputs.logits)
-        self.steps += 1
-        self.arguments = model._update_model_kwargs_for_generation(
-            outputs, self.arguments, is_encoder_decoder=model.config.is_encoder_decoder
+        outputs = self.run(input_ids)
+        self.arguments = self.model._update_model_kwargs_for_generation(
+            outputs, self.arguments, is_encoder_decoder=self.model.config.is_encoder_decoder
         )
         return outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device)
 
-    def _inputs(self, input_ids: Tensor, cache: Any) -> dict[str, Any]:
-        """The arguments of the model's forward, with this cache instead of the loop's own if one is given."""
-        arguments = self.arguments if cache is None else {**self.arguments, NAME: cache}
-        length = 1 if arguments["use_cache"] else None
-        return self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **arguments)
+    def prefill(self, tokens: Tensor) -> Any:
+        return self.model._prefill(tokens, self.generation_config, self.arguments, is_first_iteration=True)
 
-    def _begin_recording(self, input_ids: Tensor, logits: Tensor) -> None:
-        """logits: what the model has just given."""
-        if self.arguments.get(NAME) is None:
-            add_reasons(STEPS, [Reason("NO_CACHE", "there is no cache")])
-            return
-        recorded = RecordedForwards(self.model, self.arguments, self.rows)
-        left = self.generation_config.max_length - input_ids.shape[1]
-        if recorded.start(self.rows, self.steps, left, partial(self._inputs, input_ids), logits):
-            self.recorded = recorded
+    def inputs(self, tokens: Tensor, view: Any) -> dict[str, Any]:
+        arguments = self.arguments if view is None else {**self.arguments, NAME: view}
+        length = 1 if arguments["use_cache"] else None
+        inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
+        if view is None:
+            return inputs
+        del inputs[NAME]
+        padding = self.graph.cache.padding
+        return self._pad(inputs, padding) if padding else inputs
+
+    @staticmethod
+    def forward(model: Any, inputs: dict[str, Any], view: Any) -> Any:
+        cache = {} if view is None else {NAME: view}
+        return model(**inputs, **cache, return_dict=True)
+
+    @staticmethod
+    def logits_of(outputs: Any) -> Tensor:
+        return outputs.logits
+
+    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[str | Reason]]:
+        if (cache := self.arguments.get(NAME)) is None:
+            return None, [Reason("NO_CACHE", "there is no cache")]
+        self._cache = ref(cache)  # a step returns the view of its graph, which is the cache of the next arguments
+        self.variant = frozenset(name for name, value in self.arguments.items() if value is not None)
+        kv, reasons = kv_layers.kv_cache_of(cache, cache.get_seq_length() + left)
+        return kv, reasons or model_state.rows_reasons(self.model, {self.rows, self.call.inputs})
+
+    def view_of(self, static: KVCache) -> Cache:
+        return kv_layers.view_of(self.arguments[NAME] if self.graph is None else self.graph.view, static)
+
+    def use(self, static: KVCache) -> None:
+        if (cache := self._cache()) is not None:
+            kv_layers.use(cache, static, self.call)
+
+    def _pad(self, inputs: dict[str, Any], padding: int) -> dict[str, Any]:
+        """These arguments of a forward, with so many hidden positions before the first one.
+
+        In the keys of the cross-attention where there is one: its mask `[rows, length]` the model makes larger. What
+        stays the same is padded once. Otherwise the masks have to be those of the attention, `[rows, 1, 1, length]`,
+        one for all layers or one for each kind.
+        """
+        is_cross = self.model.config.is_encoder_decoder
+        masks, encoded = tree_leaves(inputs.get(MASK)), inputs.get(ENCODED)
+        dims = 2 if is_cross else 4
+        fits = bool(masks) and all(isinstance(mask, Tensor) and mask.dim() == dims for mask in masks)
+        if fits and is_cross:  # of sound, a mask may count the frames before the encoder joined some
+            fits = encoded is not None and masks[0].shape[1] == encoded[0].shape[1]
+        if not fits:
+            raise CannotPad
+        if is_cross:
+            return {**inputs, **{name: self._pad_once(name, inputs[name], padding) for name in (MASK, ENCODED)}}
+        return {**inputs, MASK: tree_map_only(Tensor, lambda mask: _hidden_before(mask, padding), inputs[MASK])}
+
+    def _pad_once(self, name: str, value: Any, padding: int) -> Any:
+        known, of, padded = self._padded.get(name, (None, 0, None))
+        if known is not value or of != padding:
+            pad = _hidden_before if name == MASK else _zeros_before
+            padded = tree_map_only(Tensor, lambda tensor: pad(tensor, padding), value)
+            self._padded[name] = value, padding, padded
+        return padded
 
     def process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """What the processors make of scores `[rows, vocabulary_size]`, which they may overwrite."""
@@ -203,8 +238,8 @@ class DecodeStep:
 
     def reorder(self, beam_idx: Tensor) -> None:
         """Row i goes on with the keys of row `beam_idx[i]`; ValueError where the library raises it, too."""
-        if self.recorded is not None:
-            self.recorded.reorder(beam_idx)
+        if self.graph is not None:
+            super().reorder(beam_idx)
             return
         name = next((name for name in _MOVED if name in self.arguments), None)
         if name is None:
@@ -213,7 +248,7 @@ class DecodeStep:
         if hasattr(self.model, "_reorder_cache"):
             self.arguments[name] = self.model._reorder_cache(cache, beam_idx)
         elif cache is not None and not self._cache_reasons:
-            cache_layers.reorder(cache, beam_idx)
+            kv_layers.reorder(cache, beam_idx)
         elif hasattr(cache, "reorder_cache"):
             cache.reorder_cache(beam_idx)
         else:
@@ -222,14 +257,14 @@ class DecodeStep:
     @cached_property
     def _cache_reasons(self) -> list[str]:
         """Why fastgen cannot move the rows of the cache; asked after the first step, when it has its layers."""
-        return cache_layers.unsupported_types(cache_layers.cache_of(self.arguments))
+        return kv_layers.unsupported_types(kv_layers.cache_of(self.arguments))
 
     def leaving_pays(self, leaving: int, inputs: int, steps_left: int) -> bool:
         """Whether `leaving` of `inputs` inputs should leave now, with at most `steps_left` steps to come."""
         if leaving * 8 < inputs or not self.arguments.get("use_cache"):
             return False
         steps = min(steps_left, max(self.steps, FEW_STEPS))
-        if gain.prefill_reasons(size_of(self.model), leaving * self.fan_out * steps):
+        if gain.prefill_reasons(size_of(self.model), leaving * self.rows_per_input * steps):
             return False
         if self._staying is None:
             self._staying = self._staying_reasons()
@@ -249,24 +284,21 @@ class DecodeStep:
         if hasattr(self.model, "_reorder_cache"):
             reasons.append(REORDERS_ITSELF)
         reasons = reasons or with_code("MODEL", eligibility.model_reasons(self.model))
-        sizes = {self.rows, self.rows // self.fan_out}
+        sizes = {self.rows, self.rows // self.rows_per_input}
         reasons = reasons or with_code("MODEL_STATE", model_state.rows_reasons(self.model, sizes))
-        if self.recorded is None:
+        if self.graph is None:
             reasons = reasons or with_code("CACHE_TYPE", self._cache_reasons)
-        return reasons or rows.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)
+        return reasons or rows_of_call.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)
 
-    def keep(self, places: Tensor) -> None:
-        """Drops the inputs that are not at `places` (int64) among those that are there."""
-        kept = rows_of(places, self.fan_out)
-        self.arguments = rows.take(self.arguments, self.rows, kept)
-        if self.recorded is not None:
-            self.recorded.keep(places, kept)
-        else:
-            for name in cache_layers.NAMES:
+    def compact(self, batch_index: Tensor, rows: Tensor) -> None:
+        """Drops the inputs that are not at `batch_index` (int64) among those that are there; `rows` are theirs."""
+        self.arguments = rows_of_call.take(self.arguments, self.rows, rows)
+        if self.graph is None:
+            for name in kv_layers.NAMES:
                 if self.arguments.get(name) is not None:
-                    cache_layers.keep_inputs(self.arguments[name], places, kept)
-        self.processors = type(self.processors)(_of_rows(one, kept) for one in self.processors)
-        self.rows = kept.shape[0]
+                    kv_layers.compact(self.arguments[name], batch_index, rows)
+        super().compact(batch_index, rows)
+        self.processors = type(self.processors)(_of_rows(one, rows) for one in self.processors)
 
 
 def _of_rows(processor: Any, kept: Tensor) -> Any:
@@ -278,6 +310,17 @@ def _of_rows(processor: Any, kept: Tensor) -> Any:
     return processor
 
 
-def rows_of(places: Tensor, fan_out: int) -> Tensor:
-    """The rows of the inputs at `places`, in their order."""
-    return (places[:, None] * fan_out + torch.arange(fan_out, device=places.device)).flatten()
+def rows_of(batch_index: Tensor, rows_per_input: int) -> Tensor:
+    """The rows of the inputs at `batch_index`, in their order."""
+    return (batch_index[:, None] * rows_per_input + torch.arange(rows_per_input, device=batch_index.device)).flatten()
+
+
+def _hidden_before(mask: Tensor, padding: int) -> Tensor:
+    """A mask `[…, length]` of bool or numbers (1 is seen), or of what is added to scores if it has four dimensions."""
+    is_added = mask.dim() == 4 and mask.dtype != torch.bool
+    return functional.pad(mask, (padding, 0), value=torch.finfo(mask.dtype).min if is_added else 0)
+
+
+def _zeros_before(states: Tensor, padding: int) -> Tensor:
+    """States of an encoder `[rows, length, width]`."""
+    return functional.pad(states, (0, 0, padding, 0))

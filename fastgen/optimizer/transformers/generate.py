@@ -10,7 +10,7 @@ from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, Reason
-from fastgen.optimizer.transformers import cache_layers, compiled, forwards, verification
+from fastgen.optimizer.transformers import compiled, forwards, verification
 from fastgen.patching import disabled
 
 
@@ -32,9 +32,6 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
                 result = original(self, *args, **kwargs)
         finally:
             call.to_verify = None  # it holds the model and all arguments
-            for known in call.caches:
-                if (cache := known()) is not None:  # one that is returned, or that somebody has kept
-                    cache_layers.restore(cache)
         if call.staged_seconds:
             call.end_stage("decoder")
         if not call.rows:

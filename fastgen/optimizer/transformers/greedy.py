@@ -1,4 +1,4 @@
-"""`GenerationMixin._sample`: greedy decoding that finished inputs leave on a CPU, and recorded steps.
+"""`GenerationMixin._sample`: greedy decoding that finished inputs leave on a CPU, and captured steps.
 
 Where tokens are drawn all rows stay, so that a seed gives the same ones. All other calls go to the library's loop.
 """
@@ -18,7 +18,7 @@ from fastgen.optimizer.decoding.call import add_reasons
 from fastgen.optimizer.decoding.late_flag import LateFlag
 from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
 from fastgen.optimizer.transformers import recordable
-from fastgen.optimizer.transformers.decode_step import DecodeStep, loop_reasons, rows_of, undone_after_errors
+from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, loop_reasons, rows_of
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 from fastgen.optimizer.transformers.unread import without_unread
 
@@ -46,7 +46,7 @@ def sample(
     add_reasons(STEPS, unwanted)
     fits = not reasons and (leaves or not unwanted)
     fits = fits and not loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs)
-    captures = fits and recordable.can_record(self, generation_config, input_ids, model_kwargs)
+    captures = fits and recordable.can_capture(self, generation_config, input_ids, model_kwargs)
     if not captures and not (fits and leaves):
         return original(
             self,
@@ -58,8 +58,8 @@ def sample(
             streamer=streamer,
             **model_kwargs,
         )
-    step = DecodeStep(self, generation_config, logits_processor, model_kwargs, input_ids.shape[0], 1, captures)
-    with undone_after_errors(model_kwargs):
+    rows = input_ids.shape[0]
+    with TransformersDecodeStep(self, generation_config, logits_processor, model_kwargs, rows, 1, captures) as step:
         return TokenByToken(input_ids, generation_config, step, leaves).run(stopping_criteria)
 
 
@@ -78,7 +78,7 @@ class TokenByToken:
     end is read one step late, because the host is not to wait for the device.
     """
 
-    def __init__(self, input_ids: Tensor, config: Any, step: DecodeStep, leaves: bool) -> None:
+    def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, leaves: bool) -> None:
         self.config, self.step, self.leaves = config, step, leaves
         rows, device = input_ids.shape[0], input_ids.device
         self.input_ids = input_ids
@@ -129,15 +129,15 @@ class TokenByToken:
         """Drops the inputs of which all rows have ended, where that pays."""
         step = self.step
         if step.call.rows and step.steps == 1:
-            step.fan_out = step.call.rows_per_input
-        by_input = self.going_on.view(-1, step.fan_out).any(dim=1)
+            step.rows_per_input = step.call.rows_per_input
+        by_input = self.going_on.view(-1, step.rows_per_input).any(dim=1)
         kept = by_input.nonzero().flatten()
         left = self.config.max_length - self.input_ids.shape[1]
         if len(kept) == len(by_input) or not step.leaving_pays(len(by_input) - len(kept), len(by_input), left):
             return
         self.left_behind.append((self.places, self.input_ids))
-        rows = rows_of(kept, step.fan_out)
-        step.keep(kept)
+        rows = rows_of(kept, step.rows_per_input)
+        step.compact(kept, rows)
         self.input_ids, self.going_on, self.places = self.input_ids[rows], self.going_on[rows], self.places[rows]
 
 

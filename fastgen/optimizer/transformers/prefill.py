@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -24,12 +23,11 @@ from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, USER_CACHE, Reason, with_code
 from fastgen.optimizer.transformers import (
-    cache_layers,
     eligibility,
     images,
+    kv_layers,
     model_state,
     rows,
-    static_prefill,
     verification,
 )
 from fastgen.optimizer.transformers.latent_attention import expanding_in_parts
@@ -62,10 +60,10 @@ def prefill(
     if not reasons:
         given = rows.one_per_group(arguments, groups)
         used = {name: value for name, value in given.items() if name != "input_ids"}
-        given_cache = cache_layers.cache_of(arguments)
-        empty = None if given_cache is None else _undo_of(given_cache)
+        given_cache = kv_layers.cache_of(arguments)
+        empty = None if given_cache is None else kv_layers.undo_of(given_cache)
         before = model_state.tensors(self) if model_state.known_reasons(self) is None else None
-        with static_prefill.filling_all_rows(given_cache, groups):
+        with kv_layers.filling_all_rows(given_cache, groups):
             outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
         found = [] if before is None else model_state.learn(self, before, len(groups))
         reasons = with_code("MODEL_STATE", found)
@@ -78,8 +76,6 @@ def prefill(
     if reasons:
         call.report.add_reasons(PREFILL, reasons)
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    if call.caches:  # without them the library may compile the model's forward as it finds it
-        call.on_exit.enter_context(expanding_in_parts(self))
     for name in model_kwargs.keys() - used.keys():
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow
@@ -136,7 +132,7 @@ def _expand_or_reasons(
     """Expands the outputs in place; if that fails, switches the patches off and returns why."""
     limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
     try:
-        expand(outputs, cache_layers.cache_of(arguments), groups, limit, call)
+        expand(model, outputs, kv_layers.cache_of(arguments), groups, limit, call)
     except torch.cuda.OutOfMemoryError:
         raise  # the original would need more
     except Exception as error:
@@ -148,12 +144,9 @@ def _expand_or_reasons(
     return []
 
 
-def _undo_of(cache: Cache) -> Callable[[], None]:
-    """A function that empties this cache, which is empty as yet, for a prefill with all rows."""
-    return cache.reset if static_prefill.is_static(cache) else cache_layers.undo_of(cache)
-
-
-def expand(outputs: ModelOutput, given: Cache | None, groups: Groups, limit: int, call: GenerateCall) -> None:
+def expand(
+    model: Any, outputs: ModelOutput, given: Cache | None, groups: Groups, limit: int, call: GenerateCall
+) -> None:
     """Makes the outputs of a forward of one row per group those of all rows, and tells the report.
 
     given: the cache that the forward was given. Some forwards fill it and do not return it (BERT with
@@ -163,19 +156,18 @@ def expand(outputs: ModelOutput, given: Cache | None, groups: Groups, limit: int
     call.is_accelerated = True
     report.shared.append(f"prefill: {'one row per input' if groups.are_inputs else 'one of each group of equal rows'}")
     caches = [value for value in outputs.values() if isinstance(value, Cache)]
-    if given is not None and not any(given in (cache, *cache_layers.parts(cache)) for cache in caches):
+    if given is not None and not any(given in (cache, *kv_layers.parts(cache)) for cache in caches):
         caches.append(given)
+    is_adopted = False
     for cache in caches:
-        if static_prefill.is_static(cache):
+        if kv_layers.is_static(cache):
             report.add_reasons(KV_CACHE, [STATIC_CACHE])
             continue
-        call.caches.append(ref(cache))
         if not groups.are_inputs:
-            cache_layers.repeat(cache, groups.of_inputs)
-        sharing = cache_layers.share(cache, groups.inputs, groups.fan_out, limit, call.user_code, call.share)
-        report.usages += sharing.usages
-        report.shared += sharing.shared_descriptions()
-        report.add_reasons(KV_CACHE, sharing.repeated_reasons())
+            kv_layers.repeat(cache, groups.of_inputs)
+        is_adopted |= kv_layers.adopt(cache, groups.inputs, groups.fan_out, limit, call)
+    if is_adopted:  # otherwise the library may compile the model's forward as it finds it
+        call.on_exit.enter_context(expanding_in_parts(model))
     if groups.fan_out == 1:
         sizes = ", ".join(map(str, groups.sizes[:8]))
         text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"
@@ -200,10 +192,10 @@ def unsupported_reasons(
     reasons = with_code("MODEL", eligibility.model_reasons(model))
     if call.user_cache:
         reasons.append(USER_CACHE)
-    elif static_prefill.is_static(cache := cache_layers.cache_of(arguments)):
-        reasons += static_prefill.unsupported_reasons(cache, generation_config)
+    elif kv_layers.is_static(cache := kv_layers.cache_of(arguments)):
+        reasons += kv_layers.static_prefill_reasons(cache, generation_config)
     elif cache is not None:
-        reasons += with_code("CACHE_TYPE", cache_layers.unsupported_reasons(cache))
+        reasons += with_code("CACHE_TYPE", kv_layers.unsupported_reasons(cache))
     elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
         reasons.append(Reason("MODEL_CACHE", "the model makes its own cache"))
     reasons += rows.unsupported_reasons(model.config.model_type, arguments, groups.rows)
@@ -214,11 +206,11 @@ def unsupported_reasons(
 
 def returned_cache_reasons(outputs: ModelOutput) -> list[Reason]:
     """Why the rows of the cache that a forward has made itself (all do so in transformers 5.0) cannot be expanded."""
-    cache = cache_layers.cache_of(outputs)
+    cache = kv_layers.cache_of(outputs)
     if cache is None:
         return [Reason("NO_CACHE", "the model returns no cache")]
-    return with_code("CACHE_TYPE", cache_layers.unsupported_types(cache))
+    return with_code("CACHE_TYPE", kv_layers.unsupported_types(cache))
 
 
 def _leaves_cache_to_model(arguments: dict[str, Any]) -> bool:
-    return cache_layers.cache_of(arguments) is None and arguments.get("use_cache", True)
+    return kv_layers.cache_of(arguments) is None and arguments.get("use_cache", True)

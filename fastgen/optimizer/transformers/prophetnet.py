@@ -28,7 +28,7 @@ from transformers.models.prophetnet.modeling_prophetnet import (
 )
 
 from fastgen.optimizer.decoding.call import count, current_call
-from fastgen.optimizer.transformers import cache_layers
+from fastgen.optimizer.transformers import kv_layers
 
 KERNEL = "ProphetNet's step, first predict stream"
 STREAMS = 2  # the main one and the first that predicts
@@ -116,7 +116,7 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
 
 def _is_filled(cache: Any, model: Any, kwargs: dict[str, Any]) -> bool:
     """Whether this is a cache of growing layers that holds a prompt and, if there is an encoder, its keys."""
-    if not isinstance(cache, Cache) or cache_layers.unsupported_types(cache) or not cache.get_seq_length():
+    if not isinstance(cache, Cache) or kv_layers.unsupported_types(cache) or not cache.get_seq_length():
         return False
     if kwargs.get("encoder_outputs") is None and kwargs.get("encoder_hidden_states") is None:
         return True
@@ -204,7 +204,7 @@ def self_attention(original: Callable, self: Any, hidden_states: Tensor, *args: 
         for project in (self.query_proj, self.key_proj, self.value_proj)
     )  # [rows, heads, 2, head_dim] each
     query = query / self.head_dim**0.5
-    cache = cache_layers.parts(kwargs["past_key_values"])[0]
+    cache = kv_layers.parts(kwargs["past_key_values"])[0]
     keys, values = cache.update(key[:, :, :1], value[:, :, :1], self.layer_idx)
     own_key, own_value = key[:, :, 1:], value[:, :, 1:]
     scores = torch.cat([torch.matmul(query, keys.transpose(2, 3)), torch.matmul(query, own_key.transpose(2, 3))], -1)

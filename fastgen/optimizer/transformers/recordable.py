@@ -1,4 +1,4 @@
-"""Whether the decode steps of a call of transformers can be recorded."""
+"""Whether the decode steps of a call of transformers can be captured."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
-from fastgen.optimizer.decoding import recordable, recorded_steps
+from fastgen.optimizer.decoding import recordable
 from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.transformers import eligibility, positions
-from fastgen.optimizer.transformers.static_layers import layer_reasons
+from fastgen.optimizer.transformers.kv_layers import layer_reasons
 
-# Static layers have the length that `FixedLayer` gives: a tensor without a dimension, as in transformers 5.17.
+# Static layers have the length that `KVLayer` gives: a tensor without a dimension, as in transformers 5.17.
 LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
 
 
@@ -23,14 +23,14 @@ def unwanted_reasons(generation_config: Any, input_ids: Tensor) -> list[Reason]:
     return recordable.unwanted_reasons(input_ids.device, _steps(generation_config, input_ids))
 
 
-def can_record(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> bool:
+def can_capture(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> bool:
     """Whether a loop that begins with these `model_kwargs` should try to; tells the report why not."""
     reasons = partial(unsupported_reasons, model, generation_config, input_ids, arguments)
-    return recorded_steps.can_record(model, model, _steps(generation_config, input_ids), reasons)
+    return recordable.can_capture(model, model, _steps(generation_config, input_ids), reasons)
 
 
 def unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> list[str]:
-    """Why the steps of a call are not recorded, as far as that is known before its prefill; empty if they can be."""
+    """Why the steps of a call are not captured, as far as that is known before its prefill; empty if they can be."""
     reasons = []
     if not LAYERS_ARE_KNOWN:
         reasons.append("this version of transformers has other static caches")

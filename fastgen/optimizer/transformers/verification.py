@@ -23,8 +23,8 @@ from transformers import __version__ as transformers_version
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
+from fastgen.optimizer.decoding.graphs import TOLERANCES
 from fastgen.optimizer.decoding.reasons import Reason, with_code
-from fastgen.optimizer.decoding.recorded_step import TOLERANCES
 from fastgen.origin import packages_of
 from fastgen.patching import disabled, warn
 

@@ -44,7 +44,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_self_attention_of_each_step_and_after_each_reorder():
     attention = attention_of("self_attention")
-    state, theirs = DecodingState(ModelPlan(self_attention=[attention]), BEAMS, 9), {}
+    state, theirs = DecodingState(ModelPlan(self_attention=[attention]), INPUTS, BEAMS, 9), {}
     for _ in range(9):
         query = torch.randn(1, ROWS, WIDTH)
         found, weights = attention(query, query, query, incremental_state=state, need_weights=False)
@@ -63,7 +63,7 @@ def test_self_attention_of_each_step_and_after_each_reorder():
 @pytest.mark.parametrize("need_head_weights", (True, False))
 def test_cross_attention_folds_beams(rows, padded, need_head_weights):
     attention = attention_of("encoder_decoder_attention")
-    state, theirs = DecodingState(ModelPlan(cross_attention=[attention], watched=True), BEAMS, 9), {}
+    state, theirs = DecodingState(ModelPlan(cross_attention=[attention], watched=True), INPUTS, BEAMS, 9), {}
     by_input = torch.randn(SOURCE, INPUTS, WIDTH)
     padding = torch.zeros(INPUTS, SOURCE, dtype=torch.bool)
     padding[1, 3:] = padded
@@ -78,12 +78,12 @@ def test_cross_attention_folds_beams(rows, padded, need_head_weights):
         for one, other in zip(found, expected):
             close(one, other)
             assert one.shape == other.shape
-    assert state.cross(attention)[0].shape == (INPUTS, HEADS, SOURCE, WIDTH // HEADS)
+    assert state.prompt(attention)[0].shape == (INPUTS, HEADS, SOURCE, WIDTH // HEADS)
 
 
 def test_weights_that_nobody_sees_are_not_computed():
     attention = attention_of("encoder_decoder_attention")
-    state = DecodingState(ModelPlan(cross_attention=[attention]), BEAMS, 9)
+    state = DecodingState(ModelPlan(cross_attention=[attention]), INPUTS, BEAMS, 9)
     states, query = torch.randn(SOURCE, INPUTS, WIDTH), torch.randn(1, ROWS, WIDTH)
     with mock.patch.object(
         functional, "scaled_dot_product_attention", wraps=functional.scaled_dot_product_attention

@@ -36,7 +36,7 @@ def test_history_finds_values_of_ancestors():
 
 def test_state_keeps_cross_attention_once_per_input_and_one_mask():
     model = CASES["transformer"]().models[0]
-    state = DecodingState(plan(model), fan_out=3, limit=8)
+    state = DecodingState(plan(model), inputs=2, rows_per_input=3, limit=8)
     padding = torch.tensor([[False, False, True], [False, False, False]])
     masks = {id(state.mask_sync(padding, inputs=2)) for _ in range(3)}
     assert len(masks) == 1
@@ -44,20 +44,20 @@ def test_state_keeps_cross_attention_once_per_input_and_one_mask():
     assert torch.equal(mask[:, 0, 0], ~padding)
     attention = state.plan.cross_attention[0]
     keys = torch.randn(2, 2, 3, 8)
-    state.set_cross(attention, keys, keys + 1)
+    state.set_prompt(attention, keys, keys + 1)
     state.reorder(torch.tensor([5, 3, 4]), torch.tensor([1]))
-    kept_keys, kept_values = state.cross(attention)
+    kept_keys, kept_values = state.prompt(attention)
     assert torch.equal(kept_keys, keys[1:]) and torch.equal(kept_values, keys[1:] + 1)
     assert torch.equal(state.mask, mask[1:])
 
 
 def test_mask_that_hides_nothing_is_left_out():
-    state = DecodingState(plan(CASES["transformer"]().models[0]), fan_out=2, limit=8)
+    state = DecodingState(plan(CASES["transformer"]().models[0]), inputs=2, rows_per_input=2, limit=8)
     assert state.mask_sync(torch.zeros(2, 3, dtype=torch.bool), inputs=2) is None
 
 
 def test_mask_of_all_rows_is_read_once_per_input():
-    state = DecodingState(plan(CASES["transformer"]().models[0]), fan_out=2, limit=8)
+    state = DecodingState(plan(CASES["transformer"]().models[0]), inputs=2, rows_per_input=2, limit=8)
     padding = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 1, 1], [0, 1, 1]])
     assert state.mask_sync(padding, inputs=2)[:, 0, 0].tolist() == [[True, True, False], [True, False, False]]
 
@@ -68,7 +68,7 @@ def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays(monkeyp
     tokens = torch.tensor([[2, 5, 6, 7], [2, 8, 9, 10]])
     for pays in (True, False):
         monkeypatch.setattr(states, "sharing_pays", lambda keys, fan_out, pays=pays: pays)
-        state = DecodingState(plan(case.models[0]), fan_out=3, limit=9)
+        state = DecodingState(plan(case.models[0]), inputs=2, rows_per_input=3, limit=9)
         with torch.no_grad(), generate_call("test") as call, filling(state):
             call.is_accelerated = True
             decoder.forward(tokens, features_only=True)
@@ -85,7 +85,7 @@ def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays(monkeyp
 def test_state_refuses_what_fairseq_would_keep_in_it_for_a_layer_of_fastgen():
     """So that patches which are taken back during a generation end it, instead of changing its results."""
     model = CASES["transformer"]().models[0]
-    state = DecodingState(plan(model), fan_out=3, limit=8)
+    state = DecodingState(plan(model), inputs=2, rows_per_input=3, limit=8)
     with pytest.raises(RuntimeError, match="switched off"):
         model.decoder.layers[0].self_attn._set_input_buffer(state, {})
 

@@ -1,4 +1,4 @@
-"""fairseq's decoder in recorded steps: what it gives is what the unpatched library gives."""
+"""fairseq's decoder in captured steps: what it gives is what the unpatched library gives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sharing import sharing
 from torch import nn
 
 import fastgen
-from fastgen.optimizer.decoding import recorded_steps
+from fastgen.optimizer.decoding import graphs
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "beams": {},
@@ -45,8 +45,8 @@ def recorded():
         yield
 
 
-def recordings_of(model: nn.Module) -> recorded_steps.Recordings:
-    return recorded_steps._known[model]
+def graphs_of(model: nn.Module) -> graphs.GraphCache:
+    return graphs._known[model]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -74,10 +74,10 @@ def test_prompt_lies_before_the_own_keys(share):
 def test_a_recording_serves_sources_of_other_lengths():
     case, options = CASES["transformer"](), {"min_len": 6, "max_len_b": 6}  # all sentences stay to the end
     compare(case, source_sample(case.task, (7, 5, 6)), **options)
-    made = list(recordings_of(case.models[0])._kept)
+    made = list(graphs_of(case.models[0])._graphs)
     assert len(made) == 1
     report = compare(case, source_sample(case.task, (6, 4, 4), seed=5), **options).report
-    assert replays(report) == 7 and list(recordings_of(case.models[0])._kept) == made
+    assert replays(report) == 7 and list(graphs_of(case.models[0])._graphs) == made
 
 
 def test_when_sentences_leave_the_others_go_on():
@@ -199,7 +199,7 @@ def test_two_threads_replay_steps_of_one_model():
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(lambda _: token_lists(generate(case, max_len_b=30)), range(6)))
     assert all(one == expected for one in found)
-    assert not recordings_of(case.models[0]).in_use.locked()
+    assert not graphs_of(case.models[0]).in_use.locked()
 
 
 def test_a_second_language_model_is_asked_in_each_step():
@@ -237,19 +237,19 @@ def test_after_an_error_fairseq_does_the_work_and_nothing_is_kept(monkeypatch):
         raise RuntimeError("no")
 
     monkeypatch.setenv("FASTGEN_STRICT", "0")
-    monkeypatch.setattr("fastgen.optimizer.fairseq.recorded_steps.RecordedDecoder.reorder", broken)
+    monkeypatch.setattr("fastgen.optimizer.fairseq.decode_step.FairseqDecodeStep.reorder", broken)
     with fastgen.disabled():
         expected = generate(case)
     with pytest.raises(RuntimeError) if fastgen.config.CONFIG.strict else pytest.warns(RuntimeWarning):
         assert len(generate(case)) == len(expected)
-    recordings = recordings_of(case.models[0])
+    recordings = graphs_of(case.models[0])
     assert not len(recordings) and not recordings.in_use.locked()
 
 
 def test_a_model_of_fairseq_that_is_gone_leaves_nothing_behind():
     case = CASES["transformer"]()
     generate(case)
-    buffers = weakref.ref(next(iter(recordings_of(case.models[0])._kept.values())).caches[0])
+    buffers = weakref.ref(next(iter(graphs_of(case.models[0])._graphs.values())).cache)
     alive = weakref.ref(case.models[0])
     del case
     gc.collect()

@@ -8,7 +8,7 @@ from architecture_parity import MODES, expected_sharing, measure, shares
 from architectures import ARCHITECTURES
 from python_process import REPOSITORY
 
-from fastgen.optimizer.decoding import layer_states
+from fastgen.optimizer.decoding import kv_cache
 
 TABLE = REPOSITORY / "docs" / "architectures.md"
 
@@ -42,26 +42,26 @@ def test_prefill_sees_one_row_per_input(rows, share_always):
 def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeypatch, share_always):
     architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == name)
     model, inputs = architecture.model(), architecture.inputs()
-    kept, reordered = [], []
-    init, index_select = layer_states.LayerStates.__init__, torch.Tensor.index_select
+    caches, reordered = [], []
+    init, index_select = kv_cache.KVCache.__init__, torch.Tensor.index_select
 
     def remember(self, *args):
         init(self, *args)
-        kept.append(self)
+        caches.append(self)
 
     def record(tensor, dim, index):
         reordered.append(tensor)
         return index_select(tensor, dim, index)
 
-    monkeypatch.setattr(layer_states.LayerStates, "__init__", remember)
+    monkeypatch.setattr(kv_cache.KVCache, "__init__", remember)
     monkeypatch.setattr(torch.Tensor, "index_select", record)
     model.generate(**inputs, num_beams=3, max_new_tokens=6)
-    shared = [states for layer in kept for states in layer.shared]
+    shared = [states for cache in caches for prompt in cache.prompts for pair in prompt for states in pair]
     assert shared, "nothing was shared"
     for states in shared:
         assert states.shape[0] == 2  # inputs, where stock keeps 6 rows
         assert states.untyped_storage().nbytes() == states.numel() * states.element_size()
         storage = states.untyped_storage().data_ptr()
         assert all(tensor.untyped_storage().data_ptr() != storage for tensor in reordered)
-    own_lengths = {length for layer in kept for length in layer.cache.lengths if length}
-    assert own_lengths == {5}  # the last of 6 tokens is never computed upon
+    lengths = {length for cache in caches for generated in cache.generated for length in generated.lengths}
+    assert lengths == {5}  # the last of 6 tokens is never computed upon

@@ -54,14 +54,14 @@ def test_outputs_are_those_of_all_inputs_together(name, num_beams):
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_steps_get_fewer_rows(num_beams):
-    rows, logits = [], decode_step.DecodeStep.logits
+    rows, logits = [], decode_step.TransformersDecodeStep.logits
 
-    def counted(self: decode_step.DecodeStep, input_ids: torch.Tensor) -> torch.Tensor:
+    def counted(self: decode_step.TransformersDecodeStep, input_ids: torch.Tensor) -> torch.Tensor:
         found = logits(self, input_ids)
         rows.append(len(found))
         return found
 
-    with mock.patch.object(decode_step.DecodeStep, "logits", counted):
+    with mock.patch.object(decode_step.TransformersDecodeStep, "logits", counted):
         tiny("llama").generate(**inputs_of("llama"), **ENDS, num_beams=num_beams)
     assert rows[0] == 5 * num_beams and rows[-1] < rows[0] and rows == sorted(rows, reverse=True)
 
@@ -127,7 +127,7 @@ def test_one_row_and_what_returns_more_than_tokens_stay_with_the_library(others,
     model = tiny("gpt2")
     arguments = {**ENDS, "num_beams": 3, **others}
     input_ids = token_ids(4 if arguments["num_beams"] > 1 else 1, 5)
-    with recording("off"), mock.patch.object(decode_step.DecodeStep, "logits", side_effect=AssertionError):
+    with recording("off"), mock.patch.object(decode_step.TransformersDecodeStep, "logits", side_effect=AssertionError):
         report = run_both(lambda: model.generate(input_ids, **arguments)).report
     assert report.codes(LOOP) == codes
 

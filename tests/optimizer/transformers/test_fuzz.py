@@ -6,7 +6,7 @@ import pytest
 from fuzz import run
 
 from fastgen.ops import shared_attention
-from fastgen.optimizer.decoding import decoding_cache
+from fastgen.optimizer.decoding import kv_cache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,7 +20,7 @@ def test_random_calls_give_what_the_unpatched_library_gives():
 
 
 def test_fuzzer_finds_rows_that_are_not_reordered(monkeypatch):
-    monkeypatch.setattr(decoding_cache.DecodingCache, "reorder", lambda self, *args: None)
+    monkeypatch.setattr(kv_cache.KVCache, "reorder", lambda self, *args: None)
     counts, _ = run(first=0, comparisons=150)
     assert counts["different, shared"] > 5
 

@@ -9,7 +9,7 @@ from parity import BEAMS, BOTH, PROMPT, assert_equal_caches, assert_same, compar
 from recording import recording, replays
 from torch import nn
 
-from fastgen.optimizer.decoding.recorded_step import Recording
+from fastgen.optimizer.decoding.graphs import CapturedGraph
 from fastgen.optimizer.transformers.latent_attention import expanding_in_parts
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -63,8 +63,8 @@ def test_layers_with_an_index_share_the_prefill(name, arguments):
 @BOTH
 def test_recorded_steps_serve_the_next_call(arguments, monkeypatch):
     model, made = latent("deepseek_v3"), []
-    record = Recording.record
-    monkeypatch.setattr(Recording, "record", lambda self, *args: made.append(self) or record(self, *args))
+    capture = CapturedGraph.capture
+    monkeypatch.setattr(CapturedGraph, "capture", lambda self, *args: made.append(self) or capture(self, *args))
     with recording():
         for _ in range(2):
             both = run_both(lambda: model.generate(**padded(9, 5), **arguments))

@@ -19,11 +19,11 @@ from transformers import LogitsProcessor
 from fastgen.config import CONFIG
 from fastgen.ops.cpu_graph.trace import Diverged
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import gain, recordable, recorded_step, recorded_steps
+from fastgen.optimizer.decoding import gain, graphs, recordable
 from fastgen.optimizer.decoding.call import generate_call
+from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache
+from fastgen.optimizer.decoding.kv_cache import KVCache, capacity_for
 from fastgen.optimizer.decoding.late_flag import LateFlag
-from fastgen.optimizer.decoding.recorded_step import CpuCapture, Recording, Recordings
-from fastgen.optimizer.decoding.static_cache import Content, StaticCache, capacity_for
 from fastgen.optimizer.transformers import decode_step
 from fastgen.optimizer.transformers.recordable import LAYERS_ARE_KNOWN
 
@@ -87,8 +87,8 @@ def test_every_step_after_the_first_is_a_replay_and_buffers_are_outgrown(name, a
     model = model_of(name)
     arguments = {**arguments, "max_new_tokens": 40, "eos_token_id": None}
     replayed = recorded(model, inputs_of(name), **arguments)
-    assert len(recorded_steps._known[model]) > 1
-    assert replayed == 39 - len(recorded_steps._known[model])  # the steps from which they were made
+    assert len(graphs._known[model]) > 1
+    assert replayed == 39 - len(graphs._known[model])  # the steps from which they were made
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_a_processor_of_the_program_sees_no_step_too_many(arguments):
 
 
 def test_later_calls_use_the_recordings_of_earlier_ones(monkeypatch):
-    made, record = [], Recording.record
-    monkeypatch.setattr(Recording, "record", lambda self, *given: made.append(self) or record(self, *given))
+    made, capture = [], CapturedGraph.capture
+    monkeypatch.setattr(CapturedGraph, "capture", lambda self, *given: made.append(self) or capture(self, *given))
     for name in ("gpt2", "t5"):
         model = model_of(name)
         for seed in range(3):
@@ -172,7 +172,7 @@ def test_inputs_of_other_lengths_use_them_too(name, shared):
             inputs = padded(*lengths, side="right" if name in ("t5", "bart") else "left")
             for arguments in (BEAMS, SAMPLES):
                 assert recorded(model, inputs, **arguments, min_new_tokens=8)
-        assert len(recorded_steps._known[model]) == 2  # of other numbers of rows
+        assert len(graphs._known[model]) == 2  # of other numbers of rows
 
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
@@ -235,21 +235,21 @@ def test_recordings_of_another_state_are_dropped(change):
     model = model_of("llama")
     inputs = inputs_of("llama")
     recorded(model, inputs, **BEAMS)
-    before = set(map(id, recorded_steps._known[model]._kept.values()))
-    kept = list(recorded_steps._known[model]._kept.values())
+    before = set(map(id, graphs._known[model]._graphs.values()))
+    kept = list(graphs._known[model]._graphs.values())
     change(model)
     recorded(model, inputs, **BEAMS)
-    assert kept and before.isdisjoint(map(id, recorded_steps._known[model]._kept.values()))
+    assert kept and before.isdisjoint(map(id, graphs._known[model]._graphs.values()))
 
 
 def test_an_adapter_that_is_switched_off_drops_them_too():
     model = model_of("llama")
     add_an_adapter(model)
     recorded(model, inputs_of("llama"), **BEAMS)
-    kept = list(recorded_steps._known[model]._kept.values())
+    kept = list(graphs._known[model]._graphs.values())
     model.disable_adapters()
     recorded(model, inputs_of("llama"), **BEAMS)
-    assert kept and not set(map(id, kept)) & set(map(id, recorded_steps._known[model]._kept.values()))
+    assert kept and not set(map(id, kept)) & set(map(id, graphs._known[model]._graphs.values()))
 
 
 def test_training_and_foreign_hooks_leave_the_steps_to_the_library():
@@ -271,8 +271,8 @@ class WrongCapture(CpuCapture):
     def __init__(self, right: int = 0) -> None:
         self.right = right  # so many captures are right before
 
-    def record(self, run, expect_again):
-        output, replay, nbytes = super().record(run, expect_again)
+    def capture(self, run, rewind):
+        output, replay, nbytes = super().capture(run, rewind)
         self.right -= 1
         if self.right >= 0:
             return output, replay, nbytes
@@ -288,9 +288,9 @@ class WrongCapture(CpuCapture):
 class FailingCapture(WrongCapture):
     """As where the forward reads the device."""
 
-    def record(self, run, expect_again):
+    def capture(self, run, rewind):
         if self.right > 0:
-            return super().record(run, expect_again)
+            return super().capture(run, rewind)
         run()
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -299,15 +299,15 @@ class FailingCapture(WrongCapture):
 @pytest.mark.parametrize("capture", [WrongCapture, FailingCapture])
 @pytest.mark.parametrize("arguments", [BEAMS, SAMPLES], ids=("beams", "samples"))
 def test_a_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch, capture, arguments, right):
-    monkeypatch.setattr(recorded_step, "CpuCapture", lambda: capture(right))
+    monkeypatch.setattr(graphs, "CpuCapture", lambda: capture(right))
     model = model_of("gpt2")
     inputs = inputs_of("gpt2")
-    with pytest.warns(RuntimeWarning, match="fastgen does not record the decode steps of a model: GPT2LMHeadModel: "):
+    with pytest.warns(RuntimeWarning, match="fastgen does not capture the decode steps of a model: GPT2LMHeadModel: "):
         replayed = recorded(model, inputs, **arguments)
     assert bool(replayed) == bool(right)
     stock, fast, report = run_both(lambda: model.generate(**inputs, **arguments))  # a second warning would raise
     assert torch.equal(stock, fast) and not_recorded_because(report, "NOT_CAPTURABLE", "GPT2LMHeadModel: ")
-    assert not len(recorded_steps._known[model])
+    assert not len(graphs._known[model])
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -315,22 +315,22 @@ def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
     failed = []
     monkeypatch.setattr(CONFIG, "strict", False)
     monkeypatch.setattr(PATCH_SET, "_replacement_failed", lambda record, error: failed.append(str(error)))
-    monkeypatch.setattr(StaticCache, "content", None)  # fails when the first buffers are full
+    monkeypatch.setattr(decode_step.DecodeStep, "_change_to", None)  # fails when the first buffers are full
     model = model_of("llama")
     for _ in range(2):
         assert recorded(model, inputs_of("llama"), **{**GREEDY, "num_beams": num_beams})
-    recordings = recorded_steps._known[model]
+    recordings = graphs._known[model]
     assert failed == 2 * ["'NoneType' object is not callable"]
     assert not recordings.in_use.locked() and not len(recordings)
 
 
 def test_without_memory_for_the_buffers_the_call_goes_on_with_its_own_cache(monkeypatch):
-    monkeypatch.setattr(StaticCache, "fill", mock.Mock(side_effect=torch.cuda.OutOfMemoryError))
+    monkeypatch.setattr(KVCache, "load", mock.Mock(side_effect=torch.cuda.OutOfMemoryError))
     model = model_of("gpt2")
     for _ in range(2):
         stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS))
         assert torch.equal(stock, fast) and not_recorded_because(report, "NOT_CAPTURABLE", "out of memory")
-    assert StaticCache.fill.call_count == 1 and not recorded_steps._known[model].in_use.locked()
+    assert KVCache.load.call_count == 1 and not graphs._known[model].in_use.locked()
 
 
 def test_other_models_are_left_as_they_are():
@@ -349,12 +349,12 @@ def test_nothing_is_recorded_where_it_is_not_wanted(arguments):
 
 
 def test_steps_are_captured_on_a_gpu_only_if_the_user_asks_for_it(monkeypatch):
-    monkeypatch.setattr(recorded_steps, "recordings_of", lambda *models: SimpleNamespace(refused=[]))
+    monkeypatch.setattr(recordable, "graphs_of", lambda *models: SimpleNamespace(refused=[]))
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
     decoder = SimpleNamespace(parameters=lambda: iter([on_gpu]))
     for cuda_graphs, codes in (("off", {"CAPTURE_OFF"}), ("auto", {"GPU_OPT_IN"}), ("on", set())):
         with recording(cuda_graphs), generate_call("test") as call:
-            assert recorded_steps.can_record(nn.Module(), decoder, 40, reasons=list) is (not codes)
+            assert recordable.can_capture(nn.Module(), decoder, 40, reasons=list) is (not codes)
         assert call.report.codes() == codes
 
 
@@ -416,26 +416,27 @@ class Branching(nn.Module):
 
 
 def test_a_forward_that_depends_on_numbers_is_replayed_as_long_as_they_lead_the_same_way():
-    made = Recording(lambda inputs: Branching()(inputs["number"]), [cache_of_one_layer()], None)
-    made.record({"number": torch.zeros(3)}, CpuCapture())
+    made = CapturedGraph(lambda inputs: Branching()(inputs["number"]), cache_of_one_layer())
+    made.capture({"number": torch.zeros(3)}, CpuCapture())
     assert torch.equal(made.replay({"number": torch.full((3,), 4.0)}), torch.full((3,), 5.0))
     with pytest.raises(Diverged):
         made.replay({"number": torch.full((3,), 6.0)})
 
 
 def test_a_cache_that_somebody_has_kept_is_plain_afterwards_and_holds_every_position(monkeypatch):
-    kept, recorded_forwards = [], decode_step.RecordedForwards
+    kept, use = [], decode_step.kv_layers.use
 
-    def remember(model, arguments, rows):
-        kept.append(arguments["past_key_values"])
-        return recorded_forwards(model, arguments, rows)
+    def remember(cache, *args):
+        kept.append(cache)
+        return use(cache, *args)
 
-    monkeypatch.setattr(decode_step, "RecordedForwards", remember)
+    monkeypatch.setattr(decode_step.kv_layers, "use", remember)
     model = model_of("llama")
     for share in ("always", "never"):
         with sharing(share):
             tokens = model.generate(**inputs_of("llama"), **{**SAMPLES, "eos_token_id": None})
         cache = kept.pop()
+        kept.clear()
         with torch.no_grad():
             mask = inputs_of("llama")["attention_mask"].repeat_interleave(3, dim=0)
             mask = torch.cat([mask, torch.ones(9, 13, dtype=torch.int64)], dim=1)
@@ -462,82 +463,96 @@ def test_a_second_thread_on_the_same_model_goes_on_without_recordings():
     for thread in threads:
         thread.join()
     assert all(torch.equal(result, expected) for result in results)
-    assert not recorded_steps._known[model].in_use.locked()
+    assert not graphs._known[model].in_use.locked()
 
 
 def test_a_model_that_is_gone_leaves_nothing_behind():
     model = model_of("gpt2")
     recorded(model, inputs_of("gpt2"), **BEAMS)
-    buffers = weakref.ref(next(iter(recorded_steps._known[model]._kept.values())).caches[0])
+    buffers = weakref.ref(next(iter(graphs._known[model]._graphs.values())).cache)
     alive = weakref.ref(model)
     del model
     gc.collect()
     assert alive() is None and buffers() is None
 
 
-def cache_of_one_layer(rows: int = 2) -> StaticCache:
-    states = torch.zeros(rows, 1, 3, 4)
-    return StaticCache(Content([], [(states, states)]), 8, 0)
+def static(cache: KVCache, most: int = 8) -> KVCache:
+    content = cache.content()
+    made = content.to_static(content.spec(most))
+    made.load(content)
+    return made
 
 
-def recording_of(rows: int = 2) -> Recording:
-    made = Recording(lambda inputs: inputs["number"] + 1, [cache_of_one_layer(rows)], None)
-    made.record({"number": torch.zeros(3)}, CpuCapture())
+def cache_of_one_layer(rows: int = 2) -> KVCache:
+    cache = KVCache(rows, 1)
+    cache.add_layers([()], 8)
+    cache.append(0, *torch.zeros(2, rows, 1, 3, 4))
+    return static(cache)
+
+
+def graph_of(rows: int = 2) -> CapturedGraph:
+    made = CapturedGraph(lambda inputs: inputs["number"] + 1, cache_of_one_layer(rows))
+    made.capture({"number": torch.zeros(3)}, CpuCapture())
     return made
 
 
 def test_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
-    recordings = Recordings(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(recorded_step, "MOST_RECORDINGS", 3)
+    recordings = GraphCache(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
     for key in range(3):
-        recordings.give_back(key, recording_of())
-    recordings.give_back(0, recordings.take(0))
-    recordings.give_back(3, recording_of())
-    assert list(recordings._kept) == [2, 0, 3]
-    recordings.most_bytes = 2 * recording_of().nbytes
-    recordings.give_back(4, recording_of())
-    assert list(recordings._kept) == [3, 4] and recordings.nbytes == recordings.most_bytes
-    recordings.give_back(5, recording_of(rows=20))  # larger than the bound: not kept
-    assert list(recordings._kept) == [3, 4]
+        recordings.put(key, graph_of())
+    recordings.put(0, recordings.take(0))
+    recordings.put(3, graph_of())
+    assert list(recordings._graphs) == [2, 0, 3]
+    recordings.most_bytes = 2 * graph_of().nbytes
+    recordings.put(4, graph_of())
+    assert list(recordings._graphs) == [3, 4] and recordings.nbytes == recordings.most_bytes
+    recordings.put(5, graph_of(rows=20))  # larger than the bound: not kept
+    assert list(recordings._graphs) == [3, 4]
 
 
 def test_a_replay_gets_the_inputs_of_its_call_and_no_others_than_were_recorded():
-    made = recording_of()
+    made = graph_of()
     assert made.replay({"number": torch.arange(3.0)}).tolist() == [1, 2, 3]
     number = torch.zeros(3)
     assert made.replay({"number": number}).tolist() == [1, 1, 1]
     number += 5  # the same tensor with another content
     assert made.replay({"number": number}).tolist() == [6, 6, 6]
-    assert made.replay({"number": torch.zeros(4)}) is None and not made.is_recorded
+    assert made.replay({"number": torch.zeros(4)}) is None and not made.is_captured
 
 
-@pytest.mark.parametrize("shared_length", [0, 4])
-def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(shared_length):
+@pytest.mark.parametrize("prompt_length", [0, 5])
+def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(prompt_length):
     torch.manual_seed(0)
-    fan_out, rows = (3, 6) if shared_length else (1, 2)
-    shared = [(torch.randn(2, 2, 4, 3), torch.randn(2, 2, 4, 3)) for _ in range(2)] if shared_length else []
-    own = [(torch.randn(rows, 2, 5, 3), torch.randn(rows, 2, 5, 3)) for _ in range(2)]
-    content = Content(shared, own, fan_out)
-    cache = StaticCache(content, 12, 5)
-    cache.buffers[0].fill_(torch.nan)  # of an earlier call
-    cache.fill(content)
+    rows_per_input, rows = (3, 6) if prompt_length else (1, 2)
+    cache = KVCache(2, rows_per_input)
+    prompts = [((torch.randn(2, 2, 5, 3), torch.randn(2, 2, 5, 3)),) if prompt_length else () for _ in range(2)]
+    cache.add_layers(prompts, 12)
+    generated = [(torch.randn(rows, 2, 5, 3), torch.randn(rows, 2, 5, 3)) for _ in range(2)]
+    for layer, pair in enumerate(generated):
+        cache.append(layer, *pair)
+    content = cache.content()
+    cache = content.to_static(content.spec(12))
+    cache.generated[0].buffers[0].fill_(torch.nan)  # of an earlier call
+    cache.load(content)
+    assert cache.capacity == 12 and cache.padding == (3 if prompt_length else 0)
     addresses = [states.data_ptr() for states in cache.tensors]
-    for _ in range(7):
+    for step in range(7):
         added = [(torch.randn(rows, 2, 1, 3), torch.randn(rows, 2, 1, 3)) for _ in range(2)]
         for layer, pair in enumerate(added):
-            assert int(cache.seq_lengths[layer]) == shared_length + cache.length
+            assert int(cache.seq_lengths[layer]) == prompt_length + cache.generated_length
+            assert cache.mask().sum() == prompt_length + 5 + step + 1
             cache.append(layer, *pair)
         cache.advance()
-        order = torch.randint(fan_out, (rows,)) + torch.arange(rows) // fan_out * fan_out
+        order = torch.randint(rows_per_input, (rows,)) + torch.arange(rows) // rows_per_input * rows_per_input
         cache.reorder(order)
-        own = [tuple(torch.cat(both, dim=2)[order] for both in zip(before, pair)) for before, pair in zip(own, added)]
-        for layer, pair in enumerate(own):
-            whole = cache.whole(layer)
-            assert all(torch.equal(found[:, :, shared_length:], states) for found, states in zip(whole, pair))
-            assert (
-                cache.states(layer)[0].shape[2] == (5 if shared else 0) + 12
-                and not cache.states(layer)[0].isnan().any()
-            )
+        pairs = zip(generated, added)
+        generated = [tuple(torch.cat(both, dim=2)[order] for both in zip(before, pair)) for before, pair in pairs]
+        for layer, pair in enumerate(generated):
+            whole = cache.copy(layer)
+            assert all(torch.equal(found[:, :, prompt_length:], states) for found, states in zip(whole, pair))
+            keys, _ = cache.read(layer)
+            assert keys.shape[2] == (8 if prompt_length else 0) + 12 and not keys.isnan().any()
     assert [states.data_ptr() for states in cache.tensors] == addresses
 
 
@@ -560,15 +575,25 @@ def test_prompts_of_one_row_without_a_mask():
 
 def test_logits_of_tokens_that_a_model_rules_out_do_not_hide_differences():
     expected = torch.tensor([[1.0, 2.0, torch.finfo(torch.float32).min, -torch.inf]])
-    assert not recorded_step.differs_sync(expected + torch.tensor([1e-4, 0, 0, 0]), expected)
-    assert recorded_step.differs_sync(expected + torch.tensor([0.1, 0, 0, 0]), expected)
-    assert recorded_step.differs_sync(torch.tensor([[1.0, 2.0, 3.0, -torch.inf]]), expected)
+    assert not graphs.differs_sync(expected + torch.tensor([1e-4, 0, 0, 0]), expected)
+    assert graphs.differs_sync(expected + torch.tensor([0.1, 0, 0, 0]), expected)
+    assert graphs.differs_sync(torch.tensor([[1.0, 2.0, 3.0, -torch.inf]]), expected)
 
 
 def test_recordings_of_another_type_are_let_go():
     model = model_of("gpt2")
     recorded(model, inputs_of("gpt2"), **BEAMS)
-    before = recorded_steps._known[model]
+    before = graphs._known[model]
     model.double()
     recorded(model, inputs_of("gpt2"), **BEAMS)
-    assert recorded_steps._known[model] is not before
+    assert graphs._known[model] is not before
+
+
+def test_what_stays_the_same_is_padded_once_for_each_padding():
+    inputs = {"attention_mask": torch.ones(2, 3), "encoder_outputs": (torch.ones(2, 3, 4),)}
+    step = decode_step.TransformersDecodeStep(model_of("bart"), mock.Mock(max_length=9), [], {}, 2, 1)
+    first, again, longer = (step._pad(inputs, positions) for positions in (2, 2, 4))
+    assert first["attention_mask"].tolist() == 2 * [[0, 0, 1, 1, 1]]
+    assert all(again[name] is first[name] for name in inputs)
+    assert longer["attention_mask"].shape == (2, 7) and longer["encoder_outputs"][0].shape == (2, 7, 4)
+    assert step._pad({**inputs, "attention_mask": torch.zeros(2, 3)}, 4)["attention_mask"].sum() == 0

@@ -1,0 +1,301 @@
+"""One decode step after the other: the state machine of a decoding loop, the same for all hosts.
+
+    prefill ──> eager ──> capture ──> replay ─┐
+                  │          ^          ^     │  spare capacity used up: grow; inputs leave: compact
+                  │          │          └─────┴─ a static `KVCache` of another spec, with its `CapturedGraph`
+                  └──────────┴─ steps 1 and `STEPS_BEFORE` after the prefill, or after a compaction
+
+    DecodeStep ──> CapturedGraph (function, static buffers of the inputs) ──> KVCache (static)
+        │               ^
+        └─> GraphCache ─┘  of the model, between calls
+
+The step before a capture ran eager and tells what the capture has to give for the same tokens: that is compared in
+every call, before a replay is trusted, and for a new graph at the next step once more, which has other tokens
+(Seamless, "CUDA Graph"). Inputs are prepared at each step by the host; only the model's forward is captured. A host
+gives `prefill`, `inputs`, `forward` and `logits_of`, and what it sees of a `KVCache`. Not yet run on a GPU. Knows no
+host library.
+
+Tests: tests/optimizer/transformers/test_recorded_step.py tests/optimizer/fairseq/test_fairseq_recorded_steps.py
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
+from fastgen.optimizer.decoding import recordable
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.fingerprint import fingerprint
+from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, differs_sync, graphs_of, torch_settings
+from fastgen.optimizer.decoding.kv_cache import KVCache
+from fastgen.optimizer.decoding.reasons import STEPS, Reason, with_code
+from fastgen.patching import warn
+
+if TYPE_CHECKING:  # in typing since Python 3.11
+    from typing_extensions import Self
+
+
+class CannotPad(Exception):
+    """No mask among the inputs can hide the padding of a cache."""
+
+
+class DecodeStep(ABC):
+    """What a loop of `rows` rows asks the model, `rows_per_input` of them for each input.
+
+    decoder: the part of the model that a step calls. max_length: of the tokens that a row can reach. captures: steps
+    are captured if they turn out to be fit. steps: how many there were. since: how many of one token there were since
+    the prefill, or since inputs left. graph: the one in use, whose static cache holds the loop's keys and values; None
+    while steps are eager. most: positions that a row can generate. variant: what else a graph is
+    captured for. prefill_is_a_step: of one token, like those that
+    follow.
+    """
+
+    prefill_is_a_step = False
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        model: nn.Module,
+        decoder: nn.Module,
+        rows: int,
+        rows_per_input: int,
+        max_length: int,
+        captures: bool,
+    ) -> None:
+        self.call, self.model, self.decoder = call, model, decoder
+        self.rows, self.rows_per_input, self.max_length = rows, rows_per_input, max_length
+        self.captures = captures
+        self.steps = self.since = self.most = 0
+        self.graph: CapturedGraph | None = None
+        self._graphs: GraphCache | None = None  # held by this call
+        self._key: tuple = ()
+        self.variant: Hashable = None
+        if captures:
+            call.on_exit.callback(self.end)  # what is registered later, the return of caches, is called before
+
+    @abstractmethod
+    def prefill(self, tokens: Tensor) -> Any:
+        """The outputs of the first step, after which the keys and values of all tokens are there."""
+
+    @abstractmethod
+    def inputs(self, tokens: Tensor, view: Any) -> dict[str, Any]:
+        """What `forward` gets for the token after tokens `[rows, length]`; CannotPad if masks cannot hide the padding.
+
+        view: of a static cache, which the inputs do not hold; None for the loop's own cache.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def forward(model: Any, inputs: dict[str, Any], view: Any) -> Any:
+        """The outputs of the model's forward; it adds one position to the cache of the view, or to the loop's own."""
+
+    @staticmethod
+    @abstractmethod
+    def logits_of(outputs: Any) -> Tensor:
+        """That by which outputs are compared."""
+
+    @abstractmethod
+    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[str | Reason]]:
+        """What the loop's cache holds, to which `left` positions may be added; or why it cannot be static."""
+
+    @abstractmethod
+    def view_of(self, static: KVCache) -> Any:
+        """What the model sees of a static cache. Does not keep the model alive."""
+
+    @abstractmethod
+    def use(self, static: KVCache) -> None:
+        """The loop's keys and values lie in this cache from now on."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self.abandon()
+
+    def run(self, tokens: Tensor) -> Any:
+        """The outputs of the next step for tokens `[rows, length]`; their tensors hold until the next one."""
+        is_first = self.steps == 0
+        self.steps += 1
+        if self.graph is not None:
+            return self._static_step(tokens)
+        outputs = self.prefill(tokens) if is_first else self.forward(self.model, self.inputs(tokens, None), None)
+        if is_first and not self.prefill_is_a_step:
+            return outputs
+        self.since += 1
+        if self.captures and self.since in (1, recordable.STEPS_BEFORE):
+            self._start_captures(tokens, self.logits_of(outputs))
+        return outputs
+
+    def reorder(self, beam_idx: Tensor) -> None:
+        """Row i goes on with the keys of row `beam_idx[i]`, a row of the same input."""
+        self.graph.cache.reorder(beam_idx)
+
+    def compact(self, batch_index: Tensor, rows: Tensor) -> None:
+        """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both)."""
+        self.rows, self.since = rows.shape[0], 0
+        if self.graph is not None:
+            self._change_to(self.graph.cache.content(batch_index, rows))
+
+    def end(self) -> None:
+        """The call is over: other calls may use its graphs."""
+        if self._graphs is not None:
+            if self.graph is not None:
+                self._graphs.put(self._key, self.graph)
+            self._graphs.in_use.release()
+            self._graphs = self.graph = None
+
+    def abandon(self) -> None:
+        """The loop has failed: the graphs give their memory back."""
+        if self._graphs is not None:
+            self._graphs.clear()
+            self.graph = None
+            self.end()
+
+    def _start_captures(self, tokens: Tensor, expected: Tensor) -> None:
+        """From the next step on steps are captured, if that pays; the last one has given these logits."""
+        left, rows = self.max_length - tokens.shape[1], self.rows
+        graphs = graphs_of(self.model, next(self.decoder.parameters()))
+        wants_new = recordable.is_new_wanted(self.decoder, rows, self.since, left + graphs.steps_without[rows])
+        if self.since >= recordable.STEPS_BEFORE and not wants_new:
+            graphs.steps_without[rows] += left
+        if not wants_new and not len(graphs):
+            if self.since >= recordable.STEPS_BEFORE:
+                reason = Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")
+                self.call.report.add_reasons(STEPS, [reason])
+            return
+        cache, reasons = self.kv_cache(left)
+        if cache is not None and cache.nbytes > graphs.most_bytes:
+            reasons = [f"keys and values of more than {graphs.most_bytes >> 20} MB"]
+        if not reasons and self._graphs is None:
+            if graphs.in_use.acquire(blocking=False):
+                self._graphs = graphs
+            else:
+                reasons = ["another call uses the model's captured steps"]
+        if not reasons:
+            self.most = cache.generated_length + left
+            try:
+                reasons = self._first_capture(cache.content(drop_last=True), tokens, expected, wants_new)
+            except torch.cuda.OutOfMemoryError:  # the call's own cache is as it was
+                self.graph = None
+                graphs.clear()
+                reasons = graphs.refused = ["out of memory while allocating static buffers"]
+        self.call.report.add_reasons(STEPS, with_code("NOT_CAPTURABLE", reasons))
+        if self.graph is None:
+            self.end()
+
+    def _first_capture(self, content: KVCache, tokens: Tensor, expected: Tensor, wants_new: bool) -> list[str]:
+        """Takes or makes a graph and lets it repeat the step that has given `expected`; returns why not.
+
+        If there is none for such a step as yet, and a new one is not wanted, that needs no reason.
+        """
+        graphs = self._graphs
+        if not wants_new and self._key_of(content) not in graphs:
+            return []
+        graphs.set_state(fingerprint(self.model))
+        if not wants_new and self._key_of(content) not in graphs:
+            return []
+        self._fill(content)
+        try:
+            inputs = self.inputs(tokens, self.graph.view)
+        except CannotPad:
+            graphs.has_exact_lengths = True
+            self._fill(content)
+            inputs = self.inputs(tokens, self.graph.view)
+        outputs = self._captured(inputs)
+        if outputs is not None and differs_sync(self.logits_of(outputs), expected):
+            self._refuse("logits with static buffers differ from eager")
+        if outputs is None or graphs.refused:
+            self.graph = None
+            return graphs.refused or ["the arguments of its forward are not those of earlier calls"]
+        self.graph.cache.advance()
+        self.use(self.graph.cache)
+        return []
+
+    def _static_step(self, tokens: Tensor) -> Any:
+        cache = self.graph.cache
+        if cache.generated_length == cache.capacity or self._key[0] != self.variant:
+            self._change_to(cache.content())
+        graph = self.graph
+        inputs = self.inputs(tokens, graph.view)
+        self.since += 1
+        outputs = self._captured(inputs) if graph.structure is not None or self._wants_new_graph() else None
+        if outputs is None:
+            outputs = graph.function(inputs)
+        graph.cache.advance()
+        return outputs
+
+    def _wants_new_graph(self) -> bool:
+        left = self.most - self.graph.cache.generated_length
+        return recordable.is_new_wanted(self.decoder, self.rows, self.since, left)
+
+    def _captured(self, inputs: dict[str, Any]) -> Any:
+        """The outputs of a replay, or of the forward that is captured; None if they cannot be had or trusted."""
+        graph, graphs = self.graph, self._graphs
+        if graphs.refused or (graph.structure is not None and not graph.is_captured):
+            return None
+        try:
+            if graph.structure is None:
+                return graph.capture(inputs, graphs.capture)
+            expected = None
+            if not graph.is_proven:
+                expected = self.logits_of(graph.function(inputs))
+                graph.rewind()
+            outputs = graph.replay(inputs)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except NotRepeatable as reason:
+            self._refuse(str(reason), is_expected=True)
+            return None
+        except Diverged as reason:
+            if not graph.is_proven:  # it does so at every step
+                self._refuse(str(reason), is_expected=True)
+            else:
+                graph.drop()
+            return None
+        except Exception as error:
+            self._refuse(f"{type(error).__name__}: {error}")
+            return None
+        if outputs is None:
+            return None
+        if expected is not None and differs_sync(self.logits_of(outputs), expected):
+            self._refuse("a replay gave other logits than the forward")
+            return None
+        graph.is_proven = True
+        self.call.report.usages[0][graphs.capture.name] += 1
+        return outputs
+
+    def _refuse(self, reason: str, is_expected: bool = False) -> None:
+        """Captures this model's steps no more; is_expected: nothing is wrong, and a report tells it."""
+        self.graph.drop()
+        self._graphs.clear()
+        self._graphs.refused = [f"{type(self.model).__name__}: {reason}"]
+        if not is_expected:
+            warn(f"fastgen does not capture the decode steps of a model: {self._graphs.refused[0]}")
+
+    def _change_to(self, content: KVCache) -> None:
+        """Goes on with this content in a static cache for it: a larger one, or one of fewer rows."""
+        key, graph = self._key, self.graph
+        self._fill(content)
+        self._graphs.put(key, graph)
+        self.use(self.graph.cache)
+
+    def _fill(self, content: KVCache) -> None:
+        """Copies the content to the static cache of a graph with room for more."""
+        key = self._key_of(content)
+        graph = self._graphs.take(key)
+        if graph is None:
+            static = content.to_static(key[-1])
+            view, model, forward = self.view_of(static), ref(self.model), type(self).forward
+            graph = CapturedGraph(lambda inputs: forward(model(), inputs, view), static, view)
+        self._key, self.graph = key, graph
+        graph.cache.load(content)
+
+    def _key_of(self, content: KVCache) -> tuple:
+        return self.variant, torch_settings(), content.spec(self.most, self._graphs.has_exact_lengths)

@@ -1,0 +1,239 @@
+"""Captured decode steps: on a GPU a CUDA graph, on a CPU the kernels one after the other.
+
+Seamless, "CUDA Graph": one launch for all kernels of the text decoder's step. On a CPU the kernels are called without
+the Python in between (fastgen/ops/cpu_graph). Not yet run on a GPU. Knows no host library.
+
+Tests: tests/optimizer/transformers/test_recorded_step.py
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from fastgen.ops.cpu_graph.graph import CpuGraph
+from fastgen.optimizer.decoding.kv_cache import KVCache
+
+# What the graphs of one model may hold between two calls, and the bytes of one: less in the memory of a CPU, of which
+# programs hold more for themselves.
+MOST_GRAPHS = 16
+MOST_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+
+# The largest difference of logits that rounding explains, as a part of the largest of them.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+# Logits beyond it are those of tokens that a model rules out.
+HUGE = 1e4
+
+Run = Callable[[], Any]
+
+
+class CpuCapture:
+    """Captures the kernels that a function calls on a CPU."""
+
+    name = "decode step, captured"
+
+    def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int]:
+        """The output of the function, its replay, and the bytes that the replay keeps.
+
+        rewind: undoes what the function counts.
+        """
+        graph = CpuGraph(run)
+        rewind()
+        return tree_map_only(Tensor, Tensor.clone, graph.output), graph.replay, graph.nbytes
+
+
+class CudaCapture:
+    """Captures CUDA graphs on a stream of its own, in one pool of memory: they are replayed one after the other."""
+
+    name = "decode step, CUDA graph"
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int]:
+        """As `CpuCapture`; the output is that of a call on the capture's stream, where libraries get their workspaces.
+
+        The memory of graphs is the pool's, which they share.
+        """
+        calling = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(calling)
+        with torch.cuda.stream(self.stream):
+            first = run()
+        calling.wait_stream(self.stream)
+        rewind()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            output = run()
+        rewind()
+
+        def replay() -> Any:
+            graph.replay()
+            return output
+
+        return first, replay, 0
+
+
+class CapturedGraph:
+    """One captured step: copies its inputs to static buffers, and replays.
+
+    It owns no KV buffers: those are of `cache`, which it keeps alive and neither makes, fills, moves nor grows. It
+    decides nothing: `DecodeStep` says when to capture, replay or drop it, and whether its output can be trusted.
+
+    function: of nested inputs, adds one position to `cache`. cache: a static cache, None where the function has none.
+    view: what a host sees of the cache. is_proven: a replay gave the function's output for other inputs than those of
+    the capture.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], cache: KVCache | None = None, view: Any = None) -> None:
+        self.function, self.cache, self.view = function, cache, view
+        self.buffers: list[Any] = []  # the leaves of the inputs
+        self.structure: Hashable = None
+        self._copied: dict[int, tuple[ref[Tensor], int]] = {}  # of each leaf: what was copied in last, its version
+        self._replay: Run | None = None
+        self._bytes_of_replay = 0
+        self.is_proven = False
+
+    @property
+    def is_captured(self) -> bool:
+        return self._replay is not None
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [leaf for leaf in self.buffers if isinstance(leaf, Tensor)]
+        tensors += [] if self.cache is None else self.cache.tensors
+        return sum(tensor.nbytes for tensor in tensors) + self._bytes_of_replay
+
+    def capture(self, inputs: Any, capture: CpuCapture | CudaCapture) -> Any:
+        """Captures the function with inputs like these; returns what it gives for them."""
+        leaves, spec = tree_flatten(inputs)
+        self.buffers = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.structure = _structure(leaves, spec)
+        run = lambda: self.function(tree_unflatten(self.buffers, spec))  # noqa: E731
+        output, self._replay, self._bytes_of_replay = capture.capture(run, self.rewind)
+        return output
+
+    def drop(self) -> None:
+        """It is not replayed any more."""
+        self._replay = None
+        self.rewind()
+
+    def replay(self, inputs: Any) -> Any:
+        """The output for these inputs, which the next replay overwrites; None if it was captured with other kinds."""
+        if self._replay is None or not self._copy_in(inputs):
+            self.drop()
+            return None
+        return self._replay()
+
+    def _copy_in(self, inputs: Any) -> bool:
+        """False if the inputs are not like those of the capture."""
+        leaves, spec = tree_flatten(inputs)
+        if _structure(leaves, spec) != self.structure:
+            return False
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and not self._holds(index, leaf):
+                self.buffers[index].copy_(leaf)
+        return True
+
+    def _holds(self, index: int, leaf: Tensor) -> bool:
+        """Whether this very tensor, such as the states of an encoder, is there already; otherwise notes that it is."""
+        if leaf.is_inference():  # does not tell whether it was written since
+            return False
+        source, version = self._copied.get(index, (lambda: None, 0))
+        self._copied[index] = ref(leaf), leaf._version
+        return source() is leaf and version == leaf._version
+
+    def rewind(self) -> None:
+        """Whatever was tried, the position that it was to add is added next."""
+        if self.cache is not None:
+            self.cache.rewind()
+
+
+class GraphCache:
+    """The captured steps of one model of one type on one device; the least recently used goes first.
+
+    It decides nothing either. A call that holds `in_use` takes graphs out and puts them back, so that calls with the
+    same shapes use them one after the other. refused: why none is to be captured any more. has_exact_lengths: no masks
+    hide what makes other lengths equal. steps_without: by the number of rows, steps of earlier calls that were too few
+    for a graph of their own.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype, self.most_bytes = device, dtype, MOST_BYTES[device.type]
+        self.capture = CudaCapture(device) if device.type == "cuda" else CpuCapture()
+        self.in_use = threading.Lock()
+        self.refused: list[str] = []
+        self.has_exact_lengths = False
+        self.steps_without: Counter[int] = Counter()
+        self._state: Any = None
+        self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()  # the latest last
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def set_state(self, state: Any) -> None:
+        """Drops what was captured when the model's state was another."""
+        if state != self._state:
+            self.clear()
+            self._state = state
+
+    def take(self, key: Hashable) -> CapturedGraph | None:
+        return self._graphs.pop(key, None)
+
+    def put(self, key: Hashable, graph: CapturedGraph) -> None:
+        """Stores it for other calls; drops those that were not used for longest, if there are too many."""
+        if graph.is_captured and graph.nbytes <= self.most_bytes:
+            self._graphs[key] = graph
+        while self._graphs and (len(self) > MOST_GRAPHS or self.nbytes > self.most_bytes):
+            self._graphs.popitem(last=False)
+
+    def clear(self) -> None:
+        self._graphs.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(graph.nbytes for graph in self._graphs.values())
+
+
+_known: WeakKeyDictionary[nn.Module, GraphCache] = WeakKeyDictionary()
+
+
+def graphs_of(model: nn.Module, weight: Tensor) -> GraphCache:
+    """Of a model as it is: those captured with another type or device, and the weights that they hold, are let go.
+
+    weight: one of those that a step reads.
+    """
+    known = _known.get(model)
+    if known is None or (known.device, known.dtype) != (weight.device, weight.dtype):
+        known = _known[model] = GraphCache(weight.device, weight.dtype)
+    return known
+
+
+def torch_settings() -> tuple:
+    """What of torch decides which kernels run, and whether tensors may be written outside of inference mode."""
+    attention = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math")]
+    precision = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    types = torch.get_default_dtype(), torch.get_num_threads()
+    return torch.is_inference_mode_enabled(), *precision, *types, *attention
+
+
+def differs_sync(found: Tensor, expected: Tensor) -> bool:
+    """Whether logits of a step differ by more than rounding explains; what is set to a huge number only has to be."""
+    tolerance = TOLERANCES.get(expected.dtype, TOLERANCES[torch.float32])
+    found, expected = found.clamp(-HUGE, HUGE), expected.clamp(-HUGE, HUGE)
+    atol = tolerance * expected.masked_fill(expected.abs() == HUGE, 0).nan_to_num().abs().max().item()
+    return found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=atol, equal_nan=True)
+
+
+def _structure(leaves: list[Any], spec: Any) -> tuple:
+    return spec, tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves)

@@ -27,7 +27,7 @@ PATCHES = (
     _patch(
         "transformers.sample",
         "transformers.generation.utils:GenerationMixin._sample",
-        "fastgen.optimizer.transformers.greedy:sample",
+        "fastgen.optimizer.transformers.token_loop:sample",
         parameters=("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
         group="transformers.loops",
     ),

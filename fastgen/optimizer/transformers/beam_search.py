@@ -33,7 +33,7 @@ from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, l
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 from fastgen.optimizer.transformers.unread import without_unread
 
-# What the library adds to the score of a candidate that is out of the race, and gives to places that are free.
+# What the library adds to the score of a candidate that is out of the race, and gives to slots that are free.
 OUT = -1.0e9
 # Above this score nothing that is out of the race comes near.
 LOWEST = OUT / 2
@@ -92,8 +92,8 @@ class BeamSearch:
     beams, the best first, `[B, M]`. best: the tokens of the M best hypotheses,
     prompt included, `[B, M, max_length]`; best_scores, lengths, complete: their scores, their numbers of generated
     tokens, and whether they have ended, `[B, M]`. can_improve: whether a beam may still become one of them, `[B, 1]`.
-    places: which inputs of the batch these are, `[B]`. late_end: where the end is read one step late, because the host
-    is not to wait for the device; has_ended: whether the search was over before this step, on the device.
+    batch_index: which inputs of the batch these are, `[B]`. late_end: where the end is read one step late, because
+    the host is not to wait for the device; has_ended: whether the search was over before this step, on the device.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep) -> None:
@@ -112,7 +112,7 @@ class BeamSearch:
         self.complete = torch.zeros_like(self.scores, dtype=torch.bool)
         self.can_improve = torch.ones((inputs, 1), dtype=torch.bool, device=device)
         self.stops_when_full = config.early_stopping is True
-        self.places = torch.arange(inputs, device=device)
+        self.batch_index = torch.arange(inputs, device=device)
         self.numbers = torch.arange(self.num_beams, device=device)
         self.results: tuple[Tensor, ...] | None = None  # of all inputs: best, lengths and best_scores
         self.late_end = LateFlag(device) if step.ends_late else None
@@ -125,7 +125,7 @@ class BeamSearch:
             stop, is_final = self.advance(*self.candidates(), stopping_criteria)
             left = self.config.max_length - self.input_ids.shape[1]
             if not stop and any(is_final) and self.step.leaving_pays(sum(is_final), len(is_final), left):
-                self.keep([place for place, final in enumerate(is_final) if not final])
+                self.compact([index for index, final in enumerate(is_final) if not final])
         self.store()
         best, lengths, scores = self.results
         self.step.call.beam_scores = scores
@@ -144,7 +144,7 @@ class BeamSearch:
         return candidates, first_rows[:, None] + beams, tokens
 
     def allowed_candidates(self, logits: Tensor) -> Candidates | None:
-        """The scores and places `[B, C]` of the best where a trie says what is allowed; None where all count."""
+        """The scores and indices `[B, C]` of the best where a trie says what is allowed; None where all count."""
         trie = trie_alone(self.step.processors, logits.shape[1])
         if trie is None:
             return None
@@ -167,7 +167,7 @@ class BeamSearch:
         return best_of_different(logits, self.scores, racing[rows], tokens, self.num_candidates)
 
     def all_candidates(self, logits: Tensor) -> Candidates:
-        """The scores and places `[B, C]` of the best of all tokens, after the processors."""
+        """The scores and indices `[B, C]` of the best of all tokens, after the processors."""
         if self.step.processors or not two_stages_pay(logits, self.scores, self.num_candidates):
             log_probs = self.step.process(self.input_ids, functional.log_softmax(logits, dim=-1))
             return best_of_all(log_probs, self.scores, self.num_candidates)
@@ -246,14 +246,14 @@ class BeamSearch:
         merged = torch.cat([self.best[:, :, :length], continued], dim=1)
         self.best[:, :, :length] = merged.gather(1, entering[:, :, None].expand(-1, -1, length))
 
-    def keep(self, places: list[int]) -> None:
-        """Drops the inputs that are not at `places`."""
+    def compact(self, remaining: list[int]) -> None:
+        """Drops the inputs that are not among these."""
         self.store()
-        kept = torch.tensor(places, device=self.places.device)
+        kept = torch.tensor(remaining, device=self.batch_index.device)
         rows = rows_of(kept, self.num_beams)
         self.step.compact(kept, rows)
         self.input_ids = self.input_ids.index_select(0, rows)
-        for name in ("scores", "best", "best_scores", "lengths", "complete", "can_improve", "places"):
+        for name in ("scores", "best", "best_scores", "lengths", "complete", "can_improve", "batch_index"):
             setattr(self, name, getattr(self, name).index_select(0, kept))
 
     def store(self) -> None:
@@ -262,4 +262,4 @@ class BeamSearch:
             self.results = self.best, self.lengths, self.best_scores
         else:
             for results, found in zip(self.results, (self.best, self.lengths, self.best_scores)):
-                results[self.places] = found
+                results[self.batch_index] = found

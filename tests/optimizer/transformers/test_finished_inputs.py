@@ -137,7 +137,9 @@ def test_after_an_error_of_a_leaving_input_the_library_begins_anew(monkeypatch, 
     failed = []
     monkeypatch.setattr(CONFIG, "strict", False)
     monkeypatch.setattr(PATCH_SET, "_replacement_failed", lambda record, error: failed.append(str(error)))
-    monkeypatch.setattr(decode_step, "rows_of", None)  # fails when the first input leaves, with caches full of keys
+    monkeypatch.setattr(
+        decode_step.DecodeStep, "compact", None
+    )  # fails when the first input leaves, with caches full of keys
     model, arguments = tiny("llama"), {**ENDS, "num_beams": num_beams}
     if num_beams > 1:
         arguments["early_stopping"] = True
@@ -173,7 +175,7 @@ def test_a_model_that_moves_its_cache_itself_is_given_it():
 def test_all_of_a_search_are_left_in_their_places():
     """Of the inputs that left first the results stand where they belong."""
     model, kept = tiny("llama"), []
-    keep = BeamSearch.keep
-    with mock.patch.object(BeamSearch, "keep", lambda self, places: kept.append(places) or keep(self, places)):
+    compact = BeamSearch.compact
+    with mock.patch.object(BeamSearch, "compact", lambda self, left: kept.append(left) or compact(self, left)):
         _, fast, _ = run_both(lambda: model.generate(**inputs_of("llama"), **ENDS, num_beams=2, early_stopping=True))
     assert len(fast) == 5 and len(kept) > 1

@@ -60,7 +60,7 @@ def sample(
         )
     rows = input_ids.shape[0]
     with TransformersDecodeStep(self, generation_config, logits_processor, model_kwargs, rows, 1, captures) as step:
-        return TokenByToken(input_ids, generation_config, step, leaves).run(stopping_criteria)
+        return TokenLoop(input_ids, generation_config, step, leaves).run(stopping_criteria)
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:
@@ -70,12 +70,12 @@ def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bo
     return has_end and several and not config.do_sample
 
 
-class TokenByToken:
+class TokenLoop:
     """Rows that get one token at each step, greedy or drawn.
 
-    input_ids: of the rows that are there, `[rows, length]`; going_on: those that have not ended; places: which of all
-    rows they are. left_behind: before inputs left, the places and tokens of those that were there. late_end: where the
-    end is read one step late, because the host is not to wait for the device.
+    input_ids: of the rows that are there, `[rows, length]`; going_on: those that have not ended; batch_index: which of
+    all rows they are. finished: before inputs left, the indices and tokens of those that were there. late_end:
+    where the end is read one step late, because the host is not to wait for the device.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, leaves: bool) -> None:
@@ -84,8 +84,8 @@ class TokenByToken:
         self.input_ids = input_ids
         self.pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
         self.going_on = torch.ones(rows, dtype=torch.bool, device=device)
-        self.places = torch.arange(rows, device=device)
-        self.left_behind: list[tuple[Tensor, Tensor]] = []
+        self.batch_index = torch.arange(rows, device=device)
+        self.finished: list[tuple[Tensor, Tensor]] = []
         self.late_end = LateFlag(device) if step.ends_late else None
         is_cuda = device.type == "cuda"
         self.random = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
@@ -96,12 +96,12 @@ class TokenByToken:
         with getattr(self.step.model, "_optimize_model_for_decode", nullcontext)():
             while not self.advance(logits, stopping_criteria):
                 if self.leaves:
-                    self.let_leave()
+                    self.compact()
                 logits = self.step.logits(self.input_ids)
-        if not self.left_behind:
+        if not self.finished:
             return self.input_ids
-        output = self.pad.repeat(len(self.left_behind[0][0]), self.input_ids.shape[1])
-        for rows, found in [*self.left_behind, (self.places, self.input_ids)]:
+        output = self.pad.repeat(len(self.finished[0][0]), self.input_ids.shape[1])
+        for rows, found in [*self.finished, (self.batch_index, self.input_ids)]:
             output[rows, : found.shape[1]] = found
         return output
 
@@ -125,7 +125,7 @@ class TokenByToken:
             return True
         return self.input_ids.shape[1] >= self.config.max_length
 
-    def let_leave(self) -> None:
+    def compact(self) -> None:
         """Drops the inputs of which all rows have ended, where that pays."""
         step = self.step
         if step.call.rows and step.steps == 1:
@@ -135,10 +135,11 @@ class TokenByToken:
         left = self.config.max_length - self.input_ids.shape[1]
         if len(kept) == len(by_input) or not step.leaving_pays(len(by_input) - len(kept), len(by_input), left):
             return
-        self.left_behind.append((self.places, self.input_ids))
+        self.finished.append((self.batch_index, self.input_ids))
         rows = rows_of(kept, step.rows_per_input)
         step.compact(kept, rows)
-        self.input_ids, self.going_on, self.places = self.input_ids[rows], self.going_on[rows], self.places[rows]
+        self.input_ids, self.going_on = self.input_ids[rows], self.going_on[rows]
+        self.batch_index = self.batch_index[rows]
 
 
 def _drawn(scores: Tensor) -> Tensor:

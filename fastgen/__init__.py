@@ -27,8 +27,20 @@ if TYPE_CHECKING:
 
     from fastgen.ops.prefix_trie import PrefixTrie
     from fastgen.optimizer.report import Report
+    from fastgen.optimizer.verify import Verification
 
-__all__ = ["PatchState", "PrefixTrie", "configure", "disable", "disabled", "enable", "enabled", "explain", "status"]
+__all__ = [
+    "PatchState",
+    "PrefixTrie",
+    "configure",
+    "disable",
+    "disabled",
+    "enable",
+    "enabled",
+    "explain",
+    "status",
+    "verify",
+]
 __version__ = "0.1.0"
 
 
@@ -83,13 +95,28 @@ def status() -> PatchStates:
 
 
 def explain() -> Report | None:
-    """What the last `generate` of this thread that went through fastgen shared, which kernels ran, what fell back.
+    """What the last `generate` of this thread that went through fastgen shared, which kernels ran, what was not done.
 
     Print it to read it; `as_dict()` is for JSON. None if there was none; a call inside `disabled()` is not seen.
     """
     from fastgen.optimizer.decoding import call
 
     return call.last_report()
+
+
+def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
+    """Generates without fastgen and with it, from the same random numbers, and says what differs first.
+
+        print(fastgen.verify(model, tokenizer(texts, padding=True, return_tensors="pt"), num_beams=4))
+
+    model: of transformers, with inputs as a mapping of arguments or as input_ids; or a generator of fairseq, with a
+    sample. generate_kwargs: those of its `generate`. What is returned has `equal`; the first `difference` with its step
+    and row, the scores of both sequences and their gap; seconds and bytes of both calls; `as_dict()` and a text. Calls
+    `generate` four times: the first two are compared, the others are timed. The random numbers are put back afterwards.
+    """
+    from fastgen.optimizer import verify
+
+    return verify.verify(model, inputs, **generate_kwargs)
 
 
 def __getattr__(name: str) -> Any:

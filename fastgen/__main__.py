@@ -1,5 +1,7 @@
 """`python -m fastgen`: shows what is patched and why, or runs a program under fastgen that nobody may edit.
 
+`python -m fastgen verify MODEL INPUT` compares a model without fastgen and with it, see fastgen/cli/verify.py.
+
 Tests: tests/test_main.py
 """
 
@@ -35,6 +37,10 @@ _PACKAGES = ("torch", "transformers", "fairseq")
 
 def main(argv: list[str]) -> None:
     """Without arguments the report; otherwise the program in `argv`, with the exit status that it has by itself."""
+    if argv[:1] == ["verify"]:
+        from fastgen.cli import verify
+
+        sys.exit(verify.main(argv[1:]))
     first = next((i for i, word in enumerate(argv) if word == "-m" or not word.startswith("-")), len(argv))
     own, program = argv[:first], argv[first:]
     _parser().parse_args(own)
@@ -55,9 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     """Takes the options before the program only: what follows belongs to the program."""
     parser = argparse.ArgumentParser(
         prog=_PROG,
-        usage=f"{_PROG} [-h] [--version] [SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]]",
+        usage=f"{_PROG} [-h] [--version] [SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...] | verify MODEL INPUT ...]",
         description="Runs a program under fastgen as python would run it. Without a program, shows the versions, "
-        "which patches are applied and which kernels are usable, and why the others are not.",
+        "which patches are applied and which kernels are usable, and why the others are not. verify compares a model "
+        f"without fastgen and with it: see {_PROG} verify --help.",
     )
     parser.add_argument("--version", action="version", version=f"fastgen {fastgen.__version__}")
     return parser

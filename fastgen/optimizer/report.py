@@ -1,6 +1,8 @@
 """What `fastgen.explain()` returns: what one `generate` shared, which kernels ran, what was not done and why.
 
-A report describes; nothing reads it to decide. Tests: tests/optimizer/test_report.py.
+A report describes; nothing reads it to decide.
+
+Tests: tests/optimizer/test_report.py
 """
 
 from __future__ import annotations
@@ -112,9 +114,9 @@ class Report:
         return "decode steps not captured" + (f": {why.text}" if why else "")
 
     def _prompts_verdict(self) -> str:
-        if self.shared and self.rows > self.inputs:
+        why = self._reason_for(PREFILL) or (None if self.shared else self._reason_for(LOOP))
+        if why is None and self.rows > self.inputs:
             return "prompts shared"
-        why = self._reason_for(PREFILL)
         return "prompts not shared: " + (why.text if why else "one row per input")
 
     def _reason_for(self, part: str) -> Reason | None:

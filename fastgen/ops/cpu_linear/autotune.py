@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastgen.ops.cpu_linear import few_rows
 from fastgen.ops.cpu_linear.autotune_cache import AutotuneCache, Kind
 from fastgen.ops.cpu_linear.product import BLAS, FEW_ROWS, ways
+from fastgen.ops.tolerances import tolerance
 
 logger = logging.getLogger("fastgen")
 
@@ -29,9 +30,6 @@ MOST_ROWS = 256
 GAIN = 1.1
 ROUNDS = 3
 SECONDS = 0.04  # after which no further round begins
-
-# Numbers that differ by more than this part of the largest are wrong.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
 def kind_of(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Kind:
@@ -92,7 +90,7 @@ def _right_ways(rows: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, 
     is_few = len(rows) <= few_rows.MOST_ROWS
     found = {name: way for name, way in ways(weight.dtype).items() if is_few or name != FEW_ROWS}
     expected = found[BLAS](rows, weight, bias)
-    most = TOLERANCES[weight.dtype] * expected.abs().max()
+    most = tolerance("product", weight.dtype) * expected.abs().max()
     right = {name: way for name, way in found.items() if (way(rows, weight, bias) - expected).abs().max() <= most}
     for name in found.keys() - right.keys():
         logger.warning("products of the kind %r are wrong for %s and not used", name, tuple(weight.shape))

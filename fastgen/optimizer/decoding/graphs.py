@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fastgen.ops.cpu_graph.graph import CpuGraph
+from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer.decoding.kv_cache import KVCache
 
 # What the graphs of one model may hold between two calls, and the bytes of one: less in the memory of a CPU, of which
 # programs hold more for themselves.
 MOST_GRAPHS = 16
 MOST_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
-
-# The largest difference of logits that rounding explains, as a part of the largest of them.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 # Logits beyond it are those of tokens that a model rules out.
 HUGE = 1e4
@@ -229,9 +227,9 @@ def torch_settings() -> tuple:
 
 def differs_sync(found: Tensor, expected: Tensor) -> bool:
     """Whether logits of a step differ by more than rounding explains; what is set to a huge number only has to be."""
-    tolerance = TOLERANCES.get(expected.dtype, TOLERANCES[torch.float32])
     found, expected = found.clamp(-HUGE, HUGE), expected.clamp(-HUGE, HUGE)
-    atol = tolerance * expected.masked_fill(expected.abs() == HUGE, 0).nan_to_num().abs().max().item()
+    largest = expected.masked_fill(expected.abs() == HUGE, 0).nan_to_num().abs().max().item()
+    atol = tolerance("logits", expected.dtype) * largest
     return found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=atol, equal_nan=True)
 
 

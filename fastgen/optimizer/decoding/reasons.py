@@ -1,6 +1,8 @@
 """Why something was not done: a code for tests, programs and documentation, and a text for people.
 
-The codes are listed in docs/reasons.md. Tests: tests/optimizer/test_report.py.
+The codes are listed in docs/reasons.md.
+
+Tests: tests/optimizer/test_report.py
 """
 
 from __future__ import annotations

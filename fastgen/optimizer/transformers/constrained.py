@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,10 @@ from fastgen.ops.prefix_trie import PrefixTrie
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import add_reasons, count
 from fastgen.optimizer.decoding.reasons import ALLOWED, Reason
+from fastgen.optimizer.decoding.verify_once import Difference, verify_once
 
 NAME = "transformers.prefix_constrained"
 ALL_ROWS, ALONE = "prefix trie: all rows at once", "prefix trie: allowed tokens alone"
-
-# Whether a call was compared with the original, where transformers is newer than any tested version.
-_verified: set[type] = set()
 
 
 def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -31,10 +30,17 @@ def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores:
     if reasons := _reasons(self, input_ids, scores):
         add_reasons(ALLOWED, reasons)
         return original(self, input_ids, scores)
-    if PATCH_SET.newer_than_tested("transformers") and type(self) not in _verified:
-        return _verify(original, self, input_ids, scores)
-    found = _constrained(self, input_ids, scores)
-    return original(self, input_ids, scores) if found is None else found
+
+    def theirs() -> Tensor:
+        return original(self, input_ids, scores)
+
+    def ours() -> Tensor:
+        found = _constrained(self, input_ids, scores)
+        return theirs() if found is None else found
+
+    if not PATCH_SET.newer_than_tested("transformers"):
+        return ours()
+    return verify_once(type(self), ours, theirs, _difference, partial(_refuse, self))
 
 
 def _constrained(processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor | None:
@@ -93,12 +99,12 @@ def all_rows_occur(rows: Tensor, row_count: int) -> bool:
     return bool(torch.bincount(rows, minlength=row_count).all())
 
 
-def _verify(original: Callable, processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
-    found, expected = _constrained(processor, input_ids, scores), original(processor, input_ids, scores)
-    if found is not None and not torch.equal(found, expected):
-        PATCH_SET.fail(NAME, f"{type(processor).__name__} allows other tokens than fastgen")
-    _verified.add(type(processor))
-    return expected
+def _difference(found: Tensor, expected: Tensor) -> Difference | None:
+    return None if torch.equal(found, expected) else Difference("allows other tokens than fastgen")
+
+
+def _refuse(processor: Any, difference: Difference) -> None:
+    PATCH_SET.fail(NAME, f"{type(processor).__name__} {difference}")
 
 
 def trie_of(processor: Any) -> PrefixTrie | None:

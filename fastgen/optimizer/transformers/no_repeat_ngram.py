@@ -7,7 +7,7 @@ the first processor: there they are written in place, which is most of what ther
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,12 +24,10 @@ from fastgen.ops.transforms import is_watched
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import add_reasons, count
 from fastgen.optimizer.decoding.reasons import NGRAMS, Reason, with_code
+from fastgen.optimizer.decoding.verify_once import Difference, verify_once
 from fastgen.origin import comes_with
 
 GROUP = "transformers.no_repeat_ngram"
-
-# Classes whose first call was compared with the original, where transformers is newer than any tested version.
-_verified: set[type] = set()
 
 
 def writing_processors(processors: LogitsProcessorList, generation_config: Any) -> LogitsProcessorList:
@@ -78,10 +76,14 @@ def no_repeat_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Te
         return original(self, input_ids, scores)
     if not _can_ban(self, input_ids):
         return original(self, input_ids, scores)
-    if PATCH_SET.newer_than_tested("transformers") and type(self) not in _verified:
-        return _verify(original, self, input_ids, scores)
-    count(implementation_for(scores.device.type).counted_as)
-    return ban(input_ids, scores, self.ngram_size, encoder_tokens=_encoder_tokens(self))
+
+    def ours() -> Tensor:
+        count(implementation_for(scores.device.type).counted_as)
+        return ban(input_ids, scores, self.ngram_size, encoder_tokens=_encoder_tokens(self))
+
+    if not PATCH_SET.newer_than_tested("transformers"):
+        return ours()
+    return verify_once(type(self), ours, lambda: original(self, input_ids, scores), _difference, partial(_refuse, self))
 
 
 def encoder_ngrams(original: Callable, self: Any, encoder_ngram_size: int, encoder_input_ids: Tensor) -> None:
@@ -186,11 +188,9 @@ def _encoder_tokens(processor: Any) -> Tensor | None:
     return None
 
 
-def _verify(original: Callable, processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
-    expected = original(processor, input_ids, scores)
-    found = ban(input_ids, scores, processor.ngram_size, encoder_tokens=_encoder_tokens(processor))
-    if torch.equal(found.isneginf(), expected.isneginf()):
-        _verified.add(type(processor))
-    else:
-        PATCH_SET.fail(GROUP, f"{type(processor).__name__} bans other tokens than fastgen")
-    return expected
+def _difference(found: Tensor, expected: Tensor) -> Difference | None:
+    return None if torch.equal(found.isneginf(), expected.isneginf()) else Difference("bans other tokens than fastgen")
+
+
+def _refuse(processor: Any, difference: Difference) -> None:
+    PATCH_SET.fail(GROUP, f"{type(processor).__name__} {difference}")

@@ -9,30 +9,33 @@ difference switches the patches off, altogether or for that class, with a warnin
 from __future__ import annotations
 
 import inspect
-import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
 from transformers import __version__ as transformers_version
 
+from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
-from fastgen.optimizer.decoding.graphs import TOLERANCES
 from fastgen.optimizer.decoding.reasons import Reason, with_code
+from fastgen.optimizer.decoding.verify_once import Difference, NotComparable, RandomStates, is_verified, verify_once
 from fastgen.origin import packages_of
 from fastgen.patching import disabled, warn
 
 STEPS = 4
 GROUP = "transformers.shared_caches"
 
-# Keys of what was compared, see `_key`; and what differed, for classes that are left alone.
-_verified: set[tuple] = set()
+# In place of a token where the other sequences are longer.
+ABSENT = -1
+
+# What differed, for classes that are left alone.
 _refused: dict[type, str] = {}
 
 # Held during a comparison, which changes the state of all threads' random numbers. Nobody waits for it: the model's
@@ -77,12 +80,12 @@ def call_to_verify(original: Callable, model: Any, args: tuple, kwargs: dict[str
 def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
     host_call = call.to_verify
-    if is_tested(model) or (host_call is None and call.share is not None):  # the latter in `compare`
+    if is_tested(model) or (host_call is None and call.share is not None):  # the latter in `_compare_first_steps`
         return []
     if host_call is None or host_call.model is not model:
         return [Reason("UNVERIFIED", f"{_subject(model)} is not verified yet, and this call has nothing to compare")]
     key = _key(host_call, generation_config, call)
-    if key in _verified:
+    if is_verified(key):
         return []
     stateful = [name for name, value in host_call.arguments.items() if _has_state(value)]
     unfit = [f"a call with {name} cannot be repeated" for name in stateful]
@@ -92,98 +95,110 @@ def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, ca
         unfit.append("another comparison is running")
     if not unfit:
         try:
-            unfit = _verify(key, host_call)
+            unfit = _compare_first_steps(key, host_call)
         finally:
             _COMPARING.release()
     texts = [f"{_subject(model)} is not verified yet, and {reason}" for reason in unfit]
     return with_code("UNVERIFIED", texts) or refused_reasons(model)
 
 
-def _verify(key: tuple, host_call: HostCall) -> list[str]:
-    """Compares and notes what came out; returns why nothing did, if so."""
-    states = _random_states()
-    try:
-        difference = compare(host_call, states)
-    finally:
-        _restore(states)
-    if difference is None:
-        return ["its first steps show nothing to compare"]
-    if difference:
-        _refused[type(host_call.model)] = reason = f"{_subject(host_call.model)}: {difference}"
-        if is_known_class(host_call.model):
-            PATCH_SET.fail(GROUP, reason)
-        else:
-            warn(f"fastgen leaves this model class alone: {reason}")
-    else:
-        _verified.add(key)
-    return []
+def _compare_first_steps(key: tuple, host_call: HostCall) -> list[str]:
+    """Compares and notes what came out; returns why nothing did, if so.
 
-
-def _random_states() -> tuple:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), cuda, numpy.random.get_state(), random.getstate()
-
-
-def _restore(states: tuple) -> None:
-    cpu, cuda, of_numpy, of_python = states
-    torch.set_rng_state(cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
-    numpy.random.set_state(of_numpy)
-    random.setstate(of_python)
-
-
-def compare(host_call: HostCall, random_states: tuple) -> str | None:
-    """What differs between the first steps of the original and of fastgen; empty if nothing does.
-
-    Prompts of any length are shared, so that those to come go through code that was compared, and then none. None if
-    the original fails or stops, or if fastgen shares nothing, so that there is nothing to compare.
+    Prompts of any length are shared, so that those to come go through code that was compared, and then none.
     """
-
-    model, dtype = host_call.model, host_call.model.dtype
+    model, states = host_call.model, RandomStates.current()
 
     def first_steps() -> Any:
-        _restore(random_states)
+        states.restore()
         stop = StoppingCriteriaList([_StopAfter(STEPS)])
         others = {"return_dict_in_generate": True, "output_logits": True, "min_new_tokens": STEPS}
         return host_call.original(model, **host_call.arguments | others | {"stopping_criteria": stop})
 
-    try:
-        with disabled():
-            expected = first_steps()
+    def theirs() -> Any:
+        try:
+            with disabled():
+                expected = first_steps()
+        except Exception as error:  # which the call that follows will raise as well, if it is the program's
+            raise NotComparable from error
         if len(expected.logits) < STEPS:
-            return None
-    except Exception:  # which the call that follows will raise as well, if it is the program's
-        return None
-    for share in (True, False):
+            raise NotComparable
+        return expected
+
+    def ours(share: bool) -> Any:
         with generate_call(type(model).__name__) as call:
             call.user_code, call.share = not is_known_class(model), share
             try:
                 found = first_steps()
             except Exception as error:
-                return f"{type(error).__name__}: {error}"
+                return Difference(f"{type(error).__name__}: {error}")
         if not call.is_accelerated:
-            return None
-        if difference := _difference(found, expected, dtype):
-            return difference
-    return ""
+            raise NotComparable
+        return found
+
+    def difference(found: Iterator[Any], expected: Any) -> Difference | None:
+        differences = (one if isinstance(one, Difference) else first_difference(one, expected, model) for one in found)
+        return next((one for one in differences if one is not None), None)
+
+    try:
+        verify_once(key, lambda: map(ours, (True, False)), theirs, difference, partial(_refuse, model))
+    except NotComparable:
+        return ["its first steps show nothing to compare"]
+    finally:
+        states.restore()
+    return []
 
 
-def _difference(found: Any, expected: Any, dtype: torch.dtype) -> str:
-    """Between the outputs of two calls; in half precision, rounding may change tokens and what follows them."""
-    is_half = dtype not in (torch.float32, torch.float64)
+def _refuse(model: Any, difference: Difference) -> None:
+    """Leaves the model's class alone, or all classes where it is one of the library's."""
+    _refused[type(model)] = reason = f"{_subject(model)}: {difference}"
+    if is_known_class(model):
+        PATCH_SET.fail(GROUP, reason)
+    else:
+        warn(f"fastgen leaves this model class alone: {reason}")
+
+
+def first_difference(found: Any, expected: Any, model: Any) -> Difference | None:
+    """Between the outputs of two calls of `generate` with their logits; None if there is none.
+
+    In half precision rounding may change tokens, and all that follows them.
+    """
+    is_half = model.dtype not in (torch.float32, torch.float64)
     for step, (ours, theirs) in enumerate(zip(found.logits, expected.logits)):
         if ours.shape != theirs.shape:
-            return f"logits of step {step} have shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
+            text = f"logits of step {step} have shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
+            return Difference(text, step)
         largest = theirs.nan_to_num(posinf=0, neginf=0).abs().max().item()
-        tolerance = TOLERANCES.get(dtype, TOLERANCES[torch.float32]) * largest
-        equal = torch.isclose(ours, theirs, rtol=0, atol=tolerance, equal_nan=True).all(dim=-1)  # [rows]
+        atol = tolerance("logits", model.dtype) * largest
+        equal = torch.isclose(ours, theirs, rtol=0, atol=atol, equal_nan=True).all(dim=-1)  # [rows]
         if equal.float().mean() < (0.5 if is_half and step else 1):
-            difference = (ours.nan_to_num(neginf=-1e9) - theirs.nan_to_num(neginf=-1e9)).abs().max().item()
-            return f"logits of step {step} differ by {difference:.2g}"
-    if not is_half and not torch.equal(found.sequences, expected.sequences):
-        return "tokens differ"
-    return ""
+            apart = (ours.nan_to_num(neginf=-1e9) - theirs.nan_to_num(neginf=-1e9)).abs()
+            row, token = divmod(int(apart.argmax()), apart.shape[-1])
+            text = f"logits of step {step} differ by {apart.max().item():.2g} in row {row}, token {token}"
+            return Difference(text, step, row, ours[row, token].item(), theirs[row, token].item())
+    return (
+        None if is_half else first_token_difference(found.sequences, expected.sequences, generated_from(model, found))
+    )
+
+
+def generated_from(model: Any, output: Any) -> int:
+    """The column of the sequences with the first generated token, of a call that returns logits."""
+    return output.sequences.shape[1] - len(output.logits)
+
+
+def first_token_difference(ours: Tensor, theirs: Tensor, start: int) -> Difference | None:
+    """Between tokens `[rows, length]` that are generated from column `start` on, the earliest step first."""
+    if ours.shape[0] != theirs.shape[0]:
+        return Difference(f"{ours.shape[0]} rows instead of {theirs.shape[0]}")
+    length = max(ours.shape[1], theirs.shape[1])
+    ours, theirs = (functional.pad(tokens, (0, length - tokens.shape[1]), value=ABSENT) for tokens in (ours, theirs))
+    different = (ours != theirs).nonzero()  # [differences, 2]
+    if not len(different):
+        return None
+    row, column = different[different[:, 1].argmin()].tolist()
+    tokens = ["the end" if token == ABSENT else f"token {token}" for token in (ours[row, column], theirs[row, column])]
+    text = f"step {column - start} of row {row} gives {tokens[0]} instead of {tokens[1]}"
+    return Difference(text, column - start, row)
 
 
 class _StopAfter(StoppingCriteria):

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding.verify_once import Difference, verify_once
 from fastgen.optimizer.transformers import PATCHES
-from fastgen.optimizer.vocoder.faster import faster_waveform, tolerance
+from fastgen.optimizer.vocoder.faster import faster_waveform
 from fastgen.optimizer.vocoder.hifi_gan import HifiGan, stages_of
 from fastgen.patching import disabled
 
 # By the module of the library.
 _GROUPS = {patch.module: patch.group for patch in PATCHES}
-
-_known_to_agree: set[type] = set()
 
 
 def of_units(original: Callable, self: Any, inputs_embeds: Tensor) -> Tensor:
@@ -56,15 +56,20 @@ def of_latents(original: Callable, self: Any, spectrogram: Tensor, global_condit
 def verified(generator: Any, found: Tensor, original: Callable[[], Tensor]) -> Tensor:
     """What was found; where transformers is newer than any version tested, the first of a class is compared."""
     kind = library_class(generator)
-    if kind in _known_to_agree or not PATCH_SET.newer_than_tested("transformers"):
+
+    def refuse(difference: Difference) -> None:
+        PATCH_SET.fail(_GROUPS[kind.__module__], f"{kind.__name__} {difference}")
+
+    if not PATCH_SET.newer_than_tested("transformers"):
         return found
     with disabled():
-        expected = original()
-    if found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=tolerance(found)):
-        _known_to_agree.add(kind)
-    else:
-        PATCH_SET.fail(_GROUPS[kind.__module__], f"{kind.__name__} made another waveform than fastgen")
-    return expected
+        return verify_once(kind, lambda: found, original, _difference, refuse)
+
+
+def _difference(found: Tensor, expected: Tensor) -> Difference | None:
+    atol = tolerance("waveform", found.dtype)
+    is_equal = found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=atol)
+    return None if is_equal else Difference("made another waveform than fastgen")
 
 
 def _hifi_gan(generator: Any, slope: float) -> HifiGan:

@@ -23,10 +23,6 @@ ONEDNN = "vocoder, oneDNN"
 # Of all rows together: so many that oneDNN's reordering of each weight does not matter, see `OneDnn`.
 MIN_FRAMES = 64
 
-# How far waveforms between -1 and 1 may be from each other where rounding is all that differs.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-TOLERANCE = 0.05  # of half precision
-
 # Of a codec's, whose wide layers oneDNN does not compute.
 MIN_CODEC_FRAMES = 16
 
@@ -63,11 +59,6 @@ def faster_decoded(owner: nn.Module, parts: list[Part], states: Tensor) -> Tenso
         if is_normed:
             count(FOLDED)
         return found
-
-
-def tolerance(states: Tensor) -> float:
-    """How far two waveforms of this type may be from each other where rounding is all that differs."""
-    return TOLERANCES.get(states.dtype, TOLERANCE)
 
 
 @contextmanager

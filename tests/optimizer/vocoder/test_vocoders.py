@@ -22,6 +22,7 @@ from vocoders import (
 )
 
 import fastgen
+from fastgen.optimizer.decoding import verify_once
 from fastgen.optimizer.vocoder import convolutions, faster
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -267,7 +268,7 @@ def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypat
     from fastgen.optimizer.transformers import vocoder as host
 
     failed, real = [], host.faster_waveform
-    monkeypatch.setattr(host, "_known_to_agree", set())
+    monkeypatch.setattr(verify_once, "_verified", set())
     monkeypatch.setattr(host.PATCH_SET, "newer_than_tested", lambda name: True)
     monkeypatch.setattr(host.PATCH_SET, "fail", lambda group, reason: failed.append(group))
     monkeypatch.setattr(host, "faster_waveform", lambda *given: real(*given) + (0 if is_right else 0.01))
@@ -276,7 +277,7 @@ def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypat
         found, expected, _ = waveforms(vocoder, *vocoder.inputs(1, 5))
     assert torch.equal(found, expected)
     assert failed == ([] if is_right else ["transformers.seamless_vocoder"])
-    assert len(host._known_to_agree) == is_right
+    assert len(verify_once._verified) == is_right
 
 
 def test_vocoders_are_compiled_in_one_graph():

@@ -1,0 +1,18 @@
+"""How far two results of one computation may lie apart where rounding is all that differs."""
+
+from __future__ import annotations
+
+import torch
+
+# As a part of the largest number; a waveform lies between -1 and 1.
+_LOGITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+_WAVEFORM = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}
+_PRODUCT = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+
+TOLERANCES = {"logits": _LOGITS, "waveform": _WAVEFORM, "product": _PRODUCT}
+
+
+def tolerance(kind: str, dtype: torch.dtype) -> float:
+    """kind: "logits", "waveform" or "product"; a dtype that is not in the table has float32's tolerance."""
+    table = TOLERANCES[kind]
+    return table.get(dtype, table[torch.float32])

@@ -1,0 +1,64 @@
+"""`python -m fastgen verify MODEL INPUT`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from python_process import run_python
+
+from fastgen.cli.verify import main
+from fastgen.models.demo import sample_path
+from fastgen.optimizer.transformers.verify import TransformersCall
+
+DEMO = ["demo", str(sample_path()), "--lines", "2", "--max_new_tokens", "6"]
+
+
+def test_equal_outputs_end_with_0():
+    done = run_python("-m", "fastgen", "verify", *DEMO, "--num_beams", "2", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "equal: 2 rows" and lines[1].startswith("  transformers: ") and "times as fast" in lines[2]
+
+
+def test_json_is_one_line(capsys):
+    assert main([*DEMO, "--json", "--do_sample", "true", "--num-return-sequences", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 4
+
+
+def test_different_outputs_end_with_1(capsys, monkeypatch):
+    run, runs = TransformersCall.run, []
+
+    def wrong_under_fastgen(call: TransformersCall) -> Any:
+        """Other last tokens in every second call, which is one with fastgen."""
+        output = run(call)
+        runs.append(call)
+        if len(runs) % 2 == 0:
+            output[:, -1] += 1
+        return output
+
+    monkeypatch.setattr(TransformersCall, "run", wrong_under_fastgen)
+    assert main(DEMO) == 1
+    assert capsys.readouterr().out.startswith("different: step 5 of row 0 gives token ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["demo", "no-such-file"], "INPUT no-such-file"),
+        (["no-such-model", str(sample_path())], "MODEL no-such-model"),
+        ([*DEMO, "--num_beam", "3"], "--num_beam: no setting of generate"),
+        ([*DEMO, "--num_beams"], "--num_beams: a setting needs a name and a value"),
+        ([*DEMO, "--lines", "0"], "--lines 0 (accepted: 1 or more)"),
+        ([*DEMO, "--num_beams", "2", "--num_return_sequences", "3"], "num_return_sequences"),
+    ],
+)
+def test_arguments_that_are_not_accepted_end_with_2(argv, named, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2 and named in capsys.readouterr().err

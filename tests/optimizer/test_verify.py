@@ -1,0 +1,172 @@
+"""`fastgen.verify`: generates both ways and says what differs first, and how far the scores are apart."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+
+import numpy
+import pytest
+import torch
+from architectures import SPECIAL
+from parity import BEAMS, SAMPLES, padded, tiny
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fastgen
+from fastgen.optimizer.decoding.call import current_call
+from fastgen.optimizer.decoding.verify_once import Difference, NotComparable, verify_once
+
+GREEDY = {"max_new_tokens": 7, "do_sample": False}
+
+
+@pytest.mark.parametrize("arguments", [GREEDY, BEAMS, SAMPLES], ids=("greedy", "beams", "samples"))
+@pytest.mark.parametrize(("name", "kind"), [("gpt2", "causal"), ("bart", "seq2seq")])
+def test_equal_outputs_are_told_with_speed_and_memory(share_always, name, kind, arguments):
+    found = fastgen.verify(tiny(name, kind), padded(9, 5), **arguments)
+    assert found.equal and found.difference is None
+    assert found.rows == 2 * arguments.get("num_return_sequences", 1)
+    assert found.ours.seconds > 0 and found.theirs.seconds > 0
+    assert found.speedup == found.theirs.seconds / found.ours.seconds
+    assert found.report is fastgen.explain() and bool(found.report.shared) == (found.rows > 2)
+    text = repr(found).splitlines()
+    assert text[0] == f"equal: {found.rows} rows" and text[1].startswith("  transformers: ")
+    read = json.loads(json.dumps(found.as_dict()))
+    assert read["equal"] and read["report"]["verdict"] in repr(found)
+    assert read["fastgen"]["memory"] is None or read["fastgen"]["memory"] >= 0
+
+
+def test_input_ids_and_outputs_of_other_kinds_are_compared(share_always):
+    input_ids = padded(9, 5)["input_ids"]
+    kinds = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    assert fastgen.verify(tiny("gpt2"), input_ids, **BEAMS, **kinds).equal
+
+
+def test_random_numbers_are_put_back():
+    model = tiny("gpt2")
+    expected, found = [], []
+    for drawn, verified in ((expected, False), (found, True)):
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+        if verified:
+            assert fastgen.verify(model, padded(9, 5), **SAMPLES).equal
+        drawn += [torch.rand(1).item(), random.random(), numpy.random.rand()]
+    assert found == expected
+
+
+class Differs(LlamaForCausalLM):
+    """Gives the second row another token in its third step, in calls that go through fastgen."""
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        self.steps = 0 if outputs.logits.shape[1] > 1 else self.steps + 1
+        if current_call() is not None and self.steps == 2:
+            outputs.logits[1::2, -1, 77] += 100
+        return outputs
+
+
+def differing() -> Differs:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = Differs(LlamaConfig(vocab_size=99, pad_token_id=SPECIAL["pad_token_id"], **sizes)).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def log_prob_sum(model: LlamaForCausalLM, inputs: dict, row: int, sequence: torch.Tensor) -> float:
+    """Of the tokens behind the prompt, by one forward over all of them."""
+    start = inputs["input_ids"].shape[1]
+    mask = torch.cat([inputs["attention_mask"][row], torch.ones(len(sequence) - start, dtype=torch.int64)])
+    positions = (mask.cumsum(0) - 1).clamp(min=0)
+    with torch.no_grad(), fastgen.disabled():
+        logits = LlamaForCausalLM.forward(
+            model, sequence[None], attention_mask=mask[None], position_ids=positions[None]
+        ).logits[0]
+    scores = logits[start - 1 : -1].log_softmax(-1)
+    return scores.gather(1, sequence[start:, None]).sum().item()
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_the_first_difference_has_step_row_both_scores_and_their_gap(num_beams):
+    model, inputs = differing(), padded(9, 5)
+    arguments = {"max_new_tokens": 6, "do_sample": False, "num_beams": num_beams}
+    found = fastgen.verify(model, inputs, **arguments)
+    with fastgen.disabled():
+        theirs = model.generate(**inputs, **arguments)
+    ours = model.generate(**inputs, **arguments)
+    step, row = (ours != theirs)[:, 9:].any(0).nonzero()[0].item(), found.difference.row
+    assert not found.equal and found.difference.step == step
+    assert num_beams > 1 or (step, row, ours[1, 11]) == (2, 1, 77)
+    stop = None if num_beams > 1 else 9 + step + 1
+    expected = [log_prob_sum(model, inputs, row, tokens[row, :stop]) for tokens in (ours, theirs)]
+    assert found.difference.ours == pytest.approx(expected[0], abs=1e-3)
+    assert found.difference.theirs == pytest.approx(expected[1], abs=1e-3)
+    assert found.difference.gap == pytest.approx(expected[1] - expected[0], abs=1e-3)
+    assert repr(found).startswith(f"different: step {step} of row {row} gives token {ours[row, 9 + step]} instead of ")
+    assert json.loads(json.dumps(found.as_dict()))["difference"]["step"] == step
+
+
+def test_what_cannot_generate_is_refused_by_name():
+    with pytest.raises(TypeError, match="model is a Linear"):
+        fastgen.verify(torch.nn.Linear(1, 1), torch.ones(1, 1))
+
+
+def test_errors_of_generate_are_raised_and_random_numbers_put_back():
+    model, state = tiny("gpt2"), torch.get_rng_state()
+    with pytest.raises(IndexError):
+        fastgen.verify(model, torch.full((2, 3), 1000), **SAMPLES)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_generator_of_fairseq_is_compared():
+    pytest.importorskip("fairseq")
+    from argparse import Namespace
+
+    from fairseq_models import CASES
+
+    from fastgen.optimizer.fairseq.verify import FairseqCall
+
+    case = CASES["transformer"]()
+    generator = case.task.build_generator(case.models, Namespace(beam=3, max_len_b=8))
+    found = fastgen.verify(generator, case.sample)
+    assert found.equal and found.host == "fairseq" and found.report.shared
+    assert found.rows == 3 * found.report.inputs
+    call = FairseqCall(generator, case.sample, {})
+    theirs = call.run()
+    ours = copy.deepcopy(theirs)
+    ours[1][2]["tokens"][1] += 1
+    ours[1][2]["score"] -= 0.5
+    ours[0][0]["positional_scores"][2:] += 0.1
+    difference = call.difference(ours, theirs)
+    assert (difference.step, difference.row) == (1, 5) and difference.gap == pytest.approx(0.5)
+    ours[1][2] = theirs[1][2]
+    assert call.difference(ours, theirs).text == "step 2 of row 0 gives other scores"
+
+
+class TestVerifyOnce:
+    def run(self, ours: int, theirs: int, key: object, refused: list[Difference]) -> int:
+        def difference(found: int, expected: int) -> Difference | None:
+            return None if found == expected else Difference(f"{found} instead of {expected}")
+
+        return verify_once(key, lambda: ours, lambda: theirs, difference, refused.append)
+
+    def test_the_first_call_compares_and_later_ones_are_ours(self):
+        key, refused = object(), []
+        assert self.run(1, 1, key, refused) == 1
+        assert self.run(2, 3, key, refused) == 2 and not refused
+
+    def test_a_difference_is_refused_each_time_and_gives_theirs(self):
+        key, refused = object(), []
+        for _ in range(2):
+            assert self.run(1, 2, key, refused) == 2
+        assert [str(one) for one in refused] == ["1 instead of 2"] * 2
+
+    def test_what_cannot_be_compared_verifies_nothing(self):
+        def fails() -> int:
+            raise NotComparable
+
+        key, refused = object(), []
+        with pytest.raises(NotComparable):
+            verify_once(key, lambda: 1, fails, lambda found, expected: None, refused.append)
+        assert self.run(1, 2, key, refused) == 2 and refused

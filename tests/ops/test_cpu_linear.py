@@ -151,7 +151,7 @@ def timed(monkeypatch, tmp_path):
 
 
 WEIGHT = torch.zeros(1024, 512)
-KIND = autotune_cache.Kind(4, 512, 1024, False, False, "torch.float32", torch.get_num_threads())
+KIND = autotune_cache.GemmShape(4, 512, 1024, False, False, "torch.float32", torch.get_num_threads())
 
 
 def fastest(rows: int = 3, weight: torch.Tensor = WEIGHT, bias: torch.Tensor | None = None) -> str:
@@ -161,7 +161,7 @@ def fastest(rows: int = 3, weight: torch.Tensor = WEIGHT, bias: torch.Tensor | N
 
 
 def later_process() -> None:
-    autotune.answers.cache_clear()
+    autotune.cache_of.cache_clear()
 
 
 def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
@@ -234,13 +234,13 @@ def test_how_wrong_is_judged_by_the_size_of_the_numbers(timed, size):
 
 def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed):
     assert fastest() == "oneDNN"
-    autotune_cache.AutotuneCache(QUESTION, str).add(KIND, "BLAS")
+    autotune_cache.AutotuneCache(("BLAS", "oneDNN", "few rows")).add(KIND, "BLAS")
     later_process()
     assert fastest() == "oneDNN"
 
 
-QUESTION = "fastest of BLAS, oneDNN, few rows"
-UNKNOWN = json.dumps({"product": KIND._asdict(), QUESTION: "another"}).encode()
+FIELD = "fastest of BLAS, oneDNN, few rows"
+UNKNOWN = json.dumps({"product": KIND._asdict(), FIELD: "another"}).encode()
 
 
 @pytest.mark.parametrize(
@@ -351,5 +351,5 @@ def test_all_ways_are_measured_for_real(monkeypatch, tmp_path):
     later_process()
     monkeypatch.setattr(CONFIG, "cache", str(tmp_path))
     found = fastest(weight=torch.ones(1024, 512))
-    assert autotune.answers(torch.float32).load() == {KIND: found}
+    assert autotune.cache_of(torch.float32).load() == {KIND: found}
     later_process()

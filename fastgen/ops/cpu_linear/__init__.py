@@ -7,7 +7,6 @@ autotune_cache.py  the file with these measurements, in the user's cache folder
 """
 
 from fastgen.ops.cpu_linear.autotune import fastest, kind_of
-from fastgen.ops.cpu_linear.autotune_cache import Kind
 from fastgen.ops.cpu_linear.product import (
     BLAS,
     FEW_ROWS,
@@ -21,7 +20,6 @@ __all__ = [
     "BLAS",
     "FEW_ROWS",
     "ONEDNN",
-    "Kind",
     "can_multiply",
     "fastest",
     "kind_of",

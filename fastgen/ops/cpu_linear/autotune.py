@@ -1,6 +1,6 @@
 """Autotuning: which way of multiplying is the fastest, measured once for each kind of product.
 
-No rule tells it, see few_rows.py and packing.py for what was measured.
+No rule tells it, see few_rows.py for what was measured.
 
 Tests: tests/ops/test_cpu_linear.py
 """
@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.ops.cpu_linear import few_rows
-from fastgen.ops.cpu_linear.autotune_cache import AutotuneCache, Kind
+from fastgen.ops.cpu_linear.autotune_cache import AutotuneCache, GemmShape
 from fastgen.ops.cpu_linear.product import BLAS, FEW_ROWS, ways
 from fastgen.ops.tolerances import tolerance
 
@@ -32,35 +32,34 @@ ROUNDS = 3
 SECONDS = 0.04  # after which no further round begins
 
 
-def kind_of(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Kind:
+def kind_of(rows: Tensor, weight: Tensor, bias: Tensor | None) -> GemmShape:
     """The kind of a product that `can_multiply` takes."""
     out_features, in_features = weight.shape
     count = min(1 << (rows.numel() // in_features - 1).bit_length(), MOST_ROWS)
     transposed, dtype, threads = not weight.is_contiguous(), str(weight.dtype), torch.get_num_threads()
-    return Kind(count, in_features, out_features, transposed, bias is not None, dtype, threads)
+    return GemmShape(count, in_features, out_features, transposed, bias is not None, dtype, threads)
 
 
 @functools.cache
-def answers(dtype: torch.dtype) -> AutotuneCache:
-    """What was found for rows of this type, among the ways that there are."""
-    names = tuple(ways(dtype))
-    return AutotuneCache(f"fastest of {', '.join(names)}", names.__contains__)
+def cache_of(dtype: torch.dtype) -> AutotuneCache:
+    """For rows of this type, among the ways that there are."""
+    return AutotuneCache(tuple(ways(dtype)))
 
 
-def fastest(kind: Kind, weight: Tensor, bias: Tensor | None, others: Callable[[], Sequence[Tensor]]) -> str:
+def fastest(kind: GemmShape, weight: Tensor, bias: Tensor | None, others: Callable[[], Sequence[Tensor]]) -> str:
     """The name of the fastest of `ways` for products of this kind.
 
     What is not known yet is measured, for some 30 milliseconds. The answer stays the same from then on, in later
     processes too, so that they compute the same bits. others: what a model reads between two products with this weight.
     """
-    found = answers(weight.dtype)
-    if not found.knows(kind):
+    cache = cache_of(weight.dtype)
+    if kind not in cache:
         with _disable_current_modes():  # nobody is to note what is only measured
-            found.add(kind, _measured(kind, weight, bias, others()))
-    return found.known[kind]
+            cache.add(kind, _measured(kind, weight, bias, others()))
+    return cache.fastest[kind]
 
 
-def _measured(kind: Kind, weight: Tensor, bias: Tensor | None, others: Sequence[Tensor]) -> str:
+def _measured(kind: GemmShape, weight: Tensor, bias: Tensor | None, others: Sequence[Tensor]) -> str:
     """Before each product the others are read, as in a model: the weight comes from where it comes from there."""
     numbers = torch.arange(kind.rows * kind.in_features) % 13 - 6
     rows = numbers.to(weight.dtype).view(kind.rows, kind.in_features)

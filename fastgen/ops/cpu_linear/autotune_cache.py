@@ -14,10 +14,10 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ MAX_BYTES = 1 << 22  # of the file, some 20,000 measurements
 OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
-class Kind(NamedTuple):
+class GemmShape(NamedTuple):
     """Products that take as long. rows: rounded up to a power of two. transposed: how the weight lies in memory."""
 
     rows: int
@@ -44,36 +44,35 @@ class Kind(NamedTuple):
 
 
 class AutotuneCache:
-    """Measurements of one question for each kind of product, from this process and earlier ones."""
+    """The fastest of these backends for each GEMM shape, as measured by this process and earlier ones."""
 
-    def __init__(self, question: str, is_answer: Callable[[Any], bool]) -> None:
-        self.question, self.is_answer = question, is_answer
-        self.known: dict[Kind, Any] = {}
+    def __init__(self, backends: tuple[str, ...]) -> None:
+        self.backends, self.field = backends, f"fastest of {', '.join(backends)}"
+        self.fastest: dict[GemmShape, str] = {}
         self.is_loaded = False
 
-    def knows(self, kind: Kind) -> bool:
-        """Whether `known` has it; the first time, that is filled from the file."""
+    def __contains__(self, shape: GemmShape) -> bool:
         if not self.is_loaded:
-            self.known.update(self.load())
+            self.fastest.update(self.load())
             self.is_loaded = True
-        return kind in self.known
+        return shape in self.fastest
 
-    def load(self) -> dict[Kind, Any]:
-        """The answers in the file, without those that cannot be read."""
-        found: dict[Kind, Any] = {}
+    def load(self) -> dict[GemmShape, str]:
+        """The measurements in the file, without those that cannot be read."""
+        found: dict[GemmShape, str] = {}
         with suppress(OSError), _opened(os.O_RDONLY) as file:
             for line in os.read(file, MAX_BYTES).splitlines():
                 with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last: many brackets
                     values = json.loads(line)
-                    if self.is_answer(values[self.question]):
-                        found.setdefault(Kind(**values["product"]), values[self.question])
+                    if values[self.field] in self.backends:
+                        found.setdefault(GemmShape(**values["product"]), values[self.field])
         return found
 
-    def add(self, kind: Kind, answer: Any) -> None:
-        """Keeps an answer, here and for later processes, unless another thread was first."""
-        if self.known.setdefault(kind, answer) is not answer:
+    def add(self, shape: GemmShape, backend: str) -> None:
+        """Stores a measurement, here and for later processes, unless another thread was first."""
+        if self.fastest.setdefault(shape, backend) is not backend:
             return
-        line = json.dumps({"product": kind._asdict(), self.question: answer}) + "\n"
+        line = json.dumps({"product": shape._asdict(), self.field: backend}) + "\n"
         with suppress(OSError):
             path().parent.mkdir(parents=True, exist_ok=True)
             with _opened(os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:

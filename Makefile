@@ -11,15 +11,20 @@ WITH_EXTRA := $(VENV)-fairseq
 # Errors of the CUDA interface are left out: torch asks it for what older drivers do not have.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: demo test test-fairseq matrix fuzz soak test-gpu sanitize lint table bench clean
+.PHONY: demo test test-all test-fairseq matrix fuzz soak test-gpu sanitize lint table bench clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
 	@$(BIN)/python tools/demo.py
 
-# Lists what is skipped: the tests of fairseq where this Python has no build of it (3.10 and 3.13), those of a GPU.
+# What a change is tried with. It lists what is skipped: the tests of fairseq where this Python has no build of it (3.10
+# and 3.13), those of a GPU.
 test: $(VENV)/test.installed
-	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
+	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 -m "not slow"
+
+# The rest of the tests: more random calls, vocoders, trained models, TRL, lm-eval, models inside of wrappers, builds.
+test-all: $(VENV)/test.installed
+	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 -m slow
 
 # A few tests with what a user of the extra gets: fairseq with all its requirements by their own metadata, and numpy < 2.
 # Only torchaudio is taken out again, see above. For Python 3.11 and 3.12.
@@ -35,7 +40,7 @@ test-fairseq: $(VENV)/test.installed
 matrix: $(VENV)/pip.installed
 	$(BIN)/python tools/matrix/run.py
 
-# 20,000 random calls of generate against the unpatched library; `make test` runs two minutes of them.
+# 20,000 random calls of generate against the unpatched library; `make test` and `make test-all` run 1,150 of them.
 fuzz: $(VENV)/test.installed
 	cd tests/helpers && FASTGEN_STRICT=1 OMP_NUM_THREADS=1 ../../$(BIN)/python fuzz.py --comparisons 20000
 

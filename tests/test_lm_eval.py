@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from python_process import run_python
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("lm_eval")
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -105,6 +105,7 @@ def script(path: Path, text: str) -> str:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="stand-ins for compilers are shell scripts")
+@pytest.mark.slow
 class TestInstallation:
     def test_without_a_compiler_torch_does_the_work(self, sources, tmp_path):
         missing = script(tmp_path / "no-compiler", "echo no compiler here >&2; exit 1")

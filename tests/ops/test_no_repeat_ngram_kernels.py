@@ -138,12 +138,14 @@ def check(name: str, ban: Callable, cases: SearchStrategy[Case], max_examples: i
     holds()
 
 
-def test_small_problems(name, ban):
-    check(name, ban, definition.cases(), max_examples=300)
+@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.slow)])
+def test_small_problems(name, ban, examples):
+    check(name, ban, definition.cases(), examples)
 
 
-def test_ngrams_of_several_chunks_in_rows_of_several_tiles(name, ban):
-    check(name, ban, definition.wide_cases(), max_examples=90)
+@pytest.mark.parametrize("examples", [30, pytest.param(90, marks=pytest.mark.slow)])
+def test_ngrams_of_several_chunks_in_rows_of_several_tiles(name, ban, examples):
+    check(name, ban, definition.wide_cases(), examples)
 
 
 @pytest.mark.parametrize("ngram_size", [1, 3])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from host_compiler import CSRC, SHIM, compile_cpp, needs_compiler
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.slow]
 
 
 def run(program: Path) -> subprocess.CompletedProcess:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from models.mqa.copy_and_sort import VARIANTS, exact_match, trained
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_multi_query_model_learns_to_copy_and_to_sort(one_thread):

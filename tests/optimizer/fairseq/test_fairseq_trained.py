@@ -21,6 +21,8 @@ from fairseq_models import SIZE, build
 from fairseq_parity import Hypotheses, assert_same_hypotheses, run_both
 from fairseq_trained import BPE_WORDS, REFUSED, Trained, fairseq
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def safe_loading_of_checkpoints():

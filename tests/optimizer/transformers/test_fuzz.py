@@ -11,12 +11,12 @@ from fastgen.optimizer.decoding import kv_cache
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_random_calls_give_what_the_unpatched_library_gives():
-    counts, differences = run(first=0, comparisons=20_000, seconds=120)
+@pytest.mark.parametrize(("first", "comparisons"), [(0, 150), pytest.param(150, 1000, marks=pytest.mark.slow)])
+def test_random_calls_give_what_the_unpatched_library_gives(first, comparisons):
+    counts, differences = run(first=first, comparisons=comparisons)
     assert not [line for line in differences if line.startswith("different")]
-    total = sum(counts.values())
-    assert total >= 50 and counts["equal, shared"] > total / 2, counts
-    assert sum(count for name, count in counts.items() if name.startswith("tie")) <= 1 + total / 200, differences
+    assert counts["equal, shared"] > comparisons / 2, counts
+    assert sum(count for name, count in counts.items() if name.startswith("tie")) <= 1 + comparisons / 200, differences
 
 
 def test_fuzzer_finds_rows_that_are_not_reordered(monkeypatch):

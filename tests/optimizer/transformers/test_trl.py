@@ -21,7 +21,7 @@ datasets = pytest.importorskip("datasets")
 WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(61))]
 STEPS, SAMPLES = 20, 8
 
-pytestmark = pytest.mark.usefixtures("share_always")
+pytestmark = [pytest.mark.usefixtures("share_always"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

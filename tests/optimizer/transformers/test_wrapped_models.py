@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = pytest.mark.usefixtures("share_always", "process_group")
+pytestmark = [pytest.mark.usefixtures("share_always", "process_group"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

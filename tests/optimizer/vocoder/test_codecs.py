@@ -18,6 +18,7 @@ from fastgen.optimizer.vocoder import weights as kept
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(bool(convolutions.onednn_reasons()), reason="no oneDNN"),
 ]

@@ -15,6 +15,7 @@ from vocoders import CHANNELS, FOLDED, ONEDNN, SHAPE, assert_same, make_loud, on
 import fastgen
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning"),
 ]

@@ -25,7 +25,7 @@ import fastgen
 from fastgen.optimizer.decoding import verify_once
 from fastgen.optimizer.vocoder import convolutions, faster
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 TRANSFORMERS = [name for name in CLASSES if "fairseq" not in name]
 needs_onednn = pytest.mark.skipif(bool(convolutions.onednn_reasons()), reason="no oneDNN")

@@ -16,6 +16,7 @@ from fastgen.config import CONFIG
 from fastgen.optimizer.vocoder import weights as kept
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning"),
 ]

@@ -21,12 +21,12 @@ def test_random_calls_give_what_the_unpatched_library_gives(first, comparisons):
 
 def test_fuzzer_finds_rows_that_are_not_reordered(monkeypatch):
     monkeypatch.setattr(kv_cache.KVCache, "reorder", lambda self, *args: None)
-    counts, _ = run(first=0, comparisons=150)
-    assert counts["different, shared"] > 5
+    counts, _ = run(first=0, comparisons=100)
+    assert counts["different, shared"] > 2
 
 
 def test_fuzzer_finds_scores_that_are_a_little_off(monkeypatch):
     exact = shared_attention._softmax
     monkeypatch.setattr(shared_attention, "_softmax", lambda *args: 1.01 * exact(*args))
-    counts, _ = run(first=0, comparisons=150)
-    assert counts["different, shared"] > 5
+    counts, _ = run(first=0, comparisons=100)
+    assert counts["different, shared"] > 2

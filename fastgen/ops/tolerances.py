@@ -1,4 +1,7 @@
-"""How far two results of one computation may lie apart where rounding is all that differs."""
+"""How far two results of one computation may lie apart where rounding is all that differs.
+
+Tests: tests/ops/test_cpu_linear.py, tests/optimizer/transformers/test_verification.py
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from show_seamless import END_TO_END, REST, STAGES, draw, table
 
 import fastgen
 from fastgen.config import CONFIG
-from fastgen.optimizer.report import Report
+from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.transformers import stages, vocoder
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.05, torch.bfloat16: 0.05}  # of waveforms

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from fastgen.ops.prefix_trie import PrefixTrie
-    from fastgen.optimizer.report import Report
+    from fastgen.optimizer.decoding.report import Report
     from fastgen.optimizer.verify import Verification
 
 __all__ = [

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from fastgen.optimizer.decoding.call import last_report
+from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.decoding.verify_once import Difference, RandomStates
-from fastgen.optimizer.report import Report
 from fastgen.patching import disabled
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fastgen
 from fastgen.optimizer.decoding.reasons import LOOP
-from fastgen.optimizer.report import Report
+from fastgen.optimizer.decoding.report import Report
 
 BEAMS = {"beam": 3, "max_len_b": 15}
 TOLERANCE = 1e-4

@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 from transformers.modeling_outputs import ModelOutput
 
 import fastgen
-from fastgen.optimizer.report import Report
+from fastgen.optimizer.decoding.report import Report
 
 PREFILL = "prefill: one row per input"
 PROMPT = "the prompt's keys and values: once per input"

@@ -9,7 +9,7 @@ from unittest import mock
 from fastgen.config import CONFIG
 from fastgen.optimizer.decoding import kv_cache, recordable
 from fastgen.optimizer.decoding.reasons import STEPS
-from fastgen.optimizer.report import Report
+from fastgen.optimizer.decoding.report import Report
 
 RECORDED = "decode step, captured"
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fastgen
-from fastgen.optimizer.report import Report
+from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.vocoder import faster
 
 FOLDED, ONEDNN = "vocoder, weight norm folded", "vocoder, oneDNN"

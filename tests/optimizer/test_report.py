@@ -19,7 +19,7 @@ from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, impleme
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import add_reasons, count, current_call, generate_call, last_report
 from fastgen.optimizer.decoding.reasons import DECISIONS, Reason
-from fastgen.optimizer.report import Report
+from fastgen.optimizer.decoding.report import Report
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
-from fastgen.optimizer.report import Report, Stage
+from fastgen.optimizer.decoding.report import Report, Stage
 
 logger = logging.getLogger("fastgen")
 

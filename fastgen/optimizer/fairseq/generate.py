@@ -16,6 +16,7 @@ from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import LOOP, Reason, with_code
+from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.fairseq import prompt as prompts
 from fastgen.optimizer.fairseq import recordable
 from fastgen.optimizer.fairseq.decode_step import FairseqDecodeStep
@@ -23,7 +24,6 @@ from fastgen.optimizer.fairseq.encoding import EncoderOutputs
 from fastgen.optimizer.fairseq.loop import Loop, Sentences, forces_as_upstream
 from fastgen.optimizer.fairseq.plan import ModelPlan, plan
 from fastgen.optimizer.fairseq.states import DecodingState
-from fastgen.optimizer.report import Report
 from fastgen.origin import comes_with, is_from_elsewhere
 
 _SOURCES = ("src_tokens", "source", "features")

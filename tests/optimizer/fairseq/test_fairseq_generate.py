@@ -30,7 +30,7 @@ from fairseq_parity import (
 from packaging.version import Version
 
 import fastgen
-from fastgen.optimizer.report import Report
+from fastgen.optimizer.decoding.report import Report
 
 # The cases are lively by their seeds (fairseq_models.py). fairseq before 0.12.3 has weights in other tensors, and draws
 # others: what is compared is equal there, but claims about the cases do not hold.

@@ -9,7 +9,7 @@ import torch
 from parity import CROSS, PROMPT, is_shared, run_both, whisper
 
 import fastgen
-from fastgen.optimizer.report import Report
+from fastgen.optimizer.decoding.report import Report
 
 WINDOW = 40  # frames that the model hears
 TEMPERATURES = (0.0, 0.4, 0.8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parity import CROSS, PREFILL, PROMPT, compared, is_shared, padded, tiny
 
 from fastgen.optimizer.decoding.reasons import KV_CACHE
-from fastgen.optimizer.report import Report
+from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.transformers import rows as arguments_as_rows
 
 GROUPS = "prefill: one of each group of equal rows"

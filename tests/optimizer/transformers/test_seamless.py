@@ -13,7 +13,7 @@ from seamless_models import KINDS, LANGUAGES, SIZES, inputs_of, seamless
 from sharing import sharing
 
 import fastgen
-from fastgen.optimizer.report import Report
+from fastgen.optimizer.decoding.report import Report
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

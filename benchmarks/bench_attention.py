@@ -4,8 +4,8 @@
 
 For each shape: microseconds of `shared_attention` (prompt once per input, generated keys per row) and of
 `scaled_dot_product_attention` on keys that hold the prompt for every row, and the elements of keys that sharing saves;
-`gain.MIN_SAVED_ELEMENTS` is chosen from them. On a GPU they show whether `gain.MIN_SAVED_BYTES`, of keys and values,
-is right.
+`CostModel.min_saved_elements` is chosen from them. On a GPU they show whether `CostModel.min_saved_bytes`, of
+keys and values, is right.
 """
 
 from __future__ import annotations

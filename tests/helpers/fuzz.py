@@ -28,6 +28,7 @@ import numpy
 import torch
 import transformers
 from accelerate import hooks as accelerate_hooks
+from cost_models import ANY_SIZE, costs
 from fuzz_cases import Case, draw, model_of
 from parity import assert_equal_outputs
 from recording import recording
@@ -37,7 +38,6 @@ from torch import nn
 import fastgen
 from fastgen.ops import cpu_linear
 from fastgen.ops.cpu_linear import product
-from fastgen.optimizer.decoding import gain, model_facts
 
 HALF_TOLERANCE = 0.25
 TIE = 1e-4
@@ -136,9 +136,9 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
         by_gates = case.context in ("default gates", "repeated keys", "keys written in place")
         stack.enter_context(sharing("auto" if by_gates else "always"))
         if case.context in ("repeated keys", "keys written in place"):  # the prompt once, and its keys for each row
-            stack.enter_context(patch.multiple(gain, COST=0, COST_PER_MODULE=0))
+            stack.enter_context(costs(prefill_cost=0, prefill_cost_per_module=0))
         if case.context == "keys written in place":
-            stack.enter_context(patch.object(gain, "MIN_ELEMENTS_TO_WRITE_IN_PLACE", 0))
+            stack.enter_context(costs(min_elements_in_place=0))
         if case.context == "inference mode":
             stack.enter_context(torch.inference_mode())
         elif case.context == "autocast":
@@ -153,7 +153,7 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
             way = case.context.removeprefix("recorded, ")
             way = way if way in product.ways(torch.float32) else cpu_linear.ONEDNN
             stack.enter_context(patch.object(cpu_linear, "fastest", lambda *tensors: way))
-            stack.enter_context(patch.object(model_facts.ModelSize, "is_large", True))
+            stack.enter_context(costs(**ANY_SIZE))
         if case.context in ("replaced forward", "hook of accelerate"):
             _steer(stack, model, by_hook=case.context != "replaced forward")
         elif case.context.startswith("training mode"):

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from cost_models import costs
+
 from fastgen.config import CONFIG
-from fastgen.optimizer.decoding import kv_cache, recordable
+from fastgen.optimizer.decoding import kv_cache
 from fastgen.optimizer.decoding.reasons import STEPS
 from fastgen.optimizer.decoding.report import Report
 
@@ -15,12 +17,11 @@ RECORDED = "decode step, captured"
 
 
 @contextmanager
-def recording(cuda_graphs: str = "on", smallest_capacity: int = 8) -> Iterator[None]:
+def recording(cuda_graphs: str = "on", smallest_capacity: int = 8, steps_before: int = 1) -> Iterator[None]:
     """As under FASTGEN_CUDA_GRAPHS; buffers begin so small that calls outgrow them."""
     with (
         mock.patch.object(CONFIG, "cuda_graphs", cuda_graphs),
-        mock.patch.object(recordable, "MIN_STEPS", 1),
-        mock.patch.object(recordable, "STEPS_BEFORE", 1),
+        costs(min_capture_steps=1, steps_before_capture=steps_before),
         mock.patch.object(kv_cache, "SMALLEST_CAPACITY", smallest_capacity),
     ):
         yield

@@ -23,6 +23,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from cost_models import ANY_SIZE, costs
 from fuzz import compare
 from fuzz_cases import draw, model_of
 from peft import LoraConfig
@@ -30,7 +31,6 @@ from torch import Tensor, nn
 
 from fastgen.ops import cpu_linear
 from fastgen.ops.cpu_linear import product
-from fastgen.optimizer.decoding import model_facts
 
 MODELS = ("gpt2", "llama", "bart", "t5", "mistral", "marian")
 CONTEXTS = (
@@ -139,7 +139,7 @@ def onednn() -> Iterator[None]:
     """Every product goes through oneDNN."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(product, "MIN_ELEMENTS", 0))
-        stack.enter_context(patch.object(model_facts.ModelSize, "is_large", True))
+        stack.enter_context(costs(**ANY_SIZE))
         stack.enter_context(patch.object(cpu_linear, "fastest", lambda *_: cpu_linear.ONEDNN))
         yield
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from architecture_parity import measure
 from architectures import ARCHITECTURES
+from cost_models import costs
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
@@ -40,8 +41,8 @@ def everywhere(request, monkeypatch):
     """All products go this way; returns what they are counted as."""
     monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(cpu_linear, "fastest", lambda *product: request.param)
-    monkeypatch.setattr(model_facts, "MIN_LARGE_PER_MODULE", 0)
-    return f"cpu_linear, {request.param}"
+    with costs(min_large_per_module=0):
+        yield f"cpu_linear, {request.param}"
 
 
 @pytest.mark.parametrize("rows", [(2, 1), (4, 1), (3, 5), (64, 1), (200,)])
@@ -75,9 +76,9 @@ def test_bf16_goes_through_onednn_where_the_cpu_has_instructions_for_it(with_bia
 
 def test_bf16_weights_count_as_large_where_they_are_multiplied(monkeypatch):
     monkeypatch.setattr(op, "dtypes", lambda: (torch.float32,))
-    assert not model_facts.size_of(nn.Linear(1024, 1024).bfloat16()).is_large
+    assert model_facts.size_of(nn.Linear(1024, 1024).bfloat16()).large == 0
     monkeypatch.setattr(op, "dtypes", lambda: (torch.float32, torch.bfloat16))
-    assert model_facts.size_of(nn.Linear(1024, 1024).bfloat16()).is_large
+    assert model_facts.size_of(nn.Linear(1024, 1024).bfloat16()).large == 1 << 20
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart", "t5", "whisper", "llama"])

@@ -7,6 +7,7 @@ import logging
 import re
 
 import pytest
+from cost_models import ANY_SIZE, costs
 from parity import BEAMS, PREFILL, padded, tiny
 from python_process import REPOSITORY
 from recording import recording
@@ -16,7 +17,6 @@ import fastgen
 from fastgen import ops
 from fastgen.ops import Kernel
 from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for
-from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import add_reasons, count, current_call, generate_call, last_report
 from fastgen.optimizer.decoding.reasons import DECISIONS, Reason
 from fastgen.optimizer.decoding.report import Report
@@ -36,10 +36,10 @@ def test_the_implementation_of_ngram_blocking_is_named_and_why_the_others_did_no
         assert {name for name in found.unused_kernels if name.startswith("no-repeat")} == others
 
 
-def test_the_fused_activation_is_named(monkeypatch):
-    monkeypatch.setattr(model_facts.ModelSize, "is_large", True)
+def test_the_fused_activation_is_named():
     for name, ran in (("gpt2", True), ("llama", False)):
-        tiny(name).generate(**padded(9, 5), **BEAMS)
+        with costs(**ANY_SIZE):
+            tiny(name).generate(**padded(9, 5), **BEAMS)
         assert ("fused activation" in fastgen.explain().kernels) == ran
         assert ("fused activation" in fastgen.explain().unused_kernels) != ran
 

@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastgen.optimizer.decoding import cost_model
+from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
 from fastgen.optimizer.decoding.report import Report, Stage
 
@@ -34,7 +36,7 @@ class GenerateCall:
     input, or the loop is fastgen's. recorded: the decode steps that are captured, to be told when the call ends.
     on_exit: what is left, and given back, when it ends. has_stages: other calls of `generate` are stages of this one.
     beam_scores: of the best hypotheses that beam search has found, `[inputs, num_beams]`, the best first.
-    staged_seconds: those of the stages that have ended.
+    staged_seconds: those of the stages that have ended. costs: decides what is worthwhile.
     """
 
     report: Report
@@ -50,6 +52,7 @@ class GenerateCall:
     started: float = field(default_factory=time.perf_counter)
     beam_scores: Any = None
     staged_seconds: float = 0.0
+    costs: CostModel = field(default_factory=lambda: cost_model.DEFAULT)
 
     @property
     def rows_per_input(self) -> int:
@@ -123,6 +126,12 @@ def stage(name: str) -> Iterator[None]:
 def current_call() -> GenerateCall | None:
     """The innermost call that runs, or None outside of one."""
     return _current.get()
+
+
+def costs() -> CostModel:
+    """The cost model of the call that runs, or of those that begin now."""
+    call = _current.get()
+    return cost_model.DEFAULT if call is None else call.costs
 
 
 def count(kernel: str) -> None:

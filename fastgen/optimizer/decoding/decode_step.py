@@ -3,7 +3,7 @@
     prefill ──> eager ──> capture ──> replay ─┐
                   │          ^          ^     │  spare capacity used up: grow; inputs leave: compact
                   │          │          └─────┴─ a static `KVCache` of another spec, with its `CapturedGraph`
-                  └──────────┴─ steps 1 and `STEPS_BEFORE` after the prefill, or after a compaction
+                  └──────────┴─ steps 1 and `steps_before_capture` after the prefill, or after a compaction
 
     DecodeStep ──> CapturedGraph (function, static buffers of the inputs) ──> KVCache (static)
         │               ^
@@ -129,7 +129,7 @@ class DecodeStep(ABC):
         if is_first and not self.prefill_is_a_step:
             return outputs
         self.since += 1
-        if self.captures and self.since in (1, recordable.STEPS_BEFORE):
+        if self.captures and self.since in (1, self.call.costs.steps_before_capture):
             self._start_captures(tokens, self.logits_of(outputs))
         return outputs
 
@@ -163,10 +163,10 @@ class DecodeStep(ABC):
         left, rows = self.max_length - tokens.shape[1], self.rows
         graphs = graphs_of(self.model, next(self.decoder.parameters()))
         wants_new = recordable.is_new_wanted(self.decoder, rows, self.since, left + graphs.steps_without[rows])
-        if self.since >= recordable.STEPS_BEFORE and not wants_new:
+        if self.since >= self.call.costs.steps_before_capture and not wants_new:
             graphs.steps_without[rows] += left
         if not wants_new and not len(graphs):
-            if self.since >= recordable.STEPS_BEFORE:
+            if self.since >= self.call.costs.steps_before_capture:
                 reason = Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")
                 self.call.report.add_reasons(STEPS, [reason])
             return

@@ -10,9 +10,6 @@ from torch import nn
 
 from fastgen.ops.cpu_linear import product
 
-# From here on, large products are so much of the work that a microsecond for every call of torch does not matter.
-MIN_LARGE_PER_MODULE = 1 << 16
-
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -26,11 +23,6 @@ class ModelSize:
     step: int
     large: int
     bytes: int
-
-    @property
-    def is_large(self) -> bool:
-        """Whether large products that oneDNN may compute are what the model's time goes into."""
-        return self.large >= max(MIN_LARGE_PER_MODULE * self.modules, 1)
 
 
 @dataclass(frozen=True)

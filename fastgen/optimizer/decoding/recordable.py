@@ -9,17 +9,10 @@ from torch import Tensor, nn
 
 from fastgen.config import CONFIG
 from fastgen.ops.transforms import is_transformed, is_watched
-from fastgen.optimizer.decoding import gain
-from fastgen.optimizer.decoding.call import add_reasons
+from fastgen.optimizer.decoding.call import add_reasons, costs
 from fastgen.optimizer.decoding.graphs import graphs_of
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import STEPS, Reason, with_code
-
-# To look at the model takes the time of some steps (not yet measured on a GPU).
-MIN_STEPS = 16
-
-# A new graph is captured after so many steps of a call, because many end early.
-STEPS_BEFORE = 8
 
 
 def unwanted_reasons(device: torch.device, steps: int) -> list[Reason]:
@@ -30,8 +23,9 @@ def unwanted_reasons(device: torch.device, steps: int) -> list[Reason]:
         return [Reason("GPU_OPT_IN", "not yet run on a GPU (FASTGEN_CUDA_GRAPHS=on switches it on)")]
     if device.type not in ("cuda", "cpu"):
         return [Reason("DEVICE", f"the model is on {device.type} (supported: cuda, cpu)")]
-    if steps < MIN_STEPS:
-        return [Reason("FEW_STEPS", f"the call has fewer than {MIN_STEPS} steps", f"at most {max(steps, 0)}")]
+    least = costs().min_capture_steps
+    if steps < least:
+        return [Reason("FEW_STEPS", f"the call has fewer than {least} steps", f"at most {max(steps, 0)}")]
     return []
 
 
@@ -44,14 +38,10 @@ def can_capture(model: nn.Module, decoder: nn.Module, steps: int, reasons: Calla
     return not found
 
 
-def pays(decoder: nn.Module, rows: int, steps: int, is_known: bool) -> bool:
-    """Whether a capture saves what it costs, on a CPU; FASTGEN_CUDA_GRAPHS=on makes it in any case."""
-    return CONFIG.cuda_graphs == "on" or gain.recording_pays(size_of(decoder), rows, steps, is_known)
-
-
 def is_new_wanted(decoder: nn.Module, rows: int, done: int, left: int) -> bool:
     """Whether to capture a graph after so many steps, with at most so many to come."""
-    return done >= STEPS_BEFORE and pays(decoder, rows, left, is_known=False)
+    model = costs()
+    return done >= model.steps_before_capture and model.should_capture(size_of(decoder), rows, left, is_captured=False)
 
 
 def unsupported_reasons(decoder: nn.Module, rows: int, steps: int) -> list[str]:
@@ -62,7 +52,7 @@ def unsupported_reasons(decoder: nn.Module, rows: int, steps: int) -> list[str]:
     weight, reasons = _weight_of(decoder), []
     if _rounds_otherwise(weight):
         reasons.append(f"{weight.dtype} would be rounded in another way on a CPU")
-    elif not pays(decoder, rows, steps, is_known=True):
+    elif not costs().should_capture(size_of(decoder), rows, steps, is_captured=True):
         reasons.append(f"{steps} steps of {rows} rows would save less than the capture costs")
     if torch.is_autocast_enabled(weight.device.type):
         reasons.append("autocast keeps copies of weights that a capture would outlive")

@@ -49,7 +49,7 @@ def generate(
         call.is_accelerated = True
         _describe(call.report, plans)
         models = [model for model in (*self.model.models, self.lm_model) if model is not None]
-        large = [model for model in models if size_of(model).is_large]
+        large = [model for model in models if call.costs.should_swap_forwards(size_of(model))]
         with faster_forwards(large, linears(), call.report.usages), _undone(self, call):
             self.search.init_constraints(constraints, self.beam_size)
             return start(self, sample, prefix_tokens, bos_token, plans, call).run()

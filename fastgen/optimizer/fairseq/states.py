@@ -18,7 +18,7 @@ import torch
 from fairseq.modules.multihead_attention import MultiheadAttention
 from torch import Tensor
 
-from fastgen.optimizer.decoding.gain import sharing_pays
+from fastgen.optimizer.decoding.call import costs
 from fastgen.optimizer.decoding.kv_cache import KV, KVCache
 from fastgen.optimizer.fairseq.plan import ModelPlan
 from fastgen.patching import SwitchedOff
@@ -101,7 +101,7 @@ class DecodingState(dict):
     def start_rows(self) -> None:
         """Gives the prompt to all rows; where it is too short for sharing to pay, it becomes the rows' own."""
         for attention in self.plan.self_attention:
-            if not sharing_pays(self.prompt(attention)[0], self.rows_per_input):
+            if not costs().should_share(self.prompt(attention)[0], self.rows_per_input):
                 self.kv.repeat_prompt(self.layers[attention])
 
     @property

@@ -23,7 +23,6 @@ from transformers.generation import logits_process as processors_of
 from transformers.generation import utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.call import add_reasons, current_call
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
@@ -73,9 +72,6 @@ _STEPS_ARE_KNOWN = (
 # What the library's beam search moves; before transformers 5.13 it forgot the states of Mamba.
 _TEXTS = "".join(map(str, inspect.unwrap(GenerationMixin._beam_search).__code__.co_consts))
 _MOVED = utils.ALL_CACHE_NAMES if "cannot be reordered" in _TEXTS else ("past_key_values",)
-
-# Steps are looked back upon to guess how many there will be: at least so many.
-FEW_STEPS = 8
 
 
 def loop_reasons(
@@ -261,10 +257,10 @@ class TransformersDecodeStep(DecodeStep):
 
     def leaving_pays(self, leaving: int, inputs: int, steps_left: int) -> bool:
         """Whether `leaving` of `inputs` inputs should leave now, with at most `steps_left` steps to come."""
-        if leaving * 8 < inputs or not self.arguments.get("use_cache"):
+        costs, size = self.call.costs, size_of(self.model)
+        if not self.arguments.get("use_cache"):
             return False
-        steps = min(steps_left, max(self.steps, FEW_STEPS))
-        if gain.prefill_reasons(size_of(self.model), leaving * self.rows_per_input * steps):
+        if not costs.should_compact(size, leaving, inputs, self.rows_per_input, self.steps, steps_left):
             return False
         if self._staying is None:
             self._staying = self._staying_reasons()

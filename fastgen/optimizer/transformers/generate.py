@@ -43,7 +43,7 @@ def _faster_forwards(
     model: Any, args: tuple, kwargs: dict[str, Any], call: GenerateCall
 ) -> AbstractContextManager[None]:
     """Products and activations inside this call, of models so large that it pays to look at all their modules."""
-    if not size_of(model).is_large:
+    if not call.costs.should_swap_forwards(size_of(model)):
         return nullcontext()
     if compiled.reasons(model) or compiled.call_reasons(model, args, kwargs):
         return nullcontext()

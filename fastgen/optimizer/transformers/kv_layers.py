@@ -33,7 +33,6 @@ from transformers.cache_utils import (
 )
 
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.gain import sharing_pays, writing_in_place_pays
 from fastgen.optimizer.decoding.kv_cache import KV, KVCache
 from fastgen.optimizer.decoding.reasons import KV_CACHE, Reason
 from fastgen.optimizer.transformers.rows import Groups
@@ -223,11 +222,13 @@ def adopt(cache: Cache, inputs: int, rows_per_input: int, limit: int, call: Gene
                 _take(layer, torch.arange(inputs).repeat_interleave(rows_per_input))
                 others[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
-                shares = sharing_pays(layer.keys, rows_per_input, is_cross) if share is None else share
+                shares = call.costs.should_share(layer.keys, rows_per_input, is_cross) if share is None else share
                 told["cross" if is_cross else "prompt"] += shares
                 told["short"] += not shares and share is None
                 slides = getattr(layer, "sliding_window", None) is not None and not shares
-                in_place |= not (is_cross or slides) and writing_in_place_pays(layer.keys, rows_per_input, limit)
+                in_place |= not (is_cross or slides) and call.costs.should_write_in_place(
+                    layer.keys, rows_per_input, limit
+                )
                 shapes = layer.keys.shape, layer.values.shape, layer.keys.dtype, layer.keys.device
                 kind = (is_cross, shares, slides and layer.sliding_window <= layer.keys.shape[2] + limit, *shapes)
                 kinds.setdefault(kind, []).append((part, index))

@@ -18,7 +18,6 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, USER_CACHE, Reason, with_code
@@ -118,7 +117,14 @@ def too_small_reasons(model: Any, arguments: dict[str, Any], kept: int) -> list[
         length = max(length, embeds.shape[1])
     if encoded is not None and isinstance(encoded[0], Tensor):
         length += encoded[0].shape[1] // 16  # the share of a layer's weights that makes keys and values of them
-    return gain.prefill_reasons(size_of(model), (row_count - kept) * length)
+    size, costs, tokens = size_of(model), current_call().costs, (row_count - kept) * length
+    if costs.should_prefill_once(size, tokens):
+        return []
+    if costs.shares is False:
+        return [Reason("SHARE_NEVER", "FASTGEN_SHARE=never")]
+    saved, overhead = size.weights * tokens / 1e6, costs.overhead_of_prefill_once(size) / 1e6
+    detail = f"{tokens} tokens fewer save {saved:.1f} million multiply-adds, the overhead {overhead:.1f}"
+    return [Reason("TOO_SMALL", "the model is too small to gain", detail)]
 
 
 def _expand_or_reasons(

@@ -10,12 +10,12 @@ import threading
 
 import pytest
 import torch
+from cost_models import ANY_SIZE, costs
 from parity import BEAMS, assert_same, padded, tiny
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.activations import NewGELUActivation
 
 import fastgen
-from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
 from fastgen.optimizer.transformers.forwards import forwards
 
@@ -23,9 +23,9 @@ STATES = torch.cat([torch.linspace(-12, 12, 10001), torch.tensor([-1e4, -0.0, 0.
 
 
 @pytest.fixture
-def gpt2(monkeypatch):
-    monkeypatch.setattr(model_facts.ModelSize, "is_large", True)
-    return tiny("gpt2")
+def gpt2():
+    with costs(**ANY_SIZE):
+        yield tiny("gpt2")
 
 
 def activations(model):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgen.optimizer.decoding import kv_cache
-from fastgen.optimizer.decoding.gain import sharing_pays
+from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
@@ -238,6 +238,7 @@ def test_a_static_cache_goes_on_with_some_inputs_of_another(drop_last):
 
 
 def test_sharing_is_for_prompts_that_are_long_enough():
-    assert not sharing_pays(torch.empty(1, 12, 64, 64), 4)
-    assert sharing_pays(torch.empty(1, 12, 512, 64), 4)
-    assert sharing_pays(torch.empty(1, 12, 64, 64), 16)
+    costs = CostModel()
+    assert not costs.should_share(torch.empty(1, 12, 64, 64), 4)
+    assert costs.should_share(torch.empty(1, 12, 512, 64), 4)
+    assert costs.should_share(torch.empty(1, 12, 64, 64), 16)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
+from cost_models import costs
 
 pytest.importorskip("fairseq")
 
@@ -11,7 +14,6 @@ from fairseq_models import CASES
 
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.step_history import StepHistory
-from fastgen.optimizer.fairseq import states
 from fastgen.optimizer.fairseq.plan import plan
 from fastgen.optimizer.fairseq.states import DecodingState, filling
 
@@ -62,18 +64,18 @@ def test_mask_of_all_rows_is_read_once_per_input():
     assert state.mask_sync(padding, inputs=2)[:, 0, 0].tolist() == [[True, True, False], [True, False, False]]
 
 
-def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays(monkeypatch):
+def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays():
     case = CASES["transformer_lm"]()
     decoder = case.models[0].decoder
     tokens = torch.tensor([[2, 5, 6, 7], [2, 8, 9, 10]])
     for pays in (True, False):
-        monkeypatch.setattr(states, "sharing_pays", lambda keys, fan_out, pays=pays: pays)
         state = DecodingState(plan(case.models[0]), inputs=2, rows_per_input=3, limit=9)
         with torch.no_grad(), generate_call("test") as call, filling(state):
             call.is_accelerated = True
             decoder.forward(tokens, features_only=True)
         assert state.is_filled
-        state.start_rows()
+        with costs(min_saved_elements=0 if pays else sys.maxsize):
+            state.start_rows()
         attention = decoder.layers[0].self_attn
         if pays:
             assert [part.shape for part in state.prompt(attention)] == [(2, 2, 4, 8)] * 2

@@ -11,11 +11,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from cost_models import costs
 from own_models import odd_model, repeated, weigh
 from parity import BEAMS, PROMPT, SAMPLES, assert_equal_outputs, is_shared, padded, run_both
 from sharing import sharing
 
-from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.transformers import verification
 
 BOTH_DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
@@ -78,10 +78,8 @@ def assert_same_records(attend, dtype, monkeypatch, at_the_end=list):
         output = model.generate(**padded(9, 5), **arguments, return_dict_in_generate=True, output_scores=True)
         return output, at_the_end(record)
 
-    monkeypatch.setattr(gain, "COST", 0)
-    monkeypatch.setattr(gain, "COST_PER_MODULE", 0)
     for share, arguments in itertools.product(("always", "auto"), (BEAMS, SAMPLES)):
-        with sharing(share):
+        with sharing(share), costs(prefill_cost=0, prefill_cost_per_module=0):
             both = run_both(functools.partial(call, arguments))
             assert is_shared(both.report) and (PROMPT in str(both.report)) is (share == "always")
             if dtype == torch.bfloat16 and share == "always":

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from cost_models import costs
 from own_models import FORMS, ODD, odd_model, repeated, weigh
 from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, padded
 from sharing import sharing
 from torch import Tensor
 
-from fastgen.optimizer.decoding import gain
 from fastgen.optimizer.transformers import verification
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -38,12 +38,10 @@ def test_plain_products_work_on_segments(arguments):
 
 @pytest.mark.parametrize("attend", FORMS)
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
-def test_a_long_prompt_after_one_too_short_to_share(attend, arguments, monkeypatch):
+def test_a_long_prompt_after_one_too_short_to_share(attend, arguments):
     """The class is trusted after the first call, and its attention meets shared keys first in the second."""
     model = odd_model(attend)
-    monkeypatch.setattr(gain, "COST", 0)
-    monkeypatch.setattr(gain, "COST_PER_MODULE", 0)
-    with sharing("auto"):
+    with sharing("auto"), costs(prefill_cost=0, prefill_cost_per_module=0):
         first = assert_same(model, padded(3, 2), **arguments)
     assert is_shared(first) and PROMPT not in str(first)
     second = assert_same(model, padded(9, 5), **arguments)

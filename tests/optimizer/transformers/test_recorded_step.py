@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cost_models import costs
 from parity import padded, run_both, tiny, token_ids, whisper
 from recording import not_recorded_because, recording, replays
 from sharing import sharing
@@ -19,8 +20,9 @@ from transformers import LogitsProcessor
 from fastgen.config import CONFIG
 from fastgen.ops.cpu_graph.trace import Diverged
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import gain, graphs, recordable
+from fastgen.optimizer.decoding import graphs, recordable
 from fastgen.optimizer.decoding.call import generate_call
+from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache
 from fastgen.optimizer.decoding.kv_cache import KVCache, capacity_for
 from fastgen.optimizer.decoding.late_flag import LateFlag
@@ -358,19 +360,23 @@ def test_steps_are_captured_on_a_gpu_only_if_the_user_asks_for_it(monkeypatch):
         assert call.report.codes() == codes
 
 
-def test_on_a_cpu_a_recording_has_to_save_what_it_costs(monkeypatch):
+def test_on_a_cpu_a_recording_has_to_save_what_it_costs():
     model = model_of("gpt2")
     with recording("auto"):
         assert recorded(model, inputs_of("gpt2"), **{**GREEDY, "max_new_tokens": 40, "eos_token_id": None})
-        monkeypatch.setattr(gain, "SAVED_PER_MODULE", 1)
-        report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS)).report
+        with costs(saved_per_module=1):
+            report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS)).report
         assert not_recorded_because(report, "NOT_CAPTURABLE", "14 steps of 12 rows would save less")
 
 
-def test_calls_too_short_for_a_recording_get_one_when_there_are_several(monkeypatch):
+class AfterManySteps(CostModel):
+    def should_capture(self, size, rows, steps, is_captured):
+        return is_captured or steps >= 40
+
+
+def test_calls_too_short_for_a_recording_get_one_when_there_are_several():
     model = model_of("gpt2")
-    monkeypatch.setattr(gain, "recording_pays", lambda size, rows, steps, is_known: is_known or steps >= 40)
-    with recording("auto", smallest_capacity=64):
+    with recording("auto", smallest_capacity=64), costs(AfterManySteps):
         counts = [recorded(model, inputs_of("gpt2"), **{**GREEDY, "eos_token_id": None}) for _ in range(5)]
     assert counts == [0, 0, 0, 12, 13]
 
@@ -387,7 +393,7 @@ def test_half_precision_is_left_alone_on_a_cpu():
 def test_a_new_recording_waits_for_a_call_that_is_not_short():
     model = model_of("gpt2")
     options = {**GREEDY, "eos_token_id": None}
-    with recording(smallest_capacity=64), mock.patch.object(recordable, "STEPS_BEFORE", 8):
+    with recording(smallest_capacity=64, steps_before=8):
         assert not recorded(model, inputs_of("gpt2"), **{**options, "max_new_tokens": 8})
         assert recorded(model, inputs_of("gpt2"), **{**options, "max_new_tokens": 14}) == 5
         assert recorded(model, inputs_of("gpt2"), **{**options, "max_new_tokens": 14}) == 13

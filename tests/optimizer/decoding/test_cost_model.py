@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cost_models import costs
 from parity import BEAMS, PREFILL, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, padded, tiny, token_ids
 from python_process import run_code
 from sharing import sharing
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastgen.optimizer.decoding import gain, model_facts
+import fastgen
+from fastgen.optimizer.decoding.call import generate_call
+from fastgen.optimizer.decoding.cost_model import CostModel
+from fastgen.optimizer.decoding.model_facts import ModelSize, size_of
 from fastgen.optimizer.transformers import compiled, model_state, modules, rows
 
+COSTS = CostModel()
 REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
 
 
@@ -34,11 +39,13 @@ def test_small_calls_are_left_alone_before_modules_and_rows_are_looked_at(name, 
 
 
 def test_the_reason_gives_the_numbers():
-    size = model_facts.ModelSize(modules=10, weights=2000, step=0, large=0, bytes=0)
-    cost = f"{(gain.COST + 10 * gain.COST_PER_MODULE) / 1e6:.1f}"
-    [reason] = gain.prefill_reasons(size, 50)
-    assert reason.detail == f"50 tokens fewer save 0.1 million multiply-adds, the overhead {cost}"
-    assert not gain.prefill_reasons(size, 50_000)
+    size = ModelSize(modules=10, weights=2000, step=0, large=0, bytes=0)
+    assert not COSTS.should_prefill_once(size, 50) and COSTS.should_prefill_once(size, 50_000)
+    model = tiny("llama")
+    model.generate(**padded(9, 5), **BEAMS)
+    [reason] = [one for _, one in fastgen.explain().not_done if one.code == "TOO_SMALL"]
+    saved, overhead = size_of(model).weights * 36 / 1e6, COSTS.overhead_of_prefill_once(size_of(model)) / 1e6
+    assert reason.detail == f"36 tokens fewer save {saved:.1f} million multiply-adds, the overhead {overhead:.1f}"
 
 
 def test_the_same_model_shares_longer_prompts_of_more_rows():
@@ -85,28 +92,28 @@ def test_rows_that_the_caller_repeated_are_compared_once(share_always, monkeypat
 
 def test_the_size_counts_what_every_token_is_multiplied_with():
     model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(8, 100, bias=False), nn.LayerNorm(8))
-    assert model_facts.size_of(model) == model_facts.ModelSize(modules=5, weights=128, step=928, large=0, bytes=7040)
+    assert size_of(model) == ModelSize(modules=5, weights=128, step=928, large=0, bytes=7040)
 
 
 def test_a_recording_pays_where_steps_are_many_and_short():
-    size = model_facts.ModelSize(modules=150, weights=85_000_000, step=123_000_000, large=0, bytes=0)  # GPT-2 small
-    assert gain.recording_pays(size, rows=1, steps=40, is_known=False)
-    assert not gain.recording_pays(size, rows=1, steps=16, is_known=False)
-    assert gain.recording_pays(size, rows=1, steps=16, is_known=True)
-    assert not gain.recording_pays(size, rows=256, steps=40, is_known=True)
-    assert gain.recording_pays(size, rows=256, steps=2000, is_known=False)
+    size = ModelSize(modules=150, weights=85_000_000, step=123_000_000, large=0, bytes=0)  # GPT-2 small
+    assert COSTS.should_capture(size, rows=1, steps=40, is_captured=False)
+    assert not COSTS.should_capture(size, rows=1, steps=16, is_captured=False)
+    assert COSTS.should_capture(size, rows=1, steps=16, is_captured=True)
+    assert not COSTS.should_capture(size, rows=256, steps=40, is_captured=True)
+    assert COSTS.should_capture(size, rows=256, steps=2000, is_captured=False)
 
 
 def test_the_size_is_looked_up_again_when_the_type_of_the_weights_changes():
     model = nn.Linear(1024, 1024)
-    assert model_facts.size_of(model).is_large
-    assert not model_facts.size_of(model.half()).is_large
+    assert size_of(model).large == 1 << 20
+    assert size_of(model.half()).large == 0
 
 
 def test_the_weights_of_an_encoder_do_not_count_because_it_runs_once_per_input_anyway():
     few, many = (tiny("bart", "seq2seq", encoder_layers=layers) for layers in (1, 4))
-    assert model_facts.size_of(few).weights == model_facts.size_of(many).weights
-    assert model_facts.size_of(few).modules < model_facts.size_of(many).modules
+    assert size_of(few).weights == size_of(many).weights
+    assert size_of(few).modules < size_of(many).modules
 
 
 def fake_keys(*shape: int, **kind) -> torch.Tensor:
@@ -119,8 +126,8 @@ def fake_keys(*shape: int, **kind) -> torch.Tensor:
 def test_on_a_gpu_the_bytes_of_keys_and_values_that_are_not_read_count(dtype, size, is_cross, least):
     length, gpu = least // (2 * 3 * 2 * 5 * 10 * size), {"dtype": dtype, "device": "cuda"}
     with sharing("auto"):
-        assert gain.sharing_pays(fake_keys(2, 5, length, 10, **gpu), fan_out=4, is_cross=is_cross)
-        assert not gain.sharing_pays(fake_keys(2, 5, length - 1, 10, **gpu), fan_out=4, is_cross=is_cross)
+        assert COSTS.should_share(fake_keys(2, 5, length, 10, **gpu), rows_per_input=4, is_cross=is_cross)
+        assert not COSTS.should_share(fake_keys(2, 5, length - 1, 10, **gpu), rows_per_input=4, is_cross=is_cross)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -128,5 +135,28 @@ def test_on_a_gpu_the_bytes_of_keys_and_values_that_are_not_read_count(dtype, si
 def test_on_a_cpu_elements_of_keys_count(dtype, is_cross, least):
     length = least // (4 * 8 * 16)
     with sharing("auto"):
-        assert gain.sharing_pays(fake_keys(4, 8, length, 16, dtype=dtype), fan_out=2, is_cross=is_cross)
-        assert not gain.sharing_pays(fake_keys(4, 8, length - 1, 16, dtype=dtype), fan_out=2, is_cross=is_cross)
+        assert COSTS.should_share(fake_keys(4, 8, length, 16, dtype=dtype), rows_per_input=2, is_cross=is_cross)
+        assert not COSTS.should_share(fake_keys(4, 8, length - 1, 16, dtype=dtype), rows_per_input=2, is_cross=is_cross)
+
+
+def test_a_batch_is_compacted_where_many_inputs_leave_and_many_steps_are_left():
+    size = ModelSize(modules=10, weights=1_000_000, step=0, large=0, bytes=0)  # the overhead is that of 15 tokens
+    arguments = {"inputs": 16, "rows_per_input": 2}
+    assert COSTS.should_compact(size, leaving=2, steps_done=20, steps_left=20, **arguments)
+    assert not COSTS.should_compact(size, leaving=1, steps_done=20, steps_left=20, **arguments)
+    assert not COSTS.should_compact(size, leaving=2, steps_done=20, steps_left=3, **arguments)
+    assert COSTS.should_compact(size, leaving=2, steps_done=1, steps_left=20, **arguments)  # eight steps are expected
+
+
+def test_keys_are_written_in_place_where_they_are_many():
+    keys = torch.empty(2, 8, 32, 16)  # with 4 rows of an input, 4 * 2 * 8 * 16 elements a position
+    assert not COSTS.should_write_in_place(keys, rows_per_input=4, limit=190)
+    assert COSTS.should_write_in_place(keys, rows_per_input=4, limit=192)
+
+
+def test_a_call_takes_the_cost_model_of_its_beginning():
+    with costs(prefill_cost=7), generate_call("test") as call:
+        pass
+    with generate_call("test") as later:
+        pass
+    assert (call.costs.prefill_cost, later.costs) == (7, CostModel())

@@ -1,0 +1,127 @@
+"""Cost model: decides whether an optimisation is worthwhile; never affects results.
+
+A walk over all modules of a model takes milliseconds, as long as a tiny model takes for a token. So these decisions
+come before anything that looks at the modules, and rest on `model_facts.size_of`, which remembers a model's size.
+
+Tests: tests/optimizer/decoding/test_cost_model.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastgen.config import CONFIG
+from fastgen.optimizer.decoding.model_facts import ModelSize
+
+# A shared prompt costs a GPU a second product per layer and step: its launches, against the time of reading the keys
+# and values once per row. Assumed for an A100 or H100, not yet run on a GPU.
+GPU_LAUNCHES = 3  # two products and the softmax over both parts
+GPU_SECONDS_PER_LAUNCH = 5e-6
+GPU_BYTES_PER_SECOND = 2e12
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Thresholds, and the decisions that rest on them.
+
+    Work is counted in multiply-adds: what takes as long as so many of them in a matrix product.
+
+    prefill_cost, prefill_cost_per_module: work that a prefill of one row per input costs (benchmarks/bench_small.py).
+
+    min_saved_elements: of keys, per layer, on a CPU, from which a shared prompt is worth its second product (2 cores
+    break even near 0.5 million, benchmarks/bench_attention.py). min_saved_bytes: of keys and values, on a GPU.
+    min_elements_in_place: of keys, per layer, from which it is worth a buffer, on a CPU, to write generated keys in
+    place instead of copying all keys at every step (beams break even near 0.2 million, samples near 0.03 million).
+
+    min_capture_steps: shorter calls are not asked whether their steps can be captured, which takes the time of some
+    steps. steps_before_capture: of a call, because many end early. capture_steps: that a new graph takes.
+    saved_per_module: work that a replayed step saves, in Python, per module (fastgen/ops/cpu_graph). rows_of_one_read:
+    a step of fewer rows takes as long, since it reads all weights.
+
+    min_large_per_module: elements of large weights, per module, from which large products are so much of the work that
+    a microsecond for every call of torch does not matter; min_large: of all modules.
+
+    min_leaving: the part of the inputs that has to be finished for a batch to be compacted. min_steps_expected: for
+    which a batch is expected to go on.
+    """
+
+    prefill_cost: int = 1 << 22
+    prefill_cost_per_module: int = 1 << 20
+    min_saved_elements: int = 1 << 19
+    min_saved_bytes: int = round(GPU_LAUNCHES * GPU_SECONDS_PER_LAUNCH * GPU_BYTES_PER_SECOND)
+    min_elements_in_place: int = 1 << 17
+    min_capture_steps: int = 16
+    steps_before_capture: int = 8
+    capture_steps: int = 3
+    saved_per_module: int = 1 << 21
+    rows_of_one_read: int = 8
+    min_large_per_module: int = 1 << 16
+    min_large: int = 1
+    min_leaving: float = 1 / 8
+    min_steps_expected: int = 8
+
+    @property
+    def shares(self) -> bool | None:
+        """Whether the user demands sharing (True) or forbids it (False); None where it is to be worthwhile."""
+        return {"always": True, "never": False}.get(CONFIG.share)
+
+    def overhead_of_prefill_once(self, size: ModelSize) -> int:
+        """Multiplications that a prefill of one row per input costs."""
+        return self.prefill_cost + self.prefill_cost_per_module * size.modules
+
+    def should_prefill_once(self, size: ModelSize, saved_tokens: int) -> bool:
+        """Whether a prefill of one row per input, which computes `saved_tokens` fewer, gains more than it costs."""
+        if self.shares is not None:
+            return self.shares
+        return size.weights * saved_tokens >= self.overhead_of_prefill_once(size)
+
+    def should_share(self, keys: Tensor, rows_per_input: int, is_cross: bool = False) -> bool:
+        """Whether attention is faster with these keys `[inputs, kv_heads, length, head_dim]` stored once per input.
+
+        is_cross: they are those of cross-attention, which has one segment only. Where they are repeated instead, they
+        are still never reordered. Values are taken to be as wide as keys.
+        """
+        if self.shares is not None:
+            return self.shares
+        if keys.device.type == "cpu":
+            saved, least = keys.numel() * (rows_per_input - 1), self.min_saved_elements
+        else:
+            saved, least = 2 * keys.nbytes * (rows_per_input - 1), self.min_saved_bytes
+        return saved >= (least // 4 if is_cross else least)
+
+    def should_write_in_place(self, keys: Tensor, rows_per_input: int, limit: int) -> bool:
+        """Whether keys `[inputs, kv_heads, length, head_dim]`, repeated and then `limit` longer, are worth a buffer."""
+        inputs, kv_heads, length, width = keys.shape
+        return inputs * rows_per_input * kv_heads * (length + limit // 2) * width >= self.min_elements_in_place
+
+    def should_capture(self, size: ModelSize, rows: int, steps: int, is_captured: bool) -> bool:
+        """Whether replaying this model's step for so many rows saves twice what it costs on a CPU, in so many steps.
+
+        is_captured: there is a graph, which costs the step that it has to repeat in each call. With
+        FASTGEN_CUDA_GRAPHS=on the answer is yes.
+        """
+        if CONFIG.cuda_graphs == "on":
+            return True
+        saved = self.saved_per_module * size.modules
+        step = size.step * max(rows, self.rows_of_one_read) + saved
+        return saved * steps >= 2 * step * (1 if is_captured else self.capture_steps)
+
+    def should_swap_forwards(self, size: ModelSize) -> bool:
+        """Whether large products that oneDNN may compute are what the model's time goes into."""
+        return size.large >= max(self.min_large_per_module * size.modules, self.min_large)
+
+    def should_compact(
+        self, size: ModelSize, leaving: int, inputs: int, rows_per_input: int, steps_done: int, steps_left: int
+    ) -> bool:
+        """Whether `leaving` of `inputs` inputs, which are finished, should leave the batch now.
+
+        steps_left: at most; how many there will be is guessed from `steps_done`.
+        """
+        steps = min(steps_left, max(steps_done, self.min_steps_expected))
+        return leaving >= self.min_leaving * inputs and self.should_prefill_once(size, leaving * rows_per_input * steps)
+
+
+# Of calls that begin.
+DEFAULT = CostModel()

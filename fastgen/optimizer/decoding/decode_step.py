@@ -34,11 +34,14 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.fingerprint import fingerprint
 from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, differs_sync, graphs_of, torch_settings
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.reasons import STEPS, Reason, with_code
+from fastgen.optimizer.decoding.reasons import STEPS, Reason
 from fastgen.patching import warn
 
 if TYPE_CHECKING:  # in typing since Python 3.11
     from typing_extensions import Self
+
+
+INPUTS_CHANGED = Reason("INPUTS_CHANGED", "the arguments of the forward are not those of earlier calls")
 
 
 class CannotPad(Exception):
@@ -101,7 +104,7 @@ class DecodeStep(ABC):
         """That by which outputs are compared."""
 
     @abstractmethod
-    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[str | Reason]]:
+    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[Reason]]:
         """What the loop's cache holds, to which `left` positions may be added; or why it cannot be static."""
 
     @abstractmethod
@@ -172,12 +175,13 @@ class DecodeStep(ABC):
             return
         cache, reasons = self.kv_cache(left)
         if cache is not None and cache.nbytes > graphs.most_bytes:
-            reasons = [f"keys and values of more than {graphs.most_bytes >> 20} MB"]
+            text = f"keys and values of more than {graphs.most_bytes >> 20} MB"
+            reasons = [Reason("KV_CACHE_TOO_LARGE", text)]
         if not reasons and self._graphs is None:
             if graphs.in_use.acquire(blocking=False):
                 self._graphs = graphs
             else:
-                reasons = ["another call uses the model's captured steps"]
+                reasons = [Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")]
         if not reasons:
             self.most = cache.generated_length + left
             try:
@@ -185,12 +189,12 @@ class DecodeStep(ABC):
             except torch.cuda.OutOfMemoryError:  # the call's own cache is as it was
                 self.graph = None
                 graphs.clear()
-                reasons = graphs.refused = ["out of memory while allocating static buffers"]
-        self.call.report.add_reasons(STEPS, with_code("NOT_CAPTURABLE", reasons))
+                reasons = graphs.refused = [Reason("OUT_OF_MEMORY", "out of memory while allocating static buffers")]
+        self.call.report.add_reasons(STEPS, reasons)
         if self.graph is None:
             self.end()
 
-    def _first_capture(self, content: KVCache, tokens: Tensor, expected: Tensor, wants_new: bool) -> list[str]:
+    def _first_capture(self, content: KVCache, tokens: Tensor, expected: Tensor, wants_new: bool) -> list[Reason]:
         """Takes or makes a graph and lets it repeat the step that has given `expected`; returns why not.
 
         If there is none for such a step as yet, and a new one is not wanted, that needs no reason.
@@ -213,7 +217,7 @@ class DecodeStep(ABC):
             self._refuse("logits with static buffers differ from eager")
         if outputs is None or graphs.refused:
             self.graph = None
-            return graphs.refused or ["the arguments of its forward are not those of earlier calls"]
+            return graphs.refused or [INPUTS_CHANGED]
         self.graph.cache.advance()
         self.use(self.graph.cache)
         return []
@@ -275,7 +279,7 @@ class DecodeStep(ABC):
         """Captures this model's steps no more; is_expected: nothing is wrong, and a report tells it."""
         self.graph.drop()
         self._graphs.clear()
-        self._graphs.refused = [f"{type(self.model).__name__}: {reason}"]
+        self._graphs.refused = [Reason("CAPTURE_REFUSED", f"{type(self.model).__name__}: {reason}")]
         if not is_expected:
             warn(f"fastgen does not capture the decode steps of a model: {self._graphs.refused[0]}")
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from fastgen.ops.cpu_graph.graph import CpuGraph
 from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer.decoding.kv_cache import KVCache
+from fastgen.optimizer.decoding.reasons import Reason
 
 # What the graphs of one model may hold between two calls, and the bytes of one: less in the memory of a CPU, of which
 # programs hold more for themselves.
@@ -167,7 +168,7 @@ class GraphCache:
         self.device, self.dtype, self.most_bytes = device, dtype, MOST_BYTES[device.type]
         self.capture = CudaCapture(device) if device.type == "cuda" else CpuCapture()
         self.in_use = threading.Lock()
-        self.refused: list[str] = []
+        self.refused: list[Reason] = []
         self.has_exact_lengths = False
         self.steps_without: Counter[int] = Counter()
         self._state: Any = None

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fastgen.optimizer.decoding.reasons import LAYER_EMPTY, Reason
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV, materialized
 
 # From here on it pays, on a CPU, to find the rows that a reorder moves.
@@ -308,18 +309,18 @@ class KVCache:
 
     # Static caches.
 
-    def static_reasons(self) -> list[str]:
+    def static_reasons(self) -> list[Reason]:
         """Why there can be no static cache with this content; empty if there can."""
         if any(self.was_materialized(layer) for layer in range(len(self.prompts))):
-            return ["the model reads its keys in one piece"]
+            return [Reason("MATERIALIZED", "the model materializes its keys")]
         kinds: dict[bool, set[tuple]] = {True: set(), False: set()}
         for layer, slot in enumerate(self._slots):
             present = self._present(layer)
             if not present:
-                return ["a layer of the cache is empty"]
+                return [LAYER_EMPTY]
             kinds[slot is None].add(tuple(_shapes(pair, None) for pair in present))
         differ = any(len(one) > 1 for one in kinds.values()) or not kinds[False]
-        return ["the layers of the cache differ in shape, type or device"] if differ else []
+        return [Reason("LAYERS_DIFFER", "the layers of the cache differ in shape, dtype or device")] if differ else []
 
     def content(
         self, batch_index: Tensor | None = None, rows: Tensor | None = None, drop_last: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,9 @@ def unwanted_reasons(device: torch.device, steps: int) -> list[Reason]:
     return []
 
 
-def can_capture(model: nn.Module, decoder: nn.Module, steps: int, reasons: Callable[[], list[str]]) -> bool:
+def can_capture(
+    model: nn.Module, decoder: nn.Module, steps: int, reasons: Callable[[], Sequence[str | Reason]]
+) -> bool:
     """Whether a loop of at most so many steps should try to; tells the report why not. reasons: of the host."""
     weight = _weight_of(decoder)
     found = unwanted_reasons(weight.device, steps)

@@ -83,7 +83,7 @@ class FairseqDecodeStep(DecodeStep):
     def logits_of(outputs: Outputs) -> Tensor:
         return outputs[0]
 
-    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[str | Reason]]:
+    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[Reason]]:
         state = self.states[0]
         if reasons := state.kv.static_reasons():
             return None, reasons

@@ -92,7 +92,7 @@ def loop_reasons(
         if not comes_with(getattr(model, name, None), GenerationMixin):
             reasons.append(Reason("METHOD_REPLACED", f"{name} is not that of GenerationMixin"))
     if (cache := kv_layers.cache_of(arguments)) is not None:
-        reasons += with_code("CACHE_TYPE", kv_layers.unsupported_types(cache))
+        reasons += kv_layers.unsupported_types(cache)
     if call is None or call.user_code or not verification.is_tested(model):
         reasons.append(Reason("UNTESTED", "the model's code, or this version of transformers, was not tested"))
     elif call.user_cache:
@@ -186,13 +186,15 @@ class TransformersDecodeStep(DecodeStep):
     def logits_of(outputs: Any) -> Tensor:
         return outputs.logits
 
-    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[str | Reason]]:
+    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[Reason]]:
         if (cache := self.arguments.get(NAME)) is None:
             return None, [Reason("NO_CACHE", "there is no cache")]
         self._cache = ref(cache)  # a step returns the view of its graph, which is the cache of the next arguments
         self.variant = frozenset(name for name, value in self.arguments.items() if value is not None)
         kv, reasons = kv_layers.kv_cache_of(cache, cache.get_seq_length() + left)
-        return kv, reasons or model_state.rows_reasons(self.model, {self.rows, self.call.inputs})
+        return kv, reasons or with_code(
+            "MODEL_STATE", model_state.rows_reasons(self.model, {self.rows, self.call.inputs})
+        )
 
     def view_of(self, static: KVCache) -> Cache:
         return kv_layers.view_of(self.arguments[NAME] if self.graph is None else self.graph.view, static)
@@ -251,7 +253,7 @@ class TransformersDecodeStep(DecodeStep):
             raise ValueError(f"{name} is a {type(cache).__name__}, whose rows cannot be moved")
 
     @cached_property
-    def _cache_reasons(self) -> list[str]:
+    def _cache_reasons(self) -> list[Reason]:
         """Why fastgen cannot move the rows of the cache; asked after the first step, when it has its layers."""
         return kv_layers.unsupported_types(kv_layers.cache_of(self.arguments))
 
@@ -283,7 +285,7 @@ class TransformersDecodeStep(DecodeStep):
         sizes = {self.rows, self.rows // self.rows_per_input}
         reasons = reasons or with_code("MODEL_STATE", model_state.rows_reasons(self.model, sizes))
         if self.graph is None:
-            reasons = reasons or with_code("CACHE_TYPE", self._cache_reasons)
+            reasons = reasons or self._cache_reasons
         return reasons or rows_of_call.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:

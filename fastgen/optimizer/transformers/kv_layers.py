@@ -34,7 +34,7 @@ from transformers.cache_utils import (
 
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KV, KVCache
-from fastgen.optimizer.decoding.reasons import KV_CACHE, Reason
+from fastgen.optimizer.decoding.reasons import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Reason
 from fastgen.optimizer.transformers.rows import Groups
 
 # Under which of these a model has its cache.
@@ -172,25 +172,28 @@ def _stay_in_inputs(beam_idx: Tensor, rows_per_input: int) -> bool:
 # Whether a cache can be adopted.
 
 
-def unsupported_reasons(cache: object) -> list[str]:
+def unsupported_reasons(cache: object) -> list[Reason]:
     """Why the rows of this cache could not be expanded after a prefill that fills it; empty if they can."""
     reasons = unsupported_types(cache)
     if not reasons and parts(cache)[0].layers and _is_filled(cache):
-        reasons.append("past_key_values was given with a content")
+        reasons.append(CACHE_NOT_EMPTY)
     return reasons
 
 
-def unsupported_types(cache: object) -> list[str]:
+def unsupported_types(cache: object) -> list[Reason]:
     """Why a cache of these classes cannot be given more rows; empty if it can."""
     for part in parts(cache):
         if type(part) is not DynamicCache:
-            return [f"past_key_values is a {type(part).__name__} (supported: DynamicCache, EncoderDecoderCache of two)"]
+            text = f"past_key_values is a {type(part).__name__} (supported: DynamicCache, EncoderDecoderCache of two)"
+            return [Reason("CACHE_TYPE", text)]
         if getattr(part, "offloading", False):
-            return ["past_key_values is offloaded to the CPU"]
+            return [Reason("CACHE_OFFLOADED", "past_key_values is offloaded to the CPU")]
         foreign = [layer for layer in part.layers if type(layer).__module__ not in (DynamicLayer.__module__, __name__)]
         if foreign:
             names = sorted({type(layer).__name__ for layer in foreign})
-            return [f"past_key_values has layers that a model defines for itself ({', '.join(names)})"]
+            return [
+                Reason("CACHE_LAYERS", f"past_key_values has layers of the model's own classes ({', '.join(names)})")
+            ]
     return []
 
 
@@ -335,26 +338,28 @@ def _kv_caches(cache: Cache, rows: Tensor) -> list[KVCache]:
 # Static caches, for captured steps.
 
 
-def layer_reasons(cache: Cache, most: int) -> list[str]:
+def layer_reasons(cache: Cache, most: int) -> list[Reason]:
     """Why layers of these classes cannot be static for `most` positions; empty if they can."""
     for layer in parts(cache)[0].layers:  # of the cross-attention, none slides
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window <= most:
-            return [f"a sliding window of {layer.sliding_window} for up to {most} positions"]
+            text = f"a sliding window of {layer.sliding_window} for up to {most} positions"
+            return [Reason("SLIDING_WINDOW", text)]
     names = {type(layer).__name__ for part in parts(cache) for layer in part.layers if type(layer) not in _KINDS}
-    return [f"a cache with layers of {', '.join(sorted(names))} (supported: {_SUPPORTED})"] if names else []
+    text = f"a cache with layers of {', '.join(sorted(names))} (supported: {_SUPPORTED})"
+    return [Reason("CACHE_LAYERS", text)] if names else []
 
 
-def kv_cache_of(cache: Cache, most: int) -> tuple[KVCache | None, list[str]]:
+def kv_cache_of(cache: Cache, most: int) -> tuple[KVCache | None, list[Reason]]:
     """What the cache holds, as views where it is not adopted; or why it cannot be static for `most` positions."""
     if reasons := layer_reasons(cache, most):
         return None, reasons
     layers = [part.layers for part in parts(cache)]
     if not all(layers) or not all(layer.is_initialized for part in layers for layer in part):
-        return None, ["a layer of the cache is empty"]
+        return None, [LAYER_EMPTY]
     adopted = {id(layer.kv): layer.kv for part in layers for layer in part if isinstance(layer, KVLayer)}
     kv = adopted.popitem()[1] if adopted else _views_of(*layers)
     if adopted or len(kv.prompts) != sum(map(len, layers)):
-        return None, ["the layers of the cache differ in kind"]
+        return None, [Reason("LAYERS_DIFFER", "the layers of the cache differ in kind")]
     reasons = kv.static_reasons()
     return (None, reasons) if reasons else (kv, [])
 
@@ -417,7 +422,7 @@ def static_prefill_reasons(cache: Cache, generation_config: Any) -> list[Reason]
     if foreign := sorted(layer.__name__ for layer in layers - {StaticLayer, StaticSlidingWindowLayer}):
         text = f"past_key_values is a StaticCache with layers of other kinds ({', '.join(foreign)})"
         return [Reason("CACHE_LAYERS", text)]
-    return [Reason("CACHE_NOT_EMPTY", "past_key_values is not empty")] if cache.get_seq_length() > 0 else []
+    return [CACHE_NOT_EMPTY] if cache.get_seq_length() > 0 else []
 
 
 @contextmanager

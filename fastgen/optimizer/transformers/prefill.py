@@ -201,7 +201,7 @@ def unsupported_reasons(
     elif kv_layers.is_static(cache := kv_layers.cache_of(arguments)):
         reasons += kv_layers.static_prefill_reasons(cache, generation_config)
     elif cache is not None:
-        reasons += with_code("CACHE_TYPE", kv_layers.unsupported_reasons(cache))
+        reasons += kv_layers.unsupported_reasons(cache)
     elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
         reasons.append(Reason("MODEL_CACHE", "the model makes its own cache"))
     reasons += rows.unsupported_reasons(model.config.model_type, arguments, groups.rows)
@@ -215,7 +215,7 @@ def returned_cache_reasons(outputs: ModelOutput) -> list[Reason]:
     cache = kv_layers.cache_of(outputs)
     if cache is None:
         return [Reason("NO_CACHE", "the model returns no cache")]
-    return with_code("CACHE_TYPE", kv_layers.unsupported_types(cache))
+    return kv_layers.unsupported_types(cache)
 
 
 def _leaves_cache_to_model(arguments: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from fastgen.optimizer.decoding import recordable
-from fastgen.optimizer.decoding.reasons import Reason
+from fastgen.optimizer.decoding.reasons import REORDERS_ITSELF, Reason
 from fastgen.optimizer.transformers import eligibility, positions
 from fastgen.optimizer.transformers.kv_layers import layer_reasons
 
@@ -29,24 +29,27 @@ def can_capture(model: Any, generation_config: Any, input_ids: Tensor, arguments
     return recordable.can_capture(model, model, _steps(generation_config, input_ids), reasons)
 
 
-def unsupported_reasons(model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]) -> list[str]:
+def unsupported_reasons(
+    model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]
+) -> list[str | Reason]:
     """Why the steps of a call are not captured, as far as that is known before its prefill; empty if they can be."""
-    reasons = []
+    reasons: list[str | Reason] = []
     if not LAYERS_ARE_KNOWN:
-        reasons.append("this version of transformers has other static caches")
+        reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches"))
     if not arguments.get("use_cache"):
-        reasons.append("no cache")
+        reasons.append(Reason("NO_CACHE", "use_cache is not set"))
     if not getattr(model, "_can_compile_fullgraph", False) and model.config.model_type not in positions.MODEL_TYPES:
-        reasons.append(f"the forward of {type(model).__name__} may read the device")
+        text = f"{type(model).__name__}.forward may synchronise with the device (not _can_compile_fullgraph)"
+        reasons.append(Reason("MAY_SYNC", text))
     if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):
-        reasons.append(f"attention {attention} (supported: sdpa, eager)")
+        reasons.append(Reason("ATTENTION", f"attention {attention} (supported: sdpa, eager)"))
     if getattr(model, "hf_quantizer", None) is not None:
-        reasons.append("the model is quantized")
+        reasons.append(Reason("QUANTIZED", "the model is quantized"))
     if (cache := arguments.get("past_key_values")) is not None:
         reasons += layer_reasons(cache, generation_config.max_length or 0)
     reasons += positions.table_reasons(model, generation_config.max_length or 0)
     if hasattr(model, "_reorder_cache"):
-        reasons.append("the model moves its cache itself")
+        reasons.append(REORDERS_ITSELF)
     reasons = reasons or recordable.unsupported_reasons(model, input_ids.shape[0], _steps(generation_config, input_ids))
     return reasons or eligibility.model_reasons(model) or _sharded_reasons(model)
 

@@ -86,7 +86,7 @@ def test_steps_are_recorded_as_long_as_the_window_holds_everything(name, argumen
         with recording():
             stock, fast, report = run_both(lambda model=model: model.generate(**tokens, **arguments))
         assert torch.equal(stock, fast) and bool(replays(report)) == fits
-        assert fits or not_recorded_because(report, "NOT_CAPTURABLE", f"a sliding window of {window} for up to ")
+        assert fits or not_recorded_because(report, "SLIDING_WINDOW", f"a sliding window of {window} for up to ")
 
 
 @BOTH

@@ -8,6 +8,21 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+NOT_YET = (
+    "cli/",
+    "optimizer/decoding/fingerprint",
+    "optimizer/decoding/model_facts",
+    "optimizer/decoding/recordable",
+    "optimizer/fairseq/plan",
+    "optimizer/fairseq/recordable",
+    "optimizer/fairseq/user_module",
+    "optimizer/transformers/compiled",
+    "optimizer/transformers/eligibility",
+    "optimizer/transformers/model_state",
+    "optimizer/transformers/modules",
+    "optimizer/transformers/recordable",
+    "optimizer/transformers/training",
+)
 HOSTS = re.compile("transformers|fairseq|hugging ?face", re.IGNORECASE)
 
 
@@ -48,10 +63,11 @@ def has_code(path: Path) -> bool:
 
 
 def is_exempt(path: Path) -> bool:
-    return path.is_relative_to(ROOT / "fastgen/cli") or path.is_relative_to(ROOT / "fastgen/optimizer")
+    return path.relative_to(ROOT / "fastgen").as_posix().startswith(NOT_YET)
 
 
 def named_tests(path: Path) -> list[str]:
     """The tests that the docstring of a module names."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return docstring.partition("\n\nTests: ")[2].rstrip(".").replace(",", " ").split()
+    found = re.search(r"^Tests: (.*)", docstring, re.MULTILINE | re.DOTALL)
+    return found.group(1).rstrip(".").replace(",", " ").split() if found else []

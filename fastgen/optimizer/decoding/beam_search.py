@@ -2,6 +2,9 @@
 
 A step proposes C candidates for each of B sentences, the best first; of these M go on. C is 2M where a candidate may
 end its sentence, so that M remain in any case.
+
+Tests: tests/optimizer/fairseq/test_fairseq_loop.py, tests/optimizer/transformers/test_finished_inputs.py,
+tests/optimizer/transformers/test_beam_scores.py
 """
 
 from __future__ import annotations

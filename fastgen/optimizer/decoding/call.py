@@ -2,6 +2,8 @@
 
 Made by the patch of `generate`, found by the others through one context variable, and gone when the call ends. What is
 told of the call is its report, which nobody reads to decide anything.
+
+Tests: tests/optimizer/test_report.py, tests/optimizer/transformers/test_generate_threads.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 They are put on the modules for the time of the call and taken off again, so that whoever compiles, traces, copies or
 trains the model finds the library's own. A mode of torch that replaces products everywhere would cost some ten
 microseconds for each of torch's functions.
+
+Tests: tests/optimizer/decoding/test_faster_forwards.py
 """
 
 from __future__ import annotations

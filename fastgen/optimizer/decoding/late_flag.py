@@ -2,6 +2,8 @@
 
 A host may do the same on some devices; the step that was begun too much is undone by the
 loop.
+
+Tests: tests/optimizer/transformers/test_recorded_step.py
 """
 
 from __future__ import annotations

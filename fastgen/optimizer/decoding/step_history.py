@@ -2,6 +2,8 @@
 
 A table of ancestors is moved instead: the value that belongs to row i at step s lies in row
 `ancestors[i, s]` of step s.
+
+Tests: tests/optimizer/fairseq/test_fairseq_caches.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The state of a generation comes with the call, as fairseq's incremental state; a call without one is left to fairseq,
 except for that of an encoder inside a generation: torch does that in one function, in which the products with large
 weights cannot be replaced by faster ones.
+
+Tests: tests/optimizer/fairseq/test_fairseq_attention.py
 """
 
 from __future__ import annotations

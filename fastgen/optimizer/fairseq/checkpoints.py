@@ -3,6 +3,8 @@
 Since torch 2.6 `torch.load` builds only what is on a list, and a checkpoint of fairseq holds more than tensors: at the
 least the `argparse.Namespace` of its training run. What fairseq itself writes is allowed while one of its checkpoints
 is read, and only then; anything else is refused by name. Older versions of torch neither refuse nor need any of this.
+
+Tests: tests/optimizer/fairseq/test_fairseq_checkpoints.py
 """
 
 from __future__ import annotations

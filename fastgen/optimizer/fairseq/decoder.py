@@ -2,6 +2,8 @@
 
 In every step fairseq asks whether a token is padding, which waits for the device. What a generation has written is
 none, except in rows that can win no more: see `attention.own_attention`.
+
+Tests: tests/optimizer/fairseq/test_fairseq_attention.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What the encoders of all models gave: one row per input where the decoder's attention is fastgen's, else all rows."""
+"""What the encoders of all models gave: one row per input where the decoder's attention is fastgen's, else all rows.
+
+Tests: tests/optimizer/fairseq/test_fairseq_generate.py
+"""
 
 from __future__ import annotations
 

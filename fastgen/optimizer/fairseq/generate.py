@@ -1,4 +1,7 @@
-"""`SequenceGenerator._generate`: decides whether fastgen's loop and caches fit, and records what was done."""
+"""`SequenceGenerator._generate`: decides whether fastgen's loop and caches fit, and records what was done.
+
+Tests: tests/optimizer/fairseq/test_fairseq_generate.py, tests/optimizer/fairseq/test_fairseq_limits.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hypotheses that have ended, as fairseq's generator returns them."""
+"""Hypotheses that have ended, as fairseq's generator returns them.
+
+Tests: tests/optimizer/fairseq/test_fairseq_loop.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Neither way installs torchaudio, which fairseq's metadata require and nothing here uses: its builds on PyPI need CUDA's
 libraries, and beside a CPU build of torch they break the import of fairseq and of models of transformers.
+
+Tests: tests/optimizer/fairseq/test_fairseq_installation.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 All bookkeeping stays on the device; a step reads one thing, which candidates have ended. What the user may have
 replaced (the search strategy, the n-gram blocker, `is_finished`, the models) is called as upstream calls it, with
 tensors of the same shapes and in the same order, so that random numbers are drawn in the same order, too.
+
+Tests: tests/optimizer/fairseq/test_fairseq_loop.py, tests/optimizer/fairseq/test_fairseq_options.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """`NGramRepeatBlock.forward` through the op, which does on every device what fairseq's CUDA kernel does.
 
 fairseq's own code for the CPU compares with the end of the padded buffer instead of the last tokens: it bans nothing.
+
+Tests: tests/optimizer/fairseq/test_fairseq_ngrams.py
 """
 
 from __future__ import annotations

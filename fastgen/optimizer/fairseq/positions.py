@@ -1,4 +1,7 @@
-"""The forward of fairseq's positional embeddings: in captured steps the position is a number on the device."""
+"""The forward of fairseq's positional embeddings: in captured steps the position is a number on the device.
+
+Tests: tests/optimizer/fairseq/test_fairseq_recorded_steps.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 fairseq feeds the tokens that outputs have to begin with one by one, in all rows, and scores them. As far as every input
 has such a token, they are equal in all beams, and known beforehand (FastSeq §4.1.1).
+
+Tests: tests/optimizer/fairseq/test_fairseq_caches.py, tests/optimizer/fairseq/test_fairseq_generate.py
 """
 
 from __future__ import annotations

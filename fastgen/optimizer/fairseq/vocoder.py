@@ -1,4 +1,7 @@
-"""The HiFi-GAN generator of fairseq, for spectrograms and, as `CodeGenerator`, for units."""
+"""The HiFi-GAN generator of fairseq, for spectrograms and, as `CodeGenerator`, for units.
+
+Tests: tests/optimizer/vocoder/test_fairseq_vocoders.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 The library moves all tokens of all candidates four times in every step. Here only those of the beams that go on are
 moved, and those of a hypothesis when it becomes one of the best.
+
+Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_beam_scores.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The decoders of the codecs EnCodec and Mimi: of states `[batch, channels, frames]` they make a waveform."""
+"""The decoders of the codecs EnCodec and Mimi: of states `[batch, channels, frames]` they make a waveform.
+
+Tests: tests/optimizer/vocoder/test_codecs.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 The library calls the function for each row, and beams of an input begin alike. Errors, and inputs that no allowed token
 is left for, are the library's own.
+
+Tests: tests/optimizer/transformers/test_constrained.py
 """
 
 from __future__ import annotations

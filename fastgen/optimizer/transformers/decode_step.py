@@ -2,6 +2,8 @@
 
 Between two steps rows can change places, and inputs that are finished can leave: the library carries them along to the
 end, fairseq and CTranslate2 do not.
+
+Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_recorded_step.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Modules of transformers that have faster forwards inside `generate`."""
+"""Modules of transformers that have faster forwards inside `generate`.
+
+Tests: tests/optimizer/decoding/test_faster_forwards.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`GenerationMixin.generate`: keeps the record for `fastgen.explain()` and returns caches as the library does."""
+"""`GenerationMixin.generate`: keeps the record for `fastgen.explain()` and returns caches as the library does.
+
+Tests: tests/optimizer/transformers/test_generate_models.py, tests/optimizer/transformers/test_generate_options.py,
+tests/optimizer/transformers/test_returned_cache.py
+"""
 
 from __future__ import annotations
 

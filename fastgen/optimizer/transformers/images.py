@@ -1,6 +1,8 @@
 """`mm_encoder_outputs`: what the library has encoded of a prompt's images and videos before the prefill.
 
 The items (images, videos) of an input stand together and are repeated for each of its rows: A B A B for two rows.
+
+Tests: tests/optimizer/transformers/test_multimodal.py
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The cache keeps latents, which every step expands into the keys and values of all heads. The attention's `expand_kv`
 does that for each position by itself, so each segment can be expanded apart from the others.
+
+Tests: tests/optimizer/transformers/test_latent_attention.py
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 transformers bans into a copy of the scores. In its own decoding loops these scores are nobody else's when they reach
 the first processor: there they are written in place, which is most of what there is to gain.
+
+Tests: tests/optimizer/transformers/test_generate_ngrams.py
 """
 
 from __future__ import annotations

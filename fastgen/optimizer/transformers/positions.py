@@ -2,6 +2,8 @@
 
 The library's forward asks at every step whether its table is long enough, which waits for the device. Here that is
 asked before a recording begins (`table_reasons`).
+
+Tests: tests/optimizer/transformers/test_recorded_step.py
 """
 
 from __future__ import annotations

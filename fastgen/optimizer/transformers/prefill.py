@@ -4,6 +4,9 @@ The library repeats every input for its beams or samples before the prefill, and
 row of each group of equal rows goes through the model (decoder prompt, masks and encoder outputs alike, so that all
 rows inside a forward agree), then the cache and the last logits are given to all rows: what is equal stays stored once
 (FastSeq §4.1), the rest is repeated.
+
+Tests: tests/optimizer/transformers/test_repeated_rows.py, tests/optimizer/transformers/test_generate_models.py,
+tests/optimizer/transformers/test_static_prefill.py
 """
 
 from __future__ import annotations

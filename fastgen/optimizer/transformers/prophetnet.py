@@ -8,6 +8,8 @@ The numbers are those of the library's own step with its cache, but for two thin
 it raises ValueError where `pad_token_id` is not 0, because it takes positions, which begin behind it, for numbers of
 keys; and it forgets the attention mask of the decoder's tokens, so that the padding of a prompt is seen. Prompts stay
 the library's, and so does everything outside of `generate`, all training, and calls that ask for more than logits.
+
+Tests: tests/optimizer/transformers/test_prophetnet.py
 """
 
 from __future__ import annotations

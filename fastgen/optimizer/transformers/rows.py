@@ -1,4 +1,7 @@
-"""The arguments of a prefill, seen as rows: those of beams, of samples, or those that the caller has repeated."""
+"""The arguments of a prefill, seen as rows: those of beams, of samples, or those that the caller has repeated.
+
+Tests: tests/optimizer/transformers/test_rows.py, tests/optimizer/transformers/test_repeated_rows.py
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Encoder and text decoder are those of the call of `generate` inside; then come text-to-unit and vocoder. The library
 asks that call for the scores and hidden states of every step and reads only its sequences and the encoder's states
 (unread.py). For speech it then calls the encoder again, with the same input: those states are kept instead.
+
+Tests: tests/optimizer/transformers/test_seamless.py
 """
 
 from __future__ import annotations

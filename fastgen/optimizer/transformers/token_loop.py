@@ -1,6 +1,8 @@
 """`GenerationMixin._sample`: greedy decoding that finished inputs leave on a CPU, and captured steps.
 
 Where tokens are drawn all rows stay, so that a seed gives the same ones. All other calls go to the library's loop.
+
+Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_recorded_step.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 `scores` are a tensor `[rows, vocabulary_size]` of each step, gigabytes for a batch of summaries, and the library gives
 `sequences_scores` only together with them. Such a call runs as one that returns sequences alone, in the loops that
 fastgen has for those.
+
+Tests: tests/optimizer/transformers/test_beam_scores.py
 """
 
 from __future__ import annotations

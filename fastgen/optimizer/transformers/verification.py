@@ -4,6 +4,8 @@ Done where nobody has compared them before: on a version of transformers newer t
 that are not part of transformers. It is done inside the first prefill that would share: the call is repeated for a few
 steps by the original, and by fastgen with everything shared and with nothing shared, however short the prompt. A
 difference switches the patches off, altogether or for that class, with a warning that says what differed.
+
+Tests: tests/optimizer/transformers/test_verification.py
 """
 
 from __future__ import annotations

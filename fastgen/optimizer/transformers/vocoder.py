@@ -1,4 +1,7 @@
-"""The HiFi-GAN vocoders of Seamless M4T, SpeechT5, FastSpeech2Conformer and VITS."""
+"""The HiFi-GAN vocoders of Seamless M4T, SpeechT5, FastSpeech2Conformer and VITS.
+
+Tests: tests/optimizer/vocoder/test_vocoders.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The ways of computing a convolution and what follows it, on states `[batch, channels, 1, length]`."""
+"""The ways of computing a convolution and what follows it, on states `[batch, channels, 1, length]`.
+
+Tests: tests/optimizer/vocoder/test_vocoders.py, tests/optimizer/vocoder/test_codecs.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One call of a generator or a codec's decoder: the way in which it is computed, or why it is left to the library."""
+"""One call of a generator or a codec's decoder: the way in which it is computed, or why it is left to the library.
+
+Tests: tests/optimizer/vocoder/test_vocoders.py, tests/optimizer/vocoder/test_codecs.py
+"""
 
 from __future__ import annotations
 

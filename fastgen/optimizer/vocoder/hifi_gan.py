@@ -1,4 +1,7 @@
-"""The layers of a HiFi-GAN generator, whatever its host calls them, and its forward (Kong et al., section 2.2)."""
+"""The layers of a HiFi-GAN generator, whatever its host calls them, and its forward (Kong et al., section 2.2).
+
+Tests: tests/optimizer/vocoder/test_vocoders.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which layers of a vocoder are computed from their weight and bias alone."""
+"""Which layers of a vocoder are computed from their weight and bias alone.
+
+Tests: tests/optimizer/vocoder/test_vocoders.py, tests/optimizer/vocoder/test_codecs.py
+"""
 
 from __future__ import annotations
 

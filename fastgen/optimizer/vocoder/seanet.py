@@ -2,6 +2,8 @@
 
 Wide layers come first, where sequences are short; there torch's convolutions are taken. oneDNN reorders each weight in
 each call, see `OneDnn`, which pays from the first layer on whose input is no smaller than its weight.
+
+Tests: tests/optimizer/vocoder/test_codecs.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The plain weight of a layer with weight norm: folded once, and kept as long as what it was made of is unchanged.
 
 No module is changed: `state_dict`, training, `remove_weight_norm`, copies and files are the library's.
+
+Tests: tests/optimizer/vocoder/test_weight_norm.py
 """
 
 from __future__ import annotations

@@ -50,8 +50,9 @@ def unsupported_reasons(
     reasons += positions.table_reasons(model, generation_config.max_length or 0)
     if hasattr(model, "_reorder_cache"):
         reasons.append(REORDERS_ITSELF)
-    reasons = reasons or recordable.unsupported_reasons(model, input_ids.shape[0], _steps(generation_config, input_ids))
-    return reasons or eligibility.model_reasons(model) or _sharded_reasons(model)
+    if not reasons:
+        reasons += recordable.unsupported_reasons(model, input_ids.shape[0], _steps(generation_config, input_ids))
+    return reasons or [*(eligibility.model_reasons(model) or _sharded_reasons(model))]
 
 
 def _sharded_reasons(model: Any) -> list[str]:

@@ -15,9 +15,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 
 SETTINGS = ["unset", "1000", "2000", "5000", "10000", "20000", "50000", "passive"]
-NEW_TOKENS = {"gpt2-greedy-one-row": 32, "bart-beam4-one-row": 32, "bart-beam4": 16}
+NEW_TOKENS = {"gpt2-greedy-one-row": 24, "bart-beam4-one-row": 24, "bart-beam4": 8}
 
 
 def environment(setting: str) -> dict[str, str]:
@@ -75,6 +76,7 @@ def main() -> None:
         return
     workers = {setting: start(__file__, "--worker", env=environment(setting)) for setting in args.settings}
     loops: list[subprocess.Popen] = []
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     try:
         for setting, worker in workers.items():
             if worker.stdout.readline().strip() != "ready":
@@ -83,15 +85,9 @@ def main() -> None:
             for worker in workers.values():
                 ask(worker, case)
         loops += [start("-c", "while True: pass") for _ in range(args.busy)]
-        seconds = {
-            case: {
-                setting: statistics.median(times)
-                for setting, times in zip(
-                    workers, zip(*[[ask(worker, case) for worker in workers.values()] for _ in range(args.rounds)])
-                )
-            }
-            for case in NEW_TOKENS
-        }
+        for case in NEW_TOKENS:
+            for setting in list(workers) * args.rounds:
+                seconds[case, setting].append(ask(workers[setting], case))
     finally:
         for process in (*loops, *workers.values()):
             process.kill()
@@ -99,7 +95,7 @@ def main() -> None:
     print("| GOMP_SPINCOUNT |", *(f"{case} |" for case in NEW_TOKENS))
     print("|---|" + "---|" * len(NEW_TOKENS))
     for setting in workers:
-        print(f"| {setting} |", *(f"{seconds[case][setting]:.2f} |" for case in NEW_TOKENS))
+        print(f"| {setting} |", *(f"{statistics.median(seconds[case, setting]):.2f} |" for case in NEW_TOKENS))
 
 
 if __name__ == "__main__":

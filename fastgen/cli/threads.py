@@ -1,8 +1,10 @@
 """OpenMP settings of the commands: how long a thread spins while it waits, and how many threads there are.
 
 libgomp, the OpenMP in torch's wheels, lets a waiting thread spin 300,000 times before it sleeps. Where other programs
-want the same cores, that takes the time of the thread that is waited for. Variables
-that the user has set stay as they are. Tests: tests/cli/test_threads.py.
+want the same cores, that takes the time of the thread that is waited for: docs/commands.md has figures. Variables that
+the user has set stay as they are.
+
+Tests: tests/cli/test_threads.py
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ import torch
 import transformers
 
 import fastgen
-from fastgen.cli.transformers import run as command
+from fastgen.cli.transformers import pipeline
 from fastgen.cli.transformers.command import main
 from fastgen.models.demo import demo_path
 
@@ -131,17 +131,17 @@ def bench_sleep(folder: Path, lines: int) -> dict[str, Any]:
     with mock.patch.object(kind, "generate", lambda model, **inputs: recorded.record(model, **inputs)):
         run_command(source, folder / "recorded.out")
     spans = []
-    run_stages = command.run_stages
+    drained = pipeline.drained
 
     def timed(*args: Any) -> bool:
         begun = time.perf_counter()
-        complete = run_stages(*args)
+        complete = drained(*args)
         spans.append(time.perf_counter() - begun)
         return complete
 
     with (
         mock.patch.object(kind, "generate", lambda model, **inputs: recorded.replay(model, **inputs)),
-        mock.patch.object(command, "run_stages", timed),
+        mock.patch.object(pipeline, "drained", timed),
     ):
         run_command(source, folder / "slept.out")
     if (folder / "slept.out").read_bytes() != (folder / "recorded.out").read_bytes():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
+    from fastgen.cli.transformers.generator import TextGenerator
     from fastgen.ops.prefix_trie import PrefixTrie
     from fastgen.optimizer.decoding.report import Report
     from fastgen.optimizer.verify import Verification
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PatchState",
     "PrefixTrie",
+    "TextGenerator",
     "configure",
     "disable",
     "disabled",
@@ -120,11 +122,15 @@ def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
 
 
 def __getattr__(name: str) -> Any:
-    if name != "PrefixTrie":
-        raise AttributeError(f"module 'fastgen' has no attribute {name!r}")
-    from fastgen.ops.prefix_trie import PrefixTrie
+    if name == "PrefixTrie":
+        from fastgen.ops.prefix_trie import PrefixTrie
 
-    return PrefixTrie
+        return PrefixTrie
+    if name == "TextGenerator":
+        from fastgen.cli.transformers.generator import TextGenerator
+
+        return TextGenerator
+    raise AttributeError(f"module 'fastgen' has no attribute {name!r}")
 
 
 start_logging(CONFIG.log)

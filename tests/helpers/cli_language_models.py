@@ -94,7 +94,7 @@ def _save_translator(
 ) -> Path:
     torch.manual_seed(0)
     settings = {
-        "vocab_size": len(tokenizer) + 20,  # M2M100 has made-up words behind its languages
+        "vocab_size": len(tokenizer) + 120,  # M2M100 has languages and made-up words behind those
         **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 16),
         **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
         **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError
-from fastgen.cli.pipeline.interrupt import interruptible
+from fastgen.cli.signals import interruptible
 from fastgen.cli.threads import set_openmp_variables
 from fastgen.optimizer.fairseq.installation import how_to_install, import_hint
 

@@ -21,9 +21,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from fastgen.cli.pipeline.interrupt import SIGNALS
-from fastgen.cli.pipeline.results_in_order import ResultsInOrder
+from fastgen.cli.ordered import OrderedResults
 from fastgen.cli.pipeline.worker import Failed, serve
+from fastgen.cli.signals import SIGNALS
 
 SECONDS_TO_END = 10.0  # on a busy machine, too
 
@@ -90,7 +90,7 @@ class OrderedPool(AbstractContextManager):
         self._workers = [_Worker(start) for _ in range(workers)]
         self._idle = deque(self._workers)
         self._threads = ThreadPoolExecutor(workers, "fastgen-worker")
-        self._results = ResultsInOrder(write, limit)
+        self._results = OrderedResults(write, limit)
         self.is_writing_here = self._results.is_writing_here
 
     @property

@@ -1,12 +1,12 @@
 """fastgen-generate-for-transformers, in the order in which a run uses it.
 
-command.py   the command: main(argv) -> exit status
-flags/       what may be asked for, and what contradicts
-run.py       one run, from the model to the scores; plan.py: what its flags mean for the stages
-model/       device, model and tokenizer; arguments of generate; what the model cannot take
-files/       INPUT, OUTPUT and references; lines and records; files that are written whole or not at all
-stages/      read → tokenize → batch → generate → detokenize → write, beside each other
-resume/      OUTPUT.part, and what --resume has to know to go on with it
-stop.py      Ctrl-C and SIGTERM let a batch in flight finish
-compare.py   --compare; metrics.py: ROUGE, BLEU, chrF, exact match
+command.py    main(argv) -> exit status, and one run; args.py: every flag; flag_values.py: their values
+lines.py      reading INPUT; records.py: what a line holds, how a record is written; files.py: writing files whole
+signature.py  what decides which records a run writes; journal.py: OUTPUT.part, going on with it, and OUTPUT
+tasks.py      what differs between text, chat, speech in and speech out: no branch on that elsewhere
+model.py      device, model, tokenizer and their limits; settings.py, languages.py: arguments of generate
+text.py       tokens and back to text; audio.py: sounds and back to WAV files
+batching.py   which lines share a batch
+pipeline.py   read → tokenise → batch → generate → detokenise → write, beside each other
+progress.py   what is said meanwhile; metrics.py: ROUGE, BLEU, chrF, exact match, word error rate
 """

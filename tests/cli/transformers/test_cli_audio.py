@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,22 +16,19 @@ import transformers
 from transformers import Speech2TextFeatureExtractor, Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 import fastgen
-from fastgen.cli.transformers.flags.run_config import RunConfig
-from fastgen.cli.transformers.model.loading import LoadedModel
-from fastgen.cli.transformers.model.padding import outputs_depend_on_padding_sync
-from fastgen.cli.transformers.stages.audio import collate_audio, prepare_audio
-from fastgen.cli.transformers.stages.items import Line, Prepared
+from fastgen.cli.transformers.args import RunConfig
+from fastgen.cli.transformers.audio import AudioInput
+from fastgen.cli.transformers.batching import Item
+from fastgen.cli.transformers.lines import Line
 
 RATE = 16000
-FORMAT = RunConfig("model", Path("in"), Path("out"), input_format="text")
+FORMAT = RunConfig("model", "in", "out", input_format="text")
 RECORDS = replace(FORMAT, input_format="jsonl", text_field="path")
 EXTRACTORS = {
     "whisper": WhisperFeatureExtractor(),
     "speech2text": Speech2TextFeatureExtractor(),
     "wav2vec2": Wav2Vec2FeatureExtractor(return_attention_mask=True),
 }
-Prepare = Callable[..., list[Prepared]]
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,14 +53,14 @@ def save(name: str, samples: np.ndarray, rate: int = RATE, **details: str) -> st
     return name
 
 
-def prepare(paths: list[str], extractor: str = "whisper", args: RunConfig = FORMAT) -> list[Prepared]:
+def prepare(paths: list[str], extractor: str = "whisper", args: RunConfig = FORMAT) -> list[Item]:
     lines = [Line(number, path.encode()) for number, path in enumerate(paths, start=1)]
-    return prepare_audio(EXTRACTORS[extractor], args)(lines)
+    return AudioInput(EXTRACTORS[extractor], args).prepare(lines)
 
 
-def batch(prepared: list[Prepared], extractor: str) -> dict[str, torch.Tensor]:
+def batch(prepared: list[Item], extractor: str) -> dict[str, torch.Tensor]:
     assert [each.error for each in prepared] == [None] * len(prepared)
-    return collate_audio(EXTRACTORS[extractor], [each.arrays for each in prepared])
+    return AudioInput(EXTRACTORS[extractor], FORMAT).collate(prepared)
 
 
 def plain(sounds: list[np.ndarray], extractor: str) -> dict[str, torch.Tensor]:
@@ -199,7 +195,7 @@ def test_unusable_files_are_their_lines_errors(folder: Path) -> None:
         assert found.error.startswith(f"{name}: ") and errors[path] in found.error, found.error
         assert "\n" not in found.error
     assert np.array_equal(first.arrays["input_features"], last.arrays["input_features"])
-    assert prepare(["", " "]) == [Prepared()] * 2
+    assert all(each.arrays is None and each.error is None for each in prepare(["", " "]))
     assert prepare(['{"file": "good.wav"}'], args=RECORDS)[0].error.startswith('has no field "path"')
 
 
@@ -232,22 +228,3 @@ def test_threads_may_share_a_feature_extractor() -> None:
         found = list(threads.map(lambda file: prepare([file])[0], files))
     for one, other in zip(found, expected, strict=True):
         assert np.array_equal(one.arrays["input_features"], other.arrays["input_features"])
-
-
-@pytest.mark.parametrize(("extractor", "make"), [("whisper", make_whisper), ("speech2text", make_speech2text)])
-def test_whether_a_model_hears_padding_is_measured(extractor: str, make: Callable) -> None:
-    """Whisper's sounds have one length. The convolutions of Speech2Text take the padding behind a sound for sound."""
-    model, feature_extractor = make(), EXTRACTORS[extractor]
-    tokenizer = SimpleNamespace(pad_token_id=1)
-    loaded = LoadedModel(model, tokenizer, causal_lm=False, feature_extractor=feature_extractor)
-    short, long = (
-        {name: value[0] for name, value in plain([sound(seconds)[:, 0]], extractor).items()} for seconds in (0.5, 1.6)
-    )
-    outputs = []
-    with fastgen.disabled():
-        for rows in ([short], [short, long]):
-            inputs = collate_audio(feature_extractor, [{name: row[name].numpy() for name in row} for row in rows])
-            generated = model.generate(**inputs, max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
-            outputs.append(generated.logits[0][0])
-    depends = not torch.allclose(*outputs, atol=1e-3)
-    assert outputs_depend_on_padding_sync(loaded) == depends == (extractor == "speech2text")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from fastgen.cli.transformers.args import PROG
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.flags.arguments import PROG
 
 BAD_FLAGS = [
     (["--bs", "0"], "--bs: 0"),
@@ -46,9 +46,13 @@ BAD_FLAGS = [
     (["--truncation", "--no_truncation"], "--truncation", "--no_truncation"),
     (["--truncation", "--chat", "--causal_lm"], "--truncation", "--chat"),
     (["--task", "automatic-speech-recognition", "--truncation"], "--truncation", "audio"),
-    (["--padding", "do_not_pad"], "--padding", "longest"),
-    (["--return_tensors", "tf"], "--return_tensors", "pt"),
-    (["--compare", "--without_fastgen_opt"], "--compare", "--without_fastgen_opt"),
+    (["--compare"], "--compare is not known"),
+    (["--num_beamz", "3"], "--num_beamz is not known (did you mean --num_beams?)"),
+    (["--typical_q=0.9"], "--typical_q is not known (did you mean --typical_p?)"),
+    (["--typical-p", "1.5"], "typical_p=1.5 is out of range"),
+    (["--num_beams", "2", "--gen", "num_beams=3"], "--beam 2", "--gen num_beams=3"),
+    (["--output_format", "openai"], "--output_format openai", "--input_format jsonl"),
+    (["--num_beam", "0"], "--num_beam is not known", "--num_beams"),
     (["--causal_lm", "--decoder_start_token_id", "1"], "--decoder_start_token_id 1", "--causal_lm"),
     (["--causal_lm", "--tgt_lang", "de"], "--tgt_lang de", "--causal_lm"),
     (["--causal_lm", "--forced_bos_token", "x"], "--forced_bos_token x", "--causal_lm"),

@@ -12,9 +12,9 @@ from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentence
 
 import fastgen
 from fastgen.cli.transformers import command as generate
+from fastgen.cli.transformers.args import PROG, build_parser, parse_arguments
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.flags.arguments import PROG, build_parser, parse_arguments
-from fastgen.cli.transformers.model import loading
+from fastgen.cli.transformers.tasks import task_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -237,7 +237,9 @@ def test_fp16_without_a_gpu_is_refused(
 
 def test_bf16_loads_the_weights_in_bfloat16(models: Path) -> None:
     args = parse_arguments([str(models / "bart"), "input", "output", "--bf16"])
-    assert loading.load_model(args, torch.device("cpu")).model.dtype == torch.bfloat16
+    task = task_for(args)
+    task.load()
+    assert task.loaded.model.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("package", ["transformers", "tqdm"])

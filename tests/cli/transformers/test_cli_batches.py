@@ -8,29 +8,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.cli.transformers.stages.batches import MOST_NOT_GENERATED, Limits, Planner, pad_text
-from fastgen.cli.transformers.stages.items import Batch, Line, Prepared
+from fastgen.cli.transformers.batching import MOST_NOT_GENERATED, Batch, Item, Limits, Planner
+from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.text import pad_text
 
-COLLATE = pad_text(pad_token_id=7, left=False)
 
-
-def lines_of(lengths: list[int]) -> tuple[list[Line], list[Prepared]]:
-    """A line for each length; nothing to generate for those of length 0."""
-    lines = [Line(number, b"") for number in range(1, len(lengths) + 1)]
-    arrays = [Prepared({"input_ids": np.full(n, 1)}) if n else Prepared() for n in lengths]
-    return lines, arrays
+def items_of(lengths: list[int]) -> list[Item]:
+    """An item for each length; nothing to generate for those of length 0."""
+    return [Item(Line(number, b""), length=length) for number, length in enumerate(lengths, start=1)]
 
 
 def plan(lengths: list[int], limits: Limits, window: int, chunk: int = 3) -> Iterator[Batch]:
-    planner = Planner(limits, window, COLLATE)
-    lines, prepared = lines_of(lengths)
-    for start in range(0, len(lines), chunk):
-        yield from planner.add(lines[start : start + chunk], prepared[start : start + chunk])
+    planner = Planner(limits, window)
+    items = items_of(lengths)
+    for start in range(0, len(items), chunk):
+        yield from planner.add(items[start : start + chunk])
     yield from planner.rest()
 
 
 def numbers(batch: Batch) -> list[int]:
-    return [line.number for line in batch.lines]
+    return [item.line.number for item in batch.items]
+
+
+def lengths_of(batch: Batch) -> list[int]:
+    return [item.length for item in batch.items]
 
 
 @settings(deadline=None)
@@ -45,14 +46,16 @@ def test_every_line_is_in_one_batch_within_the_limits(
 ) -> None:
     batches = list(plan(lengths, Limits(rows, cells), window))
     generated = [number for batch in batches for number in numbers(batch)]
-    skipped = [each.line.number for batch in batches for each in batch.not_generated]
+    skipped = [each.line.number for batch in batches for each in batch.others]
     assert sorted(generated + skipped) == list(range(1, len(lengths) + 1))
     assert all(lengths[number - 1] == 0 for number in skipped)
     for batch in batches:
-        assert batch.lengths == [lengths[number - 1] for number in numbers(batch)]
-        if len(batch) > 1:
-            assert rows is None or len(batch) <= rows
-            assert cells is None or len(batch) * max(batch.lengths) <= cells
+        assert lengths_of(batch) == [lengths[number - 1] for number in numbers(batch)]
+        if len(batch.items) > 1:
+            assert rows is None or len(batch.items) <= rows
+            assert cells is None or len(batch.items) * max(lengths_of(batch)) <= cells
+    with_items = [batch.number for batch in batches if batch.items]
+    assert with_items == list(range(len(with_items)))
     if window == 0:
         assert generated == sorted(generated)
     else:
@@ -63,36 +66,61 @@ def test_every_line_is_in_one_batch_within_the_limits(
 
 def test_lines_of_one_length_go_together() -> None:
     batches = list(plan([3, 9, 3, 9, 3, 9], Limits(3, None), 6))
-    assert [batch.lengths for batch in batches] == [[9, 9, 9], [3, 3, 3]]
+    assert list(map(lengths_of, batches)) == [[9, 9, 9], [3, 3, 3]]
 
 
 def test_file_order_makes_the_batches_of_a_plain_loop() -> None:
     batches = list(plan([3, 0, 9, 4, 4, 0, 1], Limits(2, None), 0))
     assert [numbers(batch) for batch in batches] == [[1, 3], [4, 5], [7]]
-    assert [[each.line.number for each in batch.not_generated] for batch in batches] == [[2], [], [6]]
+    assert [[each.line.number for each in batch.others] for batch in batches] == [[2], [], [6]]
 
 
 def test_tokens_limit_a_batch_of_any_number_of_rows() -> None:
     batches = list(plan([1] * 12 + [6, 6, 20], Limits(None, 12), 15))
-    assert [batch.lengths for batch in batches] == [[20], [6, 6], [1] * 12]
+    assert list(map(lengths_of, batches)) == [[20], [6, 6], [1] * 12]
 
 
 def test_lines_without_text_do_not_pile_up() -> None:
-    planner = Planner(Limits(8, None), 99, COLLATE)
-    lines, prepared = lines_of([4] + [0] * MOST_NOT_GENERATED)
-    (batch,) = planner.add(lines, prepared)
-    assert (len(batch), len(batch.not_generated)) == (1, MOST_NOT_GENERATED)
+    planner = Planner(Limits(8, None), 99)
+    (batch,) = planner.add(items_of([4] + [0] * MOST_NOT_GENERATED))
+    assert (len(batch.items), len(batch.others)) == (0, MOST_NOT_GENERATED)
+    (batch,) = planner.rest()
+    assert (lengths_of(batch), batch.number) == ([4], 0)
+
+
+def test_what_an_earlier_run_has_written_leaves_the_other_batches_as_they_are() -> None:
+    lengths = [3, 0, 9, 4, 4, 0, 1, 8, 2, 2]
+    for window in (0, 4):
+        whole = list(plan(lengths, Limits(2, None), window))
+        for done in range(len(whole)):
+            written = {number for batch in whole[:done] for number in numbers(batch)}
+            items = items_of(lengths)
+            for item in items:
+                item.is_written = item.line.number in written
+            planner = Planner(Limits(2, None), window)
+            again = [batch for batch in [*planner.add(items), *planner.rest()] if not batch.is_written]
+            expected = [(batch.number, numbers(batch)) for batch in whole[done:] if batch.items]
+            assert [
+                (batch.number, numbers(batch)) for batch in again if batch.items and not batch.items[0].is_written
+            ] == expected
+
+
+def test_groups_share_no_batch() -> None:
+    items = items_of([5, 6, 7, 8])
+    items[1].group = items[2].group = "long"
+    for window, expected in ((0, [[1], [2, 3], [4]]), (4, [[3, 2], [4, 1]])):
+        planner = Planner(Limits(4, None), window)
+        assert [numbers(batch) for batch in [*planner.add(items), *planner.rest()]] == expected
 
 
 @pytest.mark.parametrize(("left", "rows"), [(False, [[1, 2, 3], [4, 7, 7]]), (True, [[1, 2, 3], [7, 7, 4]])])
 def test_text_is_padded(left: bool, rows: list[list[int]]) -> None:
-    padded = pad_text(7, left)([{"input_ids": np.array([1, 2, 3])}, {"input_ids": np.array([4])}])
+    padded = pad_text([np.array([1, 2, 3]), np.array([4])], 7, left)
     assert padded["input_ids"].tolist() == rows
     assert torch.equal(padded["attention_mask"], (torch.tensor(rows) != 7).long())
 
 
 def test_a_window_has_fewer_lines_where_they_are_long() -> None:
-    planner = Planner(Limits(2, None), 99, COLLATE, window_cells=10)
-    lines, prepared = lines_of([4, 5, 1, 1, 9, 2, 3])
-    batches = [*planner.add(lines, prepared), *planner.rest()]
-    assert [batch.lengths for batch in batches] == [[5, 4], [1], [9, 1], [3, 2]]
+    planner = Planner(Limits(2, None), 99, window_cells=10)
+    batches = [*planner.add(items_of([4, 5, 1, 1, 9, 2, 3])), *planner.rest()]
+    assert list(map(lengths_of, batches)) == [[5, 4], [1], [9, 1], [3, 2]]

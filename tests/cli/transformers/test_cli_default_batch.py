@@ -1,6 +1,5 @@
 """Without --bs and --batch_tokens a batch is as large as gains, and as the machine's memory allows."""
 
-import json
 import os
 from pathlib import Path
 
@@ -14,14 +13,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from fastgen.cli.transformers import batching
+from fastgen.cli.transformers.args import parse_arguments
+from fastgen.cli.transformers.batching import key_value_bytes, total_memory
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.flags.arguments import parse_arguments
-from fastgen.cli.transformers.model import default_batch
-from fastgen.cli.transformers.model.default_batch import key_value_bytes, total_memory, with_batch_size
-from fastgen.cli.transformers.model.loading import load_model
-from fastgen.cli.transformers.model.settings import generate_arguments
-from fastgen.cli.transformers.resume.differences import differences
-from fastgen.cli.transformers.resume.signature import signature
+from fastgen.cli.transformers.tasks import task_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,13 +30,11 @@ def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_bart(tmp_path_factory.mktemp("bart"))
 
 
-def chosen(folder: Path, *flags: object) -> tuple[int | None, int | None, dict]:
-    """--bs, --batch_tokens and the signature."""
-    args = parse_arguments([str(folder), "in", "out", *map(str, flags)])
-    loaded = load_model(args, CPU)
-    asked, args = args, with_batch_size(args, loaded, generate_arguments(args, loaded, {}))
-    assert (args is asked) == ("--bs" in flags or "--batch_tokens" in flags)
-    return args.bs, args.batch_tokens, signature(args, loaded, None)
+def chosen(folder: Path, *flags: object) -> tuple[int | None, int | None]:
+    """--bs and --batch_tokens."""
+    task = task_for(parse_arguments([str(folder), "in", "out", *map(str, flags)]))
+    task.load()
+    return task.args.bs, task.args.batch_tokens
 
 
 @pytest.mark.parametrize(
@@ -54,7 +48,7 @@ def chosen(folder: Path, *flags: object) -> tuple[int | None, int | None, dict]:
     ],
 )
 def test_a_small_model_has_the_batches_that_gain(bart: Path, flags: tuple, inputs: int, tokens: int) -> None:
-    assert chosen(bart, *flags)[:2] == (inputs, tokens)
+    assert chosen(bart, *flags) == (inputs, tokens)
 
 
 def test_memory_limits_batches_and_what_is_free_in_it_does_not_count(
@@ -70,23 +64,25 @@ def test_memory_limits_batches_and_what_is_free_in_it_does_not_count(
         (weights + 4 * 4 * 10 * output, 10, 4 * (10 * output // token)),
         (1 << 40, 64, 4 * 16384),
     ):
-        monkeypatch.setattr(default_batch, "total_memory", lambda device, memory=memory: memory)
-        assert chosen(bart, "--beam", 4)[:2] == (inputs, tokens)
+        monkeypatch.setattr(batching, "total_memory", lambda device, memory=memory: memory)
+        assert chosen(bart, "--beam", 4) == (inputs, tokens)
 
 
-def test_what_was_chosen_is_part_of_the_signature_as_if_it_had_been_given(
-    bart: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_goes_on_has_the_batches_of_the_first_on_any_machine(
+    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    inputs, tokens, before = chosen(bart)
-    assert chosen(bart)[2] == before
-    monkeypatch.setattr(default_batch, "total_memory", lambda device: 1_000_000)
-    _, fewer, other = chosen(bart)
-    assert f"--batch_tokens was {tokens}, is {fewer}" in differences(json.loads(json.dumps(before)), other)
-    assert chosen(bart, "--bs", inputs, "--batch_tokens", tokens)[2] == before
+    (tmp_path / "in").write_text("".join(line + "\n" for line in sentences(9)))
+    command = [str(bart), str(tmp_path / "in"), str(tmp_path / "out"), "--resume"]
+    assert main(command) == 0
+    monkeypatch.setattr(batching, "total_memory", lambda device: 1_000_000)
+    assert main(command) == main([*command, "--bs", "256", "--batch_tokens", "16384"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--bs", "9"]) == 2
+    assert "--bs was 256, is 9" in capsys.readouterr().err
 
 
 def test_sounds_have_no_tokens(tmp_path: Path) -> None:
-    assert chosen(save_whisper(tmp_path / "whisper"), *SPEECH)[:2] == (8, None)
+    assert chosen(save_whisper(tmp_path / "whisper"), *SPEECH) == (8, None)
 
 
 def save_llama(folder: Path) -> Path:
@@ -126,12 +122,12 @@ def test_a_container_has_the_memory_that_it_is_given(tmp_path: Path, monkeypatch
     (tmp_path / "max").write_text("max\n")
     (tmp_path / "limit").write_text("268435456\n")
     names = (str(tmp_path / "max"), str(tmp_path / "none"), str(tmp_path / "limit"))
-    monkeypatch.setattr(default_batch, "LIMITS_OF_CONTAINERS", names[:2])
+    monkeypatch.setattr(batching, "LIMITS_OF_CONTAINERS", names[:2])
     assert total_memory(CPU) >= machine
-    monkeypatch.setattr(default_batch, "LIMITS_OF_CONTAINERS", names)
+    monkeypatch.setattr(batching, "LIMITS_OF_CONTAINERS", names)
     assert total_memory(CPU) == 1 << 28
     monkeypatch.delattr(os, "sysconf")
-    monkeypatch.setattr(default_batch, "LIMITS_OF_CONTAINERS", ())
+    monkeypatch.setattr(batching, "LIMITS_OF_CONTAINERS", ())
     assert total_memory(CPU) == 8 << 30
 
 

@@ -1,5 +1,6 @@
 """Whatever ends a run of fastgen-generate-for-transformers, nothing is lost: whole lines, no orphans, and --resume."""
 
+import json
 import os
 import resource
 import signal
@@ -14,8 +15,8 @@ import pytest
 from cli_models import save_bart, sentences
 from python_process import run_python
 
+from fastgen.cli.transformers.args import PROG
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.flags.arguments import PROG
 
 LINES = sentences(120)
 FLAGS = ("--bs", "4", "--window", "16", "--beam", "2")
@@ -26,9 +27,8 @@ import os, sys
 from transformers import BartForConditionalGeneration
 generate, begun, go_on = BartForConditionalGeneration.generate, int(sys.argv.pop(1)), int(sys.argv.pop(1))
 def held(self, **inputs):
-    if "output_logits" not in inputs:  # that asks what padding changes
-        os.write(begun, b".")
-        os.read(go_on, 1)
+    os.write(begun, b".")
+    os.read(go_on, 1)
     return generate(self, **inputs)
 BartForConditionalGeneration.generate = held
 from fastgen.cli.transformers.command import main
@@ -103,7 +103,21 @@ class Run:
             self._go_on = None
 
     def records(self) -> int:
-        return self.part.read_bytes().count(b"\n") if self.part.exists() else 0
+        return len(self.written())
+
+    def written(self) -> dict[int, str]:
+        """The records that are complete in the journal, by their lines."""
+        lines = self.part.read_bytes().split(b"\n")[1:-1] if self.part.exists() else []
+        found: dict[int, str] = {}
+        batch: dict[int, str] = {}
+        for line in lines:
+            payload = json.loads(line.partition(b" ")[2])
+            if isinstance(payload, int):
+                found |= batch
+                batch = {}
+            else:
+                batch[payload[0]] = payload[-1]
+        return found
 
     def end(self) -> tuple[int, str]:
         """Status and stderr, when no process of the run is left."""
@@ -118,10 +132,11 @@ class Run:
         os.close(self._begun)
 
     def check_part(self, expected: bytes, complete: int = 1) -> None:
-        """The part holds whole records of a prefix, at least `complete` of them."""
+        """The journal holds records of what OUTPUT will be, at least `complete` of them."""
         assert not self.output.exists()
-        written = self.part.read_bytes()
-        assert written.endswith(b"\n") and expected.startswith(written) and written.count(b"\n") >= complete
+        lines, written = expected.decode().split("\n"), self.written()
+        assert len(written) >= complete
+        assert all(lines[number - 1] == record for number, record in written.items())
 
     def check_resumes(self, bart: Path, folder: Path, expected: bytes) -> None:
         before = self.records()
@@ -221,7 +236,7 @@ def test_a_second_ctrl_c_stops_at_once(start: Callable[..., Run], number: signal
 def test_a_full_disk_keeps_what_was_written(
     start: Callable[..., Run], bart: Path, tmp_path: Path, expected: bytes
 ) -> None:
-    limit = len(expected) // 2
+    limit = 5000 + len(expected) // 2  # room for the signature
     run = start(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     run.release()
     status, stderr = run.end()
@@ -270,6 +285,26 @@ def test_ctrl_c_while_waiting_for_standard_input(bart: Path, expected: bytes) ->
     assert b"Traceback" not in stderr
     written = b"".join(first) + rest
     assert written.endswith(b"\n") and expected.startswith(written)
+
+
+def test_ctrl_c_leaves_the_records_of_a_stream_in_a_file(bart: Path, tmp_path: Path, expected: bytes) -> None:
+    """It cannot be gone on with, and nothing promises that."""
+    call = [sys.executable, "-m", "fastgen.cli.transformers.command", bart, "-", tmp_path / "out", *FLAGS]
+    with subprocess.Popen(call, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdin.write("".join(f"{line}\n" for line in LINES[:40]).encode())
+        process.stdin.flush()
+        run = Run.__new__(Run)
+        run.part = tmp_path / "out.part"
+        while run.records() < 32:  # two windows
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        stderr = process.stderr.read().decode()
+    assert process.returncode == 130
+    assert f"32 records are in {tmp_path / 'out.incomplete'}" in stderr and "--resume" not in stderr
+    lines = (tmp_path / "out.incomplete").read_bytes().splitlines(keepends=True)
+    assert lines == expected.splitlines(keepends=True)[:32]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.incomplete"]
 
 
 def test_no_run_takes_over_the_part_of_another(

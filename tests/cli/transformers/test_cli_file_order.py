@@ -8,12 +8,12 @@ import transformers
 from cli_models import WORDS, save_bart, save_gpt2, save_t5, sentences
 
 import fastgen
-from fastgen.cli.transformers.flags.arguments import parse_arguments
-from fastgen.cli.transformers.model import settings
-from fastgen.cli.transformers.model.loading import LoadedModel, load_model
-from fastgen.cli.transformers.model.settings import effective, generate_arguments, reasons_to_keep_file_order
+from fastgen.cli.transformers import settings
+from fastgen.cli.transformers.args import parse_arguments
+from fastgen.cli.transformers.model import Loaded
+from fastgen.cli.transformers.settings import reasons_to_keep_file_order
+from fastgen.cli.transformers.tasks import task_for
 
-CPU = torch.device("cpu")
 # Some have one word, and a batch in file order has short and long ones.
 LINES = [line for pair in zip(sentences(12, longest=4), sentences(12, longest=55, seed=1)) for line in pair]
 LINES[::6] = ["word1", "word2", "word3", "word4"]
@@ -50,37 +50,36 @@ def save_decoder(folder: Path, tokenizer: Path) -> None:
     transformers.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
 
-def load(models: Path, model: str, flags: list[str]) -> tuple[LoadedModel, dict, list[str]]:
-    """The model, what generate gets, and the reasons."""
-    args = parse_arguments([str(models / model), "input", "output", *flags])
-    loaded = load_model(args, CPU)
-    options = generate_arguments(args, loaded, {})
-    return loaded, options, reasons_to_keep_file_order(args, options, loaded)
+def load(models: Path, model: str, flags: list[str]) -> tuple[Loaded, list[str]]:
+    """The model with what generate gets, and the reasons."""
+    task = task_for(parse_arguments([str(models / model), "input", "output", *flags]))
+    task.load()
+    return task.loaded, reasons_to_keep_file_order(task.loaded)
 
 
-def outputs(loaded: LoadedModel, options: dict, order: list[int]) -> list[list[int]]:
+def outputs(loaded: Loaded, order: list[int]) -> list[list[int]]:
     """Token ids for each of LINES, by the unpatched library in batches of four lines in this order."""
     found: list[list[int]] = [[] for _ in LINES]
-    end = effective("eos_token_id", options, loaded)
+    end = loaded.value("eos_token_id")
     torch.manual_seed(0)
     with fastgen.disabled():
         for start in range(0, len(order), 4):
             rows = order[start : start + 4]
             batch = loaded.tokenizer([LINES[row] for row in rows], padding=True, return_tensors="pt")
             inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            sequences = loaded.model.generate(**inputs, **options).tolist()
-            skipped = batch["input_ids"].shape[1] if loaded.causal_lm else 1
+            sequences = loaded.model.generate(**inputs, **loaded.settings).tolist()
+            skipped = batch["input_ids"].shape[1] if loaded.args.causal_lm else 1
             for row, ids in zip(rows, sequences, strict=True):
                 ids = [*ids[skipped:], end]
                 found[row] = ids[: ids.index(end)]
     return found
 
 
-def differ(loaded: LoadedModel, options: dict) -> int:
+def differ(loaded: Loaded) -> int:
     """How many outputs are others when lines are sorted by length."""
-    in_file_order = outputs(loaded, options, list(range(len(LINES))))
+    in_file_order = outputs(loaded, list(range(len(LINES))))
     by_length = sorted(range(len(LINES)), key=lambda row: len(LINES[row].split()))
-    return sum(a != b for a, b in zip(in_file_order, outputs(loaded, options, by_length), strict=True))
+    return sum(a != b for a, b in zip(in_file_order, outputs(loaded, by_length), strict=True))
 
 
 # Token 2 ends outputs and pads the inputs of GPT-2; token 1 pads those of BART.
@@ -104,13 +103,13 @@ INDEPENDENT = [
 
 @pytest.mark.parametrize(("model", "flags"), INDEPENDENT)
 def test_there_is_no_reason_where_no_output_depends_on_its_batch(models: Path, model: str, flags: list[str]) -> None:
-    loaded, options, reasons = load(models, model, flags)
-    assert (reasons, differ(loaded, options)) == ([], 0)
+    loaded, reasons = load(models, model, flags)
+    assert (reasons, differ(loaded)) == ([], 0)
 
 
 DEPENDENT = [
-    ("gpt2", ["--causal_lm", "--do_sample"], "sampling draws all its random numbers in a row"),
-    ("bart", ["--do_sample"], "sampling draws all its random numbers in a row"),
+    ("gpt2", ["--causal_lm", "--do_sample"], "sampling draws all random numbers of a batch in a row"),
+    ("bart", ["--do_sample"], "sampling draws all random numbers of a batch in a row"),
     ("gpt2", ["--causal_lm", "--max_gen_length", "60"], "max_length counts padding"),
     (
         "gpt2",
@@ -151,14 +150,14 @@ DEPENDENT = [
 
 @pytest.mark.parametrize(("model", "flags", "reason"), DEPENDENT)
 def test_each_reason_is_one(models: Path, model: str, flags: list[str], reason: str) -> None:
-    loaded, options, reasons = load(models, model, flags)
+    loaded, reasons = load(models, model, flags)
     assert reasons == [reason]
-    assert differ(loaded, options) > 0
+    assert differ(loaded) > 0
 
 
 def test_settings_that_end_or_redo_whole_batches_are_reasons(models: Path) -> None:
-    assert load(models, "bart", ["--gen", "max_time=5"])[2] == ["max_time ends whole batches"]
-    assert load(models, "gpt2", ["--causal_lm", "--gen", "token_healing=true"])[2] == [
+    assert load(models, "bart", ["--gen", "max_time=5"])[1] == ["max_time ends whole batches"]
+    assert load(models, "gpt2", ["--causal_lm", "--gen", "token_healing=true"])[1] == [
         "token_healing pads the prompts again"
     ]
 
@@ -166,15 +165,15 @@ def test_settings_that_end_or_redo_whole_batches_are_reasons(models: Path) -> No
 def test_the_models_own_settings_and_those_of_a_file_count(models: Path, tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"do_sample": true}')
     flags = ["--generation_config", str(tmp_path / "settings.json")]
-    assert load(models, "bart", flags)[2] == ["sampling draws all its random numbers in a row"]
-    assert load(models, "bart", [*flags, "--gen", "do_sample=false"])[2] == []
+    assert load(models, "bart", flags)[1] == ["sampling draws all random numbers of a batch in a row"]
+    assert load(models, "bart", [*flags, "--gen", "do_sample=false"])[1] == []
 
 
 def test_repetition_penalty_is_a_reason_exactly_where_it_changes_outputs(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--causal_lm", "--repetition_penalty", "3", *LIKELY_END]
-    loaded, options, reasons = load(models, "gpt2", flags)
-    assert bool(reasons) == bool(differ(loaded, options))
+    loaded, reasons = load(models, "gpt2", flags)
+    assert bool(reasons) == bool(differ(loaded))
     monkeypatch.setattr(settings, "REPETITION_PENALTY_COUNTS_PADDING", True)
-    assert load(models, "gpt2", flags)[2] == ["repetition_penalty counts padding"]
+    assert load(models, "gpt2", flags)[1] == ["repetition_penalty counts padding"]

@@ -1,6 +1,5 @@
 """What flags mean for the library: what is loaded, and what generate gets."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -12,14 +11,11 @@ from cli_models import POSITIONS, save_bart, save_gpt2, sentences
 
 import fastgen
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.flags.argument_types import STREAM
-from fastgen.cli.transformers.flags.arguments import parse_arguments
-from fastgen.cli.transformers.model import loading
-from fastgen.cli.transformers.model.limits import check_settings, input_limit, lengths_of_inputs
-from fastgen.cli.transformers.model.loading import LoadedModel, load_model
-from fastgen.cli.transformers.model.settings import effective, generate_arguments
+from fastgen.cli.transformers import model as loading
+from fastgen.cli.transformers.args import RunConfig, build_parser, generation_fields, parse_arguments
+from fastgen.cli.transformers.model import Loaded, input_limit, lengths_of_inputs
+from fastgen.cli.transformers.tasks import task_for
 
-CPU = torch.device("cpu")
 SPEECH = ("--task", "automatic-speech-recognition")
 SAVE = {
     "bart": save_bart,
@@ -48,21 +44,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def parse(*flags: object, model: object = "model", source: str = "input", output: str = "output") -> argparse.Namespace:
+def parse(*flags: object, model: object = "model", source: str = "input", output: str = "output") -> RunConfig:
     return parse_arguments([str(model), source, output, *map(str, flags)])
 
 
-def load(models: Path, model: str, *flags: object) -> tuple[argparse.Namespace, LoadedModel, dict]:
-    """The flags, what is loaded with them, and what generate gets."""
-    args = parse(*flags, model=models / model)
-    loaded = load_model(args, CPU)
-    return args, loaded, generate_arguments(args, loaded, {})
+def load(models: Path, model: str, *flags: object) -> Loaded:
+    """What is loaded with these flags, and in its settings what generate gets."""
+    task = task_for(parse(*flags, model=models / model))
+    task.load()
+    return task.loaded
 
 
 def refused(models: Path, model: str, *flags: object) -> str:
     with pytest.raises(InputError) as error:
-        args, loaded, settings = load(models, model, *flags)
-        check_settings(args, loaded, settings)
+        load(models, model, *flags)
     return str(error.value)
 
 
@@ -103,8 +98,7 @@ def test_formats_follow_the_names_of_the_files_unless_they_are_given(
 
 def test_a_dash_is_a_stream_and_a_file_of_that_name_is_a_file() -> None:
     args = parse(source="-", output="./-")
-    assert args.input == STREAM
-    assert args.output == Path.cwd() / "-"
+    assert (args.input, args.output) == ("-", "./-")
 
 
 @pytest.mark.parametrize(
@@ -130,24 +124,24 @@ def test_gen_reaches_generate_and_wins_over_the_model_and_the_file(models: Path,
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"num_beams": 3, "length_penalty": 0.5}))
     flags = ("--generation_config", file, "--gen", "num_beams=2", "--gen", "renormalize_logits=true")
-    _, loaded, settings = load(models, "bart", *flags, "--max_gen_length", 7)
-    assert settings == {"num_beams": 2, "renormalize_logits": True, "max_length": 7}
-    assert [effective(name, settings, loaded) for name in ("num_beams", "length_penalty")] == [2, 0.5]
+    loaded = load(models, "bart", *flags, "--max_gen_length", 7)
+    assert loaded.settings == {"num_beams": 2, "renormalize_logits": True, "max_length": 7}
+    assert [loaded.value(name) for name in ("num_beams", "length_penalty")] == [2, 0.5]
 
 
 def test_a_file_means_what_it_means_to_generate(models: Path, tmp_path: Path) -> None:
     values = {"num_beams": 3, "max_length": 6, "no_repeat_ngram_size": 2, "eos_token_id": [2, 30], "use_cache": None}
     file = tmp_path / "settings.json"
     file.write_text(json.dumps(values))
-    _, plain, _ = load(models, "gpt2", "--causal_lm")
-    _, loaded, settings = load(models, "gpt2", "--causal_lm", "--generation_config", file)
+    plain = load(models, "gpt2", "--causal_lm")
+    loaded = load(models, "gpt2", "--causal_lm", "--generation_config", file)
     batch = plain.tokenizer(sentences(5), padding=True, return_tensors="pt")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with fastgen.disabled():
         config = transformers.GenerationConfig(**values, pad_token_id=plain.tokenizer.pad_token_id)
         expected = plain.model.generate(**inputs, generation_config=config)
         own = plain.model.generate(**inputs, pad_token_id=plain.tokenizer.pad_token_id)
-        found = loaded.model.generate(**inputs, **settings)
+        found = loaded.model.generate(**inputs, **loaded.settings)
     assert torch.equal(found, expected)
     assert found.shape != own.shape or not torch.equal(found, own)
 
@@ -173,15 +167,15 @@ def test_an_unknown_key_of_a_file_is_a_note(models: Path, tmp_path: Path, capsys
 def test_scores_are_asked_for_where_beams_have_them_and_somebody_reads_them(
     models: Path, flags: tuple, scores: bool
 ) -> None:
-    _, _, settings = load(models, "bart", *flags)
+    settings = load(models, "bart", *flags).settings
     assert (settings.get("output_scores"), settings.get("return_dict_in_generate")) == (
         (True, True) if scores else (None, None)
     )
 
 
 def test_stop_strings_bring_the_tokenizer(models: Path) -> None:
-    _, loaded, settings = load(models, "bart", "--gen", "stop_strings=word5")
-    assert settings["tokenizer"] is loaded.tokenizer
+    loaded = load(models, "bart", "--gen", "stop_strings=word5")
+    assert loaded.settings["tokenizer"] is loaded.tokenizer
 
 
 @pytest.mark.parametrize(
@@ -203,7 +197,8 @@ def test_languages_mark_inputs_and_begin_outputs(
     def spelled(code: str) -> str:
         return f"__{code}__" if model == "m2m100" else code
 
-    _, loaded, settings = load(models, model, "--src_lang", source, "--tgt_lang", target)
+    loaded = load(models, model, "--src_lang", source, "--tgt_lang", target)
+    settings = loaded.settings
     tokenizer = loaded.tokenizer
     ids = tokenizer("word1 word2")["input_ids"]
     assert ids[languages] == [tokenizer.convert_tokens_to_ids(spelled(source))] != [tokenizer.unk_token_id]
@@ -212,26 +207,26 @@ def test_languages_mark_inputs_and_begin_outputs(
     plain = transformers.AutoTokenizer.from_pretrained(models / model)
     plain.src_lang = source
     assert plain("word1 word2")["input_ids"] == ids
-    _, _, by_name = load(models, model, "--forced_bos_token", spelled(target))
+    by_name = load(models, model, "--forced_bos_token", spelled(target)).settings
     assert by_name == {"forced_bos_token_id": settings[begins]}
 
 
 def test_whisper_is_told_the_language_by_name(models: Path) -> None:
     for language in ("german", "de"):
-        _, loaded, settings = load(models, "whisper", *SPEECH, "--src_lang", language)
-        assert settings == {"language": language}
+        loaded = load(models, "whisper", *SPEECH, "--src_lang", language)
+        assert loaded.settings == {"language": language}
     sound = [torch.randn(8000).numpy()]
     features = loaded.feature_extractor(sound, sampling_rate=16000, return_tensors="pt").input_features
     with fastgen.disabled():
-        assert loaded.model.generate(features, **settings).shape[0] == 1
+        assert loaded.model.generate(features, **loaded.settings).shape[0] == 1
 
 
 def test_speech_models_come_with_a_feature_extractor(models: Path) -> None:
-    args, loaded, settings = load(models, "whisper", *SPEECH, "--gen", "task=translate", "--gen", "language=en")
+    loaded = load(models, "whisper", *SPEECH, "--gen", "task=translate", "--gen", "language=en")
     assert isinstance(loaded.feature_extractor, transformers.SequenceFeatureExtractor)
-    assert settings == {"task": "translate", "language": "en"}
-    assert (loaded.causal_lm, input_limit(args, loaded, settings)) == (False, None)
-    assert load(models, "bart")[1].feature_extractor is None
+    assert loaded.settings == {"task": "translate", "language": "en"}
+    assert input_limit(loaded) is None
+    assert load(models, "bart").feature_extractor is None
 
 
 @pytest.mark.parametrize(
@@ -241,12 +236,12 @@ def test_speech_models_come_with_a_feature_extractor(models: Path) -> None:
 def test_dtype_of_the_weights(tmp_path: Path, flags: tuple, dtype: torch.dtype) -> None:
     folder = save_bart(tmp_path / "bart")
     transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    assert load_model(parse(*flags, model=folder), CPU).model.dtype == dtype
+    assert load(folder.parent, folder.name, *flags).model.dtype == dtype
 
 
 def test_attn_implementation_is_the_librarys(models: Path) -> None:
     for name in ("eager", "sdpa"):
-        _, loaded, _ = load(models, "bart", "--attn_implementation", name)
+        loaded = load(models, "bart", "--attn_implementation", name)
         assert loaded.model.config._attn_implementation == name
 
 
@@ -262,7 +257,7 @@ def test_attn_implementation_is_the_librarys(models: Path) -> None:
     ],
 )
 def test_input_limit_says_what_sets_it(models: Path, model: str, flags: tuple, limit: tuple[int, str]) -> None:
-    number, why = input_limit(*load(models, model, *flags))
+    number, why = input_limit(load(models, model, *flags))
     assert number == limit[0]
     assert limit[1] in why
 
@@ -283,14 +278,36 @@ def test_input_limit_says_what_sets_it(models: Path, model: str, flags: tuple, l
 def test_inputs_are_truncated_only_where_that_is_asked_for(
     models: Path, model: str, flags: tuple, truncate_to: int | None, limit: tuple[int, str]
 ) -> None:
-    length, (number, why) = lengths_of_inputs(*load(models, model, *flags))
+    length, (number, why) = lengths_of_inputs(load(models, model, *flags))
     assert (length, number) == (truncate_to, limit[0])
     assert limit[1] in why
 
 
-def test_flags_of_fastseq_for_what_is_done_in_any_case_are_taken(models: Path) -> None:
-    flags = ("--padding", "max_length", "--return_tensors", "pt", "--no-truncation", "--output-summaries-only")
-    assert load(models, "bart", *flags)[2] == load(models, "bart")[2]
+def test_flags_of_fastseq_for_what_is_done_in_any_case_are_taken(models: Path, capsys: pytest.CaptureFixture) -> None:
+    flags = ("--padding", "max_length", "--return_tensors=pt", "--no-truncation", "--output-summaries-only")
+    assert load(models, "bart", *flags).settings == load(models, "bart").settings
+    notes = [f"note: --{name} changes nothing" for name in ("padding", "return_tensors", "output_summaries_only")]
+    assert capsys.readouterr().err.splitlines() == notes
+
+
+def test_every_field_of_generation_config_is_a_flag_and_hugging_faces_names_work() -> None:
+    args = parse("--num_beams", 3, "--batch-size=5", "--max_length", 9, "--min-length", 2)
+    assert (args.beam, args.bs, args.max_gen_length, args.min_gen_length) == (3, 5, 9, 2)
+    assert parse("--typical-p", "0.9", "--renormalize_logits", "--gen", "use_cache=false").gen == [
+        ("typical_p", 0.9),
+        ("renormalize_logits", True),
+        ("use_cache", False),
+    ]
+    unsettable = ("constraints", "transformers_version")
+    known = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")} - set(unsettable)
+    assert known <= set(generation_fields()), known - set(generation_fields())
+
+
+def test_help_fits_on_two_screens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = build_parser().format_help().splitlines()
+    assert len(lines) <= 100 and max(map(len, lines)) <= 120
+    assert lines.index("common flags:") < next(n for n, line in enumerate(lines) if "--temperature" in line)
 
 
 CHAT = ("--causal_lm", "--chat")
@@ -339,7 +356,7 @@ def test_several_outputs_are_refused_wherever_they_come_from(models: Path, tmp_p
     for named in ("--num_return_sequences 2", "--output_format jsonl", "--join_outputs"):
         assert named in refused(models, "bart", *flags)
     for way in (("--join_outputs",), ("--output_format", "jsonl")):
-        check_settings(*load(models, "bart", *flags, *way))
+        load(models, "bart", *flags, *way)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """INPUT is read as it stands, in little memory, and so is a stream that can be read only once."""
 
+import bz2
 import gzip
 import hashlib
+import lzma
 import os
 import random
 import subprocess
@@ -17,7 +19,8 @@ import pytest
 from python_process import REPOSITORY, run_python
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.files.lines import Survey, is_stream, read_chunks, read_references, survey
+from fastgen.cli.transformers.lines import Survey, is_stream, read_chunks, survey
+from fastgen.cli.transformers.records import read_references
 
 CONTENTS = [
     b"",
@@ -38,7 +41,7 @@ def lines_of(data: bytes) -> list[bytes]:
 
 
 def read_all(path: Path, **limits: int) -> list[tuple[int, bytes]]:
-    return [(line.number, line.raw) for chunk in read_chunks(path, **limits) for line in chunk]
+    return [(line.number, line.raw) for chunk in read_chunks(str(path), **limits) for line in chunk]
 
 
 @contextmanager
@@ -66,27 +69,25 @@ def test_every_byte_between_line_feeds_is_a_line(tmp_path: Path, data: bytes) ->
     path.write_bytes(data)
     expected = list(enumerate(lines_of(data), start=1))
     assert read_all(path) == expected
-    assert survey(path) == Survey(len(expected), hashlib.sha256(data).hexdigest())
-    assert not is_stream(path)
+    assert survey(str(path)) == Survey(len(expected), hashlib.sha256(data).hexdigest())
+    assert not is_stream(str(path))
     with fifo(tmp_path / "pipe", data) as pipe:
-        assert is_stream(pipe)
+        assert is_stream(str(pipe))
         assert read_all(pipe) == expected
 
 
-def test_the_lines_behind_the_first_ones_and_up_to_n_obs_are_read(tmp_path: Path) -> None:
+def test_the_lines_up_to_n_obs_are_read(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(CONTENTS[-1])
     everything = list(enumerate(lines_of(CONTENTS[-1]), start=1))
-    for first, n_obs in ((0, 1), (0, 64), (0, 65), (7, 7), (9, 7), (7, 8), (20_000, 25_000), (29_999, None)):
-        assert read_all(path, first=first, n_obs=n_obs) == everything[first:n_obs]
-    assert read_all(path, first=30_000) == []
-    assert read_all(path, first=29_000, n_obs=40_000) == everything[29_000:]
+    for n_obs in (1, 64, 65, 7, 25_000, 40_000, None):
+        assert read_all(path, n_obs=n_obs) == everything[:n_obs]
 
 
 def test_chunks_are_limited_by_lines_and_by_bytes(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"".join(b"x" * size + b"\n" for size in [10] * 20 + [60, 60, 500, 10, 10]))
-    sizes = [[len(line.raw) for line in chunk] for chunk in read_chunks(path, lines=8, size=100)]
+    sizes = [[len(line.raw) for line in chunk] for chunk in read_chunks(str(path), lines=8, size=100)]
     assert sizes == [[10] * 8, [10] * 8, [10] * 4 + [60], [60], [500], [10, 10]]
 
 
@@ -94,7 +95,7 @@ def test_lines_of_a_slow_stream_are_handed_on_when_they_come_and_no_more_are_wai
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)
     try:
-        chunks = read_chunks(tmp_path / "pipe", n_obs=3)
+        chunks = read_chunks(str(tmp_path / "pipe"), n_obs=3)
         for data, expected in ((b"one\ntw", [b"one"]), (b"o\nthree\nfour", [b"two", b"three"])):
             os.write(writer, data)
             assert [line.raw for line in next(chunks)] == expected
@@ -107,7 +108,7 @@ def test_of_a_long_line_only_the_beginning_is_kept(tmp_path: Path) -> None:
     data = b"one\n" + b"x" * 50_000_000 + b"\ntwo\n" + b"y" * 300_000 + b"\n" + b"z" * 300_001
     (tmp_path / "in").write_bytes(data)
     tracemalloc.start()
-    lines = [line for chunk in read_chunks(tmp_path / "in", longest=300_000) for line in chunk]
+    lines = [line for chunk in read_chunks(str(tmp_path / "in"), longest=300_000) for line in chunk]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     expected = [b"one", b"x" * 300_000, b"two", b"y" * 300_000, b"z" * 300_000]
@@ -121,14 +122,14 @@ def test_memory_stays_flat_on_a_stream_of_any_size(tmp_path: Path) -> None:
     with fifo(tmp_path / "pipe", *[block] * 100) as pipe:
         lines = 0
         tracemalloc.start()
-        for chunk in read_chunks(pipe):
+        for chunk in read_chunks(str(pipe)):
             lines += len(chunk)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert lines == 100_000 and peak < 2 << 20
     (tmp_path / "in").write_bytes(block * 100)
     tracemalloc.start()
-    found = survey(tmp_path / "in")
+    found = survey(str(tmp_path / "in"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found.lines == 100_000 and peak < 4 << 20
@@ -136,30 +137,30 @@ def test_memory_stays_flat_on_a_stream_of_any_size(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name, message in (("none", "there is no such file"), ("", "Is a directory")):
-        path = tmp_path / name
+        path = str(tmp_path / name)
         assert not is_stream(path)
         with pytest.raises(InputError, match=f"INPUT {path}: {message}"):
             survey(path)
         with pytest.raises(InputError, match=f"--reference_path {path}: {message}"):
             read_references("--reference_path", path)
-    assert is_stream(Path("/dev/null")) and is_stream(Path("-"))
+    assert is_stream("/dev/null") and is_stream("-")
 
 
 def test_references_are_text_and_a_bad_one_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "references"
     path.write_bytes("\ufeffeins\r\nzwei \n\u2028\n\nfünf".encode())
-    assert read_references("--reference_path", path) == ["eins", "zwei ", "\u2028", "", "fünf"]
+    assert read_references("--reference_path", str(path)) == ["eins", "zwei ", "\u2028", "", "fünf"]
     path.write_bytes(b"")
-    assert read_references("--reference_path", path) == []
+    assert read_references("--reference_path", str(path)) == []
     path.write_bytes(b"x" * 100_000 + b"\ntwo\nthr\xffee\n")
     with pytest.raises(InputError, match=f"--reference_path {path}: line 3 is not UTF-8"):
-        read_references("--reference_path", path)
+        read_references("--reference_path", str(path))
 
 
 def test_references_can_be_a_field_of_records(tmp_path: Path) -> None:
     path = tmp_path / "records"
     path.write_text('\ufeff{"a": {"b": "one"}}\r\n\n{"a": {"b": "two"}}', encoding="utf-8")
-    assert read_references("INPUT", path, "a.b") == ["one", "", "two"]
+    assert read_references("INPUT", str(path), "a.b") == ["one", "", "two"]
     for record, message in (
         ('{"a": 1}', 'has no field "a.b"'),
         ('{"a": {"b": 1}}', "has a number"),
@@ -167,7 +168,7 @@ def test_references_can_be_a_field_of_records(tmp_path: Path) -> None:
     ):
         path.write_text('{"a": {"b": "one"}}\n' + record)
         with pytest.raises(InputError, match=f"INPUT {path}: line 2 {message}"):
-            read_references("INPUT", path, "a.b")
+            read_references("INPUT", str(path), "a.b")
 
 
 @pytest.mark.parametrize("data", CONTENTS, ids=range(len(CONTENTS)))
@@ -177,7 +178,21 @@ def test_a_compressed_file_has_the_lines_of_its_content(tmp_path: Path, data: by
     half = len(data) // 2
     packed.write_bytes(gzip.compress(data[:half]) + gzip.compress(data[half:]))  # gzip allows several members
     assert read_all(packed) == read_all(plain)
-    assert survey(packed) == survey(plain)
+    assert survey(str(packed)) == survey(str(plain))
+
+
+@pytest.mark.parametrize("end", ["xz", "bz2"])
+def test_other_compressions_and_urls_are_read_as_well(tmp_path: Path, end: str) -> None:
+    plain, packed = tmp_path / "in", tmp_path / f"in.{end}"
+    plain.write_bytes(CONTENTS[-1])
+    packed.write_bytes({"xz": lzma, "bz2": bz2}[end].compress(CONTENTS[-1]))
+    assert survey(str(packed)) == survey(str(plain)) == survey(f"file://{packed}")
+    assert read_all(packed) == read_all(plain)
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(InputError, match=f"{packed}: is no {end} file, or only a part of one"):
+        survey(str(packed))
+    with pytest.raises(InputError, match=r"INPUT nothing://at\.all: "):
+        survey("nothing://at.all")
 
 
 def test_a_file_that_is_no_whole_gzip_is_named(tmp_path: Path) -> None:
@@ -186,18 +201,17 @@ def test_a_file_that_is_no_whole_gzip_is_named(tmp_path: Path) -> None:
     for data in (b"plain text\n", whole[:-9], whole[:5000] + b"x" * 5000 + whole[10_000:]):
         path.write_bytes(data)
         with pytest.raises(InputError, match=f"{path}: is no gzip file, or only a part of one [(][A-Z]"):
-            survey(path)
+            survey(str(path))
 
 
 READ_STDIN = r"""
 import threading, time
-from pathlib import Path
-from fastgen.cli.transformers.files.lines import read_chunks
+from fastgen.cli.transformers.lines import read_chunks
 
 came = threading.Event()
 
 def read():
-    for chunk in read_chunks(Path("-")):
+    for chunk in read_chunks("-"):
         print(*(line.raw for line in chunk), sep="\n", flush=True)
         came.set()
 """
@@ -205,7 +219,7 @@ def read():
 
 def test_standard_input_is_read_and_process_substitution_too(tmp_path: Path) -> None:
     (tmp_path / "read.py").write_text(READ_STDIN + "read()\n")
-    code = "from fastgen.cli.transformers.files.lines import *\nimport sys\npath = Path(sys.argv[1])\n"
+    code = "from fastgen.cli.transformers.lines import *\nimport sys\npath = sys.argv[1]\n"
     code += "assert is_stream(path)\nprint(*(line.raw for chunk in read_chunks(path) for line in chunk), sep=chr(10))\n"
     (tmp_path / "path.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
@@ -252,9 +266,11 @@ def test_a_pipe_that_is_set_to_non_blocking_is_waited_for() -> None:
 def test_files_are_checked_without_loading_torch(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("one\n")
     code = (
-        "import sys\nfrom fastgen.cli.transformers.files.lines import *\n"
-        "path = Path(sys.argv[1])\nsurvey(path), is_stream(path), read_references('INPUT', path)\n"
-        "import fastgen.cli.transformers.resume.part_file\nassert 'torch' not in sys.modules\n"
+        "import sys\nfrom fastgen.cli.transformers.args import parse_arguments\n"
+        "from fastgen.cli.transformers.command import check_files\n"
+        "import fastgen.cli.transformers.journal\n"
+        "args = parse_arguments(['model', sys.argv[1], sys.argv[1] + '.out'])\ncheck_files(args)\n"
+        "assert 'torch' not in sys.modules and 'fsspec' not in sys.modules\n"
     )
     done = run_python("-c", code, str(tmp_path / "in"))
     assert done.returncode == 0, done.stderr

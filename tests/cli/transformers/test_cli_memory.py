@@ -1,4 +1,4 @@
-"""A batch that does not fit into memory is halved; what fitted is remembered; one input alone fails by itself."""
+"""A batch that does not fit into memory is halved, and others keep their cut; one input alone fails by itself."""
 
 from collections.abc import Callable
 
@@ -7,34 +7,41 @@ import pytest
 import torch
 
 from fastgen.cli.errors import RunError
-from fastgen.cli.transformers.stages.batches import pad_text
-from fastgen.cli.transformers.stages.generation import WithinMemory, is_out_of_memory
-from fastgen.cli.transformers.stages.items import Batch, Generated, Line, NotGenerated
-
-
-def batch_of(lengths: list[int], left: bool = False, first: int = 1) -> Batch:
-    rows = [{"input_ids": np.arange(1, length + 1)} for length in lengths]
-    lines = [Line(first + place, b"") for place in range(len(lengths))]
-    return Batch(lines, lengths, pad_text(0, left)(rows), [NotGenerated(Line(99, b""))])
+from fastgen.cli.transformers.batching import Batch, Generated, Item
+from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.pipeline import WithinMemory, batch_seed, is_out_of_memory
+from fastgen.cli.transformers.text import pad_text
 
 
 class SmallMachine:
-    """Fits `cells` tokens; keeps the shapes of what it was given, and gives the first token and the line's number."""
+    """A task whose model fits `cells` tokens; keeps the shapes of what it was given, and gives the line's number."""
 
-    def __init__(self, cells: int, error: Callable[[], Exception]) -> None:
-        self.cells = cells
-        self.error = error
+    def __init__(self, cells: int, error: Callable[[], Exception] = MemoryError, left: bool = False) -> None:
+        self.cells, self.error, self.left = cells, error, left
         self.shapes: list[tuple[int, ...]] = []
+        self.random: dict[tuple[int, ...], float] = {}
 
-    def __call__(self, batch: Batch) -> Generated:
+    def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
+        return pad_text([item.arrays["input_ids"] for item in items], 0, self.left)
+
+    def generate(self, batch: Batch) -> Generated:
         input_ids = batch.inputs["input_ids"]
         assert torch.equal(input_ids.ne(0).long(), batch.inputs["attention_mask"])
-        assert input_ids.ne(0).sum(1).tolist() == batch.lengths
+        assert input_ids.ne(0).sum(1).tolist() == [item.length for item in batch.items]
         self.shapes.append(tuple(input_ids.shape))
+        numbers = [item.line.number for item in batch.items]
+        self.random[tuple(numbers)] = torch.rand(()).item()
         if input_ids.numel() > self.cells:
             raise self.error()
-        sequences = np.array([[line.number] for line in batch.lines])
-        return Generated(batch.lines, batch.lengths, sequences, None, batch.not_generated)
+        return Generated(batch.items, np.array([[number] for number in numbers]))
+
+
+def batch_of(machine: SmallMachine, lengths: list[int], number: int = 0) -> Batch:
+    items = [
+        Item(Line(place, b""), {"input_ids": np.arange(1, length + 1)}, length)
+        for place, length in enumerate(lengths, start=1)
+    ]
+    return Batch(items, [], number, inputs=machine.collate(items))
 
 
 ERRORS = [
@@ -44,64 +51,81 @@ ERRORS = [
 ]
 
 
+def numbers(parts: list[Generated]) -> list[int]:
+    return [item.line.number for part in parts for item in part.items]
+
+
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("left", [False, True])
 def test_a_batch_is_halved_until_it_fits_and_the_size_is_remembered(error: Callable[[], Exception], left: bool) -> None:
-    machine, said = SmallMachine(30, error), []
-    generate = WithinMemory(machine, left, said.append)
-    parts = list(generate(batch_of([10, 10, 9, 8, 5, 5, 4, 4], left)))
-    assert [line.number for part in parts for line in part.lines] == [1, 2, 3, 4, 5, 6, 7, 8]
+    machine, said = SmallMachine(30, error, left), []
+    generate = WithinMemory(machine, said.append, seed=None)
+    parts = generate(batch_of(machine, [10, 10, 9, 8, 5, 5, 4, 4]))
+    assert numbers(parts) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert np.concatenate([part.sequences for part in parts]).ravel().tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert sum(len(part.not_generated) for part in parts) == 1
     # Eight and four rows are too many; two fit, and the rest, which is shorter, goes in one part.
     assert machine.shapes == [(8, 10), (4, 10), (2, 10), (2, 9), (4, 5)]
     assert len(said) == 2 and "out of memory with 8 inputs of length 10" in said[0]
     machine.shapes.clear()
-    assert [len(part.lines) for part in generate(batch_of([10, 10, 10, 10], left))] == [2, 2]
+    assert [len(part.items) for part in generate(batch_of(machine, [10, 10, 10, 10]))] == [2, 2]
     assert machine.shapes == [(2, 10), (2, 10)]
 
 
+def test_batches_that_fit_keep_their_cut_whatever_did_not() -> None:
+    machine = SmallMachine(30)
+    generate = WithinMemory(machine, lambda said: None, seed=None)
+    generate(batch_of(machine, [10] * 8))
+    machine.shapes.clear()
+    assert [len(part.items) for part in generate(batch_of(machine, [5] * 6))] == [6]
+
+
+def test_a_part_has_the_samples_of_its_place_whether_it_was_tried_whole_before_or_not() -> None:
+    """So a run that goes on, which does not know yet what is too large, draws what the first one drew."""
+    lengths, drawn = [10] * 8, []
+    for before in (True, False):
+        machine = SmallMachine(30)
+        generate = WithinMemory(machine, lambda said: None, seed=7)
+        if before:
+            generate(batch_of(machine, lengths, number=4))
+        generate(batch_of(machine, lengths, number=5))
+        drawn.append({part: value for part, value in machine.random.items() if len(part) == 2})
+    assert drawn[0] == drawn[1] and len(set(drawn[0].values())) == 4
+    assert len({batch_seed(seed, batch, start) for seed in range(4) for batch in range(4) for start in range(4)}) == 64
+
+
 def test_an_input_that_does_not_fit_alone_fails_and_the_others_are_generated() -> None:
-    machine, said = SmallMachine(30, MemoryError), []
-    parts = list(WithinMemory(machine, False, said.append)(batch_of([50, 10, 10])))
-    assert sorted(line.number for part in parts for line in part.lines) == [2, 3]
-    failed = [each for part in parts for each in part.not_generated if each.error]
-    assert [each.line.number for each in failed] == [1]
-    assert "memory is too small for this input of length 50" in failed[0].error
+    machine = SmallMachine(30)
+    batch = batch_of(machine, [50, 10, 10])
+    assert numbers(WithinMemory(machine, lambda said: None, None)(batch)) == [2, 3]
+    assert batch.items[0].error == "the memory is too small for this input of length 50 alone"
+    assert [item.error for item in batch.items[1:]] == [None, None]
 
 
-def test_a_batch_without_lines_needs_no_model() -> None:
-    (generated,) = WithinMemory(SmallMachine(0, MemoryError), False, print)(
-        Batch([], [], {}, [NotGenerated(Line(3, b""))])
-    )
-    assert generated.lines == [] and [each.line.number for each in generated.not_generated] == [3]
+def test_a_batch_without_items_needs_no_model() -> None:
+    assert WithinMemory(SmallMachine(0), print, None)(Batch([], [Item(Line(3, b""))], 0)) == []
 
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_batch_is_halved_until_the_line_that_raises_stands_alone(left: bool) -> None:
-    machine, said, sizes = SmallMachine(1000, MemoryError), [], []
+    class Poisoned(SmallMachine):
+        def generate(self, batch: Batch) -> Generated:
+            sizes.append(len(batch.items))
+            if 6 in [item.line.number for item in batch.items]:
+                raise IndexError("out of range\nin self")
+            return super().generate(batch)
 
-    def model(batch: Batch) -> Generated:
-        sizes.append(len(batch))
-        if 6 in [line.number for line in batch.lines]:
-            raise IndexError("out of range\nin self")
-        return machine(batch)
-
-    generate = WithinMemory(model, left, said.append)
-    parts = list(generate(batch_of([10, 10, 9, 8, 5, 5, 4, 4], left)))
-    assert [line.number for part in parts for line in part.lines] == [1, 2, 3, 4, 5, 7, 8]
-    failed = [each for part in parts for each in part.not_generated if each.error]
-    assert [(each.line.number, each.error) for each in failed] == [
-        (6, "cannot be generated for (IndexError: out of range in self)")
-    ]
-    assert sizes == [8, 4, 4, 2, 1, 1, 2] and generate.cells is None and said == []
-    assert [each.line.number for part in parts for each in part.not_generated] == [99, 6]
+    machine, said, sizes = Poisoned(1000, left=left), [], []
+    generate = WithinMemory(machine, said.append, None)
+    batch = batch_of(machine, [10, 10, 9, 8, 5, 5, 4, 4])
+    assert numbers(generate(batch)) == [1, 2, 3, 4, 5, 7, 8]
+    failed = [(item.line.number, item.error) for item in batch.items if item.error]
+    assert failed == [(6, "cannot be generated for (IndexError: out of range in self)")]
+    assert sizes == [8, 4, 4, 2, 1, 1, 2] and generate.too_large is None and said == []
 
 
-def test_a_device_that_fails_ends_the_run() -> None:
-    def broken(batch: Batch) -> Generated:
-        raise RunError("cuda:0 failed")
-
-    with pytest.raises(RunError, match="cuda:0 failed"):
-        list(WithinMemory(broken, False, print)(batch_of([3, 3])))
+def test_a_device_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastgen.cli.transformers.pipeline._device_works_sync", lambda: False)
+    machine = SmallMachine(1, lambda: RuntimeError("device-side assert"))
+    with pytest.raises(RunError, match="the device failed at lines 1 to 2: RuntimeError: device-side assert"):
+        WithinMemory(machine, print, None)(batch_of(machine, [3, 3]))
     assert not is_out_of_memory(RuntimeError("index out of range"))

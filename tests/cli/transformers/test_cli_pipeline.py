@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from cli_loop import generate, plain_loop
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, sentences
 
 import fastgen
+from fastgen.cli.transformers import command as module
+from fastgen.cli.transformers.batching import Batch, Generated
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.files import paths as files
-from fastgen.cli.transformers.files.lines import Survey
-from fastgen.cli.transformers.stages.generation import WithinMemory
-from fastgen.cli.transformers.stages.items import Batch, Generated
+from fastgen.cli.transformers.lines import Survey
+from fastgen.cli.transformers.pipeline import WithinMemory, batch_seed
 
 LINES = sentences(70)
 
@@ -39,11 +38,6 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_gpt2(tmp_path_factory.mktemp("gpt2"))
 
 
-def measures_padding(inputs: dict[str, Any]) -> bool:
-    """Whether a generate call is no batch, but asks what padding changes."""
-    return "output_logits" in inputs
-
-
 def watched_outputs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What generate returns for each batch."""
     kind = transformers.BartForConditionalGeneration
@@ -51,8 +45,7 @@ def watched_outputs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def watched(self: Any, **inputs: Any) -> Any:
         output = original(self, **inputs)
-        if not measures_padding(inputs):
-            outputs.append(output)
+        outputs.append(output)
         return output
 
     monkeypatch.setattr(kind, "generate", watched)
@@ -67,8 +60,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         original = kind.generate
 
         def watched(self: Any, *, original: Any = original, **inputs: Any) -> Any:
-            if not measures_padding(inputs):
-                seen.append(tuple(inputs["input_ids"].shape))
+            seen.append(tuple(inputs["input_ids"].shape))
             return original(self, **inputs)
 
         monkeypatch.setattr(kind, "generate", watched)
@@ -106,12 +98,14 @@ def test_batch_tokens_counts_beams(tmp_path: Path, bart: Path, shapes: list) -> 
     assert max(rows for rows, _ in shapes) > 8
 
 
-def test_samples_are_those_of_a_plain_loop(
+def test_samples_are_those_of_a_plain_loop_that_seeds_each_batch(
     tmp_path: Path, gpt2: Path, shapes: list, capsys: pytest.CaptureFixture
 ) -> None:
     settings = {"do_sample": True, "top_k": 9, "num_return_sequences": 2, "max_new_tokens": 5}
-    torch.manual_seed(3)
-    texts = plain_loop(gpt2, LINES, 4, causal_lm=True, **settings)
+    texts = []
+    for batch, start in enumerate(range(0, len(LINES), 4)):
+        torch.manual_seed(batch_seed(3, batch))
+        texts += plain_loop(gpt2, LINES[start : start + 4], 4, causal_lm=True, **settings)
     shapes.clear()
     flags = ("--causal_lm", "--do_sample", "--top_k", 9, "--num_return_sequences", 2, "--max_new_tokens", 5)
     lines = generate(tmp_path, gpt2, LINES, *flags, "--seed", 3, "--bs", 4, "--output_format", "jsonl")
@@ -169,15 +163,6 @@ def test_scores_are_the_same_without_fastgen(tmp_path: Path, bart: Path) -> None
         assert ours["text"] == stock["text"] and ours["score"] == pytest.approx(stock["score"], abs=1e-4)
 
 
-def test_the_library_is_not_slowed_down_by_scores_that_nobody_reads(
-    tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outputs = watched_outputs(monkeypatch)
-    generate(tmp_path, bart, LINES, "--beam", 2, "--output_format", "jsonl", "--compare")
-    assert {type(each) is torch.Tensor for each in outputs} == {True, False}
-    assert all(type(each) is torch.Tensor or each.scores is None for each in outputs)
-
-
 def test_from_standard_input_to_standard_output(bart: Path) -> None:
     call = [sys.executable, "-m", "fastgen.cli.transformers.command", bart, "-", "-", "--bs", "4"]
     done = subprocess.run(
@@ -192,7 +177,7 @@ def test_from_standard_input_to_standard_output(bart: Path) -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("flags", [(), ("--input_format", "jsonl"), ("--compare",), ("--reference_path", "in")])
+@pytest.mark.parametrize("flags", [(), ("--input_format", "jsonl"), ("--reference_path", "in")])
 def test_an_empty_input_gives_an_empty_output(
     tmp_path: Path, bart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, flags: tuple
 ) -> None:
@@ -258,7 +243,7 @@ def test_out_of_memory_makes_batches_smaller_and_changes_no_output(
     assert generate(tmp_path, bart, LINES, "--bs", 16, "--beam", 2) == expected
     stderr = capsys.readouterr().err
     assert f"out of memory with 16 inputs of length {longest}" in stderr
-    assert stderr.count("out of memory") == 3  # 16, 8 and 4 rows; then what fits is known
+    assert 3 <= stderr.count("out of memory") <= 6  # 16, 8 and 4 rows; then only what is smaller, and fails too
     source, output = tmp_path / "input.txt", tmp_path / "output.txt"
     longest = longest // 3 - 1
     assert main([str(bart), str(source), str(output), "--bs", "16", "--beam", "2", "--overwrite"]) == 1
@@ -280,7 +265,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, every_line: bool = False) -> None:
 
     def raising(self: Any, **inputs: Any) -> Any:
         poison = inputs["input_ids"].eq(13).sum(1).ge(13).any()
-        if not measures_padding(inputs) and (every_line or poison):
+        if every_line or poison:
             raise KeyError("of\nthe model")
         return original(self, **inputs)
 
@@ -367,7 +352,7 @@ class Crash(Exception):
 def crash_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
     original, left = WithinMemory.__call__, [batches]
 
-    def crashing(self: WithinMemory, batch: Batch) -> Iterator[Generated]:
+    def crashing(self: WithinMemory, batch: Batch) -> list[Generated]:
         left[0] -= 1
         if left[0] < 0:
             raise Crash
@@ -399,7 +384,7 @@ def test_input_that_ends_early_completes_nothing(
 ) -> None:
     source, output = tmp_path / "in", tmp_path / "out"
     source.write_text("\n".join(LINES))
-    monkeypatch.setattr(files, "survey", lambda path: Survey(len(LINES) + 1, "the sum of a longer file"))
+    monkeypatch.setattr(module, "survey", lambda path: Survey(len(LINES) + 1, "the sum of a longer file"))
     assert main([str(bart), str(source), str(output)]) == 2
     assert "INPUT changed while it was read: it had 71 lines, and 70 could be read" in capsys.readouterr().err
     assert not output.exists()
@@ -420,7 +405,7 @@ def test_resume_has_nothing_to_do_where_the_same_command_has_completed_output(
     assert main([*command, "--overwrite"]) == 0
     capsys.readouterr()
     assert main([*command, "--beam", "2"]) == 2
-    _, line = capsys.readouterr().err.splitlines()  # the first: what it loads
+    (line,) = capsys.readouterr().err.splitlines()  # nothing is loaded for that
     assert "--beam was not given, is 2" in line and "--overwrite" in line
     assert main([*command, "--n_obs", "3"]) == 2  # a shorter file would take the place of a longer one
     assert main(command[:-1]) == 2
@@ -442,7 +427,7 @@ SAMPLING = ("--causal_lm", "--do_sample", "--max_new_tokens", "5", "--seed", "3"
 def test_a_resumed_run_draws_the_samples_of_one_that_was_not_ended(
     tmp_path: Path, gpt2: Path, monkeypatch: pytest.MonkeyPatch, beams: tuple, cells: int | None
 ) -> None:
-    """Where memory is too small for a batch, what fits is known to the resumed run, too."""
+    """Also where memory is too small for a batch, which is split in the same places again."""
     if cells is not None:
         small_memory_for(monkeypatch, cells)
     expected = generate(tmp_path, gpt2, ["", *LINES, ""], *SAMPLING, *beams)
@@ -471,7 +456,6 @@ def test_resume_refuses_another_run_and_says_what_is_different(
         with pytest.raises(Crash):
             main([str(bart), str(source), str(output), *flags])
     part = output.with_name("output.txt.part")
-    assert part.read_text().splitlines() == plain_loop(bart, LINES, 4)[: len(part.read_text().splitlines())] != []
     capsys.readouterr()
     changed = [
         ([str(bart), str(source), str(output), *flags], "--resume goes on from it"),

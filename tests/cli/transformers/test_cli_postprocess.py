@@ -1,9 +1,10 @@
 """What was generated becomes the texts, scores and token counts of a plain loop, one record a line."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,11 +16,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastgen
-from fastgen.cli.transformers.files.records import ADDED_FIELDS
-from fastgen.cli.transformers.flags.run_config import RunConfig
-from fastgen.cli.transformers.stages.items import Finished, Generated, Line, NotGenerated
-from fastgen.cli.transformers.stages.postprocess import finish, first_text
-from fastgen.cli.transformers.stages.preprocess import TextLimits, prepare_text
+from fastgen.cli.transformers.args import RunConfig
+from fastgen.cli.transformers.batching import Generated, Item
+from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.records import ADDED_FIELDS, first_text, name_of, record_of
+from fastgen.cli.transformers.text import TextInput, TextLimits, TextOutput
 
 EOS, PAD = 2, 1
 SAVED = {"bart": save_bart, "t5": save_t5, "gpt2": save_gpt2}
@@ -41,21 +42,46 @@ def tokenizer(folders: dict[str, Path]) -> transformers.PreTrainedTokenizerBase:
 
 def asked(**flags: Any) -> RunConfig:
     formats = {"input_format": "text", "output_format": "text"}
-    return RunConfig("model", Path("in"), Path("out"), **formats | flags)
+    return RunConfig("model", "in", "out", **formats | flags)
 
 
 JSONL = asked(output_format="jsonl")
 BOTH_JSONL = asked(output_format="jsonl", input_format="jsonl")
 
 
+class Finished(NamedTuple):
+    """What is written of a batch, and what is counted."""
+
+    records: list[tuple[int, bytes]]
+    amount: float
+    failures: list[tuple[int, str]]
+
+
+def finish(
+    tokenizer: Any, args: RunConfig, eos_token_ids: set[int], pad_token_id: int | None, start_tokens: int = 1
+) -> Callable[[Generated], Finished]:
+    """What the workers behind the model do with a batch."""
+    output = TextOutput(tokenizer, args, [*eos_token_ids], pad_token_id, start_tokens)
+
+    def finish_batch(batch: tuple[Generated, list[Item]]) -> Finished:
+        generated = replace(batch[0], items=[replace(item, outputs=[]) for item in batch[0].items])
+        others = batch[1]
+        amount = output.finish(generated)
+        items = [*generated.items, *others]
+        failures = [(item.line.number, name_of(item, args) + item.error) for item in items if item.error]
+        return Finished([(item.line.number, record_of(item, args)) for item in items], amount, failures)
+
+    return finish_batch
+
+
 def generated(
     raw: list[str | bytes],
     sequences: list[list[int]],
     scores: list[float] | None = None,
-    not_generated: tuple[NotGenerated, ...] = (),
-) -> Generated:
+    others: tuple[Item, ...] = (),
+) -> tuple[Generated, list[Item]]:
     lines = [Line(number, each.encode() if isinstance(each, str) else each) for number, each in enumerate(raw, start=1)]
-    return Generated(lines, [4] * len(lines), np.array(sequences, np.int64), scores, list(not_generated))
+    return Generated([Item(line, length=4) for line in lines], np.array(sequences, np.int64), scores), list(others)
 
 
 def parsed(finished: Finished) -> list[dict[str, Any]]:
@@ -115,7 +141,8 @@ def test_texts_scores_and_tokens_are_those_of_a_plain_loop(
     sequences = output.sequences[:, start:] if causal else output.sequences
     lines = [Line(number, text.encode()) for number, text in enumerate(texts, start=1)]
     lengths = inputs["attention_mask"].sum(dim=1).tolist()
-    batch = Generated(lines, lengths, sequences.numpy(), None if scores is None else scores.tolist(), [])
+    items = [Item(line, length=length) for line, length in zip(lines, lengths, strict=True)]
+    batch = Generated(items, sequences.numpy(), None if scores is None else scores.tolist()), []
     finished = finish(tokenizer, form, {EOS}, tokenizer.pad_token_id, 0 if causal else 1)(batch)
 
     outputs = [one for record in parsed(finished) for one in record["outputs"]]
@@ -160,7 +187,7 @@ def test_tokens_are_counted_up_to_the_first_end(
 
 
 def test_text_is_one_line_per_input(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    batch = generated(["a", "b"], [[0, 5, 6, 2], [0, 7, 2, 1]], not_generated=(NotGenerated(Line(3, b"")),))
+    batch = generated(["a", "b"], [[0, 5, 6, 2], [0, 7, 2, 1]], others=(Item(Line(3, b"")),))
     finished = finish(tokenizer, asked(), {EOS}, PAD)(batch)
     assert sorted(finished.records) == [(1, b"word1 word2\n"), (2, b"word3\n"), (3, b"\n")]
     assert (finished.amount, finished.failures) == (5, [])
@@ -179,7 +206,7 @@ def test_scores_and_several_outputs_stand_in_one_line_of_text(
     tokenizer: transformers.PreTrainedTokenizerBase, scores: list[float] | None, expected: bytes
 ) -> None:
     form = asked(output_sequence_scores=True, join_outputs=True)
-    batch = generated(["a"], [[0, 5, 2], [0, 6, 2]], scores, (NotGenerated(Line(2, b"")),))
+    batch = generated(["a"], [[0, 5, 2], [0, 6, 2]], scores, (Item(Line(2, b"")),))
     records = sorted(finish(tokenizer, form, {EOS}, PAD)(batch).records)
     assert records == [(1, expected), (2, b"NA\t\n")]
     assert [first_text(record, form) for _, record in records] == ["word1", ""]
@@ -231,7 +258,7 @@ def test_only_the_line_fails_whose_output_cannot_be_decoded() -> None:
     batch = generated(["x", "y"], [[0], [1], [2], [3]])
     finished = finish(decoder, JSONL, {EOS}, PAD)(batch)
     error = "what was generated cannot be decoded (ValueError: no word)"
-    assert parsed(finished)[0] == {"line": 1, "input_tokens": 4, "outputs": [], "error": error}
+    assert parsed(finished)[0] == {"line": 1, "outputs": [], "error": error}
     assert [one["text"] for one in parsed(finished)[1]["outputs"]] == ["c", "d"]
     assert finished.failures == [(1, error)]
 
@@ -241,7 +268,7 @@ def test_records_of_text_are_numbered(tokenizer: transformers.PreTrainedTokenize
         ["a"],
         [[0, 5, 2], [0, 6, 1]],
         [-0.5, float("-inf")],
-        (NotGenerated(Line(2, b" ")), NotGenerated(Line(3, b"\xff"), "is not UTF-8 text")),
+        (Item(Line(2, b" ")), Item(Line(3, b"\xff"), error="is not UTF-8 text")),
     )
     finished = finish(tokenizer, JSONL, {EOS}, PAD)(batch)
     outputs = [{"text": "word1", "score": -0.5, "tokens": 2}, {"text": "word2", "score": None, "tokens": 1}]
@@ -344,9 +371,8 @@ def test_failed_records_keep_their_fields_where_they_have_any(
     ]
     lines = [Line(number, text.encode()) for number, text in enumerate(raw, start=1)]
     form = asked(output_format="jsonl", input_format="jsonl", text_field="text", id_field="id")
-    prepared = prepare_text(tokenizer, replace(form, id_field=None), TextLimits(most=(3, "positions")))(lines)
-    not_generated = tuple(NotGenerated(line, each.error) for line, each in zip(lines, prepared, strict=True))
-    finished = finish(tokenizer, form, {EOS}, PAD)(generated([], np.empty((0, 0)), not_generated=not_generated))
+    prepared = TextInput(tokenizer, replace(form, id_field=None), TextLimits(most=(3, "positions"))).prepare(lines)
+    finished = finish(tokenizer, form, {EOS}, PAD)(generated([], np.empty((0, 0)), others=tuple(prepared)))
     errors = [each.error for each in prepared]
     assert parsed(finished) == [
         {"id": "a1", "body": 1, "outputs": [], "error": errors[0]},
@@ -370,6 +396,6 @@ def test_failed_records_keep_their_fields_where_they_have_any(
 @pytest.mark.parametrize("form", [JSONL, BOTH_JSONL, asked(), asked(output_sequence_scores=True)])
 def test_the_first_text_of_a_record_is_what_was_generated_first(form: RunConfig) -> None:
     text = "a #### b\tc é"
-    batch = generated(['{"text": "x", "outputs_of_others": 1}'], [[0]], [-0.5], (NotGenerated(Line(2, b"")),))
+    batch = generated(['{"text": "x", "outputs_of_others": 1}'], [[0]], [-0.5], (Item(Line(2, b"")),))
     records = finish(Decoder([text]), form, {EOS}, PAD)(batch).records
     assert [first_text(record, form) for _, record in sorted(records)] == [text, ""]

@@ -13,20 +13,15 @@ from pathlib import Path
 import pytest
 from cli_models import save_bart, sentences
 
+from fastgen.cli.transformers import progress
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.stages import progress
-from fastgen.cli.transformers.stages import writer as behind
-from fastgen.cli.transformers.stages.items import Finished
-from fastgen.cli.transformers.stages.progress import Progress
+from fastgen.cli.transformers.progress import Progress
 
-BATCH = Finished(records=[(1, b"a\n"), (2, b"b\n")], amount=7, failures=[(2, "is broken")])
-IDLE = {"read": 0.25, "model": 0.5}
+BATCH = (2, 7, [(2, "is broken")])  # inputs, tokens, failures
 
 
-def start(total: int | None, done: int = 0, quiet: bool = False, verbose: bool = False) -> Progress:
-    started = Progress(total, done, quiet, verbose=verbose)
-    started.watch(lambda seconds: IDLE)
-    return started
+def start(total: int | None, done: int = 0, quiet: bool = False) -> Progress:
+    return Progress(total, done, quiet)
 
 
 @pytest.fixture
@@ -61,7 +56,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Callab
 def test_a_terminal_gets_a_bar_of_its_width(terminal: Callable, columns: int) -> None:
     written = terminal(columns)
     shown = start(10, done=4)
-    shown.finished(BATCH)
+    shown.finished(*BATCH)
     shown._bar.refresh()
     shown.close()
     lines = [line for line in re.split(r"[\r\n]+", written()) if line.strip()]
@@ -74,7 +69,7 @@ def test_a_terminal_gets_a_bar_of_its_width(terminal: Callable, columns: int) ->
 def test_without_a_total_there_is_no_bar_to_fill(terminal: Callable) -> None:
     written = terminal(80)
     shown = start(None)
-    shown.finished(BATCH)
+    shown.finished(*BATCH)
     shown._bar.refresh()
     shown.close()
     assert re.search(r"\r2 inputs, [\d.]+ inputs/s *\r", written())
@@ -92,30 +87,20 @@ def test_elsewhere_there_are_lines(
 ) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     written = terminal(0) if place == "a terminal without a size" else lambda: capsys.readouterr().err
-    start(total, done=4).finished(BATCH)
+    start(total, done=4).finished(*BATCH)
     failure, line = written().splitlines()
     assert failure.endswith("line 2: is broken")
     rest = r", \d\d:\d\d left" if total else ""
     assert re.fullmatch(rf"{expected}, [\d.]+ inputs/s{rest}", line)
 
 
-def test_stages_are_for_those_who_ask(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    asked = start(10, verbose=True)
-    asked.finished(BATCH)
-    assert capsys.readouterr().err.splitlines()[-1] == "idle: read 25%, model 50%"
-    assert asked.summary().splitlines()[1:] == ["idle: read 25%, model 50%"]
-    start(10).finished(BATCH)
-    assert "idle" not in capsys.readouterr().err
-    assert main(["demo", "in", "out", "--verbose", "--quiet"]) == 2
-
-
 def test_quiet_names_failures_only(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     quiet = start(10, quiet=True)
-    quiet.finished(BATCH)
+    quiet.finished(*BATCH)
     assert capsys.readouterr().err.splitlines() == ["fastgen-generate-for-transformers: line 2: is broken"]
-    assert (quiet.inputs, quiet.amount, quiet.failures) == (2, 7, 1)
+    quiet.note("nobody reads this")
+    assert (quiet.inputs, quiet.amount, capsys.readouterr().err) == (2, 7, "")
 
 
 def test_the_time_left_is_that_of_the_speed_so_far(
@@ -127,9 +112,9 @@ def test_the_time_left_is_that_of_the_speed_so_far(
     shown = start(100, done=10)
     for line in ("12 of 100 inputs, 0.5 inputs/s, 02:56 left", "14 of 100 inputs, 0.5 inputs/s, 02:52 left"):
         now[0] += 4.0
-        shown.finished(BATCH)
+        shown.finished(*BATCH)
         assert capsys.readouterr().err.splitlines()[-1] == line
-    shown.finished(Finished(records=[], amount=0, failures=[]))
+    shown.finished(0, 0, [])
 
 
 @pytest.fixture(scope="module")
@@ -146,17 +131,16 @@ def test_a_run_says_what_it_loads_and_where_it_goes_on(
     command = [str(bart), str(source), str(output), "--bs", "2", "--window", "0"]
     finished = Progress.finished
 
-    def stop_after_two(self: Progress, batch: Finished) -> None:
-        finished(self, batch)
+    def stop_after_two(self: Progress, *batch: object) -> None:
+        finished(self, *batch)
         if self.inputs >= 4:
             raise OSError("the disk is full")
 
-    monkeypatch.setattr(behind, "SECONDS_BETWEEN_STATES", 0.0)
     monkeypatch.setattr(Progress, "finished", stop_after_two)
     assert main(command) == 1
     assert capsys.readouterr().err.splitlines()[0] == f"loading {bart}"
     monkeypatch.setattr(Progress, "finished", finished)
     assert main([*command, "--resume"]) == 0
     said = capsys.readouterr().err.splitlines()
-    assert said[:2] == [f"loading {bart}", "fastgen-generate-for-transformers: goes on at line 5 of 9"]
+    assert said[:2] == [f"loading {bart}", "fastgen-generate-for-transformers: goes on after 4 of 9 lines"]
     assert said[-1].startswith("5 lines in ")

@@ -1,9 +1,7 @@
 """Tasks that speak: the sounds of a plain loop, whole files beside OUTPUT, and runs that go on."""
 
 import json
-import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
-import torch
 import transformers
-from cli_speech_models import save_bark, save_seamless, save_vits
+from cli_models import save_bart
+from cli_speech_models import save_seamless
+from fastgen.cli.transformers.files.sound_folder import SoundFolder
 
 import fastgen
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.files import sound_folder
-from fastgen.cli.transformers.files.sound_folder import SoundFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,13 +102,13 @@ def test_seamless_speaks_texts_as_in_a_plain_loop(
 ) -> None:
     folder = folders(save_seamless, version)
     flags = ("--speaker_id", "2", "--beam", "2", "--bs", "2", "--gen", "text_max_new_tokens=8")
-    output = run(tmp_path, folder, TEXTS, *T2S, *TO_FRENCH, *flags, "--compare")
+    output = run(tmp_path, folder, TEXTS, *T2S, *TO_FRENCH, *flags)
     speaker = {"spkr_id" if version == "SeamlessM4T" else "speaker_id": 2}
     settings = {"num_beams": 2, "text_max_new_tokens": 8, **speaker}
     expected = plain_seamless(folder, f"{version}ForTextToSpeech", TEXTS, 2, **settings)
     assert_same(spoken(output), expected)
     printed = capsys.readouterr()
-    assert "4 of 4 outputs equal" in printed.out and "seconds of sound/s" in printed.err
+    assert "seconds of sound/s" in printed.err
     other = run(tmp_path, folder, TEXTS, *T2S, *TO_FRENCH, *flags, "--speaker_id", "0", name="other.jsonl")
     assert any(not np.array_equal(one, two) for one, two in zip(spoken(other), expected))
 
@@ -159,78 +156,46 @@ def test_seamless_writes_text(
     assert output.read_text().splitlines() == expected and any(expected)
 
 
-def test_vits_speaks_as_in_a_plain_loop_from_the_same_seed(tmp_path: Path, folders: Callable[..., Path]) -> None:
-    folder, texts = folders(save_vits), ["abc def", "hello", "a"]
-    output = run(tmp_path, folder, texts, *T2S, "--seed", "3", "--speaker_id", "1", "--bs", "2")
-    model = transformers.VitsModel.from_pretrained(folder).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    expected = []
-    torch.manual_seed(3)
-    with torch.no_grad(), fastgen.disabled():
-        for batch in (texts[:2], texts[2:]):
-            spoke = model(**tokenizer(batch, return_tensors="pt", padding=True), speaker_id=1)
-            expected += [row[:n].numpy() for row, n in zip(spoke.waveform, spoke.sequence_lengths.tolist())]
-    assert_same(spoken(output), expected)
-
-
-def test_bark_speaks_as_in_a_plain_loop_from_the_same_seed(tmp_path: Path, folders: Callable[..., Path]) -> None:
-    folder = folders(save_bark)
-    lines = [*TEXTS[:3], "word1 " * 257]
-    output = run(tmp_path, folder, lines, *T2S, "--seed", "3", "--gen", "semantic_temperature=0.5", status=1)
-    *_, too_long = records(output)
-    assert too_long["error"] == "has 257 tokens, the limit is 256 (MODEL's prompt; --truncation truncates)"
-    model = transformers.BarkModel.from_pretrained(folder).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    given = tokenizer(TEXTS[:3], add_special_tokens=False, padding="max_length", max_length=256, return_tensors="pt")
-    torch.manual_seed(3)
-    with fastgen.disabled():
-        ids, mask = given["input_ids"], given["attention_mask"]
-        waveforms, lengths = model.generate(
-            input_ids=ids, attention_mask=mask, semantic_temperature=0.5, return_output_lengths=True
-        )
-    expected = [row[:n].numpy() for row, n in zip(waveforms, lengths)]
-    paths = [record["outputs"][0]["path"] for record in records(output)[:3]]
-    assert_same([soundfile.read(path, dtype="float32")[0] for path in paths], expected)
-
-
-def break_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The disk is full in the middle of the file of this line."""
-    write = sound_folder.write_all
-
-    def full(descriptor: int, data: bytes) -> None:
-        if f"{number:06}" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            write(descriptor, data[:4])
-            raise OSError(28, "No space left on device")
-        write(descriptor, data)
-
-    monkeypatch.setattr(sound_folder, "write_all", full)
-
-
-@pytest.mark.parametrize("between_names", [False, True])
+@pytest.mark.parametrize("ends_at", ["a sound", "the name of OUTPUT"])
 def test_a_run_goes_on_and_writes_what_is_not_whole_again(
     tmp_path: Path,
     folders: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
-    between_names: bool,
+    ends_at: str,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    folder, texts = folders(save_vits), ["abc", "def", "ghi", "jkl"]
-    flags = (*T2S, "--seed", "5", "--bs", "1")
-    expected = spoken(run(tmp_path, folder, texts, *flags, name="whole.jsonl"))
+    folder, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH, "--bs", "1")
+    expected = spoken(run(tmp_path, folder, TEXTS, *flags, name="whole.jsonl"))
     output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part.audio"
     with monkeypatch.context() as patched:
-        if between_names:  # the folder has its name, and OUTPUT.part does not
-            patched.setattr("os.replace", _fail_for(output))
-        else:
+        if ends_at == "a sound":
             break_at(patched, 3)
-        run(tmp_path, folder, texts, *flags, status=1)
+        else:  # the folder has its name then, and OUTPUT has not
+            patched.setattr("os.replace", _fail_for(output))
+        run(tmp_path, folder, TEXTS, *flags, status=1)
     error = capsys.readouterr().err
     assert not output.exists() and ("No space left" in error or "no more names" in error)
-    assert part.exists() is not between_names
-    run(tmp_path, folder, texts, *flags, "--resume")
+    assert part.exists() is (ends_at == "a sound")
+    run(tmp_path, folder, TEXTS, *flags, "--resume")
     assert_same(spoken(output), expected)
     assert sorted(path.name for path in Path(f"{output}.audio").iterdir()) == [f"00000{n}.wav" for n in range(1, 5)]
+    for number in range(1, 5):
+        names = [Path(f"{tmp_path / name}.audio") / f"00000{number}.wav" for name in ("out.jsonl", "whole.jsonl")]
+        assert names[0].read_bytes() == names[1].read_bytes()
     assert not part.exists()
+
+
+def break_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The disk is full in the middle of the file of this line."""
+    write = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        if self.name == f"{number:06}.wav":
+            write(self, data[:4])
+            raise OSError(28, "No space left on device")
+        return write(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
 
 
 def _fail_for(output: Path) -> Callable[..., None]:
@@ -247,35 +212,37 @@ def _fail_for(output: Path) -> Callable[..., None]:
 def test_sounds_that_are_there_stay_until_others_are_complete(
     tmp_path: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    folder = folders(save_vits)
-    output = run(tmp_path, folder, ["abc", "def"], *T2S, "--seed", "1")
+    folder, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH)
+    output = run(tmp_path, folder, TEXTS[:2], *flags)
     before = spoken(output)
-    run(tmp_path, folder, ["abc"], *T2S, status=2)
+    run(tmp_path, folder, TEXTS[:1], *flags, status=2)
     with monkeypatch.context() as patched:
         break_at(patched, 1)
-        run(tmp_path, folder, ["ghi"], *T2S, "--overwrite", status=1)
+        run(tmp_path, folder, TEXTS[2:3], *flags, "--overwrite", status=1)
     assert_same(spoken(output), before)
-    run(tmp_path, folder, ["ghi"], *T2S, "--overwrite")
+    run(tmp_path, folder, TEXTS[2:3], *flags, "--overwrite")
     assert len(spoken(output)) == 1 and len(list(Path(f"{output}.audio").iterdir())) == 1
     output.unlink()
     Path(f"{output}.run.json").unlink()
     capsys.readouterr()
-    run(tmp_path, folder, ["abc"], *T2S, status=2)
+    run(tmp_path, folder, TEXTS[:1], *flags, status=2)
     assert "out.jsonl.audio is there already (accepted: another name, or --overwrite)" in capsys.readouterr().err
 
 
 def test_a_sound_of_no_length_is_a_failed_input(
     tmp_path: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = transformers.VitsModel.forward
+    kind = transformers.SeamlessM4Tv2ForTextToSpeech
+    generate = kind.generate
 
-    def short(self: Any, **given: Any) -> Any:
-        output = forward(self, **given)
-        output.sequence_lengths[0] = 0
-        return output
+    def short(self: Any, *args: Any, **given: Any) -> Any:
+        waveforms, lengths, *more = generate(self, *args, **given)
+        lengths.reshape(-1)[0] = 0
+        return waveforms, lengths, *more
 
-    monkeypatch.setattr(transformers.VitsModel, "forward", short)
-    first, second = records(run(tmp_path, folders(save_vits), ["abc", "def"], *T2S, status=1))
+    monkeypatch.setattr(kind, "generate", short)
+    output = run(tmp_path, folders(save_seamless, "SeamlessM4Tv2"), TEXTS[:2], *T2S, *TO_FRENCH, status=1)
+    first, second = records(output)
     assert (first["outputs"], first["error"]) == ([], "became a sound of no length")
     assert len(second["outputs"]) == 1
 
@@ -307,9 +274,7 @@ def test_flags_that_contradict_a_task_are_named(
         (save_seamless, (*T2S, "--tgt_lang", "xyz"), "--tgt_lang xyz is not known to MODEL"),
         (save_seamless, (*T2S, "--tgt_lang", "fra", "--speaker_id", "3"), "--speaker_id 3 is not known to MODEL (acc"),
         (save_seamless, (*T2S, "--tgt_lang", "fra", "--gen", "coarse_top_k=3"), "--gen coarse_top_k=3: there is no"),
-        (save_vits, (*T2S, "--beam", "2"), "--beam 2 does not go with MODEL"),
-        (save_bark, (*T2S, "--speaker_id", "0"), "--speaker_id 0: MODEL"),
-        (save_vits, ("--task", "speech-to-speech"), "vits cannot generate with --task speech-to-speech (accepted with"),
+        (save_bart, T2S, "bart cannot generate with --task text-to-speech (accepted without"),
     ],
 )
 def test_what_a_model_cannot_do_is_named(
@@ -326,24 +291,23 @@ def test_what_a_model_cannot_do_is_named(
 
 
 def test_files_of_sound_keep_every_sample(tmp_path: Path) -> None:
-    folder = SoundFolder(tmp_path / "out", 8000, 0, overwrite=False)
     samples = np.array([0.1, -1.5, 1e-9], np.float32)
-    path = folder.write(7, samples)
-    folder.complete()
-    written = Path(path).read_bytes()
-    time.sleep(1.1)  # libsndfile notes the second
-    other = SoundFolder(tmp_path / "other", 8000, 0, overwrite=False)
-    other.write(7, samples)
-    other.complete()
-    assert (tmp_path / "other.audio" / "000007.wav").read_bytes() == written
-    assert path == str(tmp_path / "out.audio" / "000007.wav")
-    assert np.array_equal(soundfile.read(path, dtype="float32")[0], samples)
+    for name in ("out", "other"):
+        folder = SoundFolder(str(tmp_path / name), 8000)
+        folder.begin(resumes=False)
+        path = folder.write(7, samples)
+        folder.complete(overwrite=False)
+    assert path == str(tmp_path / "other.audio" / "000007.wav")
+    assert Path(path).read_bytes() == (tmp_path / "out.audio" / "000007.wav").read_bytes()
+    found, rate = soundfile.read(path, dtype="float32")
+    assert np.array_equal(found, samples) and rate == 8000 and soundfile.info(path).subtype == "FLOAT"
 
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced(
     tmp_path: Path, folders: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     output, folder = tmp_path / "out.jsonl", tmp_path / "out.jsonl.audio"
+    model, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH)
     write = SoundFolder.write
 
     def appears(self: SoundFolder, *sound: Any) -> str:
@@ -353,14 +317,14 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(
 
     with monkeypatch.context() as patched:
         patched.setattr(SoundFolder, "write", appears)
-        run(tmp_path, folders(save_vits), ["abc"], *T2S, "--seed", "1", status=2)
+        run(tmp_path, model, TEXTS[:1], *flags, status=2)
     assert "is there already (accepted: --overwrite, with --resume)" in capsys.readouterr().err
     assert (folder / "precious.txt").read_text() == "kept" and not output.exists()
     shutil.rmtree(folder)
-    run(tmp_path, folders(save_vits), ["abc"], *T2S, "--seed", "1", "--resume")
+    run(tmp_path, model, TEXTS[:1], *flags, "--resume")
     assert len(spoken(output)) == 1
     shutil.rmtree(folder)
-    run(tmp_path, folders(save_vits), ["abc"], *T2S, "--seed", "1", "--resume", status=2)
+    run(tmp_path, model, TEXTS[:1], *flags, "--resume", status=2)
     assert "its sounds in" in capsys.readouterr().err
 
 
@@ -369,10 +333,10 @@ def test_a_link_to_output_goes_on_as_well(
 ) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "out.jsonl").symlink_to(tmp_path / "sub" / "target.jsonl")
-    flags = (*T2S, "--seed", "5", "--bs", "1")
+    model, flags = folders(save_seamless, "SeamlessM4Tv2"), (*T2S, *TO_FRENCH, "--bs", "1")
     with monkeypatch.context() as patched:
         patched.setattr("os.replace", _fail_for(tmp_path / "sub" / "target.jsonl"))
-        run(tmp_path, folders(save_vits), ["abc", "def"], *flags, status=1)
-    output = run(tmp_path, folders(save_vits), ["abc", "def"], *flags, "--resume")
+        run(tmp_path, model, TEXTS[:2], *flags, status=1)
+    output = run(tmp_path, model, TEXTS[:2], *flags, "--resume")
     assert output.is_symlink() and len(spoken(output)) == 2
     assert (tmp_path / "sub" / "target.jsonl.audio").is_dir() and not (tmp_path / "out.jsonl.audio").exists()

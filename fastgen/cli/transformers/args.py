@@ -1,0 +1,379 @@
+"""The command line of fastgen-generate-for-transformers: every flag, its values, and what contradicts.
+
+Names and meanings are FastSeq's, so that its command lines keep working; every field of transformers' GenerationConfig
+is a flag as well. Nothing here imports torch: a mistake is reported before anything slow happens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+import fastgen
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.flag_values import SETTINGS, device, json_file, setting, whole
+
+PROG = "fastgen-generate-for-transformers"
+STREAM = "-"  # INPUT: standard input, OUTPUT: standard output
+AUDIO_IN = ("automatic-speech-recognition", "speech-to-text", "speech-to-speech")  # INPUT names audio files
+AUDIO_OUT = ("text-to-speech", "speech-to-speech")  # OUTPUT does
+TRANSLATION = "translation"
+# Flags of FastSeq, and of earlier versions, that change nothing; whether a value follows them.
+IGNORED = {"padding": True, "return_tensors": True, "output_summaries_only": False, "verbose": False}
+# Of these only one is accepted at a time.
+EXCLUSIVE = (("dtype", "fp16", "bf16"), ("truncation", "no_truncation"))
+# The groups of --help, by the first flag of each.
+GROUPS = {
+    "beam": "common flags",
+    "seed": "more generation settings",
+    "dtype": "model",
+    "input_format": "formats of INPUT and OUTPUT",
+    "prefix": "text, tokens and languages",
+    "batch_tokens": "batches and workers",
+    "reference_path": "scores",
+}
+HELP = """\
+Generate for every line of INPUT with a Hugging Face model and write one record per line to OUTPUT, in order."""
+EPILOG = f"""\
+- and _ are the same in a flag. Every field of GenerationConfig is a flag (--typical_p 0.9). What is not given stays the
+model's own. Lines that fail are listed, and have an empty record. INPUT and OUTPUT may be compressed (.gz, .xz, .zst)
+and URLs (s3://…, hf://…). exit status: 0 all done, 1 some inputs failed, 2 a flag, file or model cannot be used, 130
+Ctrl-C, 143 SIGTERM. Examples and all details: docs/commands.md
+  {PROG} facebook/bart-large-cnn in.txt out.txt --beam 4 --bs 16
+  {PROG} gpt2 prompts.txt out.jsonl --causal_lm --max_new_tokens 64 --do_sample --seed 1"""
+
+
+def _flag(help: str, default: Any = None, **options: Any) -> Any:
+    """A field that is a flag; `options` are those of argparse's add_argument, with `also` for other names of it."""
+    metadata = {"help": help, **options}
+    if default == []:
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _set(name: str, metavar: str, help: str, **options: Any) -> Any:
+    """A flag that gives the setting `name` of generate."""
+    return _flag(help, **{"setting": name, "type": SETTINGS[name], "metavar": metavar, **options})
+
+
+def _switch(help: str, **options: Any) -> Any:
+    return _flag(help, False, action="store_true", **options)
+
+
+_FORMATS = ("text", "jsonl", "openai")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What the command line asks for; `--help` says what each flag does, docs/commands.md says all of it."""
+
+    model: str = _flag("local folder, hub name, or demo for the model inside fastgen")
+    input: str = _flag("UTF-8 text, one input per line, or JSON records (.jsonl); - for standard input")
+    output: str = _flag("file to write, JSON records for a .jsonl; - for standard output")
+
+    beam: int | None = _set("num_beams", "N", "number of beams (or --num_beams)", also=("num_beams",))
+    bs: int | None = _flag("most inputs per batch (or --batch_size)", type=whole(1), metavar="N", also=("batch_size",))
+    max_new_tokens: int | None = _set("max_new_tokens", "N", "most tokens to generate, without the prompt")
+    max_gen_length: int | None = _set(
+        "max_length", "N", "longest output (or --max_length); counts a causal LM's prompt", also=("max_length",)
+    )
+    do_sample: bool = _switch("sample instead of taking the most likely token", setting="do_sample")
+    causal_lm: bool = _switch("MODEL is a decoder-only model (GPT-2, Llama, …)")
+    chat: bool = _switch("every line is a user's message, or a list of messages; needs --causal_lm")
+    task: str | None = _flag(
+        "speech-to-text, text-to-speech, translation, …, or a task of MODEL's config", metavar="NAME"
+    )
+    device: str | None = _flag("cpu, cuda, cuda:1, … (default: cuda where there is one)", type=device)
+    resume: bool = _switch("go on with the run that left OUTPUT.part")
+    overwrite: bool = _switch("replace an OUTPUT, and a --score_path, that is there already")
+    quiet: bool = _switch("no progress on stderr, only what went wrong")
+
+    seed: int | None = _flag("seed of the samples (default: drawn, and kept for --resume)", type=whole(0), metavar="N")
+    temperature: float | None = _set("temperature", "X", "divides the logits; needs --do_sample")
+    top_k: int | None = _set("top_k", "N", "sample from the N likeliest tokens; needs --do_sample")
+    top_p: float | None = _set("top_p", "P", "sample from tokens of probability P together; needs --do_sample")
+    num_return_sequences: int | None = _set("num_return_sequences", "N", "outputs per input")
+    min_gen_length: int | None = _set(
+        "min_length", "N", "shortest output in tokens (or --min_length)", type=whole(0, unset=-1), also=("min_length",)
+    )
+    no_repeat_ngram_size: int | None = _set("no_repeat_ngram_size", "N", "no N tokens in a row occur twice (0: off)")
+    repetition_penalty: float | None = _set("repetition_penalty", "X", "penalty of repeated tokens (1.0: none)")
+    length_penalty: float | None = _set("length_penalty", "X", "beam scores are divided by length to this power")
+    early_stopping: bool | str | None = _set("early_stopping", "WHEN", "when beam search stops: true, false or never")
+    decoder_start_token_id: int | None = _set("decoder_start_token_id", "ID", "first token given to the decoder")
+    eos_token_id: int | None = _set("eos_token_id", "ID", "token that ends an output")
+    forced_bos_token: str | None = _flag("token that every output starts with, as text", metavar="TOKEN")
+    generation_config: dict[str, Any] | None = _flag(
+        "generation settings as JSON; flags win over them", type=json_file, metavar="FILE"
+    )
+    gen: list[tuple[str, Any]] = _flag(
+        "any setting of GenerationConfig; may be repeated", [], type=setting, action="append", metavar="KEY=VALUE"
+    )
+
+    dtype: str | None = _flag(
+        "auto (as saved), float32, bfloat16 or float16",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        metavar="TYPE",
+    )
+    fp16: bool = _switch("the same as --dtype float16")
+    bf16: bool = _switch("the same as --dtype bfloat16")
+    attn_implementation: str | None = _flag("eager, sdpa, … (default: the library's choice)", metavar="NAME")
+    without_fastgen_opt: bool = _switch("run the unchanged library", also=("without_fastseq_opt",))
+
+    input_format: str | None = _flag("text, jsonl or openai (default: by INPUT)", choices=_FORMATS, metavar="FORMAT")
+    output_format: str | None = _flag(
+        "text, jsonl or openai (default: by OUTPUT, else as INPUT)", choices=_FORMATS, metavar="FORMAT"
+    )
+    text_field: str | None = _flag('JSON field of the input (default: "text"); a.b is b of a', metavar="NAME")
+    id_field: str | None = _flag("JSON field that names a record in messages", metavar="NAME")
+    join_outputs: bool = _switch("several outputs on one line of text, joined with ####")
+    output_sequence_scores: bool = _switch("in text, write SCORE<tab>TEXT (NA without beams)")
+
+    prefix: str | None = _flag("text before every line that is not empty", metavar="TEXT")
+    system: str | None = _flag("system message before each chat", metavar="TEXT")
+    src_lang: str | None = _flag("language of INPUT, as the model calls it", metavar="LANG")
+    tgt_lang: str | None = _flag("language of OUTPUT, as the model calls it", metavar="LANG")
+    speaker_id: int | None = _flag("voice that speaks, from 0 on", type=whole(0), metavar="N")
+    max_tokenizer_length: int | None = _flag("truncate inputs to N tokens", type=whole(1), metavar="N")
+    truncation: bool = _switch("truncate inputs to the model's limit")
+    no_truncation: bool = _switch("truncate nothing: what is too long fails")
+    padding_side: str | None = _flag("left or right (default: MODEL's)", choices=("left", "right"), metavar="SIDE")
+    include_special_tokens: bool = _switch("keep special tokens such as </s> in the output")
+    clean_up_tokenization_spaces: bool = _switch("remove spaces before punctuation")
+
+    batch_tokens: int | None = _flag("most tokens per batch, padding and beams counted", type=whole(1), metavar="N")
+    window: int | None = _flag(
+        "lines sorted by length together (default: 16 batches; 0: none)", type=whole(0), metavar="N"
+    )
+    preprocess_workers: int = _flag("threads that tokenise ahead (default: 1)", 1, type=whole(1), metavar="N")
+    postprocess_workers: int = _flag("threads that detokenise (default: 1)", 1, type=whole(1), metavar="N")
+    n_obs: int | None = _flag("only the first N lines (-1: all)", type=whole(1, unset=-1), metavar="N")
+
+    reference_path: str | None = _flag("references, a line each: prints ROUGE, BLEU, chrF, …", metavar="FILE")
+    reference_field: str | None = _flag("JSON field of the references", metavar="NAME")
+    score_path: str | None = _flag("where to write the scores as JSON", metavar="FILE")
+
+    @property
+    def audio_in(self) -> bool:
+        """Whether INPUT names audio files."""
+        return self.task in AUDIO_IN
+
+    @property
+    def audio_out(self) -> bool:
+        """Whether outputs are sounds."""
+        return self.task in AUDIO_OUT
+
+    @property
+    def reads_records(self) -> bool:
+        """Whether INPUT holds JSON."""
+        return self.input_format != "text"
+
+    @property
+    def writes_records(self) -> bool:
+        """Whether OUTPUT does."""
+        return self.output_format != "text"
+
+    def given(self, name: str) -> str:
+        """A flag as it was written; empty where it is not given."""
+        value = getattr(self, name)
+        return "" if value is None or value is False else f"--{name}" + (f" {value}" if value is not True else "")
+
+    def settings(self) -> list[tuple[str, Any, str]]:
+        """Name and value of every setting of generate that a flag gives, --gen included, and that flag as written."""
+        own = [(each.metadata.get("setting"), each.name) for each in fields(self)]
+        found = [(name, getattr(self, flag), self.given(flag)) for name, flag in own if name and self.given(flag)]
+        return [*found, *((key, value, f"--gen {key}={value}") for key, value in self.gen)]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises InputError instead of printing the usage and leaving, so that every mistake is reported the same way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """One line for each flag: its first name only, its text beside it."""
+
+    def __init__(self, prog: str) -> None:
+        columns = int(os.environ.get("COLUMNS") or 100)
+        super().__init__(prog, max_help_position=34, width=max(80, min(columns, 110)))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        return action.option_strings[-1 if action.dest == "help" else 0] + f" {action.metavar or ''}".rstrip()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the flags that RunConfig has. What is not given is not in its result: RunConfig has the default."""
+    parser = _Parser(
+        PROG, usage="%(prog)s MODEL INPUT OUTPUT [flags]", description=HELP, epilog=EPILOG, formatter_class=_Help,
+        allow_abbrev=False,
+    )  # fmt: skip
+    version = f"fastgen {fastgen.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="show the version and leave")
+    group: argparse._ActionsContainer = parser
+    exclusive: dict[tuple[str, ...], argparse._ActionsContainer] = {}
+    for each in fields(RunConfig):
+        options = {name: value for name, value in each.metadata.items() if name not in ("setting", "also")}
+        if each.name in ("model", "input", "output"):
+            parser.add_argument(each.name, metavar=each.name.upper(), **options)
+            continue
+        if each.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[each.name])
+        target = group
+        if (rivals := next((names for names in EXCLUSIVE if each.name in names), None)) is not None:
+            target = exclusive.setdefault(rivals, exclusive.get(rivals) or group.add_mutually_exclusive_group())
+        target.add_argument(f"--{each.name}", default=argparse.SUPPRESS, **options)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> RunConfig:
+    """Flags from a command line; raises InputError for bad or contradictory ones."""
+    return completed(RunConfig(**vars(build_parser().parse_args(_known_flags(argv)))))
+
+
+def completed(args: RunConfig) -> RunConfig:
+    """With the formats that names of files imply; raises InputError for flags that contradict each other."""
+    inferred = args.input_format is None and is_jsonl(args.input)
+    input_format = args.input_format or ("jsonl" if inferred else "text")
+    by_input = "text" if input_format == "text" else "jsonl"
+    output_format = args.output_format or ("jsonl" if is_jsonl(args.output) or args.audio_out else by_input)
+    args = replace(args, input_format=input_format, output_format=output_format)
+    if input_format == "openai":
+        args = replace(args, chat=True, causal_lm=True, text_field="body.messages", id_field="custom_id")
+    _check(args)
+    if inferred and not args.quiet:
+        note = f"note: INPUT {args.input} is read as JSON records (--input_format text reads it as text)"
+        print(note, file=sys.stderr)
+    return replace(args, text_field=args.text_field or "text")
+
+
+def is_jsonl(path: str) -> bool:
+    """Whether a file's name says that it holds JSON records, one on each line."""
+    return re.search(r"\.jsonl(\.(gz|bz2|xz|zst))?$", path.lower()) is not None
+
+
+@cache
+def generation_fields() -> tuple[str, ...]:
+    """The fields of the installed GenerationConfig, read from its source: importing it takes seconds."""
+    spec = find_spec("transformers")
+    source = Path(spec.submodule_search_locations[0]) / "generation" / "configuration_utils.py" if spec else None
+    if source is None or not source.is_file():
+        return ()
+    return tuple(dict.fromkeys(re.findall(r"self\.([a-z]\w*) = kwargs\.pop\(", source.read_text(encoding="utf-8"))))
+
+
+def _known_flags(argv: Sequence[str]) -> list[str]:
+    """--max-length=5 -> --max_gen_length=5, --typical_p 0.9 -> --gen typical_p=0.9, up to a bare "--"."""
+    known = {name: each.name for each in fields(RunConfig) for name in (each.name, *each.metadata.get("also", ()))}
+    known |= {"help": "help", "version": "version"}
+    end = argv.index("--") if "--" in argv else len(argv)
+    rest, found = list(argv[:end]), []
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        name = name[2:].replace("-", "_")
+        if not word.startswith("--") or not name:
+            found.append(word)
+        elif name in known:
+            found.append(f"--{known[name]}{equals}{value}")
+        elif name in IGNORED or name in generation_fields():
+            if not equals and IGNORED.get(name, True) and rest and not rest[0].startswith("--"):
+                equals, value = "=", rest.pop(0)
+            if name in IGNORED:
+                print(f"note: --{name} changes nothing", file=sys.stderr)
+            else:
+                found += ["--gen", f"{name}={value if equals else 'true'}"]
+        else:
+            near = get_close_matches(name, [*known, *generation_fields()], n=1)
+            raise InputError(f"--{name} is not known ({f'did you mean --{near[0]}?' if near else 'see --help'})")
+    return [*found, *argv[end:]]
+
+
+def check_several_outputs(args: RunConfig, num_return_sequences: int) -> None:
+    """A line of text holds several outputs only where that was asked for."""
+    if num_return_sequences > 1 and not args.join_outputs and not args.writes_records:
+        raise InputError(
+            f"--num_return_sequences {num_return_sequences} does not go with one line of text per input "
+            "(accepted: --output_format jsonl, or --join_outputs to join them with ####)"
+        )
+
+
+_OUTPUTS = "the command asks for what it writes (accepted: --output_sequence_scores, --output_format jsonl)"
+_OBJECT = "it is an object of a program, which no command line can give"
+_DECIDED = "the command gives it"
+# Settings that --gen and --generation_config cannot change, and why.
+REFUSED_SETTINGS = {
+    **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits", "output_attentions"), _OUTPUTS),
+    **dict.fromkeys(("output_hidden_states", "return_segments", "return_token_timestamps"), _OUTPUTS),
+    **dict.fromkeys(("streamer", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"), _OBJECT),
+    **dict.fromkeys(("assistant_model", "compile_config", "continuous_batching_config", "synced_gpus"), _OBJECT),
+    **dict.fromkeys(("negative_prompt_ids", "negative_prompt_attention_mask", "monitor_progress"), _OBJECT),
+    **dict.fromkeys(("inputs", "input_ids", "attention_mask", "tokenizer", "generation_config"), _DECIDED),
+    **dict.fromkeys(("custom_generate", "trust_remote_code"), "code from the hub is not run"),
+    "is_assistant": "MODEL is no assistant of another model",
+}
+
+
+def _check(args: RunConfig) -> None:
+    """Raises InputError for flags that contradict each other; what a task does not take is the task's to say."""
+    given = args.settings()
+    first = [args.given(name) for name in ("forced_bos_token", "tgt_lang")]
+    given += [("forced_bos_token_id", 0, flag) for flag in first if flag]
+    if args.src_lang is not None and args.audio_in:
+        given.append(("language", args.src_lang, args.given("src_lang")))
+    from_file = args.generation_config or {}
+    for key, value in [*((key, value) for key, value, _ in given), *from_file.items()]:
+        if key in REFUSED_SETTINGS and value:
+            source = "--gen" if key in dict(args.gen) else "--generation_config:"
+            raise InputError(f"{source} {key} cannot be set: {REFUSED_SETTINGS[key]}")
+    seen: dict[str, tuple[Any, str]] = {}
+    for key, value, flag in given:
+        if key in seen:
+            raise InputError(f"{seen[key][1]} and {flag} contradict each other (accepted: one of them)")
+        seen[key] = value, flag
+    sampling = from_file.get("do_sample") if "do_sample" not in seen else seen["do_sample"][0]
+    for name in ("temperature", "top_k", "top_p"):
+        if args.given(name) and not sampling:
+            raise InputError(f"{args.given(name)} has no effect without --do_sample")
+    check_several_outputs(args, seen.get("num_return_sequences", (1,))[0] or 1)
+    limits = {key: seen[key] for key in ("max_length", "max_new_tokens") if seen.get(key, (None,))[0] is not None}
+    if len(limits) == 2:
+        raise InputError(f"{' and '.join(flag for _, flag in limits.values())} contradict each other (accepted: one)")
+    shortest, short_flag = seen.get("min_length", (0, ""))
+    for key, (longest, flag) in limits.items():
+        # A causal LM's shortest length counts the prompt, so nothing can be said before the prompts are known.
+        if (shortest or 0) > longest and (key == "max_length" or not args.causal_lm):
+            raise InputError(f"{short_flag} is more than {flag}")
+    _check_files(args)
+
+
+def _check_files(args: RunConfig) -> None:
+    scored = [args.given(name) for name in ("reference_path", "reference_field") if args.given(name)]
+    if args.score_path is not None and not scored:
+        raise InputError(f"--score_path {args.score_path} needs --reference_path or --reference_field")
+    for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
+        if args.resume and path == STREAM:
+            raise InputError(f"--resume does not go with {name} -, which cannot be gone on with (accepted: a file)")
+    if scored and args.output == STREAM:
+        raise InputError(f"{scored[0]} does not go with OUTPUT - (accepted: a file)")
+    if args.reference_path is not None and is_jsonl(args.reference_path) and args.reference_field is None:
+        raise InputError(f"{scored[0]} holds JSON records (needs --reference_field NAME, one of their fields)")
+    for name in ("text_field", "id_field", *(("reference_field",) if args.reference_path is None else ())):
+        if args.given(name) and not args.reads_records:
+            raise InputError(f"{args.given(name)} needs --input_format jsonl")
+    if args.join_outputs and args.writes_records:
+        raise InputError("--join_outputs does not go with JSONL, which keeps outputs apart (accepted: one of them)")
+    if args.output_format == "openai" and not args.reads_records:
+        raise InputError("--output_format openai needs --input_format jsonl or openai")

@@ -1,0 +1,202 @@
+"""Sound in and sound out: audio files through the feature extractor, and waveforms to WAV files.
+
+What is wrong with a file is its line's error and stops no other. Nothing is cut to what a model hears: a transcript
+of the first half of a recording looks like any other. Whisper's generate takes the features of a longer recording in
+one piece, and hears one window of them after the other (section 3.8 of its paper).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.args import RunConfig
+from fastgen.cli.transformers.batching import Generated, Item
+from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, WrongKindError, read_input, reason
+
+LONG = "long"  # the group of recordings that the model hears in several windows
+
+
+class AudioInput:
+    """Makes of lines, each the path of an audio file, what the feature extractor makes of their sounds.
+
+    hears_windows: sounds may be longer than the model hears at once.
+    """
+
+    def __init__(self, feature_extractor: Any, args: RunConfig, hears_windows: bool = False) -> None:
+        self._extractor, self._args, self._hears_windows = feature_extractor, args, hears_windows
+        self.line_bytes = LONGEST_RECORD
+
+    def prepare(self, lines: list[Line]) -> list[Item]:
+        """An item for each line; paths are relative to the current folder."""
+        items = [Item(line) for line in lines]
+        for item in items:
+            try:
+                path = read_input(item.line, self._args)
+                if isinstance(path, str):  # None for an empty line
+                    self._fill(item, path)
+            except WrongKindError as error:
+                if item.line.number == 1:
+                    raise
+                item.error = str(error)
+            except RecordError as error:
+                item.error = str(error)
+        return items
+
+    def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
+        """Several inputs as one batch: padded to the longest, with an attention_mask for extractors that give one.
+
+        Whisper's inputs [M, 3000] have one length already, long recordings [M, F] become [B, M, longest F] with zeros
+        behind each; Speech2Text's [N, M] become [B, longest N, M] with int32 attention_mask [B, longest N].
+        """
+        arrays = [item.arrays for item in items if item.arrays is not None]
+        if items[0].group != LONG:
+            return dict(self._extractor.pad(arrays, padding=True, return_tensors="pt"))
+        longest = max(each["attention_mask"].shape[-1] for each in arrays)
+
+        def padded(array: np.ndarray) -> np.ndarray:
+            return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, longest - array.shape[-1])])
+
+        return {name: torch.from_numpy(np.stack([padded(each[name]) for each in arrays])) for name in arrays[0]}
+
+    def _fill(self, item: Item, path: str) -> None:
+        name = " ".join(path.splitlines())
+        if item.line.cut:
+            raise RecordError(f"has more than {len(item.line.raw)} bytes, and no path has so many")
+        at_once = getattr(self._extractor, "n_samples", None)
+        rate = self._extractor.sampling_rate
+        try:
+            samples = _read(Path(path), rate, None if self._hears_windows else at_once)
+            if self._hears_windows and len(samples) > at_once:
+                item.group = LONG
+                item.arrays = _extract(self._extractor, samples, truncation=False, padding="longest")
+                item.arrays["attention_mask"] = np.ones(item.arrays["input_features"].shape[-1], np.int64)
+            else:
+                item.arrays = _extract(self._extractor, samples)
+        except RecordError as error:
+            raise RecordError(f"{name}: {error}") from error
+        except Exception as error:  # files of strangers, read by libraries that raise what they like
+            raise RecordError(f"{name}: cannot be read ({reason(error)})") from error
+        item.length = _length(item.arrays)
+
+
+def _length(arrays: dict[str, np.ndarray]) -> int:
+    """Frames of sound, of which an attention mask counts those that are not padding."""
+    if "attention_mask" in arrays:
+        return int(arrays["attention_mask"].sum())
+    return max(next(iter(arrays.values())).shape)
+
+
+def _extract(feature_extractor: Any, samples: np.ndarray, **options: Any) -> dict[str, np.ndarray]:
+    """What the model hears of float32 samples [S] at its own rate; raises RecordError where that is nothing."""
+    rate = feature_extractor.sampling_rate
+    with np.errstate(all="ignore"):  # what comes of it is looked at below
+        features = feature_extractor(samples, sampling_rate=rate, return_tensors="np", **options)
+    arrays = {name: value[0] for name, value in features.items()}
+    if any(array.size == 0 for array in arrays.values()):
+        raise RecordError(f"is too short ({len(samples) / rate:g} s)")
+    if not all(np.isfinite(array).all() for array in arrays.values()):
+        raise RecordError("gives features that are not finite numbers (is it silent, or are its samples not finite?)")
+    return arrays
+
+
+def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
+    """The sound of a file at a sampling rate, float32 [S], its channels averaged; raises RecordError.
+
+    most_samples: how many of them the model hears. A file that has more is not read further.
+    """
+    import soundfile  # of the audio extra, which other tasks do without
+    import soxr
+
+    if not path.is_file():
+        raise RecordError("is not a file" if path.exists() else "there is no such file")
+    try:
+        # Opened here: of a file that it cannot open, soundfile says no more than "System error".
+        with path.open("rb") as opened, soundfile.SoundFile(opened) as file:
+            most = None if most_samples is None else int(most_samples / rate * file.samplerate)
+            sound = file.read(-1 if most is None else most + 1, dtype="float32", always_2d=True)  # [S, channels]
+            own_rate, frames = file.samplerate, file.frames
+    except OSError as error:
+        raise RecordError(f"cannot be read ({error.strerror})") from error
+    except soundfile.LibsndfileError as error:
+        raise RecordError(f"cannot be read ({error.error_string.strip(' .')})") from error
+    if len(sound) == 0:
+        raise RecordError("has no sound in it")
+    if most is not None and len(sound) > most:
+        heard = f"{most_samples / rate:g} s" if most_samples else ""
+        raise RecordError(f"lasts {frames / own_rate:g} s, and MODEL hears {heard} (accepted: up to {heard})")
+    if len(sound) < frames:
+        raise RecordError(f"ends after {len(sound) / own_rate:g} s of {frames / own_rate:g} s: it is not complete")
+    samples = sound.mean(axis=1)
+    return samples if own_rate == rate else soxr.resample(samples, own_rate, rate)
+
+
+class SoundFolder:
+    """The folder OUTPUT.audio: mono WAV files of one sampling rate, one for each line; threads may write to it.
+
+    While a run goes on it is OUTPUT.part.audio. It gets its name just before OUTPUT does.
+    """
+
+    def __init__(self, output: str, sampling_rate: int) -> None:
+        self.folder, self._part = sound_folders(output)
+        self.sampling_rate = sampling_rate
+
+    def begin(self, resumes: bool) -> None:
+        """Clears what an earlier run has left, or takes it up."""
+        if resumes and not self._part.exists() and self.folder.exists():  # killed between its names
+            os.rename(self.folder, self._part)
+        elif not resumes:
+            shutil.rmtree(self._part, ignore_errors=True)
+        self._part.mkdir(exist_ok=True)
+
+    def finish(self, generated: Generated) -> float:
+        """Writes the items' sounds and fills their outputs; returns how many seconds there are."""
+        total = 0.0
+        for item, samples in zip(generated.items, generated.sounds or (), strict=True):
+            if not len(samples):
+                item.error = "became a sound of no length"
+                continue
+            seconds = len(samples) / self.sampling_rate
+            path = self.write(item.line.number, samples)
+            item.outputs.append({"path": path, "seconds": seconds, "sampling_rate": self.sampling_rate})
+            total += seconds
+        return total
+
+    def write(self, number: int, samples: np.ndarray) -> str:
+        """Writes the sound of a line, float32 [S] between -1 and 1, and returns the path that it will have.
+
+        Samples are kept as they are, not rounded to 16 bits, and the same samples give the same bytes. A file that a
+        kill has left half is written again: its line is not in the journal.
+        """
+        data = samples.astype("<f4").tobytes()
+        form = struct.pack("<4sIHHIIHHH", b"fmt ", 18, 3, 1, self.sampling_rate, 4 * self.sampling_rate, 4, 32, 0)
+        head = b"WAVE" + form + struct.pack("<4sII4sI", b"fact", 4, len(samples), b"data", len(data))
+        name = f"{number:06}.wav"
+        (self._part / name).write_bytes(struct.pack("<4sI", b"RIFF", len(head) + len(data)) + head + data)
+        return str(self.folder / name)
+
+    def complete(self, overwrite: bool) -> None:
+        """Gives the folder its name; raises InputError where there is something that it may not replace."""
+        if self.folder.exists():
+            if not overwrite:
+                raise InputError(f"OUTPUT: {self.folder} is there already (accepted: --overwrite, with --resume)")
+            shutil.rmtree(self.folder)
+        os.rename(self._part, self.folder)
+
+    def discard(self) -> None:
+        """Of a run that has written no record."""
+        shutil.rmtree(self._part, ignore_errors=True)
+
+
+def sound_folders(output: str) -> tuple[Path, Path]:
+    """OUTPUT.audio and OUTPUT.part.audio, beside what OUTPUT points to, where it is a link."""
+    target = os.path.realpath(output)
+    return Path(target + ".audio"), Path(target + ".part.audio")

@@ -1,0 +1,136 @@
+"""TextGenerator: what the command is made of, for Python.
+
+summarize = fastgen.TextGenerator("facebook/bart-large-cnn", beam=4, bs=16)
+[record["outputs"][0]["text"] for record in summarize(articles)]
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from itertools import islice
+from typing import Any
+
+import fastgen
+from fastgen.cli.errors import InputError
+from fastgen.cli.signals import Stop
+from fastgen.cli.transformers.args import RunConfig, completed, parse_arguments
+from fastgen.cli.transformers.batching import Item
+from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.model import Loaded, prepare_tokenizer
+from fastgen.cli.transformers.pipeline import Finished, Pipeline, Prefetcher, WithinMemory
+from fastgen.cli.transformers.records import fields_of
+from fastgen.cli.transformers.tasks import task_for
+
+# Flags that say where the command reads and writes.
+OF_FILES = (
+    *("model", "input", "output", "resume", "overwrite", "n_obs", "reference_path", "reference_field", "score_path"),
+    *("input_format", "output_format", "id_field", "join_outputs", "output_sequence_scores", "generation_config"),
+)
+
+
+class TextGenerator:
+    """Generates for many inputs with the command's pipeline: tokenising, batching by length, recovering from errors.
+
+    model: a local folder, a name on the hub, demo, or a model of transformers together with its `tokenizer`.
+    settings: the command's flags by name (`beam=4`, `bs=16`, `task="speech-to-text"`, `causal_lm=True, chat=True`, …)
+    and every field of GenerationConfig. With a `seed`, every call draws the same samples for the same inputs.
+
+    Raises fastgen.cli.errors.InputError where a setting or the model cannot be used.
+    """
+
+    def __init__(self, model: Any, *, tokenizer: Any = None, **settings: Any) -> None:
+        given = model if isinstance(model, str) else "model"
+        args = completed(replace(_arguments(given, settings), input_format="jsonl", output_format="jsonl"))
+        if args.audio_out:
+            raise InputError(f"task={args.task!r}: sounds are written by the command only")
+        self._text_field = args.text_field if settings.get("text_field") else "text"
+        self._task = task_for(replace(args, text_field="text"))
+        loaded = None
+        if not isinstance(model, str):
+            if tokenizer is None:
+                raise InputError("tokenizer: is missing (accepted: the tokenizer of the model)")
+            prepare_tokenizer(args, tokenizer)
+            loaded = Loaded(self._task.args, model.eval(), tokenizer)
+        fastgen.enable()
+        self._task.load(loaded)
+
+    def __call__(self, inputs: Sequence[Any] | Mapping[str, Sequence[Any]]) -> Any:
+        """A record for each input, in order: {"input_tokens": 5, "outputs": [{"text": …, "tokens": 7}]}, or an "error".
+
+        inputs: texts, lists of messages with chat=True, or paths of audio files. Columns, as `datasets.map` (batched)
+        and Ray Data's `map_batches` pass them, come back with these as further ones; `text_field` names the inputs.
+        """
+        if not isinstance(inputs, Mapping):
+            return list(self.iterate(inputs))
+        records = list(self.iterate(inputs[self._text_field]))
+        names = ("input_tokens", "outputs", "error")
+        return {**inputs, **{name: [record.get(name) for record in records] for name in names}}
+
+    def iterate(self, inputs: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        """The records of `inputs` in order, while later ones are read and generated for; memory stays flat."""
+        args = self._task.args
+        _, planner = self._task.notes()
+        done: deque[Item] = deque()
+        early: dict[int, Item] = {}
+        number = 1
+
+        def write(finished: Finished) -> None:
+            done.extend(finished.items)
+
+        def ready() -> Iterator[dict[str, Any]]:
+            nonlocal number
+            while done:
+                item = done.popleft()
+                early[item.line.number] = item
+            while number in early:
+                yield fields_of(early.pop(number))
+                number += 1
+
+        generate = WithinMemory(self._task, lambda said: None, args.seed)
+        pipeline = Pipeline(self._task, generate, write, Stop(), has_records=False)
+        prefetcher = Prefetcher(_chunks(inputs, self._task.lines_at_once), self._task, planner, args.preprocess_workers)
+        try:
+            stock = fastgen.disabled if args.without_fastgen_opt else nullcontext
+            batches = pipeline.run(iter(prefetcher))
+            while True:
+                if prefetcher.is_waiting:
+                    pipeline.results.wait()
+                yield from ready()
+                with stock():
+                    if next(batches, done) is done:
+                        break
+            pipeline.close()
+            yield from ready()
+        finally:
+            prefetcher.stop()
+            pipeline.kill()
+
+
+def _arguments(model: str, settings: dict[str, Any]) -> RunConfig:
+    """The flags that settings are, with the checks of the command line; other names are GenerationConfig's."""
+    flags = {name: each for each in fields(RunConfig) for name in (each.name, *each.metadata.get("also", ()))}
+    argv: list[str] = []
+    for name, value in settings.items():
+        if name in OF_FILES:
+            raise InputError(f"{name}: is a flag of the command only")
+        each = flags.get(name)
+        if each is not None and each.metadata.get("action") == "store_true":
+            argv += [f"--{name}"] * bool(value)
+        elif each is not None and value is not None:
+            argv.append(f"--{name}={value}")
+        elif each is None:
+            # Names that GenerationConfig has not are refused as on the command line, with the nearest one.
+            argv.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+    # join_outputs: several outputs are apart in a record in any case.
+    return parse_arguments([*argv, "--output_format=jsonl", "--quiet", "--", model, "inputs.jsonl", "outputs.jsonl"])
+
+
+def _chunks(inputs: Iterable[Any], size: int) -> Iterator[list[Line]]:
+    """Each input as the line of INPUT that it would be."""
+    numbered = enumerate(inputs, start=1)
+    while chunk := list(islice(numbered, size)):
+        yield [Line(number, json.dumps({"text": each}).encode()) for number, each in chunk]

@@ -1,0 +1,365 @@
+"""OUTPUT and the journal it is made of, OUTPUT.part: append-only, in any order, every line with its checksum.
+
+    1f0c8a2e {"fastgen_journal": 1, "signature": {…}}       what the records depend on
+    5be0f3d1 [7, 12, null, false, "the record of line 7"]   line, length, group, whether it failed, record
+    9c1e44b0 4                                              four records, a batch, are complete
+
+A batch is one write. Whatever ends a run, at most a batch at the end of the journal is not whole; `--resume` drops it,
+and plans the same batches again by the lengths and groups of the others. At the end the records are put in order beside
+OUTPUT, which appears under its name at once. A line that is damaged is found by its checksum and named.
+
+A run that is complete leaves OUTPUT.run.json: its signature, and a digest by which OUTPUT is known again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from fastgen.cli.errors import InputError, RunError
+from fastgen.cli.transformers.args import STREAM
+from fastgen.cli.transformers.files import beside, compressing, named, sha256, upload, write_all, write_whole
+from fastgen.cli.transformers.lines import is_url, opened
+from fastgen.cli.transformers.signature import differences
+
+VERSION = 1
+WRITTEN_BY = "fastgen"
+HINT = "OUTPUT is put in order from OUTPUT.part, which needs as much room once more; --resume goes on"
+
+
+class Entry(NamedTuple):
+    """A record of OUTPUT. length and group are its item's, by which batches are planned."""
+
+    number: int  # of its line
+    length: int
+    group: Any
+    failed: bool
+    data: bytes  # one line with its end
+
+
+class Journal:
+    """OUTPUT.part of one run, which holds its lock. Use `begin` before anything is written."""
+
+    def __init__(self, output: str, resume: bool, overwrite: bool) -> None:
+        """Raises InputError where OUTPUT or OUTPUT.part may not be written, or are not what --resume can go on from."""
+        from filelock import FileLock, Timeout
+
+        self._output, self._overwrite = output, overwrite
+        # What belongs to a remote OUTPUT is in the current folder.
+        self._target = Path(output.rstrip("/").rpartition("/")[2] if is_url(output) else os.path.realpath(output))
+        self.path = beside(self._target, ".part")
+        self._new, self._made = beside(self._target, ".part.new"), beside(self._target, ".run.json")
+        self.records = self.failures = self.generated = 0  # that are complete in the journal
+        self.signature: dict[str, Any] | None = None  # of the run that is gone on with
+        self._reader: IO[bytes] | None = None
+        self._offsets = array("q")  # of each line's record, -1 where there is none
+        self._end = 0  # of the last batch, in bytes
+        self._file: IO[bytes] | None = None
+        self._lock = FileLock(f"{self.path}.lock", timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise InputError(f"OUTPUT: another run is writing to {self.path} (wait for it, or end it)") from None
+        except OSError as error:
+            raise InputError(f"OUTPUT {output}: cannot be written ({error.strerror})") from error
+        try:
+            self._check(resume)
+        except BaseException:
+            self.release()
+            raise
+
+    def _check(self, resume: bool) -> None:
+        there = os.path.lexists(self.path)
+        if there and not resume:
+            hint = "--resume goes on from it; remove it to start again"
+            raise InputError(f"OUTPUT {self._output}: there is {self.path} ({hint})")
+        self.completed = self._completed() if resume else None
+        if there:
+            self._load()
+        if self.completed is not None and self.signature is not None:
+            if self.completed["signature"] == self.signature:  # killed between the name of OUTPUT and its end
+                self.path.unlink()
+                self.signature = None
+            else:
+                self.completed = None
+        if self._exists() and not self._overwrite and self.completed is None:
+            unknown = "; no run is known that made it as it is" if resume else ""
+            raise InputError(f"{self._is_there()}{unknown}")
+
+    def check(self, signature: dict[str, Any]) -> bool:
+        """Whether the same run has completed OUTPUT already; raises InputError that names what is different.
+
+        signature: may lack what is only known when the model is loaded.
+        """
+        before = self.signature or (self.completed or {}).get("signature")
+        changes = [] if before is None else differences(before, signature)
+        if self.signature is not None and changes:
+            made = f"--resume: {self.path} was made differently: {'; '.join(changes)}"
+            raise InputError(f"{made} (accepted: as it was; remove {self.path} to start again)")
+        if self.completed is not None and changes and not self._overwrite:
+            raise InputError(f"{self._is_there()}; it was made differently: {'; '.join(changes)}")
+        return self.completed is not None and not changes
+
+    def begin(self, signature: dict[str, Any]) -> None:
+        """Goes on with the journal that is there, or begins one."""
+        self.check(signature)
+        if self.signature is None:
+            head = _line({"fastgen_journal": VERSION, "signature": signature})
+            write_whole(self.path, head, self._new)
+            self._end = len(head)
+        self.signature = signature
+        self._file = self.path.open("r+b", buffering=0)
+        self._cut()
+
+    def entry(self, number: int) -> Entry | None:
+        """The record of a line, if an earlier run has written it."""
+        if number >= len(self._offsets) or self._offsets[number] < 0:
+            return None
+        return self._read(self._offsets[number])
+
+    def write(self, entries: list[Entry]) -> None:
+        """Adds a batch: all of it or, with an OSError, nothing."""
+        lines, offsets, end = [], [], self._end
+        for entry in entries:
+            lines.append(_line([*entry[:4], entry.data[:-1].decode()]))
+            offsets.append((entry, end))
+            end += len(lines[-1])
+        lines.append(_line(len(entries)))
+        try:
+            with named(self.path):
+                write_all(self._file.fileno(), b"".join(lines))
+        except BaseException:
+            self._cut()
+            raise
+        self._end = end + len(lines[-1])
+        for entry, offset in offsets:
+            self._add(entry, offset)
+
+    def complete(self, total: int, before_the_name: Callable[[], None] | None = None) -> None:
+        """Puts the records of lines 1 to `total` in order under the name of OUTPUT, and removes the journal.
+
+        With an OSError it keeps the journal for --resume. Raises InputError where an OUTPUT has appeared in the
+        meantime that it may not replace.
+        """
+        if self.records != total:
+            raise RunError(f"{self.path} has records of {self.records} lines, and INPUT has {total}")
+        if self._exists() and not self._overwrite:
+            raise InputError(f"{self._is_there()}, with --resume; all records are in {self.path}")
+        try:
+            digest = self._assemble(self._new)
+            made: dict[str, Any] = {"written_by": WRITTEN_BY, "signature": self.signature, "sha256": digest}
+            made |= {"failures": self.failures, "records": self.records}
+            write_whole(self._made, json.dumps(made, ensure_ascii=False, indent=1).encode(), beside(self._made, ".new"))
+            if before_the_name is not None:
+                before_the_name()
+            if is_url(self._output):
+                upload(self._new, self._output)
+                self._new.unlink()
+            else:
+                os.replace(self._new, self._target)
+        except OSError as error:
+            self._new.unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                error.strerror = f"{error.strerror} ({HINT})"
+            raise
+        self._discard()
+
+    def leave(self, keep: bool = True) -> None:
+        """Keeps the journal for --resume, or removes it where it has no record that anybody wants."""
+        if self._file is not None and keep and self.records:
+            self._cut()
+            self._close()
+        elif self._file is not None:
+            self._discard()
+        self.release()
+
+    def leave_records(self) -> Path:
+        """The records in the order of their lines as a file of their own, of a run that cannot be gone on with."""
+        path = beside(self._target, ".incomplete")
+        self._assemble(path)
+        self._discard()
+        self.release()
+        return path
+
+    def release(self) -> None:
+        """Lets other runs begin."""
+        if self._lock.is_locked:
+            with suppress(OSError):
+                os.unlink(self._lock.lock_file)
+            self._lock.release()
+
+    def ordered(self) -> Iterator[bytes]:
+        """Every record, in the order of lines."""
+        return (self._read(offset).data for offset in self._offsets if offset >= 0)
+
+    def _load(self) -> None:
+        """Reads all that earlier runs have written, and gives up what is behind the last complete batch."""
+        again = f"remove {self.path} to start again"
+        if not self.path.is_file():
+            raise InputError(f"--resume: {self.path} is not a file ({again})")
+        with self.path.open("rb") as file:
+            head = _payload(file.readline())
+            if not isinstance(head, dict) or head.get("fastgen_journal") != VERSION:
+                why = "is damaged in its first line, or was not written by this version"
+                raise InputError(f"--resume: {self.path} {why} ({again})")
+            self.signature, self._end = head["signature"], file.tell()
+            pending: list[tuple[Entry, int]] = []
+            offset = self._end
+            for place, line in enumerate(file, start=2):
+                if not line.endswith(b"\n"):
+                    break  # not whole: the run was killed while it wrote it
+                found = _payload(line)
+                if isinstance(found, list):
+                    pending.append((Entry(found[0], found[1], found[2], found[3], b""), offset))
+                    is_twice = any(entry.number == found[0] for entry, _ in pending[:-1])
+                    if is_twice or (found[0] < len(self._offsets) and self._offsets[found[0]] >= 0):
+                        raise InputError(f"--resume: {self.path} is damaged: line {place} repeats a record ({again})")
+                elif found is None or found != len(pending):
+                    what = "has another checksum" if found is None else f"counts {found} records of {len(pending)}"
+                    raise InputError(f"--resume: {self.path} is damaged: line {place} {what} ({again})")
+                else:
+                    for entry, start in pending:
+                        self._add(entry, start)
+                    pending, self._end = [], offset + len(line)
+                offset += len(line)
+
+    def _add(self, entry: Entry, offset: int) -> None:
+        missing = entry.number + 1 - len(self._offsets)
+        self._offsets.extend([-1] * missing)
+        self._offsets[entry.number] = offset
+        self.records += 1
+        self.failures += entry.failed
+        self.generated += not entry.failed and entry.length > 0
+
+    def _read(self, offset: int) -> Entry:
+        if self._reader is None:
+            self._reader = self.path.open("rb")
+        self._reader.seek(offset)
+        found = _payload(self._reader.readline())
+        if not isinstance(found, list):
+            raise RunError(f"{self.path} has changed since it was read")
+        number, length, group, failed, record = found
+        return Entry(number, length, group, failed, record.encode() + b"\n")
+
+    def _assemble(self, path: Path) -> str:
+        """Writes all records in order to a file that is compressed as OUTPUT's name says; returns its SHA-256."""
+        with named(path), path.open("wb") as file:
+            with compressing(file, self._output) as packed:
+                packed.writelines(self.ordered())
+            file.flush()
+            os.fsync(file.fileno())
+        with path.open("rb") as written:
+            return sha256(written)
+
+    def _cut(self) -> None:
+        """Behind the last batch that is complete."""
+        with named(self.path):
+            self._file.truncate(self._end)
+            self._file.seek(self._end)
+
+    def _discard(self) -> None:
+        self._close()
+        for path in (self.path, self._new):
+            path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        for file in (self._reader, self._file):
+            if file is not None:
+                file.close()
+        self._reader = self._file = None
+
+    def _exists(self) -> bool:
+        if is_url(self._output):
+            import fsspec
+
+            filesystem, path = fsspec.core.url_to_fs(self._output)
+            return filesystem.exists(path)
+        return os.path.lexists(self._target)
+
+    def _completed(self) -> dict[str, Any] | None:
+        """What is kept of the run that completed OUTPUT; None where it is not known, or OUTPUT was changed since."""
+        try:
+            made = json.loads(self._made.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            made = None
+        if not isinstance(made, dict) or made.get("written_by") != WRITTEN_BY:
+            raise InputError(f"{self._made}: is damaged, or is no file of this command (remove it)")
+        if not self._exists() or (not is_url(self._output) and not self._target.is_file()):
+            return None
+        with opened("OUTPUT", self._output, raw=True) as file:
+            return made if sha256(file) == made.get("sha256") else None
+
+    def _is_there(self) -> str:
+        return f"OUTPUT {self._output}: is there already (accepted: another name, or --overwrite to replace it)"
+
+
+class StreamOutput:
+    """OUTPUT - or a device: records in the order of lines, as soon as their turn has come. Nothing is kept of them."""
+
+    signature = completed = None
+
+    def __init__(self, output: str) -> None:
+        self.records = self.failures = self.generated = 0
+        self._name = "standard output" if output == STREAM else output
+        self._descriptor = 1 if output == STREAM else os.open(output, os.O_WRONLY)
+        self._next = 1  # the number of the line to be written next
+        self._early: dict[int, Entry] = {}
+
+    def check(self, signature: dict[str, Any]) -> bool:
+        """There is nothing to compare with."""
+        return False
+
+    begin = check
+
+    def entry(self, number: int) -> None:
+        """No run has written it."""
+        return None
+
+    def write(self, entries: list[Entry]) -> None:
+        """Raises BrokenPipeError when nobody reads them any more."""
+        self._early.update((entry.number, entry) for entry in entries)
+        ready = []
+        while (entry := self._early.pop(self._next, None)) is not None:
+            ready.append(entry.data)
+            self._next += 1
+            self.failures += entry.failed
+            self.generated += not entry.failed and entry.length > 0
+        with named(self._name):
+            write_all(self._descriptor, b"".join(ready))
+        self.records += len(ready)
+
+    def complete(self, total: int, before_the_name: Callable[[], None] | None = None) -> None:
+        """All records are written already."""
+
+    def leave(self, keep: bool = True) -> None:
+        """What is written is written."""
+        if self._descriptor != 1:
+            os.close(self._descriptor)
+
+    def release(self) -> None:
+        """There is no lock."""
+
+
+def _line(payload: Any) -> bytes:
+    data = json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(data), data)
+
+
+def _payload(line: bytes) -> Any:
+    """What a line of the journal holds; None for one that is damaged."""
+    checksum, _, data = line.rstrip(b"\n").partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(data):
+        return None
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None

@@ -1,0 +1,274 @@
+"""Device, model and tokenizer of a run, and what they cannot take, each found before it fails with a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.utils import logging as hub_logging
+from transformers.utils import logging
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.args import RunConfig, check_several_outputs
+from fastgen.cli.transformers.signature import model_folder
+
+# Their positions are computed, for as many tokens as there are; what the config says is no limit.
+GROWING_POSITIONS = ("fsmt", "m2m_100", "nllb-moe", "xglm")
+# Tokenizers without a limit of their own say 10**30.
+NO_LIMIT = 10**9
+# What drafts tokens and verifies them, which the library does for a single row.
+ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+AUDIO_PACKAGES = ("soundfile", "soxr")
+
+
+@dataclass
+class Loaded:
+    """A model in evaluation mode on its device, a tokenizer that can pad, and what generate is called with.
+
+    feature_extractor: what turns sound into the model's inputs; None for models that read text. settings: arguments of
+    generate. task_params: what the model's config keeps for --task.
+    """
+
+    args: RunConfig
+    model: Any
+    tokenizer: Any
+    feature_extractor: Any = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    task_params: dict[str, Any] = field(default_factory=dict)
+
+    def value(self, name: str) -> Any:
+        """What generate will use, or None where neither flags, nor --generation_config, nor the model say."""
+        return self.settings[name] if name in self.settings else getattr(self.model.generation_config, name, None)
+
+
+def choose_device(args: RunConfig) -> torch.device:
+    """The device of --device, tried out; raises InputError where this machine or this torch does not have it."""
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        # Reading the value back refuses the meta device too, which holds no values.
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"--device {name}: cannot be used here ({first_line(error)})") from error
+    device = torch.device(name)
+    if _dtype_name(args) == "float16" and device.type == "cpu":
+        flag = "--fp16" if args.fp16 else "--dtype float16"
+        raise InputError(f"{flag} does not go with --device {name} (accepted on the CPU: --bf16, or neither)")
+    return device
+
+
+def load(args: RunConfig, asked: str, classes: dict[str, tuple[Any, str]]) -> Loaded:
+    """Model and tokenizer of MODEL; raises InputError where it does not exist, is broken, or cannot generate.
+
+    asked: the way in which the flags ask for a model; classes: for each way the model types, and the class of
+    transformers that loads them, {} standing for the model type.
+    """
+    if args.audio_in and (missing := [name for name in AUDIO_PACKAGES if find_spec(name) is None]):
+        needs = f"needs the package {' and '.join(missing)}: pip install {' '.join(missing)}"
+        raise InputError(f"--task {args.task} {needs}")
+    device = choose_device(args)
+    source = str(model_folder(args.model) or args.model)
+    try:
+        with _quiet_loading():
+            config = transformers.AutoConfig.from_pretrained(source)
+            kind = _class_of(args, config, asked, classes)
+            model, info = kind.from_pretrained(source, output_loading_info=True, **_loading_options(args))
+            tokenizer, feature_extractor = _processors(args, source)
+    except InputError:
+        raise
+    except Exception as error:
+        # from_pretrained raises almost anything for a broken folder: OSError, ValueError, KeyError, SafetensorError, …
+        raise InputError(_what_failed(args, error)) from error
+    if not model.can_generate():
+        raise InputError(f"MODEL {args.model}: {type(model).__name__} cannot generate")
+    parameters = dict(model.named_parameters())
+    if missing := sorted(name for name in info["missing_keys"] if name in parameters):
+        raise InputError(
+            f"MODEL {args.model}: has no weights for {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}, "
+            f"so {type(model).__name__} would generate at random"
+        )
+    prepare_tokenizer(args, tokenizer)
+    return Loaded(args, model.to(device).eval(), tokenizer, feature_extractor)
+
+
+def _class_of(args: RunConfig, config: Any, asked: str, classes: dict[str, tuple[Any, str]]) -> Any:
+    kind, (known, name) = config.model_type, classes[asked]
+    if kind not in known:
+        ways = " or ".join(way for way, (names, _) in classes.items() if kind in names)
+        accepted = f"accepted {ways}" if ways else "accepted: models that generate text from text or from speech"
+        raise InputError(f"MODEL {args.model}: {kind} cannot generate {asked} ({accepted})")
+    if args.audio_in and not config.is_encoder_decoder:
+        raise InputError(f"MODEL {args.model}: {kind} needs a text beside the sound (accepted: Whisper, Moonshine, …)")
+    return getattr(transformers, name or known[kind])
+
+
+def _dtype_name(args: RunConfig) -> str | None:
+    if args.fp16:
+        return "float16"
+    return "bfloat16" if args.bf16 else args.dtype
+
+
+def _loading_options(args: RunConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if name := _dtype_name(args):
+        options["dtype"] = name if name == "auto" else getattr(torch, name)
+    if args.attn_implementation is not None:
+        options["attn_implementation"] = args.attn_implementation
+    return options
+
+
+def _processors(args: RunConfig, source: str) -> tuple[Any, Any]:
+    """Tokenizer and, where INPUT is sound, feature extractor."""
+    if not args.audio_in:
+        return transformers.AutoTokenizer.from_pretrained(source), None
+    processor = transformers.AutoProcessor.from_pretrained(source)
+    parts = [getattr(processor, name, None) for name in ("tokenizer", "feature_extractor")]
+    if None in parts:
+        raise InputError(f"MODEL {args.model}: has no processor with a tokenizer and a feature extractor")
+    return parts[0], parts[1]
+
+
+def _what_failed(args: RunConfig, error: Exception) -> str:
+    name = args.attn_implementation
+    if name is not None and (name in str(error) or "attention" in str(error).lower()):
+        return f"--attn_implementation {name}: MODEL {args.model} cannot be loaded with it ({first_line(error)})"
+    return f"MODEL {args.model}: cannot be loaded ({first_line(error)})"
+
+
+def prepare_tokenizer(args: RunConfig, tokenizer: Any) -> None:
+    """Make sure that it can pad; decoder-only models go on from the last column, so they are padded on the left."""
+    # For a folder without tokenizer files transformers may build a tokenizer that knows no words and raises nothing.
+    if len(tokenizer.get_vocab()) - len(tokenizer.all_special_tokens) < 2:
+        raise InputError(f"MODEL {args.model}: has no tokenizer")
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise InputError(f"MODEL {args.model}: its tokenizer has neither a pad nor an eos token")
+        tokenizer.pad_token = tokenizer.eos_token
+    if args.padding_side is not None:
+        tokenizer.padding_side = args.padding_side
+    elif args.causal_lm:
+        tokenizer.padding_side = "left"
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without the bars and reports of transformers and of the hub: what matters of them is said in one line."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_verbosity = hub_logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    hub_logging.set_verbosity(hub_logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def positions(config: Any, part: str) -> int | None:
+    """How many tokens the "encoder" or the "decoder" has positions for; None where there is no limit."""
+    if config.model_type in GROWING_POSITIONS:
+        return None
+    text_config = getattr(config, part, None)  # a config of its own in EncoderDecoderModel and T5Gemma
+    if not isinstance(text_config, transformers.PretrainedConfig):
+        text_config = config.get_text_config(**{part: True})
+    for name in (f"max_{part}_position_embeddings", "max_position_embeddings"):
+        limit = getattr(text_config, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None
+
+
+def embedded_tokens(model: Any) -> int | None:
+    """How many tokens the model has an embedding for; a GPU that meets another one does nothing more."""
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return embedding.num_embeddings if isinstance(embedding, torch.nn.Embedding) else None
+
+
+def check_limits(loaded: Loaded) -> None:
+    """Raises InputError for flags that this model cannot follow, whatever the input is."""
+    args, config = loaded.args, loaded.model.config
+    check_several_outputs(args, loaded.value("num_return_sequences") or 1)
+    for name in ASSISTED:
+        if (value := loaded.value(name)) and args.bs != 1:
+            raise InputError(f"{name} {value} takes one input at a time (accepted: --bs 1)")
+    if loaded.feature_extractor is None:
+        input_positions = positions(config, "decoder" if args.causal_lm else "encoder")
+        _check_at_most("--max_tokenizer_length", args.max_tokenizer_length, input_positions)
+    flags = {name: flag.rpartition(" ")[0] or flag for name, _, flag in args.settings() if "=" not in flag}
+    flags |= {name: f"--gen {name}" for name, _ in args.gen}
+    last_token = config.get_text_config(decoder=True).vocab_size - 1
+    for name, value in loaded.settings.items():
+        limit = positions(config, "decoder") if name in ("max_length", "max_new_tokens") else None
+        if name.endswith("_token_id"):
+            limit = last_token
+        if limit is not None and (name in flags or name.endswith("_token_id")):
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                _check_at_most(flags.get(name, f"--{name}"), each, limit)
+    threshold = loaded.value("no_speech_threshold")
+    if threshold is not None and loaded.settings.get("logprob_threshold") is None:
+        raise InputError(f"no_speech_threshold {threshold} needs a logprob_threshold (accepted: --gen for both)")
+    most = input_limit(loaded)
+    if most is not None and most[0] < 1:
+        raise InputError(f"no input is short enough: the limit is {most[0]} tokens ({most[1]})")
+
+
+def _check_at_most(flag: str, value: Any, limit: int | None) -> None:
+    if isinstance(value, int) and limit is not None and value > limit:
+        raise InputError(f"{flag} {value} is more than MODEL allows (accepted: up to {limit})")
+
+
+def lengths_of_inputs(loaded: Loaded) -> tuple[int | None, tuple[int, str] | None]:
+    """To how many tokens inputs are truncated; and the most that they may have, with what a longer one's message says.
+
+    None where there is no such number.
+    """
+    args, limit = loaded.args, input_limit(loaded)
+    asked = args.max_tokenizer_length
+    if args.truncation:
+        return min(filter(None, (asked, limit and limit[0])), default=None), limit
+    if args.no_truncation and asked is not None:
+        limit, asked = min(filter(None, (limit, (asked, f"--max_tokenizer_length {asked}")))), None
+    if limit is not None and not args.chat:
+        limit = limit[0], f"{limit[1]}; --truncation truncates"
+    return asked, limit
+
+
+def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str] | None:
+    """The most tokens that an input may have, and what sets this number; None where nothing does, and for speech.
+
+    new_tokens: of a record that asks for so many.
+    """
+    args = loaded.args
+    if loaded.feature_extractor is not None:
+        return None
+    limits = []
+    # --max_tokenizer_length stands in for the tokenizer's own limit.
+    if args.max_tokenizer_length is None and loaded.tokenizer.model_max_length < NO_LIMIT:
+        limits.append((loaded.tokenizer.model_max_length, "MODEL's tokenizer; --max_tokenizer_length sets another"))
+    number = positions(loaded.model.config, "decoder" if args.causal_lm else "encoder")
+    new_tokens = new_tokens or loaded.value("max_new_tokens")
+    total = loaded.value("max_length")
+    if number is not None and args.causal_lm:
+        following = new_tokens or 1
+        limits.append((number - following, f"MODEL's {number} positions less {following} for generated tokens"))
+    elif number is not None:
+        limits.append((number, "MODEL's positions"))
+    if args.causal_lm and new_tokens is None and total is not None:
+        name = "max_length" if args.max_gen_length is None else "--max_gen_length"
+        limits.append((total - 1, f"{name} {total}, which counts the prompt"))
+    return min(limits, default=None)

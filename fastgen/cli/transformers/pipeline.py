@@ -1,0 +1,295 @@
+"""The stages of a run put together: read → tokenise → batch → generate → detokenise → write (§4.3 of the paper).
+
+    main thread     the model, and nothing else
+    ahead of it     one thread reads, workers prepare, one thread plans batches and collates them
+    behind it       workers finish what was generated, one thread writes batch after batch
+
+Each waits when there is enough for the next. A batch that fails is split until the lines that fail stand alone. Random
+numbers are seeded per batch, so that a batch gives the same samples whoever runs it, and whenever.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from fastgen.cli.errors import RunError
+from fastgen.cli.ordered import Ahead, OrderedResults
+from fastgen.cli.signals import Stop
+from fastgen.cli.transformers.batching import Batch, Generated, Item, Planner
+from fastgen.cli.transformers.journal import Entry
+from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.records import reason, record_of
+from fastgen.cli.transformers.tasks import Task
+
+BATCHES_AHEAD = 4
+CHUNKS_PER_WORKER = 4
+RESULTS_PER_WORKER = 8
+# In a row, and a whole window of them: lines of one length, which come together, may all fail for their length.
+MOST_FAILED_BATCHES = 3
+# What allocators say that raise a plain RuntimeError.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+logger = logging.getLogger(__name__)
+
+
+class Finished(NamedTuple):
+    """A batch whose outputs are there: all its items, also those that need no model, and how much was generated."""
+
+    items: list[Item]
+    amount: float
+    entries: list[Entry]  # the records for OUTPUT; none where nobody writes them
+
+
+class Prefetcher:
+    """The batches of a run that are not written yet, in the order in which the model is to take them.
+
+    chunks: the lines of INPUT. written: the entry of a line that an earlier run has written.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterator[list[Line]],
+        task: Task,
+        planner: Planner,
+        workers: int,
+        written: Callable[[int], Entry | None] = lambda number: None,
+    ) -> None:
+        self._task, self._planner, self._written = task, planner, written
+        self._workers = ThreadPoolExecutor(workers, "fastgen-tokenise")
+        self._tasks = Ahead(self._submitted(chunks), CHUNKS_PER_WORKER * workers, "fastgen-reader")
+        self._batches = Ahead(self._planned(), BATCHES_AHEAD, "fastgen-planner")
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Raises what stopped the stages ahead after the batches that came before it."""
+        return iter(self._batches)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next batch would have to be waited for."""
+        return self._batches.is_waiting
+
+    def stop(self) -> None:
+        """Gives up what the model has not taken."""
+        self._tasks.stop()
+        self._batches.stop()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _submitted(self, chunks: Iterator[list[Line]]) -> Iterator[tuple[list[Item | None], Future[list[Item]]]]:
+        for lines in chunks:
+            known = [self._known(line) for line in lines]
+            fresh = [line for line, item in zip(lines, known, strict=True) if item is None]
+            yield known, self._workers.submit(self._task.prepare, fresh)
+
+    def _known(self, line: Line) -> Item | None:
+        entry = self._written(line.number)
+        if entry is None:
+            return None
+        group = tuple(map(tuple, entry.group)) if isinstance(entry.group, list) else entry.group
+        return Item(line, length=entry.length, group=group, is_written=True)
+
+    def _planned(self) -> Iterator[Batch]:
+        for known, prepared in self._tasks:
+            fresh = iter(prepared.result())
+            yield from self._collated(self._planner.add([item or next(fresh) for item in known]))
+        yield from self._collated(self._planner.rest())
+
+    def _collated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            if batch.items and not any(item.is_written for item in batch.items):
+                batch.inputs = self._task.collate(batch.items)
+            elif not all(item.is_written for item in batch.items):
+                raise RunError(f"OUTPUT.part has a part of batch {batch.number} only (remove it to start again)")
+            if not batch.is_written:
+                yield batch
+
+
+class WithinMemory:
+    """Gives batches to the task's model; one that fails is halved, until the items that fail stand alone.
+
+    What does not fit once is not tried again: a later part as large as that is halved at once, as it would be after
+    an error. So the parts depend on the batch and on the memory, not on what came before. Smaller batches keep their
+    cut. seed: of the random numbers of the run; None leaves torch's alone. say: gets a line for every smaller limit.
+    """
+
+    def __init__(self, task: Task, say: Callable[[str], None], seed: int | None) -> None:
+        self._task, self._say, self._seed = task, say, seed
+        self.too_large: int | None = None  # rows times their width, to which the memory of a batch is proportional
+
+    def __call__(self, batch: Batch) -> list[Generated]:
+        """What is generated for the batch, in one part or in several; an item that fails alone says why."""
+        return list(self._parts(batch, 0)) if batch.items and batch.inputs else []
+
+    def _parts(self, part: Batch, start: int) -> Iterator[Generated]:
+        """start: the place of the part's first item in its batch."""
+        rows, width = len(part.items), max(item.length for item in part.items)
+        if rows == 1 or self.too_large is None or rows * width < self.too_large:
+            generated = self._generate(part, start, rows * width)
+            if isinstance(generated, Generated):
+                yield generated
+                return
+            if rows == 1:
+                part.items[0].error = generated
+                return
+        half = (rows + 1) // 2
+        for first in (0, half):
+            items = part.items[first : half if first == 0 else rows]
+            smaller = Batch(items, [], part.number, inputs=self._task.collate(items))
+            yield from self._parts(smaller, start + first)
+
+    def _generate(self, part: Batch, start: int, cells: int) -> Generated | str:
+        """Why nothing was generated is one line: the exception, and all that its traceback holds, is gone by then."""
+        if self._seed is not None:
+            torch.manual_seed(batch_seed(self._seed, part.number, start))
+        try:
+            return self._task.generate(part)
+        except Exception as error:  # a model may raise anything
+            if not _device_works_sync():
+                numbers = [item.line.number for item in part.items]
+                raise RunError(
+                    f"the device failed at lines {min(numbers)} to {max(numbers)}: {reason(error)}"
+                ) from error
+            if not is_out_of_memory(error):
+                logger.debug("generate raised for %d inputs", len(part.items), exc_info=True)
+                return f"cannot be generated for ({reason(error)})"
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        longest = max(item.length for item in part.items)
+        if len(part.items) > 1:
+            self.too_large = min(cells, self.too_large or cells)
+            many = f"{len(part.items)} inputs of length {longest}"
+            self._say(f"out of memory with {many}: batches as large as that are split from here on")
+        return f"the memory is too small for this input of length {longest} alone"
+
+
+def batch_seed(seed: int, batch: int, start: int = 0) -> int:
+    """Of a batch, by the run's seed and the batch's number from 0 on; start: the place of the first item of a part."""
+    digest = hashlib.sha256(f"{seed} {batch} {start}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left, however its allocator says so."""
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        return True
+    return any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def _device_works_sync() -> bool:
+    """After some errors, such as an index out of range in a kernel, a GPU answers everything with that error."""
+    try:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+class Pipeline:
+    """Runs the model over all batches, and hands what is finished to `write`, batch after batch.
+
+    run: yields after each batch, so that the caller can do something else meanwhile.
+    has_records: whether what is finished has entries.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        generate: WithinMemory,
+        write: Callable[[Finished], None],
+        stop: Stop,
+        has_records: bool = True,
+    ) -> None:
+        self._task, self._generate, self._stop, self._has_records = task, generate, stop, has_records
+        workers = task.args.postprocess_workers
+        self._workers = ThreadPoolExecutor(workers, "fastgen-detokenise")
+        self.results = OrderedResults(write, RESULTS_PER_WORKER * workers)
+
+    def run(self, batches: Iterator[Batch]) -> Iterator[None]:
+        """Ends early, with the batch in flight finished, when somebody asks for that.
+
+        Batches of which every item fails are held back until one does not: it may be something else than their lines
+        that fails, and then they are left to a run that goes on. Raises RunError where there are several.
+        """
+        held: list[tuple[Batch, list[Generated]]] = []
+        failed, first = 0, None
+        for batch in batches:
+            self._stop.finishing = True
+            held.append((batch, self._generate(batch)))
+            errors = [item for item in batch.items if item.error is not None]
+            if len(errors) < len(batch.items):
+                failed = 0
+            elif batch.items:
+                failed += 1
+                first = errors[0] if failed == 1 else first
+                if failed >= MOST_FAILED_BATCHES and batch.ends_window and first is not None:
+                    what = f"line {first.line.number}: {first.error}"
+                    raise RunError(f"every line of {failed} batches failed; {what}")
+            if not failed:
+                self._submit(held)
+            self._stop.finishing = False
+            yield
+            if self._stop.requests:
+                return
+        self._submit(held)
+
+    def close(self) -> None:
+        """Waits until everything is written; raises what went wrong."""
+        self._stop.finishing = True
+        try:
+            self.results.close()
+        except KeyboardInterrupt:
+            self.kill()
+            raise
+        finally:
+            self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def kill(self) -> None:
+        """Gives up what is not written, without waiting for what never ends."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self.results.kill()
+
+    def _submit(self, held: list[tuple[Batch, list[Generated]]]) -> None:
+        for batch, parts in held:
+            self.results.put(self._workers.submit(self._finish, batch, parts))
+        held.clear()
+
+    def _finish(self, batch: Batch, parts: list[Generated]) -> Finished:
+        amount = sum(self._task.finish(part) for part in parts)
+        items = [*batch.items, *batch.others]
+        return Finished(items, amount, [_entry(item, self._task) for item in items] if self._has_records else [])
+
+
+def _entry(item: Item, task: Task) -> Entry:
+    record = record_of(item, task.args)
+    return Entry(item.line.number, item.length, item.group, item.error is not None, record)
+
+
+def drained(pipeline: Pipeline, prefetcher: Prefetcher, stop: Stop) -> bool:
+    """Runs all batches; returns whether they are all written, and not ended early by `stop`."""
+    try:
+        for _ in pipeline.run(iter(prefetcher)):
+            pass
+        complete = not stop.requests
+    except KeyboardInterrupt:
+        if stop.requests > 1:
+            pipeline.kill()
+            raise
+        complete = False
+    except Exception:
+        # What was generated before is complete, and it is wanted; this error is the one to be raised.
+        with suppress(Exception):
+            pipeline.close()
+        raise
+    finally:
+        prefetcher.stop()
+    pipeline.close()
+    return complete

@@ -1,0 +1,98 @@
+"""How far a run is, on stderr: a bar on a terminal, a line now and then elsewhere, nothing with --quiet.
+
+Inputs that failed are always named.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from tqdm import tqdm
+
+from fastgen.cli.transformers.args import PROG
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """Counts what is finished; called by the thread that writes.
+
+    total: how many inputs there are, None where nobody knows. done: how many of them an earlier run has written.
+    unit: of the amount that is generated.
+    """
+
+    def __init__(self, total: int | None, done: int, quiet: bool, unit: str = "tokens") -> None:
+        self.inputs = 0
+        self.amount = 0.0
+        self._unit, self._total, self._done, self._quiet = unit, total, done, quiet
+        self.begin()
+        inputs = "{n_fmt} inputs" if total is None else "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} inputs"
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            bar_format=inputs + "{postfix}",
+            dynamic_ncols=True,
+            file=sys.stderr,
+            disable=quiet or not _has_columns(),
+        )
+
+    def begin(self) -> None:
+        """Time counts from here on."""
+        self._begun = self._said = time.perf_counter()
+
+    def finished(self, inputs: int, amount: float, failures: list[tuple[int, str]]) -> None:
+        """Counts a batch, and names the lines in it that failed."""
+        for number, error in failures:
+            self.say(f"line {number}: {error}")
+        self.inputs += inputs
+        self.amount += amount
+        if not self._bar.disable:
+            self._bar.set_postfix_str(self._speed(), refresh=False)
+            self._bar.update(inputs)
+        now = time.perf_counter()
+        if not self._quiet and self._bar.disable and now - self._said >= SECONDS_BETWEEN_LINES:
+            self._said = now
+            of = "" if self._total is None else f" of {self._total}"
+            self._print(f"{self._done + self.inputs}{of} inputs, {self._speed()}")
+
+    def say(self, message: str) -> None:
+        """A line on stderr that begins with the command's name, above the bar."""
+        self._print(f"{PROG}: {message}")
+
+    def note(self, message: str) -> None:
+        """The same, but not with --quiet."""
+        if not self._quiet:
+            self.say(message)
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._bar.close()
+
+    def summary(self) -> str:
+        """What was done, and how fast."""
+        seconds = time.perf_counter() - self._begun
+        places = 0 if self._unit == "tokens" else 2
+        speed = f"{self.inputs / seconds:.2f} inputs/s, {self.amount / seconds:.{places}f} {self._unit}/s"
+        return f"{self.inputs} lines in {seconds:.2f} s, {speed}"
+
+    def _print(self, line: str) -> None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            print(line, file=sys.stderr, flush=True)
+
+    def _speed(self) -> str:
+        """With the time left at this speed: too long at first, where the longest inputs come first."""
+        speed = self.inputs / (time.perf_counter() - self._begun)
+        if self._total is None or not self.inputs:
+            return f"{speed:.1f} inputs/s"
+        left = (self._total - self._done - self.inputs) / speed
+        return f"{speed:.1f} inputs/s, {tqdm.format_interval(left)} left"
+
+
+def _has_columns() -> bool:
+    """Whether stderr is a terminal that knows how wide it is."""
+    try:
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,286 @@
+"""What a line of INPUT holds, and how a record of OUTPUT is written: text, JSON records, OpenAI's batch format.
+
+Fields of JSON are read and written by Python, which decides how a number looks: 1E3 becomes 1000.0.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.args import RunConfig
+from fastgen.cli.transformers.lines import Line, raw_lines
+
+if TYPE_CHECKING:
+    from fastgen.cli.transformers.batching import Item
+
+# A record is read whole or not at all.
+LONGEST_RECORD = 1 << 24
+# What a record of OUTPUT has besides the fields of its record of INPUT. There, with a number: those of earlier runs.
+ADDED_FIELDS = ("input_tokens", "outputs", "error")
+Messages = list[dict[str, Any]]
+SEPARATOR = "####"
+FIELDS_NAMED = 10
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+# JSON allows these inside strings, and some programs end a line at them.
+_LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+class RecordError(Exception):
+    """A line of INPUT that cannot be used. The message says why; which line it is, the caller knows."""
+
+
+class WrongKindError(RecordError):
+    """A line whose input is of a kind that this run never takes: so are the others, as a rule."""
+
+
+def read_references(flag: str, path: str, reference_field: str | None = None) -> list[str]:
+    """What to compare each line's output with: the lines of a UTF-8 file, or a field of its JSON records."""
+    references = []
+    for number, raw in enumerate(raw_lines(flag, path), start=1):
+        try:
+            reference = decode(Line(number, raw))
+            if reference_field is not None and reference.strip():
+                reference = field(parse(reference), reference_field)
+            if not isinstance(reference, str):
+                raise RecordError(f'has {kind(reference)} in its field "{reference_field}" (accepted: a string)')
+        except RecordError as error:
+            raise InputError(f"{flag} {path}: line {number} {error}") from error
+        references.append(reference)
+    return references
+
+
+def decode(line: Line) -> str:
+    """The line's text, without the byte order mark of a file and without the CR of a CRLF.
+
+    Where a line is cut in the middle of a character, without that.
+    """
+    try:
+        text, _ = codecs.utf_8_decode(line.raw, "strict", not line.cut)
+    except UnicodeDecodeError as error:
+        raise RecordError(f"is not UTF-8 text ({error.reason} at byte {error.start + 1})") from error
+    if line.number == 1:
+        text = text.removeprefix("\ufeff")
+    return text.removesuffix("\r")
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The object that a record is; raises RecordError for anything else."""
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"is not JSON ({error.msg} at character {error.pos + 1})") from error
+    except RecursionError as error:
+        raise RecordError("is JSON that is nested too deeply") from error
+    except ValueError as error:  # Python reads no integers of thousands of digits
+        raise RecordError(f"is JSON that cannot be read ({error})") from error
+    if not isinstance(record, dict):
+        raise RecordError(f"is {kind(record)} (accepted: a JSON object)")
+    return record
+
+
+def field(record: dict[str, Any], path: str) -> Any:
+    """The value that `path` leads to; raises RecordError where there is none.
+
+    a.b is the field b of the object a, and a.0 the first of the list a; a field whose own name is a.b comes before.
+    An empty list on the way gives an empty text: an empty line has no outputs, and stays empty in the next run.
+    """
+    value: Any = record
+    rest = path
+    while rest:
+        if value == []:
+            return ""
+        parts = value if isinstance(value, dict) else {}
+        if isinstance(value, list):
+            parts = {str(index): each for index, each in enumerate(value)}
+        words = rest.split(".")
+        beginnings = (".".join(words[:length]) for length in range(len(words), 0, -1))
+        name = next((each for each in beginnings if each in parts), None)
+        if name is None:
+            whose = "its fields" if value is record else f"in {quoted(path[: -len(rest) - 1])}"
+            names = [quoted(each) for each in parts]
+            more = f" and {len(names) - FIELDS_NAMED} more" * (len(names) > FIELDS_NAMED)
+            found = ", ".join(names[:FIELDS_NAMED]) + more or "none"
+            raise RecordError(f"has no field {quoted(path)} ({whose}: {found})")
+        value, rest = parts[name], rest[len(name) + 1 :]
+    return value
+
+
+def is_openai(record: dict[str, Any]) -> bool:
+    """Whether a record is a request of OpenAI's batch format."""
+    body = record.get("body")
+    return "custom_id" in record and isinstance(body, dict) and "messages" in body
+
+
+def read_input(line: Line, args: RunConfig) -> str | Messages | None:
+    """The text of a line, or with chat its messages; None for a line with nothing in it. Raises RecordError."""
+    if line.cut and args.reads_records:
+        raise RecordError(f"is longer than {len(line.raw)} bytes, the most that are read of a record")
+    text: Any = decode(line)
+    if not text.strip() and not line.cut:
+        return None
+    if args.reads_records:
+        record = parse(text)
+        if args.id_field is not None:
+            field(record, args.id_field)
+        if args.text_field not in record and args.input_format == "jsonl" and is_openai(record):
+            raise WrongKindError("is a request of OpenAI's batch format (accepted with --input_format openai)")
+        text = field(record, str(args.text_field))
+        if isinstance(text, list) and args.chat:
+            return _messages(text, args)
+        if not isinstance(text, str):
+            accepted = "a string or a list of messages" if args.chat else "a string"
+            if isinstance(text, list) and text and isinstance(text[0], dict) and not args.chat:
+                accepted += "; messages with --causal_lm --chat"
+            raise WrongKindError(f'has {kind(text)} in its field "{args.text_field}" (accepted: {accepted})')
+    if not text.strip() and not line.cut:
+        return None
+    text = (args.prefix or "") + text
+    return _messages([{"role": "user", "content": text}], args) if args.chat else text
+
+
+def _messages(messages: list[Any], args: RunConfig) -> Messages:
+    """The messages of a conversation, with the system message of the command before those that have none."""
+    name = args.text_field
+    if not messages:
+        raise RecordError(f'has an empty list in its field "{name}" (accepted: a string or a list of messages)')
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise RecordError(f'has {kind(message)} as message {number} in its field "{name}" (accepted: an object)')
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise RecordError(f'has no text as "{key}" of message {number} in its field "{name}"')
+    if args.system is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": args.system}, *messages]
+    return messages
+
+
+def kind(value: Any) -> str:
+    """What JSON calls a value."""
+    return _KINDS.get(type(value), "a number")
+
+
+def quoted(value: Any) -> str:
+    """A value as JSON writes it, for a message."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def reason(error: BaseException) -> str:
+    """An exception's type and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+def name_of(item: Item, args: RunConfig) -> str:
+    """What a failed record is called by those who wrote it, where it says so."""
+    if args.reads_records and args.id_field is not None:
+        with suppress(RecordError):
+            return f"{args.id_field} {quoted(field(parse(decode(item.line)), args.id_field))}: "
+    return ""
+
+
+def record_of(item: Item, args: RunConfig) -> bytes:
+    """A record of OUTPUT with its line end; nothing, or no score and nothing, for a line without outputs."""
+    return _WRITERS[args.output_format or "text"](item, args)
+
+
+def fields_of(item: Item) -> dict[str, Any]:
+    """What OUTPUT adds to the fields of a record."""
+    added: dict[str, Any] = {} if item.error is not None else {"input_tokens": item.length}
+    added["outputs"] = [{name: _finite(each[name]) for name in each if name != "ended"} for each in item.outputs]
+    return added if item.error is None else added | {"error": item.error}
+
+
+def _text(item: Item, args: RunConfig) -> bytes:
+    if len(item.outputs) > 1 and not args.join_outputs:
+        raise ValueError(f"a line of text has no room for {len(item.outputs)} outputs (accepted: JSON, or joined ones)")
+    text = SEPARATOR.join(_on_one_line(output["text"]) for output in item.outputs)
+    if args.output_sequence_scores:
+        scores = [f"{output['score']:f}" if "score" in output else "NA" for output in item.outputs]
+        text = SEPARATOR.join(scores or ["NA"]) + "\t" + text
+    return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+def _jsonl(item: Item, args: RunConfig) -> bytes:
+    """The fields of the line's own record, or else its number, then what was generated.
+
+    A line that is no record, or one that is nested too deeply to be written, is known by its number only.
+    """
+    if args.reads_records:
+        with suppress(RecordError, RecursionError):
+            return _one_line(_own_fields(item.line) | fields_of(item))
+    return _one_line({"line": item.line.number} | fields_of(item))
+
+
+def _openai(item: Item, args: RunConfig) -> bytes:
+    """A line of the output file of OpenAI's batches; `created` is 0, so that a run writes the same bytes again."""
+    custom_id: Any = None
+    with suppress(RecordError):
+        custom_id = parse(decode(item.line)).get("custom_id")
+    named = {"id": f"batch_req_{item.line.number}", "custom_id": custom_id}
+    if item.error is not None or not item.outputs:
+        error = {"code": "invalid_request", "message": item.error or "there is nothing in it"}
+        return _one_line(named | {"response": None, "error": error})
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": output["text"]},
+            "finish_reason": "stop" if output["ended"] else "length",
+        }
+        for index, output in enumerate(item.outputs)
+    ]
+    tokens = sum(output["tokens"] for output in item.outputs)
+    usage = {"prompt_tokens": item.length, "completion_tokens": tokens, "total_tokens": item.length + tokens}
+    body = {"id": f"chatcmpl-{item.line.number}", "object": "chat.completion", "created": 0, "model": args.model}
+    response = {"status_code": 200, "request_id": "", "body": body | {"choices": choices, "usage": usage}}
+    return _one_line(named | {"response": response, "error": None})
+
+
+_WRITERS: dict[str, Callable[[Item, RunConfig], bytes]] = {"text": _text, "jsonl": _jsonl, "openai": _openai}
+
+
+def first_text(record: bytes, args: RunConfig) -> str:
+    """The first output's text of a record of OUTPUT, empty where there is none."""
+    text = record.decode("utf-8").removesuffix("\n")
+    if args.output_format == "openai":
+        response = json.loads(text)["response"]
+        return response["body"]["choices"][0]["message"]["content"] if response else ""
+    if args.writes_records:
+        outputs = json.loads(text)["outputs"]
+        return outputs[0]["text"] if outputs else ""
+    if args.output_sequence_scores:
+        text = text.partition("\t")[2]
+    return text.partition(SEPARATOR)[0] if args.join_outputs else text
+
+
+def _own_fields(line: Line) -> dict[str, Any]:
+    """Fields that are called as those of OUTPUT get a number, the first that is free for all of them.
+
+    These are outputs_1, and in the run after that outputs_2.
+    """
+    record = parse(decode(line))
+    numbered = ({name: f"{name}_{number}" for name in ADDED_FIELDS} for number in count(1))
+    names = next(names for names in numbered if record.keys().isdisjoint(names.values()))
+    return {names.get(name, name): value for name, value in record.items()}
+
+
+def _one_line(record: dict[str, Any]) -> bytes:
+    text = json.dumps(record, ensure_ascii=False)
+    for character, escape in _LINE_ENDS.items():
+        text = text.replace(character, escape)
+    # Half a surrogate pair, which UTF-8 has no bytes for, becomes the escape by which JSON writes it.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _on_one_line(text: str) -> str:
+    return text.replace("\r\n", " ").replace("\n", " ").replace("\r", " ")

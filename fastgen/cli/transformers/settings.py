@@ -1,0 +1,240 @@
+"""What the flags of a run mean for transformers' generate, given the model's own generation_config."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from difflib import get_close_matches
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from transformers import GenerationConfig, WatermarkingConfig
+from transformers.generation.configuration_utils import GenerationMode
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.args import TRANSLATION, RunConfig
+from fastgen.cli.transformers.languages import language_settings
+from fastgen.cli.transformers.model import Loaded, positions
+
+# A model's own value of the second would silently win over the flag that sets the first.
+OVERRULED_BY = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+# Arguments of a model's own generate that take plain values and that no GenerationConfig needs to have.
+OWN_ARGUMENTS = (
+    *("language", "task", "return_timestamps", "is_multilingual", "condition_on_prev_tokens", "tgt_lang"),
+    *("prompt_condition_type", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
+)
+# The models inside of Seamless M4T: a setting for one of them has its name before it.
+PARTS = ("text", "speech")
+# What is written into a generation_config.json beside settings.
+METADATA = ("transformers_version", "_from_model_config", "_commit_hash")
+_MODE = GenerationMode
+MODES = (_MODE.GREEDY_SEARCH, _MODE.SAMPLE, _MODE.BEAM_SEARCH, _MODE.BEAM_SAMPLE, _MODE.ASSISTED_GENERATION)
+# Until then it took padding for tokens that were seen.
+REPETITION_PENALTY_COUNTS_PADDING = Version(transformers.__version__) < Version("5.23")
+
+
+def set_generation(loaded: Loaded) -> None:
+    """Fills `loaded.settings`: the task's settings, and over them the flags that were given.
+
+    A file of --generation_config takes the place that the library gives to `model.generate(generation_config=…)`: what
+    it leaves out stays the model's. Raises InputError for settings that the library or this model does not know or
+    refuses.
+    """
+    args, model = loaded.args, loaded.model
+    _apply_file(args, model)
+    own = model.generation_config
+    loaded.task_params = _task_params(args, model.config)
+    settings = {name: value for name, value in loaded.task_params.items() if hasattr(own, name)}
+    given = _gen_settings(args, model) | language_settings(loaded)
+    given |= {name: value for name, value, flag in args.settings() if not flag.startswith("--gen ")}
+    settings |= given
+    if given.get("max_new_tokens") is not None:
+        settings["max_length"] = None  # it has no effect then, and the library would say so for every batch
+    for name, stronger in OVERRULED_BY.items():
+        if name in settings and stronger not in settings and getattr(own, stronger) is not None:
+            settings[stronger] = None
+    if own.pad_token_id is None and settings.get("pad_token_id") is None and not args.audio_out:
+        settings["pad_token_id"] = loaded.tokenizer.pad_token_id
+    _check_values(args, model, settings)
+    loaded.settings = settings
+    # These need words, and generate has only tokens.
+    if any(loaded.value(name) for name in ("stop_strings", "token_healing")):
+        settings["tokenizer"] = loaded.tokenizer
+
+
+def _task_params(args: RunConfig, config: Any) -> dict[str, Any]:
+    """What the model's config keeps for --task (its task_specific_params), the prefix of T5 among it.
+
+    Without --task nothing, where FastSeq takes summarization: the library's generate does not use them, either.
+    """
+    if args.audio_in or args.audio_out:
+        return {}
+    known = getattr(config, "task_specific_params", None) or {}
+    has = ", ".join(known) or "none"
+    if args.task is None and known and not args.quiet:
+        print(f"note: MODEL has settings for some tasks, which only --task NAME uses (it has: {has})", file=sys.stderr)
+    if args.task not in (None, TRANSLATION, *known):
+        print(f"note: MODEL has no settings for --task {args.task} (it has: {has})", file=sys.stderr)
+    return known.get(args.task, {})
+
+
+def _apply_file(args: RunConfig, model: Any) -> None:
+    """Puts the values of --generation_config in place of the model's own; raises InputError for bad ones."""
+    if args.generation_config is None:
+        return
+    known = known_settings(model)
+    for key in args.generation_config:
+        if key not in known and key not in METADATA:
+            print(f"note: --generation_config: {key} changes nothing{_did_you_mean(key, known)}", file=sys.stderr)
+    try:
+        given = GenerationConfig.from_dict(dict(args.generation_config))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"--generation_config: {error}") from error
+    merged = copy.deepcopy(model.generation_config)
+    for key, value in vars(given).items():
+        if value is not None and key not in METADATA:
+            setattr(merged, key, value)
+    model.generation_config = merged
+
+
+def _gen_settings(args: RunConfig, model: Any) -> dict[str, Any]:
+    """What --gen asks for; raises InputError for a key that neither the library nor the model knows."""
+    known = known_settings(model)
+    if args.audio_out:
+        known |= {f"{part}_{name}" for part in PARTS for name in known}
+    for key, value in args.gen:
+        if key not in known:
+            raise InputError(f"--gen {key}={value}: there is no such setting{_did_you_mean(key, known)}")
+    settings = dict(args.gen)
+    watermark = settings.get("watermarking_config")
+    if isinstance(watermark, dict):
+        try:
+            settings["watermarking_config"] = WatermarkingConfig.from_dict(watermark)
+        except (ValueError, TypeError) as error:
+            raise InputError(f"--gen watermarking_config={watermark} cannot be used: {error}") from error
+    return settings
+
+
+def _check_values(args: RunConfig, model: Any, settings: dict[str, Any]) -> None:
+    """Raises InputError for settings that generate would refuse at the first batch."""
+    config = copy.deepcopy(model.generation_config)
+    given = ", ".join(flag for *_, flag in args.settings()) or "the settings of MODEL"
+    try:
+        config.update(**settings)
+        mode = config.get_generation_mode()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{given} cannot be used: {error}") from error
+    if mode not in MODES:
+        raise InputError(
+            f"{given} ask for {mode.value.replace('_', ' ')}, whose code is on the hub and not in transformers "
+            "(accepted: greedy search, sampling, beam search)"
+        )
+    if config.cache_implementation == "paged":
+        raise InputError("cache_implementation=paged does not go with batches (accepted: dynamic, static, …)")
+
+
+def known_settings(model: Any) -> set[str]:
+    """Names that the library's GenerationConfig has, and those of the model's own and of its own generate."""
+    own_arguments = inspect.signature(type(model).generate).parameters
+    names = {*vars(GenerationConfig()), *vars(model.generation_config)}
+    names |= {name for name in OWN_ARGUMENTS if name in own_arguments}
+    return {name for name in names if not name.startswith("_")} - set(METADATA)
+
+
+def _did_you_mean(key: str, known: set[str]) -> str:
+    nearest = get_close_matches(key, sorted(known), n=1)
+    return f" (did you mean {nearest[0]}?)" if nearest else " (accepted: fields of transformers' GenerationConfig)"
+
+
+def token_ids(value: int | list[int] | None) -> list[int]:
+    """The ids of a setting that is one, several or none."""
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
+    """Why an output depends on what else is in its batch, in the unpatched library: phrases for a note, or nothing.
+
+    Where there is a reason, batches of lines sorted by length would give other outputs than batches in file order.
+    """
+    value, reasons = loaded.value, []
+    if value("do_sample"):
+        reasons.append("sampling draws all random numbers of a batch in a row")
+    if isinstance(value("temperature"), (list, tuple)):
+        reasons.append("the fallback to other temperatures samples")
+    if value("max_time") is not None:
+        reasons.append("max_time ends whole batches")
+    if value("condition_on_prev_tokens"):
+        reasons.append("condition_on_prev_tokens pads earlier text to the longest of a batch")
+    if loaded.feature_extractor is None:
+        if (value("encoder_repetition_penalty") or 1.0) != 1.0:
+            reasons.append("encoder_repetition_penalty counts padding")
+        if value("encoder_no_repeat_ngram_size"):
+            reasons.append("encoder_no_repeat_ngram_size counts padding")
+        if loaded.args.causal_lm:
+            reasons += _reasons_of_prompts(loaded)
+    return reasons + _reasons_of_architecture(loaded)
+
+
+def _reasons_of_prompts(loaded: Loaded) -> list[str]:
+    """Causal LMs go on from prompts that are padded on the left, and some settings take padding for prompt."""
+    value, reasons = loaded.value, []
+    if value("max_new_tokens") is None:
+        if value("max_length") is not None:
+            reasons.append("max_length counts padding")
+        elif positions(loaded.model.config, "decoder") is not None:
+            reasons.append("without a length, outputs end at MODEL's last position, padding counted")
+    if value("min_length") and value("min_new_tokens") is None:
+        reasons.append("min_length counts padding")
+    if (value("repetition_penalty") or 1.0) != 1.0 and REPETITION_PENALTY_COUNTS_PADDING:
+        reasons.append("repetition_penalty counts padding")
+    # An n-gram with padding in it blocks something only after a token that pads and that ends no output.
+    size = value("no_repeat_ngram_size") or 0
+    if size == 1 or (size > 1 and value("pad_token_id") not in token_ids(value("eos_token_id"))):
+        reasons.append("no_repeat_ngram_size counts padding")
+    if any(_several_tokens(value(name)) for name in ("bad_words_ids", "sequence_bias")):
+        reasons.append("sequences of several tokens are looked for in padding")
+    if value("forced_bos_token_id") is not None:
+        reasons.append("forced_bos_token_id looks at the longest prompt of a batch")
+    if value("watermarking_config") is not None:
+        reasons.append("the watermark reads padding")
+    if value("token_healing"):
+        reasons.append("token_healing pads the prompts again")
+    return reasons
+
+
+def _reasons_of_architecture(loaded: Loaded) -> list[str]:
+    """Masks keep padding out of attention; a model that lets it in elsewhere depends on the longest input of a batch.
+
+    A rule, no measurement: positions that are numbered from the first column on (a causal LM without position_ids, an
+    encoder padded on the left), states that pass through padding, convolutions over sounds of several lengths, experts
+    that take a part of each batch.
+    """
+    args, model = loaded.args, loaded.model
+    config, left = model.config, loaded.tokenizer.padding_side == "left"
+    if config.model_type == "bigbird_pegasus" and config.attention_type == "block_sparse":
+        return ["MODEL's attention depends on the longest input of a batch"]
+    if config.model_type == "switch_transformers" or (
+        config.model_type == "nllb-moe" and not config.moe_eval_capacity_token_fraction >= 1
+    ):
+        return ["MODEL's experts take a part of each batch only"]
+    if args.audio_out:
+        return ["the end of a sound depends on how much it is padded"]
+    if loaded.feature_extractor is not None:
+        has_one_length = getattr(loaded.feature_extractor, "nb_max_frames", None) is not None
+        return [] if has_one_length else ["outputs of MODEL depend on padding"]
+    has_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    if args.causal_lm:
+        depends = not left or not has_positions or getattr(model, "_is_stateful", False)
+    else:
+        depends = left
+    return ["outputs of MODEL depend on padding"] if depends else []
+
+
+def _several_tokens(sequences: Any) -> bool:
+    """Of bad_words_ids [[id, …], …] or sequence_bias {(id, …): bias} or [[[id, …], bias], …]."""
+    if not sequences:
+        return False
+    keys = [each[0] if isinstance(each[0], (list, tuple)) else each for each in sequences]
+    return any(len(key) > 1 for key in keys)

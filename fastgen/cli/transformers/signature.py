@@ -1,0 +1,109 @@
+"""What decides which records a run writes: --resume goes on only where all of it is as it was.
+
+Names are those under which a difference is reported. Nothing here loads the model: another one is found by its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.args import RunConfig
+from fastgen.cli.transformers.lines import Survey
+
+# A flag that is not named here counts. MODEL and INPUT count by what is in them, not by their names.
+FLAGS_WITHOUT_EFFECT_ON_RECORDS = (
+    *("model", "input", "output", "resume", "overwrite", "quiet", "preprocess_workers", "postprocess_workers"),
+    *("reference_path", "reference_field", "score_path"),
+)
+DIGEST = "sha256:"  # of values that say nothing to a reader
+IGNORED_FILES = (".md", ".gitattributes", ".lock", ".py", ".png", ".jpg")
+LARGE_FILE = 64 << 20
+SAMPLES, SAMPLE = 1024, 4096  # of a larger file: so many pieces of so many bytes
+
+
+def signature(args: RunConfig, survey: Survey | None) -> dict[str, Any]:
+    """JSON values by the names that users know; `survey` is None for an INPUT that can be read only once.
+
+    A name on the hub counts with its commit, once the model is loaded: see `with_commit`.
+    """
+    flags = {name: value for name, value in asdict(args).items() if name not in FLAGS_WITHOUT_EFFECT_ON_RECORDS}
+    folder = model_folder(args.model)
+    model = {"MODEL": args.model} if folder is None else _files(folder)
+    return json.loads(
+        json.dumps(
+            {
+                **{f"--{name}": value for name, value in flags.items()},
+                **model,
+                "INPUT's content": None if survey is None else DIGEST + survey.sha256,
+                "INPUT's number of lines": None if survey is None else survey.lines,
+            }
+        )
+    )
+
+
+def model_folder(model: str) -> Path | None:
+    """The folder that MODEL names, None for a name on the hub; raises InputError where there is no such folder."""
+    if model == "demo":
+        from fastgen.models.demo import demo_path
+
+        return demo_path()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InputError(f"MODEL {model}: is a file (accepted: a folder, a hub name, or demo)")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise InputError(f"MODEL {model}: there is no such folder")
+    return None
+
+
+def with_commit(signed: dict[str, Any], config: Any) -> dict[str, Any]:
+    """`signed`, with the commit of a model from the hub."""
+    commit = getattr(config, "_commit_hash", None)
+    return signed | {"MODEL's commit": commit} if "MODEL" in signed and commit else signed
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What changed from one signature to another, in words; a commit that is not known yet does not differ."""
+    found = []
+    for name in [*now, *(name for name in before if name not in now and name != "MODEL's commit")]:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += [f"{name}: {change}" for change in differences(old, new)]
+        elif _in_words(old) != _in_words(new):
+            says_nothing = any(isinstance(value, str) and value.startswith(DIGEST) for value in (old, new))
+            found.append(f"{name} changed" if says_nothing else f"{name} was {_in_words(old)}, is {_in_words(new)}")
+    return found
+
+
+def _in_words(value: Any) -> str:
+    if value is None or value is False or value == []:
+        return "not given"
+    return "given" if value is True else json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """A digest of every file of a model, by names such as MODEL's config.json."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(IGNORED_FILES))
+    return {f"MODEL's {path.name}": _digest(path) for path in paths}
+
+
+def _digest(path: Path) -> str:
+    """Of all of a file; of the size and of samples of a large one: other weights, not every bit."""
+    digest = hashlib.sha256()
+    size = os.path.getsize(path)
+    digest.update(f"{size}\n".encode())
+    with path.open("rb") as file:
+        if size <= LARGE_FILE:
+            digest.update(file.read())
+        else:
+            for number in range(SAMPLES):
+                file.seek(number * (size - SAMPLE) // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE))
+    return DIGEST + digest.hexdigest()

@@ -1,0 +1,311 @@
+"""Text in and text out: lines of INPUT through the tokenizer, and what was generated back to text.
+
+What is wrong with a line is that line's error and stops no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from fastgen.cli.transformers.args import RunConfig
+from fastgen.cli.transformers.batching import Generated, Item
+from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.model import Loaded, embedded_tokens, input_limit, lengths_of_inputs
+from fastgen.cli.transformers.records import (
+    LONGEST_RECORD,
+    Messages,
+    RecordError,
+    WrongKindError,
+    decode,
+    kind,
+    parse,
+    read_input,
+    reason,
+)
+
+# Token ids of texts, or of conversations; raises what the tokenizer raises.
+Encode = Callable[[list[Any]], list[list[int]]]
+# A tokenizer needs some 250 bytes of memory for each character. Texts with more characters than these for each token
+# that they may have are white space, or words that it does not know, and shorter ones than this cost little.
+CHARACTERS_PER_TOKEN = 16
+SHORTEST_LONG_TEXT = 1 << 18
+# Where nothing says how many tokens there may be.
+TOKENS_WITHOUT_LIMIT = 1 << 16
+CHAT_IS_NOT_TRUNCATED = "--max_tokenizer_length; a conversation is not truncated, its end is where the answer begins"
+# What a body of OpenAI's batch format may ask for, by the library's names; a list of pairs is hashable as a tuple.
+BODY_SETTINGS = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+}
+BODY_WITHOUT_SETTINGS = ("model", "messages", *BODY_SETTINGS)
+
+
+@dataclass(frozen=True)
+class TextLimits:
+    """How long texts may be.
+
+    truncate_to: to so many tokens they are truncated. most: the most tokens that the model takes, and what sets this
+    limit. embedded_tokens: how many the model's embedding has. None of each: nobody knows, or nothing limits it.
+    """
+
+    truncate_to: int | None = None
+    most: tuple[int, str] | None = None
+    embedded_tokens: int | None = None
+
+    @property
+    def characters(self) -> int:
+        """No tokenizer is given a text that has more."""
+        limits = [self.truncate_to, None if self.most is None else self.most[0]]
+        tokens = min((each for each in limits if each is not None), default=TOKENS_WITHOUT_LIMIT)
+        return max(SHORTEST_LONG_TEXT, CHARACTERS_PER_TOKEN * tokens)
+
+    def line_bytes(self, args: RunConfig) -> int:
+        """How much of a line is to be read. Text of which this is not all has more than `characters` in it."""
+        characters = 4 * (self.characters + 2)  # a byte order mark, and one that is cut, do not count
+        return max(characters, LONGEST_RECORD) if args.reads_records else characters
+
+    @staticmethod
+    def of(loaded: Loaded) -> TextLimits:
+        """Those of a model and the flags."""
+        return TextLimits(*lengths_of_inputs(loaded), embedded_tokens(loaded.model))
+
+
+class TextInput:
+    """Tokenizes lines, {"input_ids": int64 [N]} for each; threads may share it.
+
+    args.prefix: stands before every text that is not empty, but not before a list of messages.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        args: RunConfig,
+        limits: TextLimits,
+        limit_of: Callable[[int], tuple[int, str] | None] | None = None,
+    ) -> None:
+        """limit_of: the most tokens of an input that asks for so many new ones."""
+        self._tokenizer, self._args, self._limits, self._limit_of = tokenizer, args, limits, limit_of
+        most = [] if limits.most is None else [limits.most]
+        # Truncating is asked for by a length; without one the full length is wanted, to compare it with the limit.
+        truncates = limits.truncate_to is not None and not args.chat
+        options: dict[str, Any] = {}
+        if truncates:
+            options = {"truncation": True, "max_length": limits.truncate_to}
+        elif limits.truncate_to is not None:
+            most.append((limits.truncate_to, CHAT_IS_NOT_TRUNCATED))
+        if isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
+            # The first call with these settings writes them into the tokenizer, which must not be in use then:
+            # tokenizers before 0.23 raise "Already borrowed" where another thread is in the middle of a call.
+            tokenizer([""], verbose=False, **options)
+        self._encode = partial(_encode_conversations if args.chat else _encode_texts, tokenizer, options)
+        # Where the end of a text is kept, its beginning says nothing.
+        self._cuts = truncates and tokenizer.truncation_side == "right"
+        self._most = min(most, default=None)
+        self.line_bytes = limits.line_bytes(args)
+        self.unused: set[str] = set()  # names in bodies of OpenAI's format that change nothing
+
+    def prepare(self, lines: list[Line]) -> list[Item]:
+        """An item for each line; raises WrongKindError where INPUT's first line is of no kind that is read."""
+        items = [Item(line) for line in lines]
+        inputs: dict[int, Any] = {}
+        long: dict[int, Any] = {}
+        for index, item in enumerate(items):
+            try:
+                found = read_input(item.line, self._args)
+                if found is not None and self._args.input_format == "openai":
+                    item.group = self._body_settings(item.line)
+            except WrongKindError as error:
+                if item.line.number == 1:
+                    raise
+                item.error = str(error)
+                continue
+            except RecordError as error:
+                item.error = str(error)
+                continue
+            if found is not None:
+                (long if _length(found) > self._limits.characters else inputs)[index] = found
+        encoded = dict(zip(inputs, _encode_each(self._encode, list(inputs.values())), strict=True))
+        encoded |= {index: self._encode_long(text) for index, text in long.items()}
+        for index, ids in encoded.items():
+            self._fill(items[index], ids)
+        return items
+
+    def _fill(self, item: Item, ids: list[int] | str) -> None:
+        known, most = self._limits.embedded_tokens, self._most
+        asked = dict(item.group or ()).get("max_new_tokens")
+        if asked and self._limit_of is not None:
+            most = min(filter(None, (most, self._limit_of(asked))), default=None)
+        if isinstance(ids, str):
+            item.error = ids
+        elif most is not None and len(ids) > most[0]:
+            item.error = f"has {len(ids)} tokens, the limit is {most[0]} ({most[1]})"
+        elif known is not None and max(ids, default=0) >= known:
+            item.error = f"has the token {max(ids)}, the last that MODEL knows is {known - 1}"
+        elif ids:  # a tokenizer may find no token in a text of characters that it drops
+            item.arrays, item.length = {"input_ids": np.array(ids, np.int64)}, len(ids)
+
+    def _body_settings(self, line: Line) -> tuple[tuple[str, Any], ...] | None:
+        """What the body of a request asks generate for; requests that ask for the same share batches."""
+        body = parse(decode(line))["body"]
+        self.unused.update(name for name in body if name not in BODY_WITHOUT_SETTINGS)
+        found: dict[str, Any] = {}
+        for name, setting in BODY_SETTINGS.items():
+            value = body.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+                raise RecordError(f'has {kind(value)} as "{name}" of its body (accepted: a number, 0 or more)')
+            found[setting] = value
+        if "temperature" in found:
+            found["do_sample"] = found["temperature"] > 0
+            found["temperature"] = float(found["temperature"]) or 1.0
+        return tuple(sorted(found.items())) or None
+
+    def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
+        """input_ids [B, N], padded, with the attention_mask that tells them from padding."""
+        rows = [item.arrays["input_ids"] for item in items if item.arrays is not None]
+        return pad_text(rows, self._tokenizer.pad_token_id, self._tokenizer.padding_side == "left")
+
+    def _encode_long(self, text: Any) -> list[int] | str:
+        """The tokens that a text is truncated to, of its beginning, where half of that comes to the same ones."""
+        most, tokens = self._limits.characters, self._limits.truncate_to
+        why = f"has more than {most} characters"
+        if not self._cuts:
+            hint = " (--max_tokenizer_length N truncates to N tokens)" if tokens is None else ""
+            return f"{why}, the most that are tokenized{hint}"
+        half, ids = (_encode_one(self._encode, text[:size]) for size in (most // 2, most))
+        if isinstance(ids, str) or (half == ids and len(ids) == tokens):
+            return ids
+        return f"{why}, and half of these do not come to its first {tokens} tokens"
+
+    @staticmethod
+    def of(loaded: Loaded) -> TextInput:
+        """For a model, with the prefix of its task unless there is another."""
+        return TextInput(loaded.tokenizer, loaded.args, TextLimits.of(loaded), partial(input_limit, loaded))
+
+
+def pad_text(rows: list[np.ndarray], pad_token_id: int, left: bool) -> dict[str, torch.Tensor]:
+    """Token ids [N] as int64 input_ids [B, N] and attention_mask [B, N]."""
+    shape = len(rows), max(map(len, rows))
+    input_ids = np.full(shape, pad_token_id, np.int64)
+    attention_mask = np.zeros(shape, np.int64)
+    for number, row in enumerate(rows):
+        columns = slice(shape[1] - len(row), None) if left else slice(len(row))
+        input_ids[number, columns] = row
+        attention_mask[number, columns] = 1
+    return {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
+
+
+def _length(found: str | Messages) -> int:
+    return len(found) if isinstance(found, str) else sum(len(message["content"]) for message in found)
+
+
+def _encode_texts(tokenizer: Any, options: dict[str, Any], texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, verbose=False, **options)["input_ids"]
+
+
+def _encode_conversations(tokenizer: Any, _: dict[str, Any], conversations: list[Messages]) -> list[list[int]]:
+    """Special tokens are those of the template; the tokenizer adds none."""
+    encoded = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return encoded["input_ids"]
+
+
+def _encode_each(encode: Encode, inputs: list[Any]) -> list[list[int] | str]:
+    """Token ids of every input in one call; if that raises, in a call for each, with the error of those that raise."""
+    try:
+        return list(encode(inputs)) if inputs else []
+    except Exception:
+        return [_encode_one(encode, each) for each in inputs]
+
+
+def _encode_one(encode: Encode, text: Any) -> list[int] | str:
+    try:
+        return encode([text])[0]
+    except Exception as error:  # a tokenizer or a template may raise anything
+        return f"cannot be tokenized ({reason(error)})"
+
+
+class TextOutput:
+    """Turns token ids into texts with their scores and numbers of tokens; threads may share it.
+
+    start_tokens: how many tokens at the start of a row were given to the decoder and not generated: 1 for an
+        encoder-decoder, 0 for a causal LM, and 0 for Whisper, whose generate leaves them out. eos_token_ids: none for
+        Whisper, whose generate leaves out the end, too.
+    """
+
+    def __init__(
+        self, tokenizer: Any, args: RunConfig, eos_token_ids: list[int], pad_token_id: int | None, start_tokens: int
+    ) -> None:
+        clean_up = {"clean_up_tokenization_spaces": True} if args.clean_up_tokenization_spaces else {}
+        skip = not args.include_special_tokens
+        self._decode = partial(tokenizer.batch_decode, skip_special_tokens=skip, **clean_up)
+        self._eos, self._pad, self._start = eos_token_ids, pad_token_id, start_tokens
+
+    def finish(self, generated: Generated) -> float:
+        """Fills the items' outputs, and an error where what was generated cannot be decoded; returns the tokens."""
+        sequences = generated.sequences
+        if sequences is None or not len(sequences):
+            return 0
+        tokens, ended = count_tokens(sequences, self._start, self._eos, self._pad)
+        if generated.segments is not None:
+            tokens = np.array([sum(len(part[2]) for part in output) for output in generated.segments])
+        each = len(sequences) // len(generated.items)  # R outputs of every item
+        texts = self._texts(sequences, each)
+        for index, item in enumerate(generated.items):
+            found = texts[index]
+            if isinstance(found, str):
+                item.error = found
+                continue
+            for row, text in enumerate(found, start=index * each):
+                output: dict[str, Any] = {"text": text}
+                if generated.scores is not None:
+                    output["score"] = generated.scores[row]
+                if generated.segments is not None:
+                    output["segments"] = [self._segment(*part) for part in generated.segments[row]]
+                item.outputs.append(output | {"tokens": int(tokens[row]), "ended": bool(ended[row])})
+        return int(tokens.sum())
+
+    def _segment(self, start: float, end: float, tokens: list[int]) -> dict[str, Any]:
+        return {"start": start, "end": end, "text": self._decode([tokens])[0]}
+
+    def _texts(self, sequences: np.ndarray, each: int) -> list[list[str] | str]:
+        """The texts of every item in one call; if that raises, in a call for each, with the error where that raises."""
+        starts = range(0, len(sequences), each)
+        try:
+            texts = self._decode(sequences)
+            return [texts[start : start + each] for start in starts]
+        except Exception:
+            return [self._texts_of_one(sequences[start : start + each]) for start in starts]
+
+    def _texts_of_one(self, sequences: np.ndarray) -> list[str] | str:
+        try:
+            return self._decode(sequences)
+        except Exception as error:  # a tokenizer may raise anything
+            return f"what was generated cannot be decoded ({reason(error)})"
+
+
+def count_tokens(
+    sequences: np.ndarray, start_tokens: int, eos_token_ids: list[int], pad_token_id: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many tokens of each row [B * R, T] were generated, up to the first EOS with it, and whether there is one.
+
+    A row without an EOS ends where its padding begins: a stop string ended it, or there was no room for more.
+    """
+    generated = sequences[:, start_tokens:]
+    rows, width = generated.shape
+    if width == 0:
+        return np.zeros(rows, np.int64), np.zeros(rows, bool)
+    is_eos = np.isin(generated, eos_token_ids)
+    is_text = np.ones_like(is_eos) if pad_token_id is None else generated != pad_token_id
+    unpadded = np.where(is_text.any(axis=1), width - is_text[:, ::-1].argmax(axis=1), 0)
+    has_eos = is_eos.any(axis=1)
+    return np.where(has_eos, is_eos.argmax(axis=1) + 1, unpadded), has_eos

@@ -1,0 +1,473 @@
+"""OUTPUT.part is a journal: whatever ends a run, --resume completes OUTPUT as if nothing had happened."""
+
+import errno
+import gzip
+import json
+import lzma
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+from cli_models import save_gpt2
+from python_process import REPOSITORY, run_code, run_python
+
+from fastgen.cli.errors import InputError, RunError
+from fastgen.cli.transformers.files import check_writable, write_whole
+from fastgen.cli.transformers.journal import Entry, Journal
+
+SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "0" * 64}
+
+
+def entry(number: int, failed: bool = False) -> Entry:
+    return Entry(number, 3 + number % 5, ["long", None][number % 2], failed, f"récord {number}\n".encode())
+
+
+def begin(path: Path | str, signature: dict = SIGNATURE, resume: bool = False, overwrite: bool = False) -> Journal:
+    journal = Journal(str(path), resume, overwrite)
+    try:
+        journal.begin(signature)
+    except BaseException:
+        journal.release()
+        raise
+    return journal
+
+
+def left(path: Path, *batches: list[int], signature: dict = SIGNATURE) -> Path:
+    """The journal of a run that ended with these batches."""
+    journal = begin(path, signature)
+    for numbers in batches:
+        journal.write([entry(number) for number in numbers])
+    journal.leave()
+    return path.with_name(path.name + ".part")
+
+
+def complete(path: Path | str, total: int, **how: bool) -> None:
+    journal = begin(path, **how)
+    written = {number for number in range(1, total + 1) if journal.entry(number)}
+    journal.write([entry(number) for number in range(1, total + 1) if number not in written])
+    journal.complete(total)
+    journal.leave()
+
+
+def text(total: int) -> bytes:
+    return b"".join(entry(number).data for number in range(1, total + 1))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_output_appears_in_order_when_complete_and_nothing_else_stays(tmp_path: Path) -> None:
+    journal = begin(tmp_path / "out")
+    journal.write([entry(3), entry(1)])
+    assert names(tmp_path) == ["out.part", "out.part.lock"]
+    journal.write([entry(2, failed=True)])
+    assert (journal.records, journal.failures, journal.generated) == (3, 1, 2)
+    with pytest.raises(RunError, match="has records of 3 lines, and INPUT has 4"):
+        journal.complete(4)
+    journal.complete(3)
+    journal.leave()
+    assert names(tmp_path) == ["out", "out.run.json"] and (tmp_path / "out").read_bytes() == text(3)
+
+
+def test_what_was_written_is_known_and_a_run_without_records_leaves_nothing(tmp_path: Path) -> None:
+    left(tmp_path / "out", [4, 1], [2])
+    journal = begin(tmp_path / "out", resume=True)
+    assert [journal.entry(number) for number in range(1, 6)] == [entry(1), entry(2), None, entry(4), None]
+    journal.leave()
+    assert names(tmp_path) == ["out.part"]
+    complete(tmp_path / "out", 5, resume=True)
+    assert (tmp_path / "out").read_bytes() == text(5)
+    begin(tmp_path / "other").leave()
+    assert names(tmp_path) == ["out", "out.run.json"]
+
+
+def test_an_output_that_is_there_is_replaced_only_by_a_complete_one_and_where_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(InputError, match=r"OUTPUT .*out: is there already .*--overwrite"):
+            begin(tmp_path / "out", resume=resume)
+    assert names(tmp_path) == ["out"]
+    journal = begin(tmp_path / "out", overwrite=True)
+    journal.write([entry(1)])
+    journal.leave()
+    with pytest.raises(InputError, match="is there already"):
+        begin(tmp_path / "out", resume=True)
+    assert (tmp_path / "out").read_text() == "mine"
+    complete(tmp_path / "out", 1, resume=True, overwrite=True)
+    assert (tmp_path / "out").read_bytes() == text(1)
+
+
+def test_an_output_that_appears_during_a_run_is_not_replaced(tmp_path: Path) -> None:
+    journal = begin(tmp_path / "out")
+    journal.write([entry(1)])
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(InputError, match="is there already"):
+        journal.complete(1)
+    journal.leave()
+    assert (tmp_path / "out").read_text() == "mine" and (tmp_path / "out.part").exists()
+
+
+def test_a_complete_output_is_known_until_something_changes(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    complete(output, 2)
+    for signature, overwrite, done in ((SIGNATURE, False, True), (SIGNATURE, True, True)):
+        journal = Journal(str(output), True, overwrite)
+        assert journal.check(signature) is done and journal.completed["records"] == 2
+        journal.release()
+    other = SIGNATURE | {"--beam": 5}
+    journal = Journal(str(output), True, False)
+    with pytest.raises(
+        InputError, match=r"is there already .*--overwrite.*; it was made differently: --beam was 4, is 5"
+    ):
+        journal.check(other)
+    journal.release()
+    journal = Journal(str(output), True, True)
+    assert not journal.check(other)
+    journal.release()
+    output.write_text("changed\n")
+    with pytest.raises(InputError, match=r"is there already .*; no run is known that made it as it is"):
+        Journal(str(output), True, False)
+    complete(output, 2, overwrite=True)
+    assert output.read_bytes() == text(2)
+
+
+@pytest.mark.parametrize("end", ["gz", "xz"])
+def test_a_compressed_output_has_the_same_bytes_for_the_same_records(tmp_path: Path, end: str) -> None:
+    left(tmp_path / f"out.{end}", [2])
+    complete(tmp_path / f"out.{end}", 3, resume=True)
+    complete(tmp_path / f"other.{end}", 3)
+    written = (tmp_path / f"out.{end}").read_bytes()
+    assert written == (tmp_path / f"other.{end}").read_bytes()
+    assert {"gz": gzip, "xz": lzma}[end].decompress(written) == text(3)
+
+
+def test_a_remote_output_is_uploaded_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = "memory://bucket/out.txt.gz"
+    files = fsspec.filesystem("memory")
+    journal = begin(url)
+    journal.write([entry(2), entry(1)])
+    assert names(tmp_path) == ["out.txt.gz.part", "out.txt.gz.part.lock"] and not files.exists("/bucket/out.txt.gz")
+    journal.leave()
+    complete(url, 3, resume=True)
+    assert gzip.decompress(files.cat("/bucket/out.txt.gz")) == text(3)
+    assert names(tmp_path) == ["out.txt.gz.run.json"]
+    journal = Journal(url, True, False)
+    assert journal.check(SIGNATURE)
+    journal.release()
+    with pytest.raises(InputError, match="is there already"):
+        Journal(url, False, False)
+    files.rm("/bucket/out.txt.gz")
+
+
+@pytest.mark.parametrize("made", ["file", "folder", "older version"])
+def test_a_part_that_is_none_of_this_version_is_never_overwritten(tmp_path: Path, made: str) -> None:
+    part = tmp_path / "out.part"
+    if made == "folder":
+        part.mkdir()
+    else:
+        part.write_text("mine" if made == "file" else '{"line": 1, "outputs": []}\n{"line": 2, "outputs": []}\n')
+    with pytest.raises(InputError, match=r"out\.part .*--resume goes on from it; remove it"):
+        begin(tmp_path / "out")
+    message = "is not a file" if made == "folder" else "or was not written by this version .remove"
+    with pytest.raises(InputError, match=message) as error:
+        begin(tmp_path / "out", resume=True)
+    assert "\n" not in str(error.value) and names(tmp_path) == ["out.part"]
+
+
+def test_every_difference_is_named_and_the_journal_stays_as_it_is(tmp_path: Path) -> None:
+    part = left(tmp_path / "out", [1])
+    before = part.read_bytes()
+    now = {"--beam": 5, "--do_sample": True, "--prefix": "to: ", "INPUT's content": "sha256:" + "1" * 64}
+    with pytest.raises(InputError) as error:
+        begin(tmp_path / "out", now, resume=True)
+    for words in ("--beam was 4, is 5", "--do_sample was not given, is given", "INPUT's content changed"):
+        assert words in str(error.value)
+    assert '--prefix was not given, is "to: "' in str(error.value) and "sha256" not in str(error.value)
+    assert part.read_bytes() == before
+
+
+def test_half_a_batch_is_given_up(tmp_path: Path) -> None:
+    part = left(tmp_path / "out", [1, 2], [3, 4])
+    whole = part.read_bytes()
+    first = whole.index(b"\n", whole.index(b"] ") if b"] " in whole else 0)
+    ends = [position for position in range(len(whole)) if whole[position : position + 1] == b"\n"]
+    assert first and len(ends) == 7  # a signature, and twice two records and their number
+    for size in range(ends[0] + 1, len(whole) + 1):
+        part.write_bytes(whole[:size])
+        journal = begin(tmp_path / "out", resume=True)
+        expected = 4 if size == len(whole) else 2 if size > ends[3] else 0
+        assert journal.records == expected, size
+        assert part.stat().st_size == (len(whole) if expected == 4 else ends[3] + 1 if expected else ends[0] + 1)
+        journal._close()
+        journal.release()
+
+
+def test_damage_is_found_and_named(tmp_path: Path) -> None:
+    part = left(tmp_path / "out", [1, 2], [3], [4, 5])
+    whole = part.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    draw = random.Random(0)
+    for _ in range(200):  # a byte is another one, in any line that ends
+        place = draw.randrange(len(whole))
+        byte = bytes([whole[place] ^ (1 << draw.randrange(8))])
+        if b"\n" in (byte, whole[place : place + 1]):
+            continue
+        part.write_bytes(whole[:place] + byte + whole[place + 1 :])
+        with pytest.raises(InputError, match=r"out\.part is damaged( in its first line|: line \d+ )"):
+            begin(tmp_path / "out", resume=True)
+    for number in range(1, 6):  # of a batch that others follow a line is missing
+        part.write_bytes(b"".join(lines[:number] + lines[number + 1 :]))
+        with pytest.raises(InputError, match=r"out\.part is damaged: line \d counts . records of ."):
+            begin(tmp_path / "out", resume=True)
+    part.write_bytes(b"".join([*lines, *lines[1:]]))
+    with pytest.raises(InputError, match="is damaged: line 9 repeats a record"):
+        begin(tmp_path / "out", resume=True)
+    for number in range(1, len(lines)):  # half a line in the middle
+        part.write_bytes(b"".join(lines[:number]) + lines[number][:-4] + b"".join(lines[number + 1 :]))
+        if number + 1 < len(lines):
+            with pytest.raises(InputError, match="is damaged: line"):
+                begin(tmp_path / "out", resume=True)
+
+
+def test_where_output_is_a_link_its_target_is_written(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "out")
+    left(tmp_path / "link", [1])
+    assert (tmp_path / "there" / "out.part").exists()
+    complete(tmp_path / "link", 2, resume=True)
+    assert (tmp_path / "link").is_symlink() and names(tmp_path / "there") == ["out", "out.run.json"]
+
+
+def test_an_output_that_cannot_be_written_is_found_beforehand(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("one\n")
+    (tmp_path / "in.part").write_text("one\n")
+    (tmp_path / "link").symlink_to("in")
+    cases = [
+        (tmp_path, "is a folder"),
+        (tmp_path / "none" / "out", "there is no folder .*none"),
+        (tmp_path / "in", "is the same file as INPUT"),
+        (tmp_path / "link", "is the same file as INPUT"),
+        (tmp_path / ("x" * 250), "cannot be written"),  # too long with .part
+    ]
+    before = names(tmp_path)
+    sources = {"INPUT": str(tmp_path / "in"), "--reference_path": None}
+    for output, message in cases:
+        with pytest.raises(InputError, match=f"OUTPUT .*: {message}"):
+            check_writable("OUTPUT", str(output), sources)
+    with pytest.raises(InputError, match=r"by way of .*in\.part, which is --reference_path"):
+        check_writable("OUTPUT", str(tmp_path / "in"), {"--reference_path": str(tmp_path / "in.part")})
+    check_writable("OUTPUT", str(tmp_path / "out"), sources)
+    assert names(tmp_path) == before
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "there", b"", tmp_path)
+
+
+# Ends the process before the K-th line of these modules is run, for every K, and then completes the job.
+JOB = """
+import os, random, shutil, sys
+from pathlib import Path
+from fastgen.cli.transformers import files, journal
+from fastgen.cli.transformers.journal import Entry, Journal
+
+def job(path, total, longest=40):
+    output = Journal(str(path), resume=True, overwrite=False)
+    try:
+        if output.check({"--total": total}):
+            return
+        output.begin({"--total": total})
+        for first in range(1, total + 1, 3):
+            batch = range(first, min(first + 3, total + 1))
+            if all(output.entry(number) for number in batch):
+                continue
+            assert not any(output.entry(number) for number in batch)  # a batch is there or not
+            draw = random.Random(first)
+            records = [f"{number} {draw.random()} {'x' * draw.randint(0, longest)}" + chr(10) for number in batch]
+            output.write([Entry(n, 1, None, False, record.encode()) for n, record in zip(batch, records)])
+        output.complete(total)
+        output.leave()
+    except BaseException:
+        output.leave()
+        raise
+"""
+CRASHES = (
+    JOB
+    + """
+FILES = [files.__file__, journal.__file__]
+
+def in_child(action):
+    if (child := os.fork()) == 0:
+        try:
+            action()
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def crash_at(line):
+    left = line
+    def trace(frame, event, argument):
+        nonlocal left
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                os._exit(9)
+        return trace
+    sys.settrace(trace)
+    job(output, 7)
+
+folder = Path(sys.argv[1])
+job(folder / "whole", 7)
+whole = (folder / "whole").read_bytes()
+output = folder / "work" / "out"
+line, status = 0, 9
+while status == 9:
+    line += 1
+    shutil.rmtree(output.parent, ignore_errors=True)
+    output.parent.mkdir()
+    status = in_child(lambda: crash_at(line))
+    assert in_child(lambda: job(output, 7)) == 0, line
+    assert output.read_bytes() == whole, line
+    assert {"out", "out.run.json"} <= set(os.listdir(output.parent)), (line, os.listdir(output.parent))
+    assert not {"out.part", "out.part.new"} & set(os.listdir(output.parent)), (line, os.listdir(output.parent))
+assert status == 0
+print(line - 1)
+"""
+)
+
+
+def test_killed_before_any_line_of_these_modules_a_run_can_be_resumed(tmp_path: Path) -> None:
+    done = run_python("-c", CRASHES, str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout) > 100
+
+
+def test_a_journal_that_another_run_writes_is_refused_until_that_run_is_killed(tmp_path: Path) -> None:
+    code = JOB + (
+        f"output = Journal({str(tmp_path / 'out')!r}, False, False)\noutput.begin({SIGNATURE!r})\n"
+        "output.write([Entry(1, 1, None, False, b'one' + bytes([10]))])\nprint('ready', flush=True)\nsys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdin=-1, stdout=-1) as run:
+        run.stdout.readline()
+        with pytest.raises(InputError, match=r"another run is writing to .*out\.part"):
+            Journal(str(tmp_path / "out"), True, False)
+        run.kill()
+        run.wait()
+        journal = begin(tmp_path / "out", resume=True)
+        assert journal.records == 1
+        journal.leave()
+
+
+@pytest.mark.parametrize("limit", [3000, 20_000])
+def test_a_full_disk_keeps_whole_batches_and_more_room_completes_them(tmp_path: Path, limit: int) -> None:
+    """A limit on the size of files ends a write in its middle, as a full disk does."""
+    job = f"job({str(tmp_path / 'out')!r}, 90, 200)"
+    code = JOB + (
+        "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        f"try:\n    {job}\nexcept OSError as error:\n    print(error.errno, error.filename, error.strerror)\n"
+    )
+    said = run_code(code)
+    if limit == 3000:
+        assert said == f"{errno.EFBIG} {tmp_path / 'out.part'} File too large\n"
+        assert names(tmp_path) == ["out.part"]
+    run_code(JOB + job + f"\njob({str(tmp_path / 'whole')!r}, 90, 200)")
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_what_a_full_disk_needs_for_the_order_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Journal, path: Path) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    left(tmp_path / "out", [2, 1])
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "_assemble", full)
+        journal = begin(tmp_path / "out", resume=True)
+        with pytest.raises(OSError, match=r"No space left on device .OUTPUT is put in order from OUTPUT\.part"):
+            journal.complete(2)
+        journal.leave()
+    complete(tmp_path / "out", 2, resume=True)
+    assert (tmp_path / "out").read_bytes() == text(2)
+
+
+# The command in children of a process that has imported everything; every batch takes a moment, and is noted.
+ENDINGS = """
+import os, random, signal, sys, time
+import torch
+from transformers import GPT2LMHeadModel as kind
+import fastgen
+from fastgen.cli.transformers.command import main
+
+model, source, folder, number, *flags = sys.argv[1:]
+number, log = int(number), folder + "/log"
+generate = kind.generate
+
+def noted(self, **inputs):
+    with open(log, "a") as file:
+        file.write("x" * len(inputs["input_ids"]))
+    time.sleep(0.01)
+    return generate(self, **inputs)
+
+kind.generate = noted
+
+def start(name):
+    if (child := os.fork()) == 0:
+        os._exit(main([model, source, f"{folder}/{name}", *flags]))
+    return child
+
+def status(child, options=0):
+    ended, how = os.waitpid(child, options)
+    return os.waitstatus_to_exitcode(how) if ended else None
+
+def generated():
+    return os.path.getsize(log) if os.path.exists(log) else 0
+
+assert status(start("whole")) == 0
+os.remove(log)
+draw, ends, found = random.Random(number), 0, None
+while True:
+    child, begun, batches = start("out"), generated(), draw.randint(1, 4)
+    while (found := status(child, os.WNOHANG)) is None and ends < 20 and generated() < begun + 4 * batches:
+        time.sleep(0.001)
+    if found is None and ends < 20:
+        time.sleep(draw.uniform(0, 0.02))
+        os.kill(child, number)
+    found = status(child) if found is None else found
+    assert found in (0, -9, 130, 143), found
+    if found == 0:
+        break
+    ends += 1
+print(ends, generated())
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=["kill -9", "SIGTERM", "Ctrl-C"])
+def test_ended_at_random_moments_the_command_goes_on_to_what_an_uninterrupted_one_writes(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    """With sampling, 20 times. What was written is not generated again: only a kill loses the batches in flight."""
+    model = save_gpt2(tmp_path / "gpt2")
+    lines = 400
+    (tmp_path / "in").write_text("".join("word1 " * (1 + number % 7) + "\n" for number in range(lines)))
+    flags = ["--causal_lm", "--do_sample", "--max_new_tokens", "5", "--seed", "3", "--bs", "4", "--quiet", "--resume"]
+    done = run_python("-c", ENDINGS, str(model), str(tmp_path / "in"), str(tmp_path), str(int(end)), *flags)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    ends, generated = map(int, done.stdout.split())
+    assert ends == 20
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
+    # Behind the model up to eight batches of four lines may wait to be written.
+    assert lines <= generated <= lines + (ends * 4 * 10 if end == signal.SIGKILL else 0)
+
+
+def test_run_json_says_what_was_made(tmp_path: Path) -> None:
+    complete(tmp_path / "out", 2)
+    made = json.loads((tmp_path / "out.run.json").read_text())
+    assert (made["signature"], made["records"], made["failures"]) == (SIGNATURE, 2, 0)

@@ -1,0 +1,112 @@
+"""fastgen.TextGenerator gives, in order, what the command writes; from a list, from columns, from a stream."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from cli_loop import plain_loop
+from cli_models import WORDS, save_bart, save_gpt2, sentences
+from python_process import run_code
+
+import fastgen
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.command import main
+
+LINES = sentences(23)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bart(tmp_path_factory.mktemp("bart"))
+
+
+def texts(records: list[dict]) -> list[str]:
+    return [output["text"] for record in records for output in record["outputs"]]
+
+
+def test_a_list_gives_the_records_of_the_command_in_order(bart: Path, tmp_path: Path) -> None:
+    lines = [*LINES, "", " ".join(WORDS * 2)]
+    (tmp_path / "in").write_text("".join(f"{line}\n" for line in lines))
+    command = [str(bart), str(tmp_path / "in"), str(tmp_path / "out.jsonl"), "--beam", "2", "--bs", "4"]
+    assert main(command) == 1
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for record in written:
+        del record["line"]
+    generator = fastgen.TextGenerator(str(bart), num_beams=2, batch_size=4)
+    assert generator(lines) == written and "limit" in written[-1]["error"]
+    assert generator([]) == [] and generator(LINES[:2]) == written[:2]
+
+
+def test_columns_come_back_with_the_outputs_beside_them(bart: Path) -> None:
+    generator = fastgen.TextGenerator(str(bart), text_field="article", typical_p=0.9, renormalize_logits=True)
+    columns = {"article": np.array(LINES[:5]), "id": [5, 4, 3, 2, 1]}
+    found = generator(columns)
+    assert list(found) == ["article", "id", "input_tokens", "outputs", "error"] and found["id"] == columns["id"]
+    assert [outputs[0]["text"] for outputs in found["outputs"]] == plain_loop(bart, LINES[:5], 5)
+
+
+def test_a_stream_is_generated_for_while_it_is_read(bart: Path) -> None:
+    read: list[int] = []
+
+    def endless() -> Iterator[str]:
+        for number in range(1_000_000):
+            read.append(number)
+            yield LINES[number % len(LINES)]
+
+    generator = fastgen.TextGenerator(str(bart), bs=4, window=8)
+    records = generator.iterate(endless())
+    found = [next(records) for _ in range(40)]
+    records.close()
+    assert texts(found) == [(plain_loop(bart, LINES, 4) * 2)[number] for number in range(40)]
+    assert len(read) < 5000
+
+
+def test_a_stream_that_pauses_gets_its_records_before_it_goes_on(bart: Path) -> None:
+    seen: list[dict] = []
+
+    def conversation() -> Iterator[str]:
+        for line in LINES[:3]:
+            answered = len(seen)
+            yield line
+            assert answered == len(seen)
+
+    generator = fastgen.TextGenerator(str(bart), bs=1, window=0)
+    for record in generator.iterate(conversation()):
+        seen.append(record)
+    assert texts(seen) == plain_loop(bart, LINES[:3], 1)
+
+
+def test_a_loaded_model_is_taken_with_its_tokenizer(tmp_path: Path) -> None:
+    folder = save_gpt2(tmp_path / "gpt2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    generator = fastgen.TextGenerator(model, tokenizer=tokenizer, causal_lm=True, bs=4, max_new_tokens=5)
+    assert texts(generator(LINES)) == plain_loop(folder, LINES, 4, causal_lm=True, max_new_tokens=5)
+    samples = fastgen.TextGenerator(model, tokenizer=tokenizer, causal_lm=True, do_sample=True, seed=3, bs=4)
+    assert samples(LINES) == samples(LINES)
+    with pytest.raises(InputError, match="tokenizer: is missing"):
+        fastgen.TextGenerator(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beamz": 3}, "did you mean --num_beams"),
+        ({"resume": True}, "resume: is a flag of the command only"),
+        ({"temperature": 0.5}, "has no effect without --do_sample"),
+        ({"task": "text-to-speech"}, "sounds are written by the command only"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(bart: Path, settings: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fastgen.TextGenerator(str(bart), **settings)
+
+
+def test_it_is_imported_when_it_is_first_used() -> None:
+    code = "import sys, fastgen\nassert 'fastgen.cli' not in sys.modules and 'torch' not in sys.modules\n"
+    run_code(code + "assert fastgen.TextGenerator.__name__ == 'TextGenerator' and 'torch' in sys.modules")

@@ -47,6 +47,8 @@ def run() -> None:
             with fastgen.disabled(), allowed():
                 upstream.main(cfg)
         elif reasons := unsupported_reasons(cfg, workers):
+            if args.num_shards > 1:
+                raise InputError(f"--num-shards {args.num_shards} needs the pipeline: {'; '.join(reasons)}")
             say(f"without the pipeline: {'; '.join(reasons)}")
             upstream.main(cfg)
         else:
@@ -94,6 +96,9 @@ def check(args: argparse.Namespace) -> None:
             raise InputError(f"{flag} {value} (accepted: 1 or more)")
     if args.sampling and args.nbest != args.beam:
         raise InputError(f"--sampling needs --nbest {args.beam}, the value of --beam (given: {args.nbest})")
+    if not 0 <= args.shard_id < args.num_shards:
+        accepted = f"accepted: 0 to {args.num_shards - 1}, one less than --num-shards"
+        raise InputError(f"--shard-id {args.shard_id} ({accepted})")
     if args.replace_unk is not None and args.dataset_impl != "raw":
         raise InputError(f"--replace-unk needs --dataset-impl raw (given: {args.dataset_impl})")
     # Other tasks than translations have no languages, and moses takes English.

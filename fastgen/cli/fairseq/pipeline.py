@@ -156,7 +156,7 @@ class _Run:
         return models, language_model
 
     def _batches(self) -> Any:
-        """The progress bar over the batches of this shard."""
+        """The progress bar over the batches of this shard: of --num-shards, every one from --shard-id on."""
         cfg, dataset = self.cfg, self.cfg.dataset
         epoch = self.task.get_batch_iterator(
             dataset=self.task.dataset(dataset.gen_subset),
@@ -168,8 +168,8 @@ class _Run:
             ignore_invalid_inputs=dataset.skip_invalid_size_inputs_valid_test,
             required_batch_size_multiple=dataset.required_batch_size_multiple,
             seed=cfg.common.seed,
-            num_shards=cfg.distributed_training.distributed_world_size,
-            shard_id=cfg.distributed_training.distributed_rank,
+            num_shards=dataset.num_shards,
+            shard_id=dataset.shard_id,
             num_workers=dataset.num_workers,
             data_buffer_size=dataset.data_buffer_size,
         )

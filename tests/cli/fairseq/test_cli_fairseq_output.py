@@ -250,3 +250,24 @@ def test_no_pipeline_is_said_with_its_reason(capfd: pytest.CaptureFixture, data:
     captured = capfd.readouterr()
     assert captured.out == expected
     assert "without the pipeline: --postprocess-workers 0\n" in captured.err
+
+
+def test_the_outputs_of_all_shards_together_are_those_of_one_run(
+    data: CommandData, capfd: pytest.CaptureFixture
+) -> None:
+    args = [*data.generation, *"--batch-size 7 --beam 3 --remove-bpe".split()]
+
+    def lines(*flags: str) -> list[str]:
+        found = written(capfd, *args, *flags).splitlines()
+        return [line for line in found if re.match(r"[STHDP]-\d+\t", line)]
+
+    whole = lines()
+    parts = [lines("--num-shards", "3", "--shard-id", str(shard)) for shard in range(3)]
+    assert all(parts) and sorted(line for part in parts for line in part) == sorted(whole)
+    for flags, message in (
+        (["--num-shards", "3", "--shard-id", "3"], "--shard-id 3 (accepted: 0 to 2"),
+        (["--num-shards", "3", "--postprocess-workers", "0"], "--num-shards 3 needs the pipeline"),
+    ):
+        capfd.readouterr()
+        assert generate([*args, *flags]) == 2
+        assert message in capfd.readouterr().err

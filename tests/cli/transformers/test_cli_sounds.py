@@ -12,9 +12,9 @@ import soundfile
 import transformers
 from cli_models import save_bart
 from cli_speech_models import save_seamless
-from fastgen.cli.transformers.files.sound_folder import SoundFolder
 
 import fastgen
+from fastgen.cli.transformers.audio import SoundFolder
 from fastgen.cli.transformers.command import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -226,7 +226,7 @@ def test_damage_is_found_and_named(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"out\.part is damaged: line \d counts . records of ."):
             begin(tmp_path / "out", resume=True)
     part.write_bytes(b"".join([*lines, *lines[1:]]))
-    with pytest.raises(InputError, match="is damaged: line 9 repeats a record"):
+    with pytest.raises(InputError, match="is damaged: line 10 repeats a record"):
         begin(tmp_path / "out", resume=True)
     for number in range(1, len(lines)):  # half a line in the middle
         part.write_bytes(b"".join(lines[:number]) + lines[number][:-4] + b"".join(lines[number + 1 :]))

@@ -26,7 +26,7 @@ from fastgen.cli.transformers import metrics
 from fastgen.cli.transformers.args import PROG, STREAM, RunConfig, completed, parse_arguments
 from fastgen.cli.transformers.files import beside, check_writable, write_whole
 from fastgen.cli.transformers.journal import Journal, StreamOutput
-from fastgen.cli.transformers.lines import Line, Survey, is_stream, raw_lines, read_chunks, survey
+from fastgen.cli.transformers.lines import Line, Survey, is_stream, is_url, raw_lines, read_chunks, survey
 from fastgen.cli.transformers.records import (
     LONGEST_RECORD,
     RecordError,
@@ -253,6 +253,8 @@ def check_files(args: RunConfig) -> Files:
                 f"OUTPUT {args.output}: {folder} is there already (accepted: another name, or --overwrite)"
             )
     if args.score_path is not None:
+        if is_url(args.score_path):
+            raise InputError(f"--score_path {args.score_path}: is a URL (accepted: a local file)")
         check_writable("--score_path", args.score_path, sources | {"OUTPUT": args.output})
         # A run that --resume finds complete leaves the scores as they are, too.
         is_there = os.path.exists(args.score_path)

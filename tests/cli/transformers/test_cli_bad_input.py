@@ -104,6 +104,7 @@ BAD_FILES = [
     ),
     ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "folder"), "--score_path", "folder"),
     ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "no/s"), "--score_path", "no/s"),
+    ("input.txt", "output.txt", ("--reference_path", "input.txt", "--score_path", "s3://a/b"), "s3://a/b: is a URL"),
 ]
 
 

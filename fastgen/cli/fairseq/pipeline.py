@@ -157,7 +157,7 @@ class _Run:
 
     def _batches(self) -> Any:
         """The progress bar over the batches of this shard: of --num-shards, every one from --shard-id on."""
-        cfg, dataset = self.cfg, self.cfg.dataset
+        cfg, dataset, distributed = self.cfg, self.cfg.dataset, self.cfg.distributed_training
         epoch = self.task.get_batch_iterator(
             dataset=self.task.dataset(dataset.gen_subset),
             max_tokens=dataset.max_tokens,
@@ -168,8 +168,8 @@ class _Run:
             ignore_invalid_inputs=dataset.skip_invalid_size_inputs_valid_test,
             required_batch_size_multiple=dataset.required_batch_size_multiple,
             seed=cfg.common.seed,
-            num_shards=dataset.num_shards,
-            shard_id=dataset.shard_id,
+            num_shards=distributed.distributed_world_size * dataset.num_shards,
+            shard_id=distributed.distributed_rank * dataset.num_shards + dataset.shard_id,
             num_workers=dataset.num_workers,
             data_buffer_size=dataset.data_buffer_size,
         )

@@ -70,7 +70,6 @@ FLAGS = [
     "--batch-size 16 --sampling --sampling-topk 5 --beam 3 --nbest 3 --seed 7",
     "--max-tokens 60 --gen-subset valid --num-workers 1",
     "--batch-size 16 --beam 2 --distributed-world-size 3 --distributed-rank 1",
-    "--batch-size 16 --beam 2 --num-shards 2 --shard-id 1",
     "--batch-size 16 --beam 2 --remove-bpe --postprocess-workers 1",
     "--batch-size 16 --beam 2 --remove-bpe --postprocess-workers 5",
 ]
@@ -258,7 +257,8 @@ def test_the_outputs_of_all_shards_together_are_those_of_one_run(
     args = [*data.generation, *"--batch-size 7 --beam 3 --remove-bpe".split()]
 
     def lines(*flags: str) -> list[str]:
-        found = written(capfd, *args, *flags).splitlines()
+        with fastgen.disabled(), allowed():  # the pipeline alone, whose scores have the same digits in every run
+            found = written(capfd, *args, *flags).splitlines()
         return [line for line in found if re.match(r"[STHDP]-\d+\t", line)]
 
     whole = lines()

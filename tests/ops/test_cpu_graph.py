@@ -125,7 +125,7 @@ def of_a_subclass() -> Tensor:
         (lambda: functional.dropout(torch.ones(3), 0.5), "random numbers"),
         (lambda: torch.arange(3).nonzero(), "results of any size"),
         (lambda: torch.arange(3)[torch.arange(3) > 1], "results of any size"),
-        (lambda: torch.tensor(float("nan")).item() or torch.ones(1), "tells nan"),
+        (lambda: torch.tensor(float("nan")).item() or torch.ones(1), "returned nan on the host"),
         (of_a_subclass, "works on SegmentedKV"),
     ],
 )

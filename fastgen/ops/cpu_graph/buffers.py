@@ -15,7 +15,7 @@ from fastgen.ops.cpu_graph.trace import Call
 # A buffer is not taken for what needs less than this part of it.
 LEAST_USE = 0.5
 
-# Tells one memory from others, as long as both are there.
+# Identity of a storage, unique while the storage is alive.
 Memory = int
 
 

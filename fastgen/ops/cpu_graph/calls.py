@@ -25,7 +25,7 @@ _TOLD_BY_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
 def repetition_of(call: Call) -> Repetition:
-    """Of a call that computes something, or tells a number: Diverged is raised where that becomes another one."""
+    """Of a call that computes something, or reads a scalar: Diverged is raised where that has changed."""
     if not call.made and not call.writes:
         return functools.partial(_expect, call), (), {}
     if call.writes:
@@ -45,7 +45,7 @@ def repetition_of(call: Call) -> Repetition:
 def _expect(call: Call) -> None:
     found = call.operation._op(*call.args, **call.kwargs)
     if found != call.result:
-        raise Diverged(f"{call.operation} tells {found} instead of {call.result}")
+        raise Diverged(f"{call.operation} returned {found} on the host instead of {call.result}")
 
 
 def _compute_and_copy(call: Call) -> None:

@@ -19,13 +19,13 @@ class NotRepeatable(Exception):
 
 
 class Diverged(Exception):
-    """A number on which the function's way depends is another one than it was."""
+    """A scalar read on the host (`.item()`) changed since the capture, so that control flow may differ."""
 
 
 class Call(NamedTuple):
     """A call of an operation. read: the tensors among its arguments; made: those among its results.
 
-    An operation that makes nothing and writes nothing tells a number, on which the function's way may depend.
+    An operation that makes nothing and writes nothing returns a scalar, on which control flow may depend.
     """
 
     operation: torch._ops.OpOverload
@@ -57,7 +57,7 @@ class Tracer(TorchDispatchMode):
         result = func(*args, **kwargs)
         call = Call(func, args, kwargs, result, _tensors((args, kwargs)), _tensors(result))
         if not call.made and not call.writes and result != result:
-            raise NotRepeatable(f"{func} tells {result}")
+            raise NotRepeatable(f"{func} returned {result} on the host: control flow cannot be checked")
         self.calls.append(call)
         return result
 

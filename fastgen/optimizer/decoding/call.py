@@ -1,7 +1,7 @@
-"""One call of a host's `generate`: what its patches hand from one to the next.
+"""One call of a host's `generate`: its state, from the patch of `generate` to the end of the call.
 
-Made by the patch of `generate`, found by the others through one context variable, and gone when the call ends. What is
-told of the call is its report, which nobody reads to decide anything.
+The patch of `generate` makes it and passes it on; patches behind the host's code find it through one context variable.
+Its report describes the call, and nothing reads it to decide.
 
 Tests: tests/optimizer/test_report.py, tests/optimizer/transformers/test_generate_threads.py
 """
@@ -33,10 +33,9 @@ class GenerateCall:
 
     user_cache: the caller passed past_key_values. user_code: code that is not the host's works with the cache. share:
     what equal rows have in common is stored once wherever it can be (True), nowhere (False), or where it pays (None).
-    to_verify: the call's arguments, where it has to be compared with the original before anything is shared. caches:
-    those with shared keys and values, as long as they live. is_accelerated: something was computed or stored once per
-    input, or the loop is fastgen's. recorded: the decode steps that are captured, to be told when the call ends.
-    on_exit: what is left, and given back, when it ends. has_stages: other calls of `generate` are stages of this one.
+    to_verify: the call's arguments, where it has to be compared with the original before anything is shared.
+    is_accelerated: something was computed or stored once per input, or the loop is fastgen's. on_exit: closed when the
+    call ends: captured steps and caches are given back. has_stages: other calls of `generate` are stages of this one.
     beam_scores: of the best hypotheses that beam search has found, `[inputs, num_beams]`, the best first.
     staged_seconds: those of the stages that have ended. costs: decides what is worthwhile.
     """

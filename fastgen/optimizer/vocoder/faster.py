@@ -33,8 +33,8 @@ MIN_CODEC_FRAMES = 16
 def faster_waveform(owner: nn.Module, gan: HifiGan, states: Tensor, voice: Tensor | None = None) -> Tensor | None:
     """The waveform `[batch, 1, samples]` of `states` `[batch, channels, frames]`, or None to leave it to the library.
 
-    owner: the module that has these layers. voice: `[batch or 1, channels, 1]`. What was done, or why not, is told to
-    the report of the `generate` that runs; of a call outside of one, `explain()` tells it.
+    owner: the module that has these layers. voice: `[batch or 1, channels, 1]`. What was done, or why not, goes to
+    the report of the `generate` that runs; of a call outside of one, `explain()` returns it.
     """
     with _reporting(owner):
         if reasons := unsupported_reasons(owner, gan, states, voice):

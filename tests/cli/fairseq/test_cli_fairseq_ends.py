@@ -20,8 +20,8 @@ from python_process import REPOSITORY
 COMMAND = """
 import sys
 from fastgen.cli.fairseq.command import generate
-from fastgen.cli.pipeline import interrupt
-interrupt.SECONDS_TO_END = 1e6
+from fastgen.cli import signals
+signals.SECONDS_TO_END = 1e6
 sys.exit(generate())
 """
 COMMAND = [sys.executable, "-c", COMMAND]

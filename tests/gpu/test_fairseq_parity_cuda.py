@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("fairseq")
 
 from fairseq.utils import move_to_cuda
+from fairseq_generation import compare, generate, run_both
 from fairseq_models import CASES, Case
-from fairseq_parity import compare, generate, run_both
 from recording import recording
 
 pytestmark = [

@@ -193,8 +193,8 @@ def test_nothing_is_counted_outside_of_a_call():
 
 def test_fairseq_has_reports_of_the_same_kind():
     pytest.importorskip("fairseq")
+    from fairseq_generation import generate
     from fairseq_models import CASES
-    from fairseq_parity import generate
 
     generate(CASES["transformer"](), no_repeat_ngram_size=2, min_len=4)
     found = fastgen.explain().kernels

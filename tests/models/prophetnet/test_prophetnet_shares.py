@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("fairseq")
 
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from fairseq_generation import compare, lengths
 from fairseq_models import Case
-from fairseq_parity import compare, lengths
 from models.prophetnet.tiny import dictionary, prophetnet, tokens
 from recording import recording, replays
 

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("fairseq")
 
 from fairseq.modules import MultiheadAttention
+from fairseq_generation import compare, generate
 from fairseq_models import CASES, prompts
-from fairseq_parity import compare, generate
 from torch.nn import functional
 
 import fastgen

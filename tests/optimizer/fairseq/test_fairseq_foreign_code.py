@@ -15,8 +15,8 @@ from fairseq import search
 from fairseq.models.transformer.transformer_decoder import TransformerDecoderBase
 from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
 from fairseq_models import CASES, Case
-from fairseq_parity import BEAMS, assert_same_hypotheses, compare, generate, run_both
 
 import fastgen
 

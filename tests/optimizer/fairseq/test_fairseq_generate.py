@@ -15,8 +15,7 @@ pytest.importorskip("fairseq")
 
 import fairseq
 from fairseq.sequence_generator import EnsembleModel
-from fairseq_models import CASES, Case, iterative, pair_sample, prompts, source_sample, translation
-from fairseq_parity import (
+from fairseq_generation import (
     BEAMS,
     Hypotheses,
     assert_accelerated,
@@ -27,6 +26,7 @@ from fairseq_parity import (
     rows_of_each_step,
     run_both,
 )
+from fairseq_models import CASES, Case, iterative, pair_sample, prompts, source_sample, translation
 from packaging.version import Version
 
 import fastgen

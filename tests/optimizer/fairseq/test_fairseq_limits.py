@@ -13,8 +13,8 @@ pytest.importorskip("fairseq")
 from fairseq import search
 from fairseq.modules import FairseqDropout
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
+from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
 from fairseq_models import CASES, RECURRENT, Case, build, source_sample, translation, translation_task
-from fairseq_parity import BEAMS, assert_same_hypotheses, compare, generate, run_both
 
 import fastgen
 

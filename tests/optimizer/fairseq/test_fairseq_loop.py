@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("fairseq")
 
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
 from fairseq_models import CASES
-from fairseq_parity import BEAMS, assert_same_hypotheses, compare, generate, run_both
 from python_process import REPOSITORY, run_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -177,7 +177,7 @@ FAILS = """
 from unittest import mock
 import fastgen
 from fairseq_models import CASES
-from fairseq_parity import generate
+from fairseq_generation import generate
 from fastgen.optimizer.fairseq.loop import Loop
 with mock.patch.object(Loop, "run", side_effect=TypeError("of the loop")):
     generate(CASES["bart"]())

@@ -14,8 +14,7 @@ pytest.importorskip("fairseq")
 from fairseq import search
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.token_generation_constraints import pack_constraints
-from fairseq_models import CASES, language_model, pair_sample, source_sample
-from fairseq_parity import (
+from fairseq_generation import (
     BEAMS,
     assert_accelerated,
     assert_same_hypotheses,
@@ -26,6 +25,7 @@ from fairseq_parity import (
     run_both,
     token_lists,
 )
+from fairseq_models import CASES, language_model, pair_sample, source_sample
 
 import fastgen
 

@@ -18,8 +18,8 @@ from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbe
 from fairseq.modules.transformer_layer import TransformerDecoderLayer
 from fairseq.search import BeamSearch
 from fairseq.sequence_generator import EnsembleModel
+from fairseq_generation import assert_same_hypotheses, compare, generate, run_both, token_lists
 from fairseq_models import CASES, language_model, pair_sample, source_sample
-from fairseq_parity import assert_same_hypotheses, compare, generate, run_both, token_lists
 from recording import recording, replays
 from sharing import sharing
 from torch import nn

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("fairseq")
 
+from fairseq_generation import BEAMS, assert_same_hypotheses, generate
 from fairseq_models import CASES
-from fairseq_parity import BEAMS, assert_same_hypotheses, generate
 
 import fastgen
 

@@ -17,8 +17,8 @@ from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.models.bart import BARTHubInterface
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
+from fairseq_generation import Hypotheses, assert_same_hypotheses, run_both
 from fairseq_models import SIZE, build
-from fairseq_parity import Hypotheses, assert_same_hypotheses, run_both
 from fairseq_trained import BPE_WORDS, REFUSED, Trained, fairseq
 
 pytestmark = pytest.mark.slow

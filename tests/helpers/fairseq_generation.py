@@ -1,4 +1,4 @@
-"""Comparisons of what fairseq generates under fastgen with what the unpatched library generates, in one process."""
+"""fairseq generates, as `fairseq-generate` does, and is compared with itself without fastgen: how, says parity.py."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import copy
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
-import pytest
+import parity
 import torch
 from fairseq import sequence_generator
 from fairseq.sequence_generator import EnsembleModel
 from fairseq_models import Case
+from parity import Both, assert_equal_outputs
 from torch import Tensor, nn
 
 import fastgen
@@ -24,14 +25,6 @@ BEAMS = {"beam": 3, "max_len_b": 15}
 TOLERANCE = 1e-4
 
 Hypotheses = list[list[dict[str, Any]]]
-
-
-class Both(NamedTuple):
-    """What the unpatched library returned, what fastgen returned, and what fastgen says that it did."""
-
-    stock: Any
-    fast: Any
-    report: Report | None
 
 
 class BlockingFromDefinition(nn.Module):
@@ -62,6 +55,13 @@ def corrected_blocking() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unpatched() -> Iterator[None]:
+    """The library alone, with its defect in the blocking of n-grams mended."""
+    with fastgen.disabled(), corrected_blocking():
+        yield
+
+
 def generate(case: Case, sample: dict[str, Any] | None = None, **options: Any) -> Hypotheses:
     """One batch through the task, as `fairseq-generate` does; options are the flags of `fairseq-generate`."""
     inference = case.inference | options.pop("inference", {})
@@ -72,22 +72,14 @@ def generate(case: Case, sample: dict[str, Any] | None = None, **options: Any) -
 
 
 def run_both(call: Callable[[], Any], *, accelerated: bool | None = None) -> Both:
-    """Calls twice from the same random state, without and with fastgen; the random states afterwards are equal.
+    """As `parity.run_both`.
 
     accelerated: as for `assert_accelerated`, of the last batch; None: not looked at.
     """
-    torch.manual_seed(7)
-    with fastgen.disabled(), corrected_blocking():
-        stock = call()
-    state = torch.get_rng_state()
-    torch.manual_seed(7)
-    before = fastgen.explain()
-    fast = call()
-    assert torch.equal(state, torch.get_rng_state()), "the random state afterwards differs"
-    report = None if fastgen.explain() is before else fastgen.explain()
+    both = parity.run_both(call, unpatched, must_report=False)
     if accelerated is not None:
-        assert_accelerated(report, accelerated)
-    return Both(stock, fast, report)
+        assert_accelerated(both.report, accelerated)
+    return both
 
 
 def compare(
@@ -113,7 +105,7 @@ def compare(
 
     both = run_both(call)
     assert_same_hypotheses(both.stock, both.fast, tolerance)
-    assert_same(samples[0], samples[1], 0.0, "sample")
+    assert_equal_outputs(samples[0], samples[1], 0.0, "sample")
     if asked:
         by_case = case.accelerated and not ends_in_prefix(case, **options)
         assert_accelerated(both.report, by_case if accelerated is None else accelerated)
@@ -147,32 +139,7 @@ def assert_same_hypotheses(stock: Hypotheses, fast: Hypotheses, tolerance: float
     for sentence, (expected, found) in enumerate(zip(stock, fast)):
         tokens = token_lists([expected, found])
         assert tokens[0] == tokens[1], f"sentence {sentence}: {tokens[0]} and {tokens[1]}"
-        assert_same(expected, found, tolerance, f"sentence {sentence}")
-
-
-def assert_same(stock: Any, fast: Any, tolerance: float, name: str) -> None:
-    """Equal types, shapes and integers all the way down; floating point numbers within the tolerance."""
-    assert type(stock) is type(fast), f"{name}: {type(stock)} and {type(fast)}"
-    if isinstance(stock, Tensor):
-        assert stock.shape == fast.shape, f"{name}: shapes {tuple(stock.shape)} and {tuple(fast.shape)}"
-        assert stock.dtype == fast.dtype and stock.device == fast.device, f"{name}: {stock.dtype} and {fast.dtype}"
-        if stock.is_floating_point():
-            close = {"atol": tolerance, "rtol": tolerance, "equal_nan": True}
-            torch.testing.assert_close(fast, stock, **close, msg=lambda message: f"{name}: {message}")
-        else:
-            assert torch.equal(stock, fast), f"{name}: {stock.tolist()} and {fast.tolist()}"
-    elif isinstance(stock, dict):
-        assert list(stock) == list(fast), f"{name}: {list(stock)} and {list(fast)}"
-        for key in stock:
-            assert_same(stock[key], fast[key], tolerance, f"{name}, {key}")
-    elif isinstance(stock, (list, tuple)):
-        assert len(stock) == len(fast), f"{name}: {len(stock)} and {len(fast)} items"
-        for index, (one, other) in enumerate(zip(stock, fast)):
-            assert_same(one, other, tolerance, f"{name}[{index}]")
-    elif isinstance(stock, str) and stock != fast:  # soft alignments are numbers in print
-        assert float(fast) == pytest.approx(float(stock), abs=tolerance), f"{name}: {stock} and {fast}"
-    else:
-        assert stock == fast, f"{name}: {stock} and {fast}"
+        assert_equal_outputs(expected, found, tolerance, f"sentence {sentence}")
 
 
 def rows_of_each_step(call: Callable[[], Any]) -> list[int]:

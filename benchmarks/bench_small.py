@@ -1,8 +1,9 @@
 """Small calls, where there is little to gain: is any of them slower with fastgen?
 
-    python benchmarks/bench_small.py [--shapes 200] [--seed 0] [--floor 0.97] [--only MODEL] [--verbose]
+    python benchmarks/bench_small.py [--shapes 200] [--seed 0] [--floor 0.97] [--only MODEL] [--dtype TYPE] [--verbose]
 
-Random shapes of 1 to 8 inputs, 4 to 64 tokens and 1 to 16 new ones, on models from two layers of 64 to GPT-2 small.
+Random shapes of 1 to 8 inputs, 4 to 64 tokens and 1 to 16 new ones, on models from two layers of 64 to GPT-2 small, in
+float32; where the CPU has instructions for bfloat16, every eighth shape in that.
 Stock and fastgen alternate in one process, on one thread; what counts is CPU time, and of each shape the median of the
 ratios of neighbours. A shape below the floor is measured again, longer. The status is 1 if one stays there.
 """
@@ -31,6 +32,7 @@ from transformers import (
 )
 
 import fastgen
+from fastgen.ops.cpu_linear import product
 
 VOCABULARY = 1000
 SECONDS_PER_SHAPE = 1.0
@@ -103,12 +105,13 @@ class Shape:
     inputs: int
     length: int
     new_tokens: int
+    dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.option}, {self.inputs} x {self.length} tokens, {self.new_tokens} new"
+        return f"{self.model}, {self.option}, {self.inputs} x {self.length} tokens, {self.new_tokens} new, {self.dtype}"
 
     def call(self) -> Callable[[], torch.Tensor]:
-        model = _model(self.model)
+        model = _model(self.model, self.dtype)
         generator = torch.Generator().manual_seed(self.length)
         input_ids = torch.randint(5, VOCABULARY, (self.inputs, self.length), generator=generator)
         if self.option == "equal rows":
@@ -119,15 +122,15 @@ class Shape:
 
 
 @functools.cache
-def _model(name: str) -> torch.nn.Module:
+def _model(name: str, dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(0)
-    return MODELS[name]().eval()
+    return MODELS[name]().to(dtype).eval()
 
 
-def random_shape(choice: random.Random, models: list[str]) -> Shape:
+def random_shape(choice: random.Random, models: list[str], dtype: torch.dtype) -> Shape:
     inputs = choice.randint(1, 8)
     option = choice.choice([name for name in OPTIONS if inputs > 1 or name != "equal rows"])
-    return Shape(choice.choice(models), option, inputs, choice.randint(4, 64), choice.choice([1, 1, 4, 8, 16]))
+    return Shape(choice.choice(models), option, inputs, choice.randint(4, 64), choice.choice([1, 1, 4, 8, 16]), dtype)
 
 
 def ratio(shape: Shape, seconds: float) -> float:
@@ -162,14 +165,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the choice of shapes (default 0)")
     parser.add_argument("--floor", type=float, default=0.97, help="the lowest median ratio (default 0.97)")
     parser.add_argument("--only", metavar="MODEL", action="append", choices=MODELS, help="may be repeated")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of all shapes")
     parser.add_argument("--verbose", action="store_true", help="print every shape, and what fastgen did")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     choice = random.Random(args.seed)
     slow, ratios = [], []
-    for _ in range(args.shapes):
-        shape = random_shape(choice, args.only or list(MODELS))
+    types = [torch.float32] * 7 + [torch.bfloat16 if torch.bfloat16 in product.dtypes() else torch.float32]
+    if args.dtype:
+        types = [getattr(torch, args.dtype)]
+    for number in range(args.shapes):
+        shape = random_shape(choice, args.only or list(MODELS), types[number % len(types)])
         found = ratio(shape, SECONDS_PER_SHAPE)
         if found < args.floor:
             found = ratio(shape, 5 * SECONDS_PER_SHAPE)

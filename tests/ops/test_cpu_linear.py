@@ -74,6 +74,19 @@ def test_bf16_goes_through_onednn_where_the_cpu_has_instructions_for_it(with_bia
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
+def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape(monkeypatch):
+    asked = []
+    monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(cpu_linear, "fastest", lambda kind, *rest: asked.append(kind.rows) or cpu_linear.BLAS)
+    module, short, long = nn.Linear(8, 16), torch.randn(1, 8), torch.randn(3, 8)
+    with torch.no_grad():
+        expected = [module(states) for states in (short, long)]
+        with faster_forwards([module], forwards(), usages := []):
+            for _ in range(3):
+                assert all(map(torch.equal, map(module, (short, long)), expected))
+    assert asked == [1, 4] and usages == [{}]
+
+
 def test_bf16_weights_count_as_large_where_they_are_multiplied(monkeypatch):
     monkeypatch.setattr(op, "dtypes", lambda: (torch.float32,))
     assert model_facts.size_of(nn.Linear(1024, 1024).bfloat16()).large == 0

@@ -88,16 +88,17 @@ def linears() -> dict[type[nn.Module], Forward]:
 
 def linear(forward: ModuleForward, rows: Tensor, call: Call) -> Tensor | None:
     """Of `nn.Linear`: a large product on a CPU."""
-    return multiply(rows, forward.module.weight, forward.module.bias, call)
+    return multiply(forward, rows, forward.module.weight, forward.module.bias, call)
 
 
-def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor | None:
+def multiply(forward: ModuleForward, rows: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor | None:
     """`rows @ weight.T + bias` in the fastest way, or None if that is BLAS; counted as "cpu_linear, WAY"."""
     if not cpu_linear.can_multiply(rows, weight, bias) or is_watched():
         return None
     kind = cpu_linear.kind_of(rows, weight, bias)
     fastest = cpu_linear.fastest(kind, weight, bias, lambda: call.read_before(weight))
     if fastest == cpu_linear.BLAS:
+        forward.blas_shapes.add(rows.shape)
         return None
     call.usage[f"cpu_linear, {fastest}"] += 1
     return cpu_linear.ways(rows.dtype)[fastest](rows, weight, bias)
@@ -122,16 +123,23 @@ def has_faster_forward(module: nn.Module) -> bool:
 
 
 class ModuleForward:
-    """The forward of one module while `users` calls of `generate` run; other threads get the library's result."""
+    """The forward of one module while `users` calls of `generate` run; other threads get the library's result.
+
+    blas_shapes: inputs for which BLAS is the fastest. To find that out anew for each product of a step would cost some
+    hundredths of a step in bf16.
+    """
 
     def __init__(self, module: nn.Module, faster: Forward) -> None:
         self.module, self.faster, self.users = module, faster, 0
+        self.blas_shapes: set[torch.Size] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and _thread.calls and len(args) == 1 and not kwargs:
-            output = self.faster(self, args[0], _thread.calls[-1])
-            if output is not None:
-                return output
+            rows = args[0]
+            if not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes:
+                output = self.faster(self, rows, _thread.calls[-1])
+                if output is not None:
+                    return output
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def take_off(self) -> None:

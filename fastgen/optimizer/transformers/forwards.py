@@ -27,7 +27,7 @@ def forwards() -> dict[type[nn.Module], Forward]:
 
 def conv1d(forward: ModuleForward, rows: Tensor, call: Call) -> Tensor | None:
     """Of GPT-2's `Conv1D`, a linear layer whose weight is `[in_features, out_features]`."""
-    return multiply(rows, forward.module.weight.t(), forward.module.bias, call)
+    return multiply(forward, rows, forward.module.weight.t(), forward.module.bias, call)
 
 
 def new_gelu(forward: ModuleForward, input: Tensor, call: Call) -> Tensor | None:

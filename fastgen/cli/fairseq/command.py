@@ -20,16 +20,16 @@ from fastgen.optimizer.fairseq.installation import how_to_install, import_hint
 
 def generate(argv: list[str] | None = None) -> int:
     """Runs fastgen-generate-for-fairseq and returns its exit status."""
-    return _run_command("fastgen-generate-for-fairseq", "fastgen.cli.fairseq.fairseq_generate", argv)
+    return _run_command("fastgen-generate-for-fairseq", "generate", argv)
 
 
 def eval_lm(argv: list[str] | None = None) -> int:
     """Runs fastgen-eval-lm-for-fairseq and returns its exit status."""
-    return _run_command("fastgen-eval-lm-for-fairseq", "fastgen.cli.fairseq.fairseq_eval_lm", argv)
+    return _run_command("fastgen-eval-lm-for-fairseq", "evaluate_language_model", argv)
 
 
-def _run_command(prog: str, module: str, argv: list[str] | None) -> int:
-    """Calls `run` of a module with `argv` as the program's arguments; expected errors are one line each.
+def _run_command(prog: str, what: str, argv: list[str] | None) -> int:
+    """Calls a function of args.py with `argv` as the program's arguments; expected errors are one line each.
 
     0 done, 1 failed on the way, 2 a flag, file or model cannot be used, 130 interrupted, 141 nobody reads any more.
     """
@@ -43,7 +43,7 @@ def _run_command(prog: str, module: str, argv: list[str] | None) -> int:
         parser.parse_known_args()
         fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
         with interruptible():
-            _import(module).run()
+            getattr(_import("fastgen.cli.fairseq.args"), what)()
             sys.stdout.flush()
     except (InputError, FileNotFoundError, pickle.UnpicklingError) as error:
         return _stop(f"error: {_one_line(error)}", UNUSABLE)

@@ -8,11 +8,14 @@ memory or a CUDA context. Loggers, their texts and the order of the steps are th
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import logging
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, TextIO
 
@@ -29,10 +32,8 @@ from fastgen.cli.errors import InputError
 from fastgen.cli.fairseq import mistakes
 from fastgen.cli.fairseq.command import say
 from fastgen.cli.fairseq.hypotheses import Sentence, collect
-from fastgen.cli.fairseq.output import OrderedOutput
-from fastgen.cli.fairseq.postprocess import Postprocessor
-from fastgen.cli.fairseq.scores import add_part
-from fastgen.cli.pipeline.ordered_pool import OrderedPool
+from fastgen.cli.fairseq.postprocess import Postprocessor, add_part
+from fastgen.cli.fairseq.workers import OrderedPool
 
 logger = logging.getLogger("fairseq_cli.generate")
 
@@ -84,6 +85,50 @@ def _generate(cfg: Any, file: TextIO, workers: int) -> None:
         output.pool = None
         run.report()
         output.flush()
+
+
+class OrderedOutput:
+    """A text stream over `file` whose writes take their place behind the tasks of a pool, as long as it has one."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
+        self.pool: OrderedPool | None = None
+
+    def write(self, text: str) -> int:
+        """Writes `text` when everything that was submitted before it has been written."""
+        if self._is_its_turn():
+            return self.file.write(text)
+        self.pool.put(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Whatever waits for its turn is flushed when it is written."""
+        if self._is_its_turn():
+            self.file.flush()
+
+    def _is_its_turn(self) -> bool:
+        return self.pool is None or self.pool.is_writing_here()
+
+    def __getattr__(self, name: str) -> object:
+        """Everything else (isatty, encoding, fileno, …) is the file's."""
+        return getattr(self.file, name)
+
+    @contextmanager
+    def instead_of_its_file(self) -> Iterator[None]:
+        """Prints and log handlers that write into `file` write here, if `file` is the standard output."""
+        if self.file is not sys.stdout:
+            yield
+            return
+        handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+        handlers = [handler for handler in handlers if handler.stream is self.file]
+        for handler in handlers:
+            handler.setStream(self)
+        try:
+            with contextlib.redirect_stdout(self):
+                yield
+        finally:
+            for handler in handlers:
+                handler.setStream(self.file)
 
 
 class _Run:

@@ -449,7 +449,14 @@ print(ends, generated())
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=["kill -9", "SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(signal.SIGKILL, id="kill -9"),
+        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow),
+    ],
+)
 def test_ended_at_random_moments_the_command_goes_on_to_what_an_uninterrupted_one_writes(
     tmp_path: Path, end: signal.Signals
 ) -> None:

@@ -1,6 +1,7 @@
-"""fastgen-generate-for-fairseq: fairseq-generate under fastgen, with its output made beside the model.
+"""The flags of the fairseq commands, what is wrong with them, and who does what they ask for.
 
-It takes every flag of fairseq-generate and prints the same lines in the same order.
+fastgen-generate-for-fairseq takes every flag of fairseq-generate and prints the same lines in the same order, made
+beside the model.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import Any
 import torch
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.distributed import utils as distributed_utils
+from fairseq_cli import eval_lm  # sets up logging before anything is parsed
 from fairseq_cli import generate as upstream
 
 import fastgen
 from fastgen.cli.errors import InputError
-from fastgen.cli.fairseq import mistakes, pipeline, scores
+from fastgen.cli.fairseq import mistakes, pipeline
 from fastgen.cli.fairseq.command import add_flags, say
-from fastgen.cli.pipeline.ordered_pool import WorkerError
+from fastgen.cli.fairseq.postprocess import unsupported_scores
+from fastgen.cli.fairseq.workers import WorkerError
 from fastgen.optimizer.fairseq.checkpoints import allowed
 
 MOST_WORKERS = 8  # unless told otherwise: one that is not needed sleeps, and costs a fork
@@ -33,7 +37,7 @@ WITHOUT_EFFECT = {
 }
 
 
-def run() -> None:
+def generate() -> None:
     """Parses sys.argv, looks for mistakes in it, and generates, with the pipeline where it can do what is asked for."""
     args = parse_arguments()
     no_fastgen, workers = (vars(args).pop(name) for name in ("no_fastgen", "postprocess_workers"))
@@ -117,4 +121,24 @@ def unsupported_reasons(cfg: Any, workers: int) -> list[str]:
         reasons.append("CUDA is in use before the model is loaded, by a module of --user-dir")
     if cfg.common.tpu:
         reasons.append("--tpu")
-    return reasons + scores.unsupported_reasons(cfg.scoring if isinstance(cfg.scoring, str) else cfg.scoring._name)
+    return reasons + unsupported_scores(cfg.scoring if isinstance(cfg.scoring, str) else cfg.scoring._name)
+
+
+def evaluate_language_model() -> None:
+    """Parses sys.argv and evaluates under fastgen, in as many processes as fairseq-eval-lm would use."""
+    parser = options.get_eval_lm_parser()
+    add_flags(parser)
+    args = options.parse_args_and_arch(parser)
+    no_fastgen = vars(args).pop("no_fastgen")
+    mistakes.check_path(args)
+    distributed_utils.call_main(convert_namespace_to_omegaconf(args), evaluate, no_fastgen=no_fastgen)
+
+
+def evaluate(cfg: Any, no_fastgen: bool, **unused: Any) -> None:
+    """What each process does. It is found here by the processes that fairseq starts, which import fastgen for it."""
+    with mistakes.named(cfg):
+        if no_fastgen:
+            with fastgen.disabled(), allowed():
+                eval_lm.main(cfg)
+        else:
+            eval_lm.main(cfg)

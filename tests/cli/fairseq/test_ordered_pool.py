@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.cli.pipeline.ordered_pool import OrderedPool, WorkerError
+from fastgen.cli.fairseq.workers import OrderedPool, WorkerError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the workers are forked")
 
@@ -201,7 +201,7 @@ def test_a_large_task_and_a_large_result_go_through() -> None:
 
 LONG_TASK = """
 import os, time
-from fastgen.cli.pipeline.ordered_pool import OrderedPool
+from fastgen.cli.fairseq.workers import OrderedPool
 pool = OrderedPool(lambda: time.sleep, print, workers=1, limit=5)
 pool.submit(1e6)
 print(*pool.pids, flush=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NOT_YET = (
-    "cli/",
     "optimizer/decoding/fingerprint",
     "optimizer/decoding/model_facts",
     "optimizer/decoding/recordable",

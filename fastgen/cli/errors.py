@@ -1,4 +1,7 @@
-"""Exit statuses of the commands, and the exceptions that mean one."""
+"""Exit statuses of the commands, and the exceptions that mean one.
+
+Tests: tests/cli/transformers/test_cli_bad_flags.py
+"""
 
 FAILED = 1
 UNUSABLE = 2

@@ -1,4 +1,7 @@
-"""Threads beside the model: items are made ahead of it, and results are handed on in order behind it."""
+"""Threads beside the model: items are made ahead of it, and results are handed on in order behind it.
+
+Tests: tests/cli/transformers/test_stage_threads.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Python raises KeyboardInterrupt between two of its instructions. A command that is inside one long call, or whose
 library swallows the exception (a bare `except` around an optional import), would go on for as long as it likes.
+
+Tests: tests/cli/transformers/test_cli_ends.py, tests/cli/fairseq/test_cli_fairseq_ends.py
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 fastgen-generate-for-fairseq takes every flag of fairseq-generate and prints the same lines in the same order, made
 beside the model.
+
+Tests: tests/cli/fairseq/test_cli_fairseq_mistakes.py, tests/cli/fairseq/test_cli_fairseq_eval_lm.py
 """
 
 from __future__ import annotations

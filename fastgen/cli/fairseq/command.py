@@ -1,4 +1,7 @@
-"""The commands fastgen-generate-for-fairseq and fastgen-eval-lm-for-fairseq: how they begin, and how they end."""
+"""The commands fastgen-generate-for-fairseq and fastgen-eval-lm-for-fairseq: how they begin, and how they end.
+
+Tests: tests/cli/fairseq/test_cli_fairseq_ends.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 What is printed of a tensor is computed here, on the tensor's device and in its dtype, as fairseq-generate does: a
 division on a GPU may differ from the host's in the last bit.
+
+Tests: tests/cli/fairseq/test_cli_fairseq_output.py
 """
 
 from __future__ import annotations

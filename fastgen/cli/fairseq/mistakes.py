@@ -1,6 +1,8 @@
 """What is wrong with DATA or --path, in one line: only fairseq's tasks and loaders know what they make of them.
 
 So these are not looked at beforehand; an error that they have caused gets the name of the argument.
+
+Tests: tests/cli/fairseq/test_cli_fairseq_mistakes.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 This process loads and iterates, calls the model, and hands plain numbers on. The workers are forked before the model
 is loaded: they start in milliseconds with fairseq imported and the dictionaries read, and never hold the model's
 memory or a CUDA context. Loggers, their texts and the order of the steps are those of fairseq-generate.
+
+Tests: tests/cli/fairseq/test_cli_fairseq_output.py
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ of its tokens, A- its alignment, I- the number of refinement steps, E- what it w
 Scores are made in parts that add up to exactly what fairseq's scorers give for the whole: BLEU's counts add up; so does
 what sacrebleu and WER keep of a sentence (its tokenised text; its errors and its length). Every other scorer is given
 the sentences themselves, in order, where the parts meet.
+
+Tests: tests/cli/fairseq/test_cli_fairseq_output.py
 """
 
 from __future__ import annotations

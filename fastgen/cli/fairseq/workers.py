@@ -7,6 +7,8 @@
 
 Each worker has a connection of its own, and a thread waits for its answer. Workers of concurrent.futures share one
 pipe: one that is killed while it writes a result would leave all others, and this process, waiting for ever.
+
+Tests: tests/cli/fairseq/test_ordered_pool.py
 """
 
 from __future__ import annotations

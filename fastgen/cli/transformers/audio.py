@@ -3,6 +3,8 @@
 What is wrong with a file is its line's error and stops no other. Nothing is cut to what a model hears: a transcript
 of the first half of a recording looks like any other. Whisper's generate takes the features of a longer recording in
 one piece, and hears one window of them after the other (section 3.8 of its paper).
+
+Tests: tests/cli/transformers/test_cli_audio.py, tests/cli/transformers/test_cli_sounds.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A batch costs as many steps as its longest output and as many positions as its longest input for each of its rows, so
 lines of one length go together: read ahead a window of lines, sort, cut. The cut depends on INPUT and on flags only,
 never on what a device could hold: every run, also one that goes on, has the same batches under the same numbers.
+
+Tests: tests/cli/transformers/test_cli_batches.py, tests/cli/transformers/test_cli_default_batch.py
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The counterpart of fastseq-generate-for-transformers, with its flags. Whatever can be wrong with the flags and the
 files, and with going on, is found before torch and transformers are imported.
+
+Tests: tests/cli/transformers/test_cli_generate.py, tests/cli/transformers/test_cli_bad_input.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Files that OUTPUT consists of: whether they can be written, and writing them whole or not at all."""
+"""Files that OUTPUT consists of: whether they can be written, and writing them whole or not at all.
+
+Tests: tests/cli/transformers/test_journal.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Values of flags: from text on the command line to what the flag means, or an error that says what is accepted."""
+"""Values of flags: from text on the command line to what the flag means, or an error that says what is accepted.
+
+Tests: tests/cli/transformers/test_cli_flags.py, tests/cli/transformers/test_cli_bad_flags.py
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ and plans the same batches again by the lengths and groups of the others. At the
 OUTPUT, which appears under its name at once. A line that is damaged is found by its checksum and named.
 
 A run that is complete leaves OUTPUT.run.json: its signature, and a digest by which OUTPUT is known again.
+
+Tests: tests/cli/transformers/test_journal.py, tests/cli/transformers/test_standard_output.py
 """
 
 from __future__ import annotations

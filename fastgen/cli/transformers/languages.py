@@ -3,6 +3,8 @@
 Multilingual models differ in where they want the languages. Most tokenizers (NLLB, mBART, M2M100) put the source's
 code around the input and the decoder is forced to begin with the target's. The first mBART and PLBart were trained
 with the target's code as the decoder's first input. SeamlessM4T and Whisper look languages up inside generate.
+
+Tests: tests/cli/transformers/test_cli_flags.py
 """
 
 from __future__ import annotations

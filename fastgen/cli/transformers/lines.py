@@ -1,6 +1,8 @@
 """Reading INPUT, references and OUTPUT: files, compressed or not, streams and URLs, in small parts.
 
 INPUT is read once over, to know what it is, and then again, however large it is.
+
+Tests: tests/cli/transformers/test_cli_lines.py
 """
 
 from __future__ import annotations

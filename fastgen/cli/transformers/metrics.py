@@ -1,4 +1,7 @@
-"""ROUGE, BLEU, chrF and exact match of generated lines against reference lines; word error rate of transcripts."""
+"""ROUGE, BLEU, chrF and exact match of generated lines against reference lines; word error rate of transcripts.
+
+Tests: tests/cli/transformers/test_cli_metrics.py
+"""
 
 from importlib import import_module
 from typing import Any

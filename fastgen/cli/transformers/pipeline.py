@@ -6,6 +6,8 @@
 
 Each waits when there is enough for the next. A batch that fails is split until the lines that fail stand alone. Random
 numbers are seeded per batch, so that a batch gives the same samples whoever runs it, and whenever.
+
+Tests: tests/cli/transformers/test_cli_pipeline.py, tests/cli/transformers/test_cli_memory.py
 """
 
 from __future__ import annotations

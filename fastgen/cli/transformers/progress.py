@@ -1,6 +1,8 @@
 """How far a run is, on stderr: a bar on a terminal, a line now and then elsewhere, nothing with --quiet.
 
 Inputs that failed are always named.
+
+Tests: tests/cli/transformers/test_cli_progress.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What a line of INPUT holds, and how a record of OUTPUT is written: text, JSON records, OpenAI's batch format.
 
 Fields of JSON are read and written by Python, which decides how a number looks: 1E3 becomes 1000.0.
+
+Tests: tests/cli/transformers/test_cli_postprocess.py, tests/cli/transformers/test_cli_openai.py
 """
 
 from __future__ import annotations

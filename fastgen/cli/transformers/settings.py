@@ -1,4 +1,7 @@
-"""What the flags of a run mean for transformers' generate, given the model's own generation_config."""
+"""What the flags of a run mean for transformers' generate, given the model's own generation_config.
+
+Tests: tests/cli/transformers/test_cli_flags.py, tests/cli/transformers/test_cli_file_order.py
+"""
 
 from __future__ import annotations
 

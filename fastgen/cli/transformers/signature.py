@@ -1,6 +1,8 @@
 """What decides which records a run writes: --resume goes on only where all of it is as it was.
 
 Names are those under which a difference is reported. Nothing here loads the model: another one is found by its files.
+
+Tests: tests/cli/transformers/test_cli_signature.py
 """
 
 from __future__ import annotations

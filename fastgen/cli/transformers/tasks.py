@@ -8,6 +8,8 @@
     finish     what was generated to outputs, in workers behind the model
 
 Modules that import torch are imported by `load`.
+
+Tests: tests/cli/transformers/test_cli_speech.py, tests/cli/transformers/test_cli_long_recordings.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Text in and text out: lines of INPUT through the tokenizer, and what was generated back to text.
 
 What is wrong with a line is that line's error and stops no other.
+
+Tests: tests/cli/transformers/test_cli_preprocess.py, tests/cli/transformers/test_cli_postprocess.py
 """
 
 from __future__ import annotations

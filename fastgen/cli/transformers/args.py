@@ -43,8 +43,7 @@ GROUPS = {
     "batch_tokens": "batches and workers",
     "reference_path": "scores",
 }
-HELP = """\
-Generate for every line of INPUT with a Hugging Face model and write one record per line to OUTPUT, in order."""
+HELP = "Generate for every line of INPUT with a model and write one record per line to OUTPUT, in the same order."
 EPILOG = f"""\
 - and _ are the same in a flag. Every field of GenerationConfig is a flag (--typical_p 0.9). What is not given stays the
 model's own. Lines that fail are listed, and have an empty record. INPUT and OUTPUT may be compressed (.gz, .xz, .zst)

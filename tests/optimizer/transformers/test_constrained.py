@@ -329,7 +329,7 @@ def test_a_newer_transformers_that_allows_other_tokens_switches_it_off(monkeypat
     monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: True)
     monkeypatch.setattr(PATCH_SET, "fail", failed)
     monkeypatch.setattr(verify_once, "_verified", set())
-    processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie([[5, 6]], [EOS]), 2)
+    processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie([[5, 6]], [EOS]).after(2), 2)
     with mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: [7]):
         found = processor(token_ids(4, 2), torch.randn(4, VOCABULARY))
     assert failed.call_args.args[0] == constrained.NAME and found.isfinite().nonzero()[:, 1].tolist() == [7] * 4

@@ -239,6 +239,7 @@ def run_mqa(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_each_attention_has_a_cost_per_token_and_equal_outputs(run_mqa):
     status, results = run_mqa()
     assert status == 0
@@ -249,6 +250,7 @@ def test_each_attention_has_a_cost_per_token_and_equal_outputs(run_mqa):
             assert list(microseconds) == ["encoder", "greedy", "beam 4"] and min(microseconds.values()) > 0
 
 
+@pytest.mark.slow
 def test_attention_below_its_floor_fails_the_benchmark_by_name(run_mqa, capsys):
     status, results = run_mqa("lm multi-query", grouped=1e6)
     assert status == 0 and [result["case"] for result in results] == ["lm multi-head", "lm multi-query"]
@@ -295,6 +297,7 @@ def run_constrained(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_constrained_search_has_seconds_and_memory_and_equal_scores(run_constrained):
     cases = ["ids-beam20", "ids-beam50", "names-beam10", "names-beam50"]
     status, results = run_constrained(*cases)
@@ -304,6 +307,7 @@ def test_constrained_search_has_seconds_and_memory_and_equal_scores(run_constrai
         assert min(*result["seconds"].values(), *result["added_mb"].values(), *result["ratios"].values()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", ["stock", "memory"])
 def test_constrained_search_below_a_floor_fails_the_benchmark_by_name(run_constrained, capsys, ratio):
     assert run_constrained("names-beam10", names_beam10={ratio: 1e6}, ids_beam20={ratio: 1e6})[0] == 1

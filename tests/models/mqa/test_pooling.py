@@ -19,6 +19,7 @@ from fastgen.models.mqa import (
     MQATransformerForConditionalGeneration,
     pool_kv_heads,
 )
+from fastgen.models.mqa.__main__ import main
 
 HEADS = 4
 T5 = pytest.param(
@@ -94,6 +95,7 @@ def test_pooled_models_generate_as_without_fastgen(name, share_always):
     assert is_shared(report, CROSS) or not pooled.config.is_encoder_decoder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("mqa", "bart", T5))
 def test_a_folder(name, tmp_path):
     """Pooled twice, each time by a process that has not seen the class before."""
@@ -110,12 +112,15 @@ def test_a_folder(name, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "4"]
 
 
-def test_folders_that_cannot_be_pooled(tmp_path):
+def test_folders_that_cannot_be_pooled(tmp_path, capsys):
     model_of("bart").save_pretrained(tmp_path / "in")
     (tmp_path / "out").mkdir()
-    assert f"OUT {tmp_path / 'out'} exists already" in pool(tmp_path / "in", tmp_path / "out", "1").stderr
-    failed = pool(tmp_path / "in", tmp_path / "new", "3")
-    assert failed.returncode == 1 and "num_key_value_heads=3 does not divide" in failed.stderr
+    for out, heads, message in (
+        ("out", "1", f"OUT {tmp_path / 'out'} exists already"),
+        ("new", "3", "num_key_value_heads=3 does not divide"),
+    ):
+        assert main(["pool", str(tmp_path / "in"), str(tmp_path / out), "--num_key_value_heads", heads]) == 1
+        assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 

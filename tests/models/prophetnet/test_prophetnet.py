@@ -215,6 +215,7 @@ def test_a_dictionary_is_saved_as_it_is_read(words, tmp_path):
     assert again.encode_line("w0 w1 nothing", add_if_not_exist=False).tolist() == [5, 6, 1, 3]
 
 
+@pytest.mark.slow
 def test_registered_with_the_import():
     """Whichever comes first."""
     names = """
@@ -230,6 +231,7 @@ assert "translation_prophetnet" in tasks and "ngram_language_loss" in criteria
     assert CRITERION_REGISTRY["ngram_language_loss"] is NgramLanguageLoss
 
 
+@pytest.mark.slow
 def test_a_program_that_brings_its_own_gets_the_names(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text("""
@@ -259,6 +261,7 @@ print(fairseq.tasks.TASK_REGISTRY["translation_prophetnet"].__module__)
     assert run_code(code).split() == ["Theirs", "TheirLoss", "fastgen.models.prophetnet.task"]
 
 
+@pytest.mark.slow
 def test_trained_and_generated_with_the_commands(tmp_path):
     """fairseq's own commands with fastgen imported, and fastgen's; the task is to copy."""
     generator = torch.Generator().manual_seed(0)

@@ -11,6 +11,7 @@ from python_process import REPOSITORY
 SMALL = ["--layers", "1", "--batch", "2", "--source", "12", "--new-tokens", "2", "--beams", "2", "--repeats", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_status_and_result(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")

@@ -49,6 +49,7 @@ def test_scripted_generator_gives_the_same(name):
         assert_same_hypotheses(call(script=False), scripted)
 
 
+@pytest.mark.slow
 def test_generator_of_a_script_that_was_saved(tmp_path):
     case = CASES["transformer"]()
     inputs = {key: value for key, value in case.sample["net_input"].items() if key != "prev_output_tokens"}

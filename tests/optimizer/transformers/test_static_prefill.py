@@ -113,6 +113,7 @@ def test_a_model_found_to_keep_states_gets_an_empty_cache_and_all_rows(arguments
         )
 
 
+@pytest.mark.slow
 def test_steps_are_compiled_as_often_as_in_the_library():
     model = build("deepseek_v3")
     config = CompileConfig(backend="eager", mode=None)

@@ -15,9 +15,16 @@ pytest.importorskip("lm_eval")
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-LOGS_CALLS = """
-import logging
-logging.getLogger("fastgen").addHandler(logging.StreamHandler())
+# After each call that fastgen logs, the whole report goes to stderr.
+TELLS_REPORTS = """
+import logging, sys
+
+class Tell(logging.Handler):
+    def emit(self, record):
+        import fastgen
+        print(fastgen.explain(), file=sys.stderr)
+
+logging.getLogger("fastgen").addHandler(Tell())
 logging.getLogger("fastgen").setLevel(logging.DEBUG)
 """
 
@@ -34,7 +41,7 @@ def test_answers_are_the_same_where_batches_cut_the_samples_of_a_question(bench,
     bench.write_task(tmp_path, questions=3, length=20, new_tokens=6, repeats=8)
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     told = {"FASTGEN_SHARE": "always", "FASTGEN_STRICT": "1"}
-    (tmp_path / "sitecustomize.py").write_text(LOGS_CALLS)
+    (tmp_path / "sitecustomize.py").write_text(TELLS_REPORTS)
 
     def answers(name: str, *program: str) -> tuple[list, str]:
         arguments = [

@@ -37,6 +37,22 @@ def test_files_that_pages_name_are_there():
             assert (REPOSITORY / name).exists(), f"{page.name}: {name}"
 
 
+def test_the_glossary_defines_each_class_of_the_concepts():
+    """A class that it names in its first table is in the file that stands beside it, or in the folder."""
+    page = (REPOSITORY / "docs" / "glossary.md").read_text(encoding="utf-8")
+    table = page.partition("## The twelve concepts")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1:4] for row in table.splitlines() if row.startswith("| ") and "---" not in row][1:]
+    assert len(rows) == 12
+    for concept, meaning, where in rows:
+        sources = ""
+        for place in re.findall(r"`(fastgen/[^`]+)`", where):
+            path = REPOSITORY / place
+            files = [path] if path.is_file() else sorted(path.glob("*.py"))
+            sources += "".join(file.read_text(encoding="utf-8") for file in files)
+        for name in re.findall(r"`([A-Z]\w+|verify_once)`", concept):
+            assert meaning.strip() and re.search(rf"^(class|def) {name}\b", sources, re.MULTILINE), name
+
+
 def test_the_example_runs_without_a_network():
     pytest.importorskip("transformers")
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,7 +86,9 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(len(input_ids))
         return embedding(input_ids, *args, **kwargs)
 
-    monkeypatch.setattr(functional, "embedding", counting)
+    # As if it were torch's own: code of the program that runs in a forward is left all rows.
+    names = {"__name__": "torch.nn.functional"}
+    monkeypatch.setattr(functional, "embedding", FunctionType(counting.__code__, names, closure=counting.__closure__))
     return rows
 
 

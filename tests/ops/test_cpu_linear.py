@@ -54,7 +54,7 @@ def test_products_are_those_of_torch(rows, with_bias, kind, everywhere):
     module = nn.Linear(48, 1003, with_bias) if kind == "linear" else Conv1D(1003, 48)
     with torch.no_grad():
         expected = module(states)
-        with faster_forwards([module], forwards(), usages := []):
+        with faster_forwards({module: module.modules()}, forwards(), usages := []):
             found = module(states)
     assert usages == [{everywhere: 1}]
     assert found.shape == expected.shape
@@ -68,7 +68,7 @@ def test_bf16_goes_through_onednn_where_the_cpu_has_instructions_for_it(with_bia
     states, module = torch.randn(4, 48).bfloat16(), nn.Linear(48, 1003, with_bias).bfloat16()
     with torch.no_grad():
         expected = module(states)
-        with faster_forwards([module], forwards(), usages := []):
+        with faster_forwards({module: module.modules()}, forwards(), usages := []):
             found = module(states)
     assert usages == [{"cpu_linear, oneDNN": 1} if BF16 else {}]
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
@@ -339,7 +339,7 @@ def test_a_user_without_a_home_folder_measures_again(timed, monkeypatch, tmp_pat
 def test_the_slower_product_is_not_used(everywhere, monkeypatch):
     monkeypatch.setattr(cpu_linear, "fastest", lambda *product: cpu_linear.BLAS)
     states, module = torch.randn(4, 48), nn.Linear(48, 1003)
-    with torch.no_grad(), faster_forwards([module], forwards(), usages := []):
+    with torch.no_grad(), faster_forwards({module: module.modules()}, forwards(), usages := []):
         found = module(states)
     assert not usages[0] and torch.equal(found, functional.linear(states, module.weight, module.bias))
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CostModel
+from fastgen.optimizer.decoding.model_facts import KnownCode, ModelFacts, facts_of
 from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
 from fastgen.optimizer.decoding.report import Report, Stage
 
@@ -37,7 +38,8 @@ class GenerateCall:
     is_accelerated: something was computed or stored once per input, or the loop is fastgen's. on_exit: closed when the
     call ends: captured steps and caches are given back. has_stages: other calls of `generate` are stages of this one.
     beam_scores: of the best hypotheses that beam search has found, `[inputs, num_beams]`, the best first.
-    staged_seconds: those of the stages that have ended. costs: decides what is worthwhile.
+    staged_seconds: those of the stages that have ended. costs: decides what is worthwhile. facts: of the models that
+    the call has asked about.
     """
 
     report: Report
@@ -54,6 +56,21 @@ class GenerateCall:
     beam_scores: Any = None
     staged_seconds: float = 0.0
     costs: CostModel = field(default_factory=lambda: cost_model.DEFAULT)
+    facts: dict[Any, ModelFacts] = field(default_factory=dict)
+
+    def facts_of(self, model: Any, known: KnownCode) -> ModelFacts:
+        """What is known of this model, compared once in this call with what it was before, see `model_facts`."""
+        if model not in self.facts:
+            self.facts[model] = facts_of(model, known)
+        return self.facts[model]
+
+    def has_changed(self, model: Any) -> bool:
+        """Whether the program has changed this model since the call has asked about it; then it is asked about anew."""
+        facts = self.facts.get(model)
+        if facts is None or facts.is_current():
+            return False
+        del self.facts[model]
+        return True
 
     @property
     def rows_per_input(self) -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -31,10 +32,10 @@ from torch import Tensor, nn
 from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
 from fastgen.optimizer.decoding import recordable
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.fingerprint import fingerprint
 from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, differs_sync, graphs_of, torch_settings
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.reasons import STEPS, Reason
+from fastgen.optimizer.decoding.model_facts import KnownCode, first_weight
+from fastgen.optimizer.decoding.reasons import MODEL_CHANGED, STEPS, Reason, with_code
 from fastgen.patching import warn
 
 if TYPE_CHECKING:  # in typing since Python 3.11
@@ -55,8 +56,7 @@ class DecodeStep(ABC):
     are captured if they turn out to be fit. steps: how many there were. since: how many of one token there were since
     the prefill, or since inputs left. graph: the one in use, whose static cache holds the loop's keys and values; None
     while steps are eager. most: positions that a row can generate. variant: what else a graph is
-    captured for. prefill_is_a_step: of one token, like those that
-    follow.
+    captured for. known: the host's code. prefill_is_a_step: of one token, like those that follow.
     """
 
     prefill_is_a_step = False
@@ -70,8 +70,9 @@ class DecodeStep(ABC):
         rows_per_input: int,
         max_length: int,
         captures: bool,
+        known: KnownCode,
     ) -> None:
-        self.call, self.model, self.decoder = call, model, decoder
+        self.call, self.model, self.decoder, self.known = call, model, decoder, known
         self.rows, self.rows_per_input, self.max_length = rows, rows_per_input, max_length
         self.captures = captures
         self.steps = self.since = self.most = 0
@@ -115,6 +116,19 @@ class DecodeStep(ABC):
     def use(self, static: KVCache) -> None:
         """The loop's keys and values lie in this cache from now on."""
 
+    @abstractmethod
+    def leave(self, static: KVCache) -> None:
+        """The loop goes on with copies of the keys and values in this cache, in steps that are eager."""
+
+    @cached_property
+    @abstractmethod
+    def runs_user_code(self) -> bool:
+        """Whether code of the program runs in each step: it may change the model."""
+
+    def model_reasons(self) -> list[str]:
+        """Why a model that has changed since the loop began is not captured."""
+        return []
+
     def __enter__(self) -> Self:
         return self
 
@@ -126,6 +140,8 @@ class DecodeStep(ABC):
         """The outputs of the next step for tokens `[rows, length]`; their tensors hold until the next one."""
         is_first = self.steps == 0
         self.steps += 1
+        if self.graph is not None and self.runs_user_code and self.call.has_changed(self.model):
+            self.leave_captures()
         if self.graph is not None:
             return self._static_step(tokens)
         outputs = self.prefill(tokens) if is_first else self.forward(self.model, self.inputs(tokens, None), None)
@@ -163,8 +179,12 @@ class DecodeStep(ABC):
 
     def _start_captures(self, tokens: Tensor, expected: Tensor) -> None:
         """From the next step on steps are captured, if that pays; the last one has given these logits."""
+        if self.call.has_changed(self.model) and (found := self.model_reasons()):
+            self.captures = False
+            self.call.report.add_reasons(STEPS, with_code("NOT_CAPTURABLE", found))
+            return
         left, rows = self.max_length - tokens.shape[1], self.rows
-        graphs = graphs_of(self.model, next(self.decoder.parameters()))
+        graphs = graphs_of(self.model, first_weight(self.decoder))
         wants_new = recordable.is_new_wanted(self.decoder, rows, self.since, left + graphs.steps_without[rows])
         if self.since >= self.call.costs.steps_before_capture and not wants_new:
             graphs.steps_without[rows] += left
@@ -202,7 +222,7 @@ class DecodeStep(ABC):
         graphs = self._graphs
         if not wants_new and self._key_of(content) not in graphs:
             return []
-        graphs.set_state(fingerprint(self.model))
+        graphs.set_state(self.call.facts_of(self.model, self.known).fingerprint)
         if not wants_new and self._key_of(content) not in graphs:
             return []
         self._fill(content)
@@ -221,6 +241,13 @@ class DecodeStep(ABC):
         self.graph.cache.advance()
         self.use(self.graph.cache)
         return []
+
+    def leave_captures(self) -> None:
+        """The rest of the call is the host's own: who changes a model within a call may look at everything."""
+        self.call.report.add_reasons(STEPS, [MODEL_CHANGED])
+        self.captures = False
+        self.leave(self.graph.cache)
+        self.end()
 
     def _static_step(self, tokens: Tensor) -> Any:
         cache = self.graph.cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType
 from typing import Any
@@ -55,16 +55,21 @@ _thread = _Thread()
 
 @contextmanager
 def faster_forwards(
-    models: Iterable[nn.Module], forwards: dict[type[nn.Module], Forward], usages: list[Counter[str]]
+    models: Mapping[nn.Module, Iterable[nn.Module]],
+    forwards: dict[type[nn.Module], Forward],
+    usages: list[Counter[str]],
 ) -> Iterator[None]:
-    """Inside this context, in this thread, modules of these types have these forwards; appends a count to `usages`."""
+    """Inside this context, in this thread, modules of these types have these forwards; appends a count to `usages`.
+
+    models: the modules of each model.
+    """
     usages.append(Counter())
     forwards = {kind: forward for kind, forward in forwards.items() if comes_with(kind.forward, kind)}
     call = Call(models, usages[-1])
     chosen = [
         (module, forward)
-        for model in call.models
-        for module in model.modules()
+        for modules in models.values()
+        for module in modules
         if (forward := forwards.get(type(module))) is not None
     ]
     _thread.calls.append(call)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from fastgen.ops.cpu_graph.graph import CpuGraph
 from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer.decoding.kv_cache import KVCache
+from fastgen.optimizer.decoding.model_facts import same
 from fastgen.optimizer.decoding.reasons import Reason
 
 # What the graphs of one model may hold between two calls, and the bytes of one: less in the memory of a CPU, of which
@@ -182,7 +183,7 @@ class GraphCache:
 
     def set_state(self, state: Any) -> None:
         """Drops what was captured when the model's state was another."""
-        if state != self._state:
+        if not same(state, self._state):
             self.clear()
             self._state = state
 

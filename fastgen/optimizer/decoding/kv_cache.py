@@ -379,6 +379,19 @@ class KVCache:
         static.seq_lengths = torch.zeros(len(growing), dtype=torch.int64, device=device)
         return static
 
+    def to_growable(self, limit: int) -> KVCache:
+        """The same content in memory of its own, to which positions can be added, up to `limit` for each row."""
+        content = self.content()
+        copied = KVCache(self.rows // self.rows_per_input, self.rows_per_input)
+        prompts = [tuple(tuple(states.clone() for states in pair) for pair in prompt) for prompt in content.prompts]
+        growing = sum(slot is not None for slot in content._slots)
+        copied.add_layers(prompts[:growing], limit)
+        copied.add_layers(prompts[growing:], None)
+        for layer, pair in enumerate(content.generated[0].by_layer):
+            copied.generated[0].append(layer, *pair)
+        copied.generated[0].unmoved = content.generated[0].unmoved
+        return copied
+
     def load(self, content: KVCache) -> None:
         """Copies this content, and zeros around it: what is hidden has the weight 0, which NaN would survive."""
         for layer, (prompt, source) in enumerate(zip(self.prompts, content.prompts)):

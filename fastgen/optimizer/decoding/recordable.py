@@ -11,7 +11,7 @@ from fastgen.config import CONFIG
 from fastgen.ops.transforms import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import add_reasons, costs
 from fastgen.optimizer.decoding.graphs import graphs_of
-from fastgen.optimizer.decoding.model_facts import size_of
+from fastgen.optimizer.decoding.model_facts import ModelFacts, first_weight, size_of
 from fastgen.optimizer.decoding.reasons import STEPS, Reason, with_code
 
 
@@ -62,14 +62,18 @@ def unsupported_reasons(decoder: nn.Module, rows: int, steps: int) -> list[str]:
         reasons.append("the program records or watches what torch computes")
     if weight.is_cuda and torch.cuda.current_stream(weight.device).cuda_stream:
         reasons.append("the program computes on a stream of its own")
-    if reasons:
-        return reasons
-    devices = {tensor.device for tensors in (decoder.parameters(), decoder.buffers()) for tensor in tensors}
-    return ["the model is on several devices"] if len(devices) > 1 else []
+    return reasons
+
+
+def device_reasons(facts: ModelFacts) -> list[str]:
+    """Why the steps of a model with its weights where they are cannot be captured."""
+    if facts.is_sharded:
+        return ["parts of the model are sharded, and gathered in each step"]
+    return ["the model is on several devices"] if len(facts.devices) > 1 else []
 
 
 def _weight_of(decoder: nn.Module) -> Tensor:
-    return next(decoder.parameters())
+    return first_weight(decoder)
 
 
 def _rounds_otherwise(weight: Tensor) -> bool:

@@ -6,6 +6,7 @@ Tests: tests/optimizer/fairseq/test_fairseq_recorded_steps.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.decode_step import DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache, rounded
 from fastgen.optimizer.decoding.reasons import Reason
+from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
+from fastgen.optimizer.fairseq.plan import KNOWN
 from fastgen.optimizer.fairseq.states import DecodingState
 
 # What a model gives for a step: log-probabilities `[rows, vocabulary]`, and weights `[rows, source_length]` or None.
@@ -44,13 +47,15 @@ class FairseqDecodeStep(DecodeStep):
     ) -> None:
         model, rows = generator.model.single_model, states[0].kv.rows
         decoder = getattr(model, "decoder", model)
-        super().__init__(call, model, decoder, rows, states[0].rows_per_input, max_len + 1, captures)
+        super().__init__(call, model, decoder, rows, states[0].rows_per_input, max_len + 1, captures, KNOWN)
         self.generator, self.outputs, self.states = generator, outputs, states
         self.mask: Tensor | None = None
         self._padded_mask: tuple[int, int, Tensor] | None = None
 
     def log_probs(self, tokens: Tensor) -> Outputs:
         """What the models give for the token after tokens `[rows, length]`, which the loop may overwrite."""
+        if self.runs_user_code:
+            self._look_again()
         if self.graph is None:
             return self.run(tokens)
         self.variant = self.generator.temperature, self.mask is not None
@@ -99,6 +104,31 @@ class FairseqDecodeStep(DecodeStep):
 
     def use(self, static: KVCache) -> None:
         self.states[0].kv = static
+
+    def leave(self, static: KVCache) -> None:
+        self.states[0].kv = static.to_growable(self.most)
+
+    @cached_property
+    def runs_user_code(self) -> bool:
+        generator = self.generator
+        called = (generator, generator.search, generator.repeat_ngram_blocker)
+        if any(is_user_code(one, KNOWN.packages) for one in called):
+            return True
+        if generator.lm_model is None:
+            return False
+        facts = self.call.facts_of(generator.lm_model, KNOWN)
+        return bool(facts.hooks or facts.foreign_classes or facts.replaced or facts.code.foreign)
+
+    def _look_again(self) -> None:
+        """Code of the program has run: modules that it has put into a model have states, and it may look at weights."""
+        changed = [index for index, model in enumerate(self.generator.model.models) if self.call.has_changed(model)]
+        if not changed:
+            return
+        self.captures = False
+        if self.graph is not None:
+            self.leave_captures()
+        for index in changed:
+            self.states[index].plan.look_again(self.generator.model.models[index])
 
     def reorder(self, order: Tensor, kept: Tensor | None = None) -> None:
         """Row i becomes what row `order[i]` was; `kept` are the sentences that remain (int64), None if all do."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
-from fastgen.optimizer.decoding.model_facts import size_of
+from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.reasons import LOOP, Reason, with_code
 from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.fairseq import prompt as prompts
@@ -25,7 +25,7 @@ from fastgen.optimizer.fairseq import recordable
 from fastgen.optimizer.fairseq.decode_step import FairseqDecodeStep
 from fastgen.optimizer.fairseq.encoding import EncoderOutputs
 from fastgen.optimizer.fairseq.loop import Loop, Sentences, forces_as_upstream
-from fastgen.optimizer.fairseq.plan import ModelPlan, plan
+from fastgen.optimizer.fairseq.plan import KNOWN, ModelPlan, plan
 from fastgen.optimizer.fairseq.states import DecodingState
 from fastgen.origin import comes_with, is_from_elsewhere
 
@@ -41,8 +41,9 @@ def generate(
     bos_token: int | None = None,
 ) -> list[list[dict[str, Tensor]]]:
     with generate_call(type(self.model.single_model).__name__) as call:
-        plans = [plan(model) for model in self.model.models]
-        reasons = unsupported_reasons(self, sample, constraints, bos_token, plans)
+        facts = [call.facts_of(model, KNOWN) for model in self.model.models]
+        plans = [plan(model, one) for model, one in zip(self.model.models, facts)]
+        reasons = unsupported_reasons(self, sample, constraints, bos_token, plans, facts)
         reasons += prefix_reasons_sync(self, prefix_tokens)
         if reasons:
             call.report.add_reasons(LOOP, reasons)
@@ -53,7 +54,8 @@ def generate(
         _describe(call.report, plans)
         models = [model for model in (*self.model.models, self.lm_model) if model is not None]
         large = [model for model in models if call.costs.should_swap_forwards(size_of(model))]
-        with faster_forwards(large, linears(), call.report.usages), _undone(self, call):
+        modules = {model: call.facts_of(model, KNOWN).modules.values() for model in large}
+        with faster_forwards(modules, linears(), call.report.usages), _undone(self, call):
             self.search.init_constraints(constraints, self.beam_size)
             return start(self, sample, prefix_tokens, bos_token, plans, call).run()
 
@@ -61,7 +63,7 @@ def generate(
 @contextmanager
 def _undone(generator: SequenceGenerator, call: GenerateCall) -> Iterator[None]:
     """After an error of fastgen's own fairseq does the work again, from the same random numbers on; it is said so."""
-    devices = {parameter.device for model in generator.model.models for parameter in model.parameters()}
+    devices = {device for facts in call.facts.values() for device in facts.devices}
     gpus = [device for device in devices if device.type == "cuda"]
     before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in gpus]
     try:
@@ -91,7 +93,7 @@ def start(
     inputs, device = source.shape[0], source.device
     rows = inputs * generator.beam_size
     max_len = max_len_sync(generator, net_input)
-    captures = recordable.can_capture(generator, plans, rows, max_len)
+    captures = recordable.can_capture(call, generator, plans, rows, max_len)
     input_of_row = torch.arange(inputs, device=device).repeat_interleave(generator.beam_size)
     outputs = EncoderOutputs(generator.model, plans, net_input, input_of_row)
     tokens = torch.full((rows, max_len + 2), generator.pad, dtype=torch.int64, device=device)
@@ -163,6 +165,7 @@ def unsupported_reasons(
     constraints: Tensor | None,
     bos_token: int | None,
     plans: list[ModelPlan],
+    facts: list[ModelFacts],
 ) -> list[Reason]:
     """Why this call is left to fairseq; empty if fastgen's loop gives the same. May read the device."""
     reasons: list[Reason] = []
@@ -182,7 +185,7 @@ def unsupported_reasons(
     if bos_token == generator.pad or (bos_token is None and generator.eos == generator.pad):
         reasons.append(Reason("STARTS_WITH_PADDING", "the first token is padding"))
     reasons += with_code("MODEL", sorted({reason for one in plans for reason in one.reasons}))
-    reasons += _training_reasons(generator)
+    reasons += _training_reasons(generator, facts)
     net_input = sample["net_input"]
     if source_of(net_input) is None:
         text = f"net_input without a source (accepted: {', '.join(_SOURCES)})"
@@ -196,11 +199,11 @@ def unsupported_reasons(
     return reasons
 
 
-def _training_reasons(generator: SequenceGenerator) -> list[Reason]:
-    for module in generator.model.modules():
+def _training_reasons(generator: SequenceGenerator, facts: list[ModelFacts]) -> list[Reason]:
+    for module in (module for one in facts for module in one.modules.values()):
         if isinstance(module, FairseqDropout) and module.p > 0 and module.apply_during_inference:
             return [Reason("TRAINING", "dropout stays on during inference")]
-    training = any(module.training for module in generator.model.modules())
+    training = generator.model.training or any(one.in_training for one in facts)
     return [Reason("TRAINING", "a model, or a module of one, is in training mode")] if training else []
 
 

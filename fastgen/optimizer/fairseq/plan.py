@@ -10,12 +10,19 @@ from fairseq.models.transformer.transformer_decoder import TransformerDecoderBas
 from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import nn
-from torch.nn.modules import module as torch_module
 
+from fastgen.optimizer.decoding.model_facts import KnownCode, ModelFacts
 from fastgen.origin import PYTHON, packages_of
 
 KNOWN_PACKAGES = PYTHON | {"fairseq", "fastgen", "torch"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+# fairseq's own code may call these.
+_OTHERS = frozenset({"numpy", "apex", "xformers", "fairscale", "omegaconf", "hydra", "einops", "triton"})
+
+KNOWN = KnownCode(
+    packages=KNOWN_PACKAGES | _OTHERS,
+    entries=frozenset({"get_normalized_probs", "get_normalized_probs_scriptable"}),
+)
 
 
 @dataclass
@@ -24,7 +31,7 @@ class ModelPlan:
 
     reasons: why there are none, if so. others: modules that keep a state of their own, as in fairseq.
     by_input: whether the decoder can be given the encoder's output with one row per input; otherwise it gets all rows.
-    watched: whether somebody may see what passes between the layers.
+    watched: whether somebody may see what passes between the layers. user_code: code of the program that a step runs.
     """
 
     self_attention: list[MultiheadAttention] = field(default_factory=list)
@@ -32,7 +39,14 @@ class ModelPlan:
     others: list[nn.Module] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     watched: bool = False
+    user_code: list[str] = field(default_factory=list)
     by_input: bool = False
+
+    def look_again(self, model: nn.Module) -> None:
+        """After the program has changed the model while it generates: somebody may see what passes between layers."""
+        self.watched = True
+        known = {*self.self_attention, *self.cross_attention}
+        self.others = [module for module in model.decoder.modules() if module not in known and _has_state(module)]
 
 
 def goes_by_states(module: Any) -> bool:
@@ -47,12 +61,24 @@ def goes_by_states(module: Any) -> bool:
     return vars(type(module)).get("goes_by_states", False)
 
 
-def plan(model: nn.Module) -> ModelPlan:
+def decoder_code_of_program(facts: ModelFacts) -> list[str]:
+    """Modules, methods and functions of the program's own that a step of the decoder runs."""
+    return [what for name, what in facts.foreign_classes + facts.replaced if is_in_decoder(name)]
+
+
+def is_in_decoder(name: str) -> bool:
+    """Whether the module of this name is run in each step."""
+    return name.partition(".")[0] == "decoder"
+
+
+def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
     decoder = getattr(model, "decoder", None)
     reasons = decoder_reasons(decoder)
+    reasons += ["layers of the decoder are compiled"] if any(map(is_in_decoder, facts.compiled)) else []
+    reasons += [f"{what} is not fairseq's, and may be left out" for what in facts.code.foreign[:1]]
     if reasons:
         return ModelPlan(reasons=reasons)
-    result = ModelPlan()
+    result = ModelPlan(user_code=decoder_code_of_program(facts))
     for layer in decoder.layers:
         if not attention_reasons(layer.self_attn) and layer.self_attn.self_attention:
             result.self_attention.append(layer.self_attn)
@@ -61,7 +87,7 @@ def plan(model: nn.Module) -> ModelPlan:
             result.cross_attention.append(cross)
     known = {*result.self_attention, *result.cross_attention}
     result.others = [module for module in decoder.modules() if module not in known and _has_state(module)]
-    result.watched = _is_watched(decoder)
+    result.watched = any(name is None or is_in_decoder(name) for name, _ in facts.hooks)
     crosses = cross_attentions(decoder)
     reorder = getattr(getattr(model, "encoder", None), "reorder_encoder_out", None)
     result.by_input = not (
@@ -99,8 +125,6 @@ def decoder_reasons(decoder: Any) -> list[str]:
             return [f"layer {type(layer).__name__} of the decoder (supported: fairseq's Transformer layer)"]
         if getattr(layer, "onnx_trace", False):
             return ["the decoder is prepared for ONNX"]
-        if any(getattr(module, "_compiled_call_impl", None) is not None for module in layer.modules()):
-            return ["layers of the decoder are compiled"]
     return []
 
 
@@ -109,7 +133,7 @@ def attention_reasons(attention: Any) -> list[str]:
     if type(attention) is not MultiheadAttention and not goes_by_states(attention):
         return [f"attention {type(attention).__name__} (supported: fairseq's MultiheadAttention)"]
     found = {
-        "a forward of its own": "forward" in vars(attention),
+        "code of its own": any(map(callable, vars(attention).values())),
         "xFormers": attention.use_xformers,
         "add_bias_kv": attention.bias_k is not None or attention.bias_v is not None,
         "add_zero_attn": attention.add_zero_attn,
@@ -127,8 +151,3 @@ def _is_own(module: nn.Module, base: type, name: str) -> bool:
 def _has_state(module: nn.Module) -> bool:
     reorder = getattr(type(module), "reorder_incremental_state", None)
     return reorder not in (None, FairseqIncrementalDecoder.reorder_incremental_state)
-
-
-def _is_watched(decoder: nn.Module) -> bool:
-    everywhere = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    return bool(everywhere) or any(getattr(module, name) for module in decoder.modules() for name in _HOOKS)

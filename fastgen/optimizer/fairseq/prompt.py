@@ -58,6 +58,8 @@ def unsupported_reasons(generator: Any, plans: list[ModelPlan]) -> list[Reason]:
         reasons.append(Reason("ENCODER", "the model has an encoder: its prefixes are fed token by token"))
     if any(plan.others or plan.reasons for plan in plans):
         reasons.append(Reason("MODEL_STATE", "modules with states of their own"))
+    if any(plan.user_code or plan.watched for plan in plans):
+        reasons.append(Reason("USER_CODE", "code of the program in the decoder may see each step"))
     if generator.lm_model is not None:
         reasons.append(Reason("SECOND_LANGUAGE_MODEL", "a second language model"))
     return reasons

@@ -9,19 +9,21 @@ from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbe
 from fairseq.sequence_generator import EnsembleModel
 
 from fastgen.optimizer.decoding import recordable
-from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
-from fastgen.optimizer.fairseq.plan import KNOWN_PACKAGES, ModelPlan, cross_attentions
-from fastgen.origin import comes_with, packages_of
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.fairseq.plan import KNOWN, ModelPlan, cross_attentions
+from fastgen.origin import comes_with
 
 
-def can_capture(generator: Any, plans: list[ModelPlan], rows: int, max_len: int) -> bool:
+def can_capture(call: GenerateCall, generator: Any, plans: list[ModelPlan], rows: int, max_len: int) -> bool:
     """Whether a loop of up to `max_len` steps should try to; tells the report why not."""
     model = generator.model.single_model
-    reasons = partial(unsupported_reasons, generator, plans, rows, max_len)
+    reasons = partial(unsupported_reasons, call, generator, plans, rows, max_len)
     return recordable.can_capture(model, model.decoder, max_len, reasons)
 
 
-def unsupported_reasons(generator: Any, plans: list[ModelPlan], rows: int, max_len: int) -> list[str]:
+def unsupported_reasons(
+    call: GenerateCall, generator: Any, plans: list[ModelPlan], rows: int, max_len: int
+) -> list[str]:
     """Why the steps are not captured; empty if they can be."""
     if len(plans) > 1:
         return [f"an ensemble of {len(plans)} models"]
@@ -39,7 +41,8 @@ def unsupported_reasons(generator: Any, plans: list[ModelPlan], rows: int, max_l
         reasons.append("the decoder is given the encoder's output for each row")
     reasons += _position_reasons(decoder.embed_positions, max_len)
     reasons = reasons or recordable.unsupported_reasons(decoder, rows, max_len)
-    return reasons or _code_reasons(model)
+    reasons = reasons or recordable.device_reasons(call.facts_of(model, KNOWN))
+    return reasons or [f"code of the program is called in each step: {what}" for what in plan.user_code[:1]]
 
 
 def _position_reasons(positions: Any, max_len: int) -> list[str]:
@@ -54,13 +57,3 @@ def _position_reasons(positions: Any, max_len: int) -> list[str]:
         return [f"positions of a {type(positions).__name__}"]
     needed = (positions.padding_idx or 0) + max_len + 2
     return [f"positions up to {needed} in a table of {most}"] if needed > most else []
-
-
-def _code_reasons(model: Any) -> list[str]:
-    """Which code of the program's own would not be called by a replay; empty if there is none."""
-    called = [model.get_normalized_probs, model.get_normalized_probs_scriptable]
-    for module in model.decoder.modules():
-        called += [value for name, value in vars(module).items() if callable(value) and name != "forward"]
-        called += [type(module).forward if has_faster_forward(module) else module.forward, *type(module).__mro__]
-    foreign = set().union(*map(packages_of, called)) - KNOWN_PACKAGES - {"builtins"}
-    return [f"code of {name} is called in each step" for name in sorted(foreign)]

@@ -31,7 +31,8 @@ from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.late_flag import reading_waits
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP, REORDERS_ITSELF, USER_CACHE, Reason, with_code
-from fastgen.optimizer.transformers import eligibility, kv_layers, model_state, verification
+from fastgen.optimizer.decoding.user_code import is_user_code
+from fastgen.optimizer.transformers import kv_layers, model_reasons, verification
 from fastgen.optimizer.transformers import rows as rows_of_call
 from fastgen.optimizer.transformers.constrained import treats_rows_alone
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
@@ -130,13 +131,13 @@ class TransformersDecodeStep(DecodeStep):
         rows_per_input: int,
         captures: bool = False,
     ) -> None:
-        super().__init__(
-            current_call(), model, model, rows, rows_per_input, generation_config.max_length or 0, captures
-        )
+        length, known = generation_config.max_length or 0, model_reasons.KNOWN
+        super().__init__(current_call(), model, model, rows, rows_per_input, length, captures, known)
         self.generation_config = generation_config
         self.processors = writing_processors(processors, generation_config)
         self.arguments = arguments
         self._staying: list[Reason] | None = None
+        self._kept: Any = None  # the call's own cache, for steps after those that are captured
         self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: what was given, the padding, and what it gave
         cache = kv_layers.cache_of(arguments)
         self._undo = None if cache is None else kv_layers.undo_of(cache)
@@ -191,11 +192,12 @@ class TransformersDecodeStep(DecodeStep):
     def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[Reason]]:
         if (cache := self.arguments.get(NAME)) is None:
             return None, [Reason("NO_CACHE", "there is no cache")]
+        self._kept = cache if self.runs_user_code else None
         self._cache = ref(cache)  # a step returns the view of its graph, which is the cache of the next arguments
         self.variant = frozenset(name for name, value in self.arguments.items() if value is not None)
         kv, reasons = kv_layers.kv_cache_of(cache, cache.get_seq_length() + left)
         return kv, reasons or with_code(
-            "MODEL_STATE", model_state.rows_reasons(self.model, {self.rows, self.call.inputs})
+            "MODEL_STATE", model_reasons.row_state_reasons(self.model, {self.rows, self.call.inputs})
         )
 
     def view_of(self, static: KVCache) -> Cache:
@@ -204,6 +206,17 @@ class TransformersDecodeStep(DecodeStep):
     def use(self, static: KVCache) -> None:
         if (cache := self._cache()) is not None:
             kv_layers.use(cache, static, self.call)
+
+    def leave(self, static: KVCache) -> None:
+        kv_layers.give_back(self._cache)
+        self.arguments[NAME] = self._kept
+
+    def model_reasons(self) -> list[str]:
+        return model_reasons.model_reasons(self.model)
+
+    @cached_property
+    def runs_user_code(self) -> bool:
+        return any(is_user_code(processor, self.known.packages) for processor in self.processors)
 
     def _pad(self, inputs: dict[str, Any], padding: int) -> dict[str, Any]:
         """These arguments of a forward, with so many hidden positions before the first one.
@@ -283,9 +296,9 @@ class TransformersDecodeStep(DecodeStep):
             reasons.append(Reason("PROCESSOR_BY_ROW", text))
         if hasattr(self.model, "_reorder_cache"):
             reasons.append(REORDERS_ITSELF)
-        reasons = reasons or with_code("MODEL", eligibility.model_reasons(self.model))
+        reasons = reasons or with_code("MODEL", model_reasons.model_reasons(self.model))
         sizes = {self.rows, self.rows // self.rows_per_input}
-        reasons = reasons or with_code("MODEL_STATE", model_state.rows_reasons(self.model, sizes))
+        reasons = reasons or with_code("MODEL_STATE", model_reasons.row_state_reasons(self.model, sizes))
         if self.graph is None:
             reasons = reasons or self._cache_reasons
         return reasons or rows_of_call.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)

@@ -14,7 +14,7 @@ from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, Reason
-from fastgen.optimizer.transformers import compiled, forwards, verification
+from fastgen.optimizer.transformers import forwards, model_reasons, verification
 from fastgen.patching import disabled
 
 
@@ -25,7 +25,7 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
             with disabled():
                 return original(self, *args, **kwargs)
         call.user_cache = kwargs.get("past_key_values") is not None
-        call.user_code = not verification.is_known_class(self)
+        call.user_code = not model_reasons.is_known_class(self)
         call.to_verify = verification.call_to_verify(original, self, args, kwargs)
         if any(callable(value) for value in (kwargs.get("custom_generate"), *args[8:])):
             call.user_code, call.share = True, False
@@ -49,6 +49,7 @@ def _faster_forwards(
     """Products and activations inside this call, of models so large that it pays to look at all their modules."""
     if not call.costs.should_swap_forwards(size_of(model)):
         return nullcontext()
-    if compiled.reasons(model) or compiled.call_reasons(model, args, kwargs):
+    if model_reasons.compiled_reasons(model) or model_reasons.compiling_reasons(model, args, kwargs):
         return nullcontext()
-    return faster_forwards([model], forwards.forwards(), call.report.usages)
+    modules = model_reasons.facts_of(model).modules.values()
+    return faster_forwards({model: modules}, forwards.forwards(), call.report.usages)

@@ -246,7 +246,7 @@ def adopt(cache: Cache, inputs: int, rows_per_input: int, limit: int, call: Gene
     _tell(call, told, others)
     if gains:
         call.report.usages.append(kv.usage)
-        call.on_exit.callback(_give_back, ref(cache))
+        call.on_exit.callback(give_back, ref(cache))
     return gains
 
 
@@ -280,7 +280,7 @@ def _tell(call: GenerateCall, told: Counter[str], others: Counter[str]) -> None:
     call.report.add_reasons(KV_CACHE, reasons)
 
 
-def _give_back(known: ref[Cache]) -> None:
+def give_back(known: ref[Cache]) -> None:
     """Makes the layers the library's again, in a cache that is returned or that somebody has kept."""
     cache = known()
     for part in () if cache is None else parts(cache):
@@ -389,7 +389,7 @@ def view_of(cache: Cache, static: KVCache) -> Cache:
 def use(cache: Cache, static: KVCache, call: GenerateCall) -> None:
     """Lets the layers of this cache be those of a static `KVCache`, and so lets go of their own memory."""
     if not any(isinstance(layer, KVLayer) for layer in parts(cache)[0].layers):
-        call.on_exit.callback(_give_back, ref(cache))
+        call.on_exit.callback(give_back, ref(cache))
     _put_static(cache, static)
 
 

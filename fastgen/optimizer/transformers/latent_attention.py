@@ -8,7 +8,7 @@ Tests: tests/optimizer/transformers/test_latent_attention.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,13 +21,13 @@ NAME = "expand_kv"
 
 
 @contextmanager
-def expanding_in_parts(model: nn.Module) -> Iterator[None]:
+def expanding_in_parts(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside this context the model's latents in segments become keys and values in segments.
 
     A second thread that generates on the model may find it without this once the first has left: then its latents are
     expanded for each row, as the library does.
     """
-    found = [module for module in model.modules() if packages_of(getattr(type(module), NAME, None)) == {"transformers"}]
+    found = [module for module in modules if packages_of(getattr(type(module), NAME, None)) == {"transformers"}]
     chosen = [module for module in found if NAME not in vars(module)]
     for module in chosen:
         setattr(module, NAME, Expansion(module))

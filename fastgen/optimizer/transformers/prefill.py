@@ -21,14 +21,14 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, USER_CACHE, Reason, with_code
 from fastgen.optimizer.transformers import (
-    eligibility,
     images,
     kv_layers,
-    model_state,
+    model_reasons,
     rows,
     verification,
 )
@@ -64,14 +64,14 @@ def prefill(
         used = {name: value for name, value in given.items() if name != "input_ids"}
         given_cache = kv_layers.cache_of(arguments)
         empty = None if given_cache is None else kv_layers.undo_of(given_cache)
-        before = model_state.tensors(self) if model_state.known_reasons(self) is None else None
+        before = model_reasons.facts_of(self).row_tensors() if model_facts.row_states(self) is None else None
         with kv_layers.filling_all_rows(given_cache, groups):
             outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
-        found = [] if before is None else model_state.learn(self, before, len(groups))
+        found = [] if before is None else model_reasons.learn_row_states(self, before, len(groups))
         reasons = with_code("MODEL_STATE", found)
         if not reasons and _leaves_cache_to_model(arguments):
             reasons = returned_cache_reasons(outputs)
-            model_state.refuse(self, [str(reason) for reason in reasons])
+            model_facts.remember_row_states(self, [str(reason) for reason in reasons])
         reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, groups, call)
         if reasons and empty is not None:
             empty()
@@ -176,7 +176,7 @@ def expand(
             kv_layers.repeat(cache, groups.of_inputs)
         is_adopted |= kv_layers.adopt(cache, groups.inputs, groups.fan_out, limit, call)
     if is_adopted:  # otherwise the library may compile the model's forward as it finds it
-        call.on_exit.enter_context(expanding_in_parts(model))
+        call.on_exit.enter_context(expanding_in_parts(model_reasons.facts_of(model).modules.values()))
     if groups.fan_out == 1:
         sizes = ", ".join(map(str, groups.sizes[:8]))
         text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"
@@ -198,7 +198,7 @@ def unsupported_reasons(
 
     compared: whether the rows of a group are known to be equal.
     """
-    reasons = with_code("MODEL", eligibility.model_reasons(model))
+    reasons = with_code("MODEL", model_reasons.model_reasons(model))
     if call.user_cache:
         reasons.append(USER_CACHE)
     elif kv_layers.is_static(cache := kv_layers.cache_of(arguments)):

@@ -11,7 +11,7 @@ from transformers.cache_utils import StaticLayer
 
 from fastgen.optimizer.decoding import recordable
 from fastgen.optimizer.decoding.reasons import REORDERS_ITSELF, Reason
-from fastgen.optimizer.transformers import eligibility, positions
+from fastgen.optimizer.transformers import model_reasons, positions
 from fastgen.optimizer.transformers.kv_layers import layer_reasons
 
 # Static layers have the length that `KVLayer` gives: a tensor without a dimension, as in transformers 5.17.
@@ -52,12 +52,9 @@ def unsupported_reasons(
         reasons.append(REORDERS_ITSELF)
     if not reasons:
         reasons += recordable.unsupported_reasons(model, input_ids.shape[0], _steps(generation_config, input_ids))
-    return reasons or [*(eligibility.model_reasons(model) or _sharded_reasons(model))]
-
-
-def _sharded_reasons(model: Any) -> list[str]:
-    is_sharded = any(type(module).__module__.startswith("torch.distributed.") for module in model.modules())
-    return ["parts of the model are sharded, and gathered in each step"] if is_sharded else []
+    if not reasons:
+        reasons += model_reasons.model_reasons(model) or recordable.device_reasons(model_reasons.facts_of(model))
+    return reasons
 
 
 def _steps(generation_config: Any, input_ids: Tensor) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,16 +29,21 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.reasons import Reason, with_code
 from fastgen.optimizer.decoding.verify_once import Difference, NotComparable, RandomStates, is_verified, verify_once
-from fastgen.origin import packages_of
+from fastgen.optimizer.transformers import model_reasons
+from fastgen.optimizer.transformers.model_reasons import is_known_class
 from fastgen.patching import disabled, warn
 
 STEPS = 4
+
+# A model that differs more often than this between calls is not compared any more.
+MOST = 8
 GROUP = "transformers.shared_caches"
 
 # In place of a token where the other sequences are longer.
 ABSENT = -1
 
-# What differed, for classes that are left alone.
+# How often models were compared, by what they have in common, see `_key`. What differed, for classes left alone.
+_compared: Counter[tuple] = Counter()
 _refused: dict[type, str] = {}
 
 # Held during a comparison, which changes the state of all threads' random numbers. Nobody waits for it: the model's
@@ -57,11 +63,6 @@ class HostCall:
 def is_tested(model: Any) -> bool:
     """Whether the model is one of transformers' or fastgen's own, and transformers no newer than the tests."""
     return is_known_class(model) and not PATCH_SET.newer_than_tested("transformers")
-
-
-def is_known_class(model: Any) -> bool:
-    """Whether the model's class is of transformers or of fastgen, whose parity the tests compare."""
-    return packages_of(type(model)) <= {"transformers", "fastgen"}
 
 
 def refused_reasons(model: Any) -> list[Reason]:
@@ -89,6 +90,9 @@ def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, ca
     key = _key(host_call, generation_config, call)
     if is_verified(key):
         return []
+    if _compared[key[1:]] >= MOST:
+        unfit_text = f"{_subject(model)} is not verified yet, and what its modules hold changes from call to call"
+        return [Reason("UNVERIFIED", unfit_text)]
     stateful = [name for name, value in host_call.arguments.items() if _has_state(value)]
     unfit = [f"a call with {name} cannot be repeated" for name in stateful]
     if (generation_config.max_length or 0) - prompt_length < STEPS:
@@ -97,6 +101,7 @@ def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, ca
         unfit.append("another comparison is running")
     if not unfit:
         try:
+            _compared[key[1:]] += 1
             unfit = _compare_first_steps(key, host_call)
         finally:
             _COMPARING.release()
@@ -213,17 +218,17 @@ class _StopAfter(StoppingCriteria):
 
 
 def _key(host_call: HostCall, generation_config: Any, call: GenerateCall) -> tuple:
-    """What decides which code a model runs, and whether a comparison shows it.
+    """What decides which code a model runs, and whether a comparison shows it; the model's likeness first.
 
-    The classes of its modules with their forwards, its attention and dtype, the names of what its forward is given;
-    whether rows are moved or sampled, and whether there is more than one input: what is made for one fits all rows.
+    That, as a captured step's fingerprint, holds its classes, their code, switches, configuration and dtype. Also the
+    names of what its forward is given; whether rows are moved or sampled, and whether there is more than one input:
+    what is made for one fits all rows.
     """
     model, beams = host_call.model, generation_config.num_beams or 1
-    code = frozenset((type(module), type(module).forward) for module in model.modules())
     several = (beams > 1, (generation_config.num_return_sequences or 1) > 1, call.inputs > 1)
-    attention = getattr(model.config, "_attn_implementation", None)
     own = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(generation_config).keys()
-    return type(model), code, attention, model.dtype, frozenset(host_call.arguments.keys() - own), *several
+    likeness = call.facts_of(model, model_reasons.KNOWN).likeness()
+    return likeness, type(model), frozenset(host_call.arguments.keys() - own), *several
 
 
 def _has_state(value: Any) -> bool:

@@ -12,10 +12,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastgen
+from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.model_facts import ModelSize, size_of
-from fastgen.optimizer.transformers import compiled, model_state, modules, rows
+from fastgen.optimizer.transformers import rows
 
 COSTS = CostModel()
 REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
@@ -23,9 +24,7 @@ REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
 
 @pytest.fixture
 def nothing_is_looked_through(monkeypatch):
-    monkeypatch.setattr(modules, "unsupported_reasons", pytest.fail)
-    monkeypatch.setattr(compiled, "reasons", pytest.fail)
-    monkeypatch.setattr(model_state, "tensors", pytest.fail)
+    monkeypatch.setattr(model_facts, "_fingerprint", pytest.fail)
     monkeypatch.setattr(rows, "_equal_to_row_before_sync", pytest.fail)
 
 

@@ -67,7 +67,7 @@ def test_the_fused_activation_is_the_same_function():
     module, usages = NewGELUActivation(), []
     with torch.no_grad():
         expected = module(STATES)
-        with faster_forwards([module], forwards(), usages):
+        with faster_forwards({module: module.modules()}, forwards(), usages):
             found = module(STATES)
     assert usages == [{"fused activation": 1}] and "forward" not in vars(module)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -88,7 +88,7 @@ def test_small_models_are_not_looked_through(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_types_are_left_to_the_original(dtype):
     module, usages, states = NewGELUActivation(), [], torch.randn(50).to(dtype)
-    with torch.no_grad(), faster_forwards([module], forwards(), usages):
+    with torch.no_grad(), faster_forwards({module: module.modules()}, forwards(), usages):
         found = module(states)
     assert not usages[0] and torch.equal(found, module(states))
 
@@ -100,7 +100,7 @@ def test_gradients_and_modes_of_the_program_see_the_original():
             return func(*args, **(kwargs or {}))
 
     module, usages, seen, states = NewGELUActivation(), [], [], torch.randn(5, requires_grad=True)
-    with faster_forwards([module], forwards(), usages):
+    with faster_forwards({module: module.modules()}, forwards(), usages):
         module(states).sum().backward()
         with torch.no_grad(), Watching():
             module(states)

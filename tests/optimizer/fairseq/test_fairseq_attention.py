@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from unittest import mock
 
 import pytest
@@ -177,6 +178,9 @@ def test_prompt_is_computed_in_one_pass():
         shapes.append((tuple(tokens.shape), kwargs.get("incremental_state") is not None))
         return original(self, tokens, *args, **kwargs)
 
+    # As if it were fairseq's: code of the program would see each step.
+    names = {"__name__": "fairseq.watched", "shapes": shapes, "original": original}
+    watched = FunctionType(watched.__code__, names, closure=watched.__closure__)
     with mock.patch("fastgen.optimizer.fairseq.plan.TransformerDecoderBase.forward", watched):
         generate(case, sample, beam=2, max_len_b=12)
     assert shapes[0] == ((3, 7), False)

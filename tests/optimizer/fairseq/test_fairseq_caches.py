@@ -13,9 +13,14 @@ pytest.importorskip("fairseq")
 from fairseq_models import CASES
 
 from fastgen.optimizer.decoding.call import generate_call
+from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.step_history import StepHistory
-from fastgen.optimizer.fairseq.plan import plan
+from fastgen.optimizer.fairseq.plan import KNOWN, plan
 from fastgen.optimizer.fairseq.states import DecodingState, filling
+
+
+def plan_of(model):
+    return plan(model, facts_of(model, KNOWN))
 
 
 def test_history_finds_values_of_ancestors():
@@ -38,7 +43,7 @@ def test_history_finds_values_of_ancestors():
 
 def test_state_keeps_cross_attention_once_per_input_and_one_mask():
     model = CASES["transformer"]().models[0]
-    state = DecodingState(plan(model), inputs=2, rows_per_input=3, limit=8)
+    state = DecodingState(plan_of(model), inputs=2, rows_per_input=3, limit=8)
     padding = torch.tensor([[False, False, True], [False, False, False]])
     masks = {id(state.mask_sync(padding, inputs=2)) for _ in range(3)}
     assert len(masks) == 1
@@ -54,12 +59,12 @@ def test_state_keeps_cross_attention_once_per_input_and_one_mask():
 
 
 def test_mask_that_hides_nothing_is_left_out():
-    state = DecodingState(plan(CASES["transformer"]().models[0]), inputs=2, rows_per_input=2, limit=8)
+    state = DecodingState(plan_of(CASES["transformer"]().models[0]), inputs=2, rows_per_input=2, limit=8)
     assert state.mask_sync(torch.zeros(2, 3, dtype=torch.bool), inputs=2) is None
 
 
 def test_mask_of_all_rows_is_read_once_per_input():
-    state = DecodingState(plan(CASES["transformer"]().models[0]), inputs=2, rows_per_input=2, limit=8)
+    state = DecodingState(plan_of(CASES["transformer"]().models[0]), inputs=2, rows_per_input=2, limit=8)
     padding = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 1, 1], [0, 1, 1]])
     assert state.mask_sync(padding, inputs=2)[:, 0, 0].tolist() == [[True, True, False], [True, False, False]]
 
@@ -69,7 +74,7 @@ def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays():
     decoder = case.models[0].decoder
     tokens = torch.tensor([[2, 5, 6, 7], [2, 8, 9, 10]])
     for pays in (True, False):
-        state = DecodingState(plan(case.models[0]), inputs=2, rows_per_input=3, limit=9)
+        state = DecodingState(plan_of(case.models[0]), inputs=2, rows_per_input=3, limit=9)
         with torch.no_grad(), generate_call("test") as call, filling(state):
             call.is_accelerated = True
             decoder.forward(tokens, features_only=True)
@@ -87,7 +92,7 @@ def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays():
 def test_state_refuses_what_fairseq_would_keep_in_it_for_a_layer_of_fastgen():
     """So that patches which are taken back during a generation end it, instead of changing its results."""
     model = CASES["transformer"]().models[0]
-    state = DecodingState(plan(model), inputs=2, rows_per_input=3, limit=8)
+    state = DecodingState(plan_of(model), inputs=2, rows_per_input=3, limit=8)
     with pytest.raises(RuntimeError, match="switched off"):
         model.decoder.layers[0].self_attn._set_input_buffer(state, {})
 
@@ -97,7 +102,7 @@ def test_state_refuses_what_fairseq_would_keep_in_it_for_a_layer_of_fastgen():
     (("fconv", "FConvDecoder"), ("lstm", "LSTMDecoder"), ("lightconv", "LightConvDecoder")),
 )
 def test_other_decoders_are_left_alone_with_a_reason(name, reason):
-    assert reason in "".join(plan(CASES[name]().models[0]).reasons)
+    assert reason in "".join(plan_of(CASES[name]().models[0]).reasons)
 
 
 def test_plan_leaves_modules_alone_that_it_does_not_know():
@@ -105,7 +110,7 @@ def test_plan_leaves_modules_alone_that_it_does_not_know():
     first, second = model.decoder.layers
     first.self_attn.onnx_trace = True
     second.encoder_attn.add_zero_attn = True
-    found = plan(model)
+    found = plan_of(model)
     assert found.self_attention == [second.self_attn] and found.cross_attention == [first.encoder_attn]
     assert set(found.others) == {first.self_attn, second.encoder_attn}
     assert not found.by_input, "an attention of fairseq needs all rows of the encoder's output"
@@ -113,6 +118,6 @@ def test_plan_leaves_modules_alone_that_it_does_not_know():
 
 def test_hooks_make_the_plan_give_all_that_fairseq_gives():
     model = CASES["transformer"]().models[0]
-    assert plan(model).by_input and not plan(model).watched
+    assert plan_of(model).by_input and not plan_of(model).watched
     model.decoder.layers[0].register_forward_hook(lambda *args: None)
-    assert plan(model).watched and not plan(model).by_input
+    assert plan_of(model).watched and not plan_of(model).by_input

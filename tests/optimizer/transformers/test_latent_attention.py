@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import DROP, INDEXED, LATENT
-from parity import BEAMS, BOTH, PROMPT, assert_equal_caches, assert_same, compared, is_shared, padded, run_both, tiny
+from parity import (
+    BEAMS,
+    BOTH,
+    PROMPT,
+    assert_equal_caches,
+    assert_same,
+    compared,
+    is_shared,
+    left_alone_because,
+    padded,
+    run_both,
+    tiny,
+)
 from recording import recording, replays
 from torch import nn
 
@@ -82,7 +94,7 @@ def test_the_model_is_as_before_afterwards():
 def test_calls_of_two_threads_may_end_in_any_order():
     model = latent("deepseek_v3")
     attention = model.model.layers[0].self_attn
-    first, second = expanding_in_parts(model), expanding_in_parts(model)
+    first, second = (expanding_in_parts(model.modules()) for _ in range(2))
     first.__enter__()
     second.__enter__()
     assert "expand_kv" in vars(attention)
@@ -105,4 +117,4 @@ def test_an_expansion_of_the_program_gets_whole_latents(place, monkeypatch):
 
     monkeypatch.setattr(owner, "expand_kv", expand_kv)
     report = assert_same(model, padded(9, 5), **BEAMS)
-    assert report.kernels["materialized: linear"] == (2 if place == "class" else 1) and 6 in seen
+    assert left_alone_because(report, "MODEL", "expand_kv") and 6 in seen

@@ -352,10 +352,10 @@ def test_nothing_is_recorded_where_it_is_not_wanted(arguments):
 def test_steps_are_captured_on_a_gpu_only_if_the_user_asks_for_it(monkeypatch):
     monkeypatch.setattr(recordable, "graphs_of", lambda *models: SimpleNamespace(refused=[]))
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
-    decoder = SimpleNamespace(parameters=lambda: iter([on_gpu]))
+    monkeypatch.setattr(recordable, "first_weight", lambda decoder: on_gpu)
     for cuda_graphs, codes in (("off", {"CAPTURE_OFF"}), ("auto", {"GPU_OPT_IN"}), ("on", set())):
         with recording(cuda_graphs), generate_call("test") as call:
-            assert recordable.can_capture(nn.Module(), decoder, 40, reasons=list) is (not codes)
+            assert recordable.can_capture(nn.Module(), nn.Module(), 40, reasons=list) is (not codes)
         assert call.report.codes() == codes
 
 

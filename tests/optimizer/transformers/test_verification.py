@@ -11,6 +11,7 @@ import sys
 import types
 import warnings
 import weakref
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -40,6 +41,7 @@ INPUT_IDS = torch.randint(5, 99, (2, 9), generator=torch.Generator().manual_seed
 @pytest.fixture(autouse=True)
 def _share_small_prompts_and_forget_afterwards(monkeypatch, share_always):
     monkeypatch.setattr(verify_once, "_verified", set())
+    monkeypatch.setattr(verification, "_compared", Counter())
     monkeypatch.setattr(verification, "_refused", {})
 
 

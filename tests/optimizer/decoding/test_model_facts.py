@@ -1,0 +1,215 @@
+"""Facts of a model come from one walk and hold until something is replaced."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fastgen.optimizer.decoding import model_facts
+from fastgen.optimizer.decoding.model_facts import KnownCode, facts_of
+from fastgen.origin import PYTHON
+
+KNOWN = KnownCode(packages=PYTHON | {"torch", __name__.partition(".")[0]}, hooks=frozenset({"torch"}))
+FACTOR = 2.0
+
+
+def helper(states: torch.Tensor) -> torch.Tensor:
+    return states * FACTOR
+
+
+class Config:
+    def __init__(self) -> None:
+        self.layers = 2
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.1)
+        self.config, self.scale, self.sizes = config, 0.5, [1, 2]
+        self.register_buffer("positions", torch.arange(4.0))
+        self.activation = torch.relu
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self._mixed(helper(self.dropout(self.linear(states))))
+
+    def _mixed(self, states: torch.Tensor) -> torch.Tensor:
+        return self.activation(states) * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.blocks = nn.ModuleList(Block(self.config) for _ in range(2))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            states = block(states)
+        return states
+
+
+def set_data(model: Model) -> None:
+    model.blocks[0].linear.weight.data = model.blocks[0].linear.weight.data.clone()
+
+
+def transpose_data(model: Model) -> None:
+    model.blocks[0].linear.weight.data = model.blocks[0].linear.weight.data.t()
+
+
+def replace_function_by_another_at_its_address(model: Model) -> None:
+    model.blocks[0].activation = None
+    gc.collect()
+    model.blocks[0].activation = lambda states: states.relu() + 1
+
+
+CHANGES = {
+    "data of a weight": set_data,
+    "strides of a weight": transpose_data,
+    "weight": lambda model: setattr(model.blocks[1].linear, "weight", nn.Parameter(torch.ones(4, 4))),
+    "buffer": lambda model: setattr(model.blocks[1], "positions", torch.ones(4)),
+    "type": lambda model: model.double(),
+    "number": lambda model: setattr(model.blocks[0], "scale", 0.25),
+    "item of a list": lambda model: model.blocks[0].sizes.append(3),
+    "configuration": lambda model: setattr(model.config, "layers", 3),
+    "mode": lambda model: model.blocks[1].eval(),
+    "module": lambda model: model.blocks.append(Block(model.config)),
+    "replaced module": lambda model: setattr(model.blocks[0], "linear", nn.Linear(4, 4)),
+    "class": lambda model: setattr(model.blocks[0].linear, "__class__", type("Other", (nn.Linear,), {})),
+    "hook": lambda model: model.blocks[0].register_forward_hook(lambda *args: None),
+    "hook before": lambda model: model.blocks[0].register_forward_pre_hook(lambda *args: None),
+    "forward": lambda model: setattr(model.blocks[0], "forward", lambda states: states),
+    "function": replace_function_by_another_at_its_address,
+    "compiled": lambda model: model.blocks[0].compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_facts_end_with_whatever_is_replaced(change):
+    model = Model()
+    facts = facts_of(model, KNOWN)
+    assert facts_of(model, KNOWN) is facts
+    change(model)
+    assert not facts.is_current()
+    assert facts_of(model, KNOWN) is not facts
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Block, "_mixed"), (Block, "forward"), (functional, "linear"), (nn.Dropout, "forward")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_facts_end_with_code_that_is_replaced_and_come_back_with_it(monkeypatch, owner, name):
+    model = Model()
+    facts = facts_of(model, KNOWN)
+    assert not facts.code.foreign
+    foreign = types.FunctionType((lambda *args: None).__code__, {"__name__": "program"})
+    monkeypatch.setattr(owner, name, foreign)
+    assert not facts.is_current()
+    assert [one.rpartition(".")[2] for one in facts_of(model, KNOWN).code.foreign] == [name]
+    monkeypatch.undo()
+    assert not facts_of(model, KNOWN).code.foreign
+
+
+def test_functions_and_numbers_of_a_file_count(monkeypatch):
+    import sys
+
+    model, this = Model(), sys.modules[__name__]
+    facts = facts_of(model, KNOWN)
+    monkeypatch.setattr(this, "FACTOR", 3.0)
+    assert not facts.is_current() and not facts_of(model, KNOWN).code.foreign
+    monkeypatch.setattr(this, "helper", types.FunctionType(helper.__code__, {"__name__": "program"}))
+    assert facts_of(model, KNOWN).code.foreign == [f"{__name__}.helper"]
+
+
+def test_global_hooks_end_facts():
+    model = Model()
+    facts = facts_of(model, KNOWN)
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    assert not facts.is_current() and facts_of(model, KNOWN).hooks[0][0] is None
+    handle.remove()
+    assert not facts_of(model, KNOWN).hooks
+
+
+def test_weights_written_in_place_keep_facts():
+    model = Model()
+    facts = facts_of(model, KNOWN)
+    with torch.no_grad():
+        model.blocks[0].linear.weight.mul_(2)
+    model.load_state_dict(Model().state_dict())
+    assert facts.is_current()
+
+
+def test_one_walk_serves_all_calls_until_something_changes():
+    model = Model()
+    with mock.patch.object(nn.Module, "named_modules", autospec=True, side_effect=nn.Module.named_modules) as walks:
+        for _ in range(3):
+            facts_of(model, KNOWN)
+        assert [call.args[0] for call in walks.call_args_list].count(model) == 1
+
+
+def test_facts_keep_neither_model_nor_weights_alive():
+    model = Model()
+    model.blocks[0].forward = model.blocks[0].forward  # a method that refers to its module
+    model.blocks[0].parent = [model]
+    facts_of(model, KNOWN)
+    weight = weakref.ref(model.blocks[0].linear.weight)
+    model.blocks[0].linear.weight = nn.Parameter(torch.ones(4, 4))
+    gc.collect()
+    assert weight() is None
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_one_walk_finds():
+    model = Model()
+    model.blocks[1].register_forward_hook(lambda *args: None)
+    model.blocks[0].activation = types.FunctionType((lambda states: states).__code__, {"__name__": "program"})
+    model.blocks[1].states = torch.ones(3, 2)
+    facts = facts_of(model, KNOWN)
+    assert facts.training == "blocks.0.dropout is in training mode with p=0.1, where rows differ"
+    assert facts.in_training[:2] == ["", "blocks"] and facts.compiled == [] and not facts.is_sharded
+    assert [name for name, _ in facts.hooks] == ["blocks.1"]
+    assert facts.replaced == [("blocks.0", "activation of module blocks.0")]
+    assert facts.devices == {torch.device("cpu")}
+    assert [name for _, name in facts.row_tensors()] == ["Block.states"]
+    model.eval()
+    assert facts_of(model, KNOWN).training is None
+
+
+def test_models_that_are_alike_have_one_likeness():
+    first, second = Model(), Model()
+    assert facts_of(first, KNOWN).likeness() == facts_of(second, KNOWN).likeness()
+    assert facts_of(first, KNOWN).fingerprint != facts_of(second, KNOWN).fingerprint
+    for change in (CHANGES["number"], CHANGES["configuration"], CHANGES["mode"], CHANGES["hook"]):
+        other = Model()
+        change(other)
+        assert facts_of(other, KNOWN).likeness() != facts_of(first, KNOWN).likeness()
+
+
+def test_switches_of_a_class_of_the_program_count():
+    known = KnownCode(packages=PYTHON | {"torch"})
+    model = Model()
+    facts = facts_of(model, known)
+    with mock.patch.object(Block, "switch", True, create=True):
+        assert not facts.is_current()
+    assert facts_of(model, known).foreign_in_training == ""
+
+
+def test_size_is_measured_anew_for_another_type_only():
+    model = Model()
+    with mock.patch.object(model_facts, "_measured", side_effect=model_facts._measured) as measured:
+        for _ in range(2):
+            model_facts.size_of(model)
+        model.double()
+        model_facts.size_of(model)
+    assert measured.call_count == 2

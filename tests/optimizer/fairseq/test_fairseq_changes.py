@@ -1,0 +1,180 @@
+"""What a program replaces in fairseq, between calls and within one, does under fastgen what it did."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq import search, utils
+from fairseq.models.transformer import transformer_decoder
+from fairseq.modules import MultiheadAttention, transformer_layer
+from fairseq_models import CASES
+from fairseq_parity import assert_same_hypotheses, compare, generate, run_both
+from recording import recording, replays
+from torch import nn
+from torch.nn import functional
+
+import fastgen
+
+AT = 8
+
+
+@pytest.fixture(autouse=True)
+def recorded():
+    with recording():
+        yield
+
+
+class Changing(search.BeamSearch):
+    """Changes the model in one of its steps."""
+
+    def __init__(self, dictionary: Any, change: Any, model: Any) -> None:
+        super().__init__(dictionary)
+        self.change, self.changed = change, model
+
+    def step(self, step: int, *args: Any, **kwargs: Any) -> Any:
+        if step == AT:
+            self.change(self.changed)
+        return super().step(step, *args, **kwargs)
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.inner(states) * 2
+
+
+def add_a_hook(model: Any) -> None:
+    model.decoder.layers[0].fc2.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def look_at_the_attention(model: Any) -> None:
+    def weigh(module: nn.Module, args: Any, output: Any) -> Any:
+        attended, weights = output
+        return attended * (2 if weights is None else 1 + weights.amax()), weights
+
+    model.decoder.layers[0].encoder_attn.register_forward_hook(weigh)
+
+
+def give_a_weight_other_data(model: Any) -> None:
+    weight = model.decoder.layers[1].fc2.weight
+    weight.data = -weight.data
+
+
+def replace_a_module(model: Any) -> None:
+    model.decoder.layers[0].fc2 = Doubled(model.decoder.layers[0].fc2)
+
+
+def replace_an_attention(model: Any) -> None:
+    old = model.decoder.layers[1].self_attn
+    new = MultiheadAttention(old.embed_dim, old.num_heads, self_attention=True)
+    new.load_state_dict(old.state_dict())
+    model.decoder.layers[1].self_attn = new.eval()
+
+
+def replace_a_forward(model: Any) -> None:
+    layer = model.decoder.layers[0]
+    forward = layer.fc1.forward
+    layer.fc1.forward = lambda states: forward(states) * 2
+
+
+def replace_the_activation(model: Any) -> None:
+    model.decoder.layers[0].activation_fn = lambda states: functional.relu(states) * 2
+
+
+def train(model: Any) -> None:
+    model.decoder.layers[0].train()
+
+
+CHANGES = (
+    add_a_hook,
+    look_at_the_attention,
+    give_a_weight_other_data,
+    replace_a_module,
+    replace_an_attention,
+    replace_a_forward,
+    replace_the_activation,
+    train,
+)
+
+
+def generated(change: Any) -> list[Any]:
+    """Of three calls on one model, in the second of which it is changed."""
+    case, found = CASES["transformer"](), []
+    for what in (lambda model: None, change, lambda model: None):
+        generator = case.task.build_generator(case.models, Namespace(beam=3, max_len_b=24, min_len=20))
+        generator.search = Changing(case.task.target_dictionary, what, case.models[0])
+        found.append(case.task.inference_step(generator, case.models, case.sample))
+        case.models[0].eval()
+    return found
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_search_that_changes_the_model_within_a_call(change):
+    both = run_both(lambda: generated(change))
+    for stock, fast in zip(both.stock, both.fast, strict=True):
+        assert_same_hypotheses(stock, fast)
+
+
+def test_a_search_of_the_program_that_changes_nothing_is_captured():
+    generated(lambda model: None)
+    assert replays(fastgen.explain()) > 10
+
+
+def test_a_call_of_fairseq_whose_model_was_changed_says_so():
+    case = CASES["transformer"]()
+    for what in (lambda model: None, give_a_weight_other_data):
+        generator = case.task.build_generator(case.models, Namespace(beam=3, max_len_b=24, min_len=20))
+        generator.search = Changing(case.task.target_dictionary, what, case.models[0])
+        case.task.inference_step(generator, case.models, case.sample)
+    report = fastgen.explain()
+    assert "MODEL_CHANGED" in report.codes()
+    assert 0 < replays(report) < 20
+
+
+def scaled(original: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) * 1.1
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (utils, "softmax"),
+        (MultiheadAttention, "apply_sparse_mask"),
+        (transformer_layer.TransformerDecoderLayerBase, "residual_connection"),
+        (transformer_decoder.TransformerDecoderBase, "output_layer"),
+        (functional, "linear"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_code_that_the_program_has_put_into_fairseq(monkeypatch, owner, name):
+    case = CASES["transformer"]()
+    generate(case)
+    before = fastgen.explain()
+    if name == "apply_sparse_mask":
+        original = getattr(owner, name)
+        scale = lambda self, weights, *args: original(self, weights, *args) * 1.1  # noqa: E731
+        monkeypatch.setattr(owner, name, scale)
+    else:
+        monkeypatch.setattr(owner, name, scaled(getattr(owner, name)))
+    report = compare(case, accelerated=False).report
+    assert replays(before) and not replays(report)
+    assert any(reason.code == "MODEL" and name in reason.text for _, reason in report.not_done)
+
+
+def test_method_that_the_program_has_put_on_one_attention():
+    case = CASES["transformer"]()
+    attention = case.models[0].decoder.layers[0].self_attn
+    attention.apply_sparse_mask = lambda weights, *args: weights * 1.1
+    assert not replays(compare(case).report)

@@ -38,15 +38,15 @@ class Prompt:
     forced: Tensor
     last: Tensor
 
-    def log_probs(self, tokens: Tensor, step: int, fan_out: int) -> Tensor:
+    def log_probs(self, tokens: Tensor, step: int, rows_per_input: int) -> Tensor:
         """What is left of the log-probabilities of step `step`, `[rows, vocabulary]`; tokens `[inputs, …]`."""
         left = torch.full_like(self.last, -torch.inf)
         left.scatter_(1, tokens[:, step : step + 1], self.forced[:, step : step + 1])
-        return left.repeat_interleave(fan_out, dim=0)
+        return left.repeat_interleave(rows_per_input, dim=0)
 
-    def scores(self, fan_out: int) -> Tensor:
+    def scores(self, rows_per_input: int) -> Tensor:
         """Sums of log-probabilities after each step, `[rows, length]`, as beam search has them: one beam is left."""
-        beams = torch.full((*self.forced.shape[:1], fan_out, self.length), -torch.inf, device=self.forced.device)
+        beams = torch.full((*self.forced.shape[:1], rows_per_input, self.length), -torch.inf, device=self.forced.device)
         beams[:, 0] = sum_in_order(self.forced)
         return beams.flatten(0, 1).to(self.forced.dtype)
 

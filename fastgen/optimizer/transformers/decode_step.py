@@ -32,8 +32,7 @@ from fastgen.optimizer.decoding.late_flag import reading_waits
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP, REORDERS_ITSELF, USER_CACHE, Reason, with_code
 from fastgen.optimizer.decoding.user_code import is_user_code
-from fastgen.optimizer.transformers import kv_layers, model_reasons, verification
-from fastgen.optimizer.transformers import rows as rows_of_call
+from fastgen.optimizer.transformers import kv_layers, model_reasons, row_groups, verification
 from fastgen.optimizer.transformers.constrained import treats_rows_alone
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 from fastgen.origin import comes_with
@@ -301,11 +300,11 @@ class TransformersDecodeStep(DecodeStep):
         reasons = reasons or with_code("MODEL_STATE", model_reasons.row_state_reasons(self.model, sizes))
         if self.graph is None:
             reasons = reasons or self._cache_reasons
-        return reasons or rows_of_call.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)
+        return reasons or row_groups.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Drops the inputs that are not at `batch_index` (int64) among those that are there; `rows` are theirs."""
-        self.arguments = rows_of_call.take(self.arguments, self.rows, rows)
+        self.arguments = row_groups.take(self.arguments, self.rows, rows)
         if self.graph is None:
             for name in kv_layers.NAMES:
                 if self.arguments.get(name) is not None:

@@ -35,7 +35,7 @@ from transformers.cache_utils import (
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KV, KVCache
 from fastgen.optimizer.decoding.reasons import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Reason
-from fastgen.optimizer.transformers.rows import Groups
+from fastgen.optimizer.transformers.row_groups import RowGroups
 
 # Under which of these a model has its cache.
 NAMES = ("past_key_values", "cache_params")
@@ -426,7 +426,7 @@ def static_prefill_reasons(cache: Cache, generation_config: Any) -> list[Reason]
 
 
 @contextmanager
-def filling_all_rows(cache: object, groups: Groups) -> Iterator[None]:
+def filling_all_rows(cache: object, groups: RowGroups) -> Iterator[None]:
     """Inside this context a static cache takes one row per group, and keeps it for all rows of the group."""
     layers = [layer for part in parts(cache) for layer in part.layers] if is_static(cache) else []
     for layer in layers:
@@ -439,7 +439,7 @@ def filling_all_rows(cache: object, groups: Groups) -> Iterator[None]:
 
 
 def _fill_all_rows(
-    update: Callable[..., KV], groups: Groups, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    update: Callable[..., KV], groups: RowGroups, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
 ) -> KV:
     """What `update` returns, `[rows, …]`, of the first row of each group."""
     of_rows, firsts = groups.of_rows.to(keys.device), groups.firsts.to(keys.device)

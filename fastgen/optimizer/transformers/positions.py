@@ -1,7 +1,7 @@
-"""Sinusoidal positions of decoders in recorded steps: their number is on the device, and nothing reads it there.
+"""Sinusoidal positions of decoders in captured steps: their number is on the device, and nothing reads it there.
 
 The library's forward asks at every step whether its table is long enough, which waits for the device. Here that is
-asked before a recording begins (`table_reasons`).
+asked before a capture begins (`table_reasons`).
 
 Tests: tests/optimizer/transformers/test_recorded_step.py
 """
@@ -24,7 +24,7 @@ def forward(
     inputs_embeds: Tensor | None = None,
     past_key_values_length: int | Tensor = 0,
 ) -> Tensor:
-    """`[batch_size, length, width]`; a number of earlier positions that is a tensor is one of a recorded step."""
+    """`[batch_size, length, width]`; a number of earlier positions that is a tensor is one of a captured step."""
     if input_ids is None or not isinstance(past_key_values_length, Tensor):
         return original(self, input_ids, inputs_embeds, past_key_values_length)
     positions = self.create_position_ids_from_input_ids(input_ids, self.padding_idx, past_key_values_length)

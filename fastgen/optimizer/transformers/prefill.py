@@ -26,14 +26,13 @@ from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, USER_CACHE, Reason, with_code
 from fastgen.optimizer.transformers import (
-    images,
     kv_layers,
     model_reasons,
-    rows,
+    row_groups,
     verification,
 )
 from fastgen.optimizer.transformers.latent_attention import expanding_in_parts
-from fastgen.optimizer.transformers.rows import Groups
+from fastgen.optimizer.transformers.row_groups import RowGroups
 
 STATIC_CACHE = Reason("STATIC_CACHE", "a StaticCache holds keys and values of each row")
 ONE_ROW = Reason("ONE_ROW_PER_INPUT", "one row per input")
@@ -60,7 +59,7 @@ def prefill(
     reasons = reasons or unsupported_reasons(self, arguments, generation_config, groups, compared, call)
     reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], call)
     if not reasons:
-        given = rows.one_per_group(arguments, groups)
+        given = row_groups.one_per_group(arguments, groups)
         used = {name: value for name, value in given.items() if name != "input_ids"}
         given_cache = kv_layers.cache_of(arguments)
         empty = None if given_cache is None else kv_layers.undo_of(given_cache)
@@ -82,33 +81,33 @@ def prefill(
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow
         if name not in given or value is not given[name]:
-            model_kwargs[name] = rows.repeat(name, value, groups)
+            model_kwargs[name] = row_groups.repeat(name, value, groups)
     return outputs
 
 
 def groups_of_equal_rows(
     model: Any, arguments: dict[str, Any], generation_config: Any
-) -> tuple[Groups, bool, list[Reason]]:
+) -> tuple[RowGroups, bool, list[Reason]]:
     """Which consecutive rows are equal: those of beams, of samples, or repeated by the caller.
 
     Also whether they were compared, and why they are too few to gain anything. Repetitions are looked for where they
     would gain something: Whisper's own generate repeats its inputs, and so do callers, who need not repeat all of them
     equally often (a batch of an evaluation may begin in the middle of the samples of a prompt).
     """
-    fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    rows_per_input = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     row_count = arguments["input_ids"].shape[0]
-    each = Groups([1] * row_count)
+    each = RowGroups([1] * row_count)
     if row_count == 1:
         return each, False, [ONE_ROW]
-    if row_count % fan_out:
-        text = f"{row_count} rows are no multiple of {fan_out} beams or samples"
+    if row_count % rows_per_input:
+        text = f"{row_count} rows are no multiple of {rows_per_input} beams or samples"
         return each, False, [Reason("ROWS_NOT_MULTIPLE", text)]
-    reasons = too_small_reasons(model, arguments, 1 if fan_out == 1 else row_count // fan_out)
-    if fan_out > 1:
-        return Groups([fan_out] * (row_count // fan_out)), False, reasons
+    reasons = too_small_reasons(model, arguments, 1 if rows_per_input == 1 else row_count // rows_per_input)
+    if rows_per_input > 1:
+        return RowGroups([rows_per_input] * (row_count // rows_per_input)), False, reasons
     if reasons or not verification.is_tested(model):
         return each, False, [ONE_ROW, *reasons]
-    groups = rows.repetitions_sync(arguments, row_count)
+    groups = row_groups.repetitions_sync(arguments, row_count)
     return groups, True, [ONE_ROW] if len(groups) == row_count else too_small_reasons(model, arguments, len(groups))
 
 
@@ -135,7 +134,7 @@ def _expand_or_reasons(
     outputs: ModelOutput,
     generation_config: Any,
     arguments: dict[str, Any],
-    groups: Groups,
+    groups: RowGroups,
     call: GenerateCall,
 ) -> list[Reason]:
     """Expands the outputs in place; if that fails, switches the patches off and returns why."""
@@ -154,7 +153,7 @@ def _expand_or_reasons(
 
 
 def expand(
-    model: Any, outputs: ModelOutput, given: Cache | None, groups: Groups, limit: int, call: GenerateCall
+    model: Any, outputs: ModelOutput, given: Cache | None, groups: RowGroups, limit: int, call: GenerateCall
 ) -> None:
     """Makes the outputs of a forward of one row per group those of all rows, and tells the report.
 
@@ -174,23 +173,23 @@ def expand(
             continue
         if not groups.are_inputs:
             kv_layers.repeat(cache, groups.of_inputs)
-        is_adopted |= kv_layers.adopt(cache, groups.inputs, groups.fan_out, limit, call)
+        is_adopted |= kv_layers.adopt(cache, groups.inputs, groups.rows_per_input, limit, call)
     if is_adopted:  # otherwise the library may compile the model's forward as it finds it
         call.on_exit.enter_context(expanding_in_parts(model_reasons.facts_of(model).modules.values()))
-    if groups.fan_out == 1:
+    if groups.rows_per_input == 1:
         sizes = ", ".join(map(str, groups.sizes[:8]))
         text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"
         report.add_reasons(KV_CACHE, [Reason("GROUP_SIZES_DIFFER", text)])
     for name, value in tuple(outputs.items()):
         if not isinstance(value, Cache):
-            outputs[name] = rows.repeat(name, value[:, -1:] if name == "logits" else value, groups)
+            outputs[name] = row_groups.repeat(name, value[:, -1:] if name == "logits" else value, groups)
 
 
 def unsupported_reasons(
     model: Any,
     arguments: dict[str, Any],
     generation_config: Any,
-    groups: Groups,
+    groups: RowGroups,
     compared: bool,
     call: GenerateCall,
 ) -> list[Reason]:
@@ -207,10 +206,10 @@ def unsupported_reasons(
         reasons += kv_layers.unsupported_reasons(cache)
     elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
         reasons.append(Reason("MODEL_CACHE", "the model makes its own cache"))
-    reasons += rows.unsupported_reasons(model.config.model_type, arguments, groups.rows)
-    if not reasons and not compared and not rows.groups_are_equal_sync(arguments, groups):
+    reasons += row_groups.unsupported_reasons(model.config.model_type, arguments, groups.rows)
+    if not reasons and not compared and not row_groups.groups_are_equal_sync(arguments, groups):
         reasons.append(Reason("ROWS_DIFFER", "the rows of an input differ from each other"))
-    return reasons or images.unsupported_reasons_sync(arguments, model.config, groups.firsts[groups.of_rows].tolist())
+    return reasons or row_groups.image_reasons_sync(arguments, model.config, groups.firsts[groups.of_rows].tolist())
 
 
 def returned_cache_reasons(outputs: ModelOutput) -> list[Reason]:

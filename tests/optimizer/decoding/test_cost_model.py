@@ -16,7 +16,7 @@ from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.model_facts import ModelSize, size_of
-from fastgen.optimizer.transformers import rows
+from fastgen.optimizer.transformers import row_groups
 
 COSTS = CostModel()
 REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
@@ -25,7 +25,7 @@ REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
 @pytest.fixture
 def nothing_is_looked_through(monkeypatch):
     monkeypatch.setattr(model_facts, "_fingerprint", pytest.fail)
-    monkeypatch.setattr(rows, "_equal_to_row_before_sync", pytest.fail)
+    monkeypatch.setattr(row_groups, "_equal_to_row_before_sync", pytest.fail)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "causal"), ("gpt2", "causal"), ("bart", "seq2seq")])
@@ -83,8 +83,8 @@ print(fastgen.explain().shared)
 
 
 def test_rows_that_the_caller_repeated_are_compared_once(share_always, monkeypatch):
-    compare, calls = rows._equal_to_row_before_sync, []
-    monkeypatch.setattr(rows, "_equal_to_row_before_sync", lambda *args: calls.append(args) or compare(*args))
+    compare, calls = row_groups._equal_to_row_before_sync, []
+    monkeypatch.setattr(row_groups, "_equal_to_row_before_sync", lambda *args: calls.append(args) or compare(*args))
     tiny("llama").generate(**REPEATED, max_new_tokens=3)
     assert len(calls) == 1
 

@@ -1,6 +1,7 @@
-"""The arguments of a prefill, seen as rows: those of beams, of samples, or those that the caller has repeated.
+"""Which consecutive rows of a prefill's arguments are equal: those of beams, of samples, or repeated by the caller.
 
-Tests: tests/optimizer/transformers/test_rows.py, tests/optimizer/transformers/test_repeated_rows.py
+Tests: tests/optimizer/transformers/test_row_groups.py, tests/optimizer/transformers/test_repeated_rows.py,
+tests/optimizer/transformers/test_multimodal.py
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen.optimizer.decoding.reasons import Reason
-from fastgen.optimizer.transformers import images
 
 # Arguments whose rows belong to images, videos or sounds in a prompt and not to the prompt's own rows.
 MULTIMODAL_WORDS = ("pixel", "image", "video", "audio", "mm_", "input_features", "input_values", "vision", "speech")
@@ -27,22 +28,26 @@ OF_THE_PROMPT = ("mm_token_type_ids",)
 # Arguments that have one position, not one row, per element.
 WITHOUT_ROWS = ("cache_position",)
 
+# What the library has encoded of a prompt's images and videos before the prefill. The items (images, videos) of an
+# input stand together and are repeated for each of its rows: A B A B for two rows.
+IMAGES = "mm_encoder_outputs"
+
 # Arguments that a model takes and does not read while it decodes. Whisper's generate goes on with the mask of all
 # recordings when some of them have ended, or are decoded again at another temperature.
 UNREAD = {"whisper": ("attention_mask",)}
 
 
-class Groups:
+class RowGroups:
     """Rows that are equal, next to each other: `sizes` of the groups, one after the other.
 
-    An input has as many rows (`fan_out`) as divide all groups: of groups of 16 and 8 rows, 8; of 5 and 3, one.
+    An input has as many rows (`rows_per_input`) as divide all groups: of groups of 16 and 8 rows, 8; of 5 and 3, one.
     firsts: the first row of each group, `[groups]`. of_rows, of_inputs: the group of each row and of each input, int64.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
-        self.rows, self.fan_out = sum(sizes), math.gcd(*sizes)
-        self.inputs = self.rows // self.fan_out
+        self.rows, self.rows_per_input = sum(sizes), math.gcd(*sizes)
+        self.inputs = self.rows // self.rows_per_input
 
     # Tensors when they are asked for: most calls have one row per input.
 
@@ -58,7 +63,7 @@ class Groups:
 
     @property
     def of_inputs(self) -> Tensor:
-        return self.of_rows[:: self.fan_out]
+        return self.of_rows[:: self.rows_per_input]
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -76,11 +81,11 @@ def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -
     return [reason for name, value in read.items() for reason in _reasons(name, value, rows)]
 
 
-def one_per_group(arguments: dict[str, Any], groups: Groups) -> dict[str, Any]:
+def one_per_group(arguments: dict[str, Any], groups: RowGroups) -> dict[str, Any]:
     """The same arguments with the first row of each group only."""
     taken = take(arguments, groups.rows, groups.firsts)
-    if taken.get(images.NAME) is not None:
-        taken[images.NAME] = images.of_rows(taken[images.NAME], groups.rows, groups.firsts.tolist())
+    if taken.get(IMAGES) is not None:
+        taken[IMAGES] = image_items_of(taken[IMAGES], groups.rows, groups.firsts.tolist())
     return taken
 
 
@@ -98,7 +103,7 @@ def take(arguments: dict[str, Any], rows: int, kept: Tensor) -> dict[str, Any]:
     return {name: reduce(name, value) for name, value in arguments.items()}
 
 
-def repeat(name: str, value: Any, groups: Groups) -> Any:
+def repeat(name: str, value: Any, groups: RowGroups) -> Any:
     """A value of one row per group (a tensor, or tuples of tensors) with all rows of each group."""
     if isinstance(value, tuple):
         return tuple(repeat(name, part, groups) for part in value)
@@ -106,18 +111,18 @@ def repeat(name: str, value: Any, groups: Groups) -> Any:
     return value if dim is None else value.index_select(dim, groups.of_rows.to(value.device))
 
 
-def groups_are_equal_sync(arguments: dict[str, Any], groups: Groups) -> bool:
+def groups_are_equal_sync(arguments: dict[str, Any], groups: RowGroups) -> bool:
     """Whether the rows of each group hold the same values in all arguments. Reads the device."""
     equal = _equal_to_row_before_sync(arguments, groups.rows)
     firsts = set(groups.firsts.tolist())
     return all(equal[row] for row in range(groups.rows) if row not in firsts)
 
 
-def repetitions_sync(arguments: dict[str, Any], rows: int) -> Groups:
+def repetitions_sync(arguments: dict[str, Any], rows: int) -> RowGroups:
     """Equal rows that stand next to each other. Reads the device."""
     equal = _equal_to_row_before_sync(arguments, rows)
     starts = [row for row in range(rows) if not equal[row]]
-    return Groups([end - start for start, end in zip(starts, [*starts[1:], rows])])
+    return RowGroups([end - start for start, end in zip(starts, [*starts[1:], rows])])
 
 
 def _equal_to_row_before_sync(arguments: dict[str, Any], rows: int) -> list[bool]:
@@ -151,11 +156,7 @@ def _row_dim(name: str, value: Tensor, rows: int) -> int | None:
 
 
 def _reasons(name: str, value: Any, rows: int) -> list[Reason]:
-    if (
-        name == images.NAME
-        or value is None
-        or isinstance(value, (bool, int, float, str, Cache, torch.dtype, torch.device))
-    ):
+    if name == IMAGES or value is None or isinstance(value, (bool, int, float, str, Cache, torch.dtype, torch.device)):
         return []
     if name not in OF_THE_PROMPT and any(word in name for word in MULTIMODAL_WORDS):
         return [Reason("ARGUMENT_ROWS", f"argument {name}: its rows are not those of the prompt")]
@@ -168,3 +169,50 @@ def _reasons(name: str, value: Any, rows: int) -> list[Reason]:
     if isinstance(value, tuple) and name.startswith("encoder_outputs."):
         return []  # the encoder's hidden states or attentions, which the library does not repeat
     return [Reason("ARGUMENT_TYPE", f"argument {name} is a {type(value).__name__}")]
+
+
+def image_reasons_sync(arguments: dict[str, Any], config: Any, firsts: list[int]) -> list[Reason]:
+    """Why these items cannot be reduced to those of one row per group; empty if they can. Reads the device.
+
+    firsts: for each row, the first row of its group.
+    """
+    rows = len(firsts)
+    for modality, output in (arguments.get(IMAGES) or {}).items():
+        items = getattr(output, "pooler_output", None)
+        token_id = getattr(config, f"{modality}_token_id", None)
+        deep = getattr(output, "deepstack_features", None)
+        if items is None or token_id is None or arguments.get("inputs_embeds") is not None:
+            return [
+                Reason("IMAGES", f"argument {IMAGES}: its {modality}s are not known to be those of the prompt's rows")
+            ]
+        if deep is not None and not isinstance(deep[0][0], Tensor):
+            return [
+                Reason("IMAGES", f"argument {IMAGES}: the features of its {modality}s are in the model's own order")
+            ]
+        wanted = (arguments["input_ids"] == token_id).sum(-1).tolist()
+        each, left = divmod(len(items), rows)
+        lengths = iter([len(item) for item in items])
+        if left or wanted != [sum(islice(lengths, each)) for _ in range(rows)]:
+            text = f"argument {IMAGES}: not every row of the prompt has the same number of {modality}s"
+            return [Reason("IMAGES_PER_ROW", text)]
+        first = [row * each + item for row in firsts for item in range(each)]
+        if not all(torch.equal(item, items[index]) for item, index in zip(items, first)):
+            return [Reason("IMAGES_DIFFER", f"argument {IMAGES}: equal rows of the prompt have different {modality}s")]
+    return []
+
+
+def image_items_of(outputs: dict[str, ModelOutput], rows: int, kept: list[int]) -> dict[str, ModelOutput]:
+    """The same outputs with the items of these of all rows only."""
+
+    def of_kept(items: Any) -> Any:
+        each = len(items) // rows
+        chosen = [row * each + item for row in kept for item in range(each)]
+        return items[chosen] if isinstance(items, Tensor) else [items[index] for index in chosen]
+
+    reduced = {}
+    for modality, output in outputs.items():
+        changed = {"pooler_output": of_kept(output.pooler_output)}
+        if getattr(output, "deepstack_features", None) is not None:
+            changed["deepstack_features"] = [of_kept(features) for features in output.deepstack_features]
+        reduced[modality] = type(output)(**{**output, **changed})
+    return reduced

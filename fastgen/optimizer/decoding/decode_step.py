@@ -1,9 +1,10 @@
 """One decode step after the other: the state machine of a decoding loop, the same for all hosts.
 
     prefill ──> eager ──> capture ──> replay ─┐
-                  │          ^          ^     │  spare capacity used up: grow; inputs leave: compact
-                  │          │          └─────┴─ a static `KVCache` of another spec, with its `CapturedGraph`
-                  └──────────┴─ steps 1 and `steps_before_capture` after the prefill, or after a compaction
+                 │ ^         ^        │ ^     │  spare capacity used up: grow; inputs leave: compact
+                 │ └─────────┼────────┘ └─────┴─ a static `KVCache` of another spec, with its `CapturedGraph`
+                 │           │  `leave_captures`: the rest of the call is eager
+                 └───────────┴─ steps 1 and `steps_before_capture` after the prefill, or after a compaction
 
     DecodeStep ──> CapturedGraph (function, static buffers of the inputs) ──> KVCache (static)
         │               ^
@@ -242,16 +243,16 @@ class DecodeStep(ABC):
         self.use(self.graph.cache)
         return []
 
-    def leave_captures(self) -> None:
+    def leave_captures(self, reason: Reason = MODEL_CHANGED) -> None:
         """The rest of the call is the host's own: who changes a model within a call may look at everything."""
-        self.call.report.add_reasons(STEPS, [MODEL_CHANGED])
+        self.call.report.add_reasons(STEPS, [reason])
         self.captures = False
         self.leave(self.graph.cache)
         self.end()
 
     def _static_step(self, tokens: Tensor) -> Any:
         cache = self.graph.cache
-        if cache.generated_length == cache.capacity or self._key[0] != self.variant:
+        if cache.generated_length == cache.capacity:
             self._change_to(cache.content())
         graph = self.graph
         inputs = self.inputs(tokens, graph.view)

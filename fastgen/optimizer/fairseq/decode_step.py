@@ -56,9 +56,10 @@ class FairseqDecodeStep(DecodeStep):
         """What the models give for the token after tokens `[rows, length]`, which the loop may overwrite."""
         if self.runs_user_code:
             self._look_again()
+        if self.graph is not None and self.variant != self._variant():
+            self.leave_captures(Reason("TEMPERATURE_CHANGED", "the search has changed the temperature within the call"))
         if self.graph is None:
             return self.run(tokens)
-        self.variant = self.generator.temperature, self.mask is not None
         log_probs, weights = self.run(tokens)
         return log_probs.clone(), None if weights is None else weights[:, self.graph.cache.padding :]
 
@@ -96,7 +97,7 @@ class FairseqDecodeStep(DecodeStep):
         if self.mask is None and rounded(length) > length:  # which hides nothing but padding
             inputs = self.rows // self.rows_per_input
             self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=state.kv.tensors[0].device)
-        self.variant = self.generator.temperature, self.mask is not None
+        self.variant = self._variant()
         return state.kv, []
 
     def view_of(self, static: KVCache) -> DecodingState:
@@ -138,6 +139,9 @@ class FairseqDecodeStep(DecodeStep):
             self.mask = None if self.mask is None else self.mask.index_select(0, kept)
             self.compact(kept, order)
         self.outputs.reorder(order)
+
+    def _variant(self) -> tuple[float, bool]:
+        return self.generator.temperature, self.mask is not None
 
     def _padded(self, padding: int) -> Tensor | None:
         """The mask of a step, with so many hidden positions before the first one; made once for each mask."""

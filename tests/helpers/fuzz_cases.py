@@ -89,7 +89,11 @@ class Case:
 
     @property
     def keeps_state(self) -> bool:
-        """BigBird gives up its sparse attention for good at a short input; RecurrentGemma keeps its last states."""
+        """Whether a second call differs from the first in the library, too: each way gets a copy of an unused model.
+
+        BigBird and BigBird-Pegasus give up sparse attention at a short input, for good, with new modules that draw
+        random numbers; RecurrentGemma remembers its last states.
+        """
         return "bird" in self.name or self.name == "recurrent_gemma"
 
     @property

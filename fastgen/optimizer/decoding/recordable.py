@@ -1,4 +1,7 @@
-"""Whether the decode steps of a call can be captured, and whether that pays: as far as it is the same for all hosts."""
+"""Whether the decode steps of a call can be captured, and whether that pays: as far as it is the same for all hosts.
+
+Tests: tests/optimizer/transformers/test_recorded_step.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which modules of a model of fairseq are given caches by fastgen, and what is left to fairseq."""
+"""Which modules of a model of fairseq are given caches by fastgen, and what is left to fairseq.
+
+Tests: tests/optimizer/fairseq/test_fairseq_foreign_code.py, tests/optimizer/fairseq/test_fairseq_caches.py
+"""
 
 from __future__ import annotations
 

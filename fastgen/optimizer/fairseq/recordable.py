@@ -1,4 +1,7 @@
-"""Whether the decode steps of a call of fairseq can be captured."""
+"""Whether the decode steps of a call of fairseq can be captured.
+
+Tests: tests/optimizer/fairseq/test_fairseq_recorded_steps.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`--user-dir`: models, tasks and criteria that a program brings under names that fastgen has registered."""
+"""`--user-dir`: models, tasks and criteria that a program brings under names that fastgen has registered.
+
+Tests: tests/models/prophetnet/test_prophetnet.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Whether the decode steps of a call of transformers can be captured."""
+"""Whether the decode steps of a call of transformers can be captured.
+
+Tests: tests/optimizer/transformers/test_recorded_step.py
+"""
 
 from __future__ import annotations
 

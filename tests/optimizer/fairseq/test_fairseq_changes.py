@@ -13,8 +13,8 @@ pytest.importorskip("fairseq")
 from fairseq import search, utils
 from fairseq.models.transformer import transformer_decoder
 from fairseq.modules import MultiheadAttention, transformer_layer
+from fairseq_generation import assert_same_hypotheses, compare, generate, run_both
 from fairseq_models import CASES
-from fairseq_parity import assert_same_hypotheses, compare, generate, run_both
 from recording import recording, replays
 from torch import nn
 from torch.nn import functional

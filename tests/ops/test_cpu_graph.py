@@ -107,7 +107,7 @@ def test_numbers_that_lead_another_way_are_noticed():
         number.fill_(4)
         assert graph.replay().tolist() == [5, 5, 5]
         number[1] = 6
-        with pytest.raises(Diverged, match=r"_local_scalar_dense.* tells False instead of True"):
+        with pytest.raises(Diverged, match=r"_local_scalar_dense.* returned False on the host instead of True"):
             graph.replay()
 
 

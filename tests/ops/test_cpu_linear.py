@@ -81,7 +81,7 @@ def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape(monkeypatch
     module, short, long = nn.Linear(8, 16), torch.randn(1, 8), torch.randn(3, 8)
     with torch.no_grad():
         expected = [module(states) for states in (short, long)]
-        with faster_forwards([module], forwards(), usages := []):
+        with faster_forwards({module: [module]}, forwards(), usages := []):
             for _ in range(3):
                 assert all(map(torch.equal, map(module, (short, long)), expected))
     assert asked == [1, 4] and usages == [{}]

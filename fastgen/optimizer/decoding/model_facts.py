@@ -293,6 +293,8 @@ class _Description:
         kind, add = type(value), self.found.append
         if kind in _VALUES:
             add(value)
+        elif name in _NOT_OF_A_STEP:
+            pass
         elif kind in _TENSORS and value.layout == torch.strided:
             self.found += self.address(value), value.shape, value.stride(), value.dtype, value.device
         elif kind in _CONTAINERS:
@@ -303,7 +305,7 @@ class _Description:
                 self.describe(None, item)
         elif kind is set or kind is frozenset:
             add(frozenset(item for item in value if type(item) in _VALUES))
-        elif kind.__module__.startswith("fastgen.optimizer.") or name in _NOT_OF_A_STEP:
+        elif kind.__module__.startswith("fastgen.optimizer."):
             pass
         elif hasattr(value, "__dict__") and isinstance(name, str) and name.endswith(_CONFIGURATIONS):
             add(self.identity(value))

@@ -147,6 +147,14 @@ def test_weights_written_in_place_keep_facts():
     assert facts.is_current()
 
 
+def test_a_mask_that_a_prefill_makes_longer_keeps_facts():
+    model = nn.Linear(2, 2)
+    model._future_mask = torch.empty(0)
+    facts = facts_of(model, KNOWN)
+    model._future_mask = torch.zeros(3, 3)
+    assert facts.is_current()
+
+
 def test_one_walk_serves_all_calls_until_something_changes():
     model = Model()
     with mock.patch.object(nn.Module, "named_modules", autospec=True, side_effect=nn.Module.named_modules) as walks:

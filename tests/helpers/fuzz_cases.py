@@ -63,6 +63,16 @@ CONTEXTS = {
     "compiled forward": 0.2,
     "training mode": 3,
     "training mode without dropout": 4,
+    "changes in a call": 3,
+    "recorded, changes in a call": 4,
+    "changes between calls": 2,
+    "recorded, changes between calls": 2,
+    "replaced helper": 4,
+    "recorded, replaced helper": 2,
+    "flags of an own class": 3,
+    "recorded, flags of an own class": 2,
+    "weights that are not finite": 3,
+    "recorded, weights that are not finite": 1,
 }
 
 
@@ -95,6 +105,11 @@ class Case:
         random numbers; RecurrentGemma remembers its last states.
         """
         return "bird" in self.name or self.name == "recurrent_gemma"
+
+    @property
+    def program(self) -> str:
+        """The key of `PROGRAMS`, if a program changes something."""
+        return self.context.removeprefix("recorded, ")
 
     @property
     def is_half(self) -> bool:

@@ -62,8 +62,8 @@ def repeated(states: Tensor) -> Tensor:
     return states.repeat_interleave(HEADS // KV_HEADS, dim=1)
 
 
-def odd_model(attend) -> OddModel:
-    own_class = type("OddModel", (OddModel,), {})  # whether a class can be trusted is found out once for each
+def odd_model(attend, base: type[OddModel] = OddModel) -> OddModel:
+    own_class = type(base.__name__, (base,), {})  # whether a class can be trusted is found out once for each
     return lively(own_class(OddConfig(), attend)).eval()
 
 

@@ -3,8 +3,9 @@
     python tests/helpers/soak.py --calls 2000        # as `make soak`
 
 Nothing that fastgen keeps of a model may be stale, and nothing may grow. Weights are written in every possible way,
-replaced, loaded, and given adapters; products go through oneDNN, and many steps are captured. Prints each
-difference with its seed, and what lives at the end. Exit status 1 where anything differed or grew.
+replaced, loaded, and given adapters; for single calls some are not finite, a module has a hook or another forward, or a
+function of the host is replaced. Products go through oneDNN, and many steps are captured. Prints each difference with
+its seed, and what lives at the end. Exit status 1 where anything differed or grew.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import transformers
 from cost_models import ANY_SIZE, costs
 from fuzz import compare
 from fuzz_cases import draw, model_of
+from fuzz_changes import add_not_finite, replaced, steered
 from peft import LoraConfig
 from torch import Tensor, nn
 
@@ -98,7 +100,8 @@ def soak(calls: int, first: int = 0) -> Soak:
             case = draw(next(seeds))
             model = model_of(case.name, torch.float32)
             _change(random, model, originals[case.name], case.name in WITH_ADAPTERS)
-            outcome = compare(case)
+            with _for_one_call(random, model):
+                outcome = compare(case)
             result.counts[f"{outcome.verdict}, {'shared' if outcome.shared else 'left alone'}"] += 1
             if outcome.verdict in ("different", "tie"):
                 result.differences.append(f"{outcome.verdict}: {case}\n    {outcome.detail}")
@@ -132,6 +135,28 @@ def _change(random: Random, model: nn.Module, originals: dict[str, Tensor], has_
     if has_adapter and random.random() < 0.2:
         random.choice((model.enable_adapters, model.disable_adapters))()
     model.eval()
+
+
+@contextmanager
+def _for_one_call(random: Random, model: nn.Module) -> Iterator[None]:
+    """Sometimes changes the model, or what its host's code calls, and undoes it."""
+    linear = random.choice([module for module in model.modules() if type(module) is nn.Linear])
+    with ExitStack() as stack:
+        change = random.choice(("none", "none", "none", "not finite", "hook", "forward", "helper"))
+        if change == "not finite":
+            weight = random.choice([parameter for parameter in model.parameters() if parameter.is_contiguous()])
+            before = weight.detach().clone()
+            stack.callback(lambda: weight.data.copy_(before))
+            add_not_finite(random, weight)
+        elif change == "hook":
+            stack.callback(linear.register_forward_hook(lambda module, args, output: steered(output)).remove)
+        elif change == "forward":
+            original = linear.forward
+            linear.forward = lambda states: steered(original(states))
+            stack.callback(delattr, linear, "forward")
+        elif change == "helper":
+            stack.enter_context(replaced(random, model, []))
+        yield
 
 
 @contextmanager

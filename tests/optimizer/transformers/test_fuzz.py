@@ -6,7 +6,9 @@ import pytest
 from fuzz import run
 
 from fastgen.ops import shared_attention
-from fastgen.optimizer.decoding import kv_cache
+from fastgen.optimizer.decoding import kv_cache, user_code
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.model_facts import ModelFacts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,3 +32,23 @@ def test_fuzzer_finds_scores_that_are_a_little_off(monkeypatch):
     monkeypatch.setattr(shared_attention, "_softmax", lambda *args: 1.01 * exact(*args))
     counts, _ = run(first=0, comparisons=100)
     assert counts["different, shared"] > 2
+
+
+def number_of_differences(context: str, comparisons: int) -> int:
+    counts, _ = run(first=0, comparisons=comparisons, context=context)
+    return sum(number for name, number in counts.items() if name.startswith("different"))
+
+
+def test_fuzzer_finds_helpers_of_the_program_that_go_unnoticed(monkeypatch):
+    monkeypatch.setattr(user_code, "_is_from", lambda value, packages: True)
+    assert number_of_differences("replaced helper", 60) > 0
+
+
+def test_fuzzer_finds_an_own_class_that_is_trusted_with_other_flags(monkeypatch):
+    monkeypatch.setattr(ModelFacts, "likeness", lambda self: ())
+    assert number_of_differences("flags of an own class", 60) > 0
+
+
+def test_fuzzer_finds_a_model_that_is_not_looked_at_within_a_call(monkeypatch):
+    monkeypatch.setattr(GenerateCall, "has_changed", lambda self, model: False)
+    assert number_of_differences("recorded, changes in a call", 60) > 0

@@ -1,0 +1,398 @@
+"""What the comparison fuzzer lets a program change: its model within a call or between calls, and the host's helpers.
+
+Each function of `PROGRAMS` gets random numbers, a copy of a model that it may change, and `generate`; it gives all that
+the program sees. The fuzzer calls it twice, without fastgen and with it, from the same random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+from own_models import OddModel, by_einsum, odd_model
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+Generate = Callable[..., Any]
+Change = Callable[[Random, nn.Module], None]
+
+
+def steered(states: Tensor) -> Tensor:
+    """Each row times another number, so that fewer rows give other results."""
+    return states * torch.linspace(0.7, 1.3, states.shape[0]).view(-1, *[1] * (states.dim() - 1)).to(states.dtype)
+
+
+def _linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+
+
+def _others(random: Random, weight: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(random.randrange(1 << 30))
+    return weight.detach() * (1 + 0.3 * torch.randn(weight.shape, generator=generator))
+
+
+def _weight(random: Random, model: nn.Module) -> nn.Parameter:
+    return random.choice([parameter for parameter in model.parameters() if parameter.dim() == 2])
+
+
+def weight_in_place(random: Random, model: nn.Module) -> None:
+    weight = _weight(random, model)
+    with torch.no_grad():
+        weight.copy_(_others(random, weight))
+
+
+def weight_through_data(random: Random, model: nn.Module) -> None:
+    weight = _weight(random, model)
+    weight.data.copy_(_others(random, weight))
+
+
+def other_weight_data(random: Random, model: nn.Module) -> None:
+    weight = _weight(random, model)
+    weight.data = _others(random, weight)
+
+
+def other_parameter(random: Random, model: nn.Module) -> None:
+    module = random.choice([module for module in model.modules() if "weight" in module._parameters])
+    module.weight = nn.Parameter(_others(random, module.weight))
+
+
+def other_module(random: Random, model: nn.Module) -> None:
+    if linears := _linears(model):
+        name, linear = random.choice(linears)
+        other = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None)
+        other.load_state_dict({key: _others(random, value) for key, value in linear.state_dict().items()})
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, other)
+
+
+def other_forward(random: Random, model: nn.Module) -> None:
+    if linears := _linears(model):
+        module = random.choice(linears)[1]
+        original = module.forward
+        module.forward = lambda states: steered(original(states))
+
+
+def forward_hook(random: Random, model: nn.Module) -> None:
+    if linears := _linears(model):
+        random.choice(linears)[1].register_forward_hook(lambda module, args, output: steered(output))
+
+
+def forward_pre_hook(random: Random, model: nn.Module) -> None:
+    if linears := _linears(model):
+        random.choice(linears)[1].register_forward_pre_hook(lambda module, args: (steered(args[0]),))
+
+
+def training_mode(random: Random, model: nn.Module) -> None:
+    model.train()
+
+
+def other_activation(random: Random, model: nn.Module) -> None:
+    """A plain function, as programs set it."""
+    names = ("act", "act_fn", "activation_fn", "activation", "intermediate_act_fn")
+    places = [(module, name) for module in model.modules() for name in names if callable(getattr(module, name, None))]
+    if places:
+        module, name = random.choice(places)
+        module._modules.pop(name, None)
+        setattr(module, name, lambda states: steered(functional.gelu(states)))
+
+
+def attention_scale(random: Random, model: nn.Module) -> None:
+    modules = [module for module in model.modules() if isinstance(getattr(module, "scaling", None), float)]
+    if modules:
+        random.choice(modules).scaling *= 1.7
+
+
+def adapter(random: Random, model: nn.Module) -> None:
+    from peft import LoraConfig
+
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        with contextlib.suppress(ValueError):  # which peft has for some models
+            model.add_adapter(LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    elif random.random() < 0.5:
+        model.disable_adapters()
+    else:
+        model.enable_adapters()
+
+
+CHANGES: tuple[Change, ...] = (
+    weight_in_place,
+    weight_through_data,
+    other_weight_data,
+    other_parameter,
+    other_module,
+    other_forward,
+    forward_hook,
+    forward_pre_hook,
+    training_mode,
+    other_activation,
+    attention_scale,
+    adapter,
+)
+
+
+class _AtStep:
+    """Calls `change` when a step of this number begins, and notes what the program sees."""
+
+    def __init__(self, change: Callable[[], None], step: int) -> None:
+        self.change, self.left = change, step
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.change()
+
+
+class _Processor(_AtStep, LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.count()
+        return scores
+
+
+class _Criterion(_AtStep, StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.count()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+class _Streamer(_AtStep, BaseStreamer):
+    def put(self, value: Tensor) -> None:
+        self.count()
+
+    def end(self) -> None:
+        pass
+
+
+class _Prefix(_AtStep):
+    """Asked for each row or once for equal ones: changes the model as soon as the rows are longer than at first."""
+
+    def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
+        if self.left > 0:
+            self.left -= input_ids.shape[0] != getattr(self, "length", input_ids.shape[0])
+            self.length = input_ids.shape[0]
+            if self.left == 0:
+                self.change()
+        return list(range(2, 99))
+
+
+def changes_in_a_call(random: Random, model: nn.Module, generate: Generate) -> Any:
+    """One call that captures what may be captured, one in which user code changes the model, one after it."""
+    if random.random() < 0.2:
+        adapter(random, model)
+    changes, step = random.sample(CHANGES, random.choice((1, 1, 2))), random.choice((1, 2, 3, 5))
+    arguments, kind = {}, random.choice(("processor", "criterion", "prefix function", "streamer"))
+
+    def change() -> None:
+        for one in changes:
+            one(random, model)
+
+    if kind == "streamer":
+        arguments = {"streamer": _Streamer(change, step)}
+    elif kind == "prefix function":
+        arguments = {"prefix_allowed_tokens_fn": _Prefix(change, min(step, 2))}
+    elif kind == "criterion":
+        arguments = {"stopping_criteria": [_Criterion(change, step)]}
+    else:
+        arguments = {"logits_processor": [_Processor(change, step)]}
+    before = generate(model) if random.random() < 0.7 else None
+    within = generate(model, **arguments)
+    model.eval()
+    return before, within, generate(model)
+
+
+def changes_between_calls(random: Random, model: nn.Module, generate: Generate) -> Any:
+    found = [generate(model)]
+    for _ in range(2):
+        random.choice(CHANGES)(random, model)
+        found.append(generate(model))
+    return found
+
+
+def _replacement(random: Random, original: Callable, seen: list) -> Callable:
+    """A function of the program that notes what it is called with and, where it can, treats rows differently."""
+    steers = random.random() < 0.6
+
+    def of_program(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        seen.append([getattr(original, "__name__", "?"), *(list(value.shape) for value in tensors)])
+        if not steers:
+            return result
+        if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
+            return type(result)([_steered_where_it_may(result[0]), *result[1:]]) if type(result) is tuple else result
+        return _steered_where_it_may(result)
+
+    return functools.wraps(original)(of_program) if random.random() < 0.5 else of_program
+
+
+def _steered_where_it_may(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and value.shape[0] > 1:
+        return steered(value)
+    return value
+
+
+def _functions_of_the_module(model: nn.Module) -> list[tuple[Any, str]]:
+    """Those that the code of the model finds under a global name when it runs."""
+    modules = {
+        sys.modules[type(module).__module__] for module in model.modules() if "modeling" in type(module).__module__
+    }
+    return [
+        (module, name)
+        for module in sorted(modules, key=lambda module: module.__name__)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, types.FunctionType) and value.__module__.startswith("transformers.")
+    ]
+
+
+HOOKED = ("__", "forward", "_init", "init_", "get_", "set_", "post_init", "_can_", "_supports")
+
+
+def _methods(random: Random, model: nn.Module) -> list[tuple[Any, str]]:
+    """Of classes, or of their instances; those that are no forward."""
+    found = []
+    for module in model.modules():
+        cls = type(module)
+        if "modeling" not in cls.__module__:
+            continue
+        owner = module if random.random() < 0.5 else cls
+        found += [
+            (owner, name)
+            for name, value in sorted(vars(cls).items())
+            if isinstance(value, types.FunctionType) and not name.startswith(HOOKED)
+        ]
+    return found
+
+
+OF_TORCH = [
+    (functional, "scaled_dot_product_attention"),
+    (functional, "linear"),
+    (functional, "softmax"),
+    (functional, "silu"),
+    (nn.Linear, "forward"),
+    (nn.LayerNorm, "forward"),
+]
+
+
+@contextmanager
+def replaced(random: Random, model: nn.Module, seen: list) -> Iterator[None]:
+    """Replaces a function of the host's modeling file or of torch, a method, or the attention in its registry."""
+    if random.random() < 0.1:
+        attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        with mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, {"sdpa": _replacement(random, attention, seen)}):
+            yield
+        return
+    places = [_functions_of_the_module(model), _methods(random, model), OF_TORCH]
+    owner, name = random.choice(random.choice([some for some in places if some]))
+    with mock.patch.object(owner, name, _replacement(random, getattr(owner, name), seen)):
+        yield
+
+
+def replaced_helper(random: Random, model: nn.Module, generate: Generate) -> Any:
+    """Sometimes the model has been used before, and it is used again afterwards."""
+    seen: list = []
+    before = generate(model) if random.random() < 0.5 else None
+    if random.random() < 0.2:
+        other_activation(random, model)
+        within = generate(model)
+    else:
+        with replaced(random, model, seen):
+            within = generate(model)
+    return before, within, seen, generate(model)
+
+
+class Switched(OddModel):
+    """A program's own model, that does what its flags say."""
+
+    steers, rate, window = False, 0.0, None
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        outputs = super().forward(input_ids, attention_mask, **kwargs)
+        if self.steers or getattr(self.config, "steers", False):
+            outputs.logits = steered(outputs.logits)
+        if self.rate:
+            outputs.logits = functional.dropout(outputs.logits, self.rate, self.training)
+        return outputs
+
+    def attended(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        if self.head.switched:
+            keys = steered(keys)
+        if self.config_window:
+            keys, values, mask = (keys[:, :, -4:], values[:, :, -4:], mask[..., -4:])
+        return by_einsum(query, keys, values, mask)
+
+    @property
+    def config_window(self) -> bool:
+        return getattr(self.config, "window", False)
+
+
+def switched_model(**flags: Any) -> Switched:
+    model = odd_model(None, Switched)
+    model.attend, model.head.switched = model.attended, False
+    for name, value in flags.items():
+        setattr(model, name, value)
+    return model
+
+
+SWITCHES = ("attribute", "class attribute", "config", "config window", "submodule", "train", "instance", "attend")
+
+
+def flags_of_an_own_class(random: Random, model: nn.Module, generate: Generate) -> Any:
+    """The class is looked at with one setting, and used with others. The given model is not used."""
+    model = switched_model(rate=random.choice((0.0, 0.3)))
+    found = [generate(model)]
+    for _ in range(3):
+        switch = random.choice(SWITCHES)
+        if switch == "attribute":
+            model.steers = not model.steers
+        elif switch == "class attribute":
+            type(model).steers = not type(model).steers
+        elif switch == "config":
+            model.config.steers = not getattr(model.config, "steers", False)
+        elif switch == "config window":
+            model.config.window = not model.config_window
+        elif switch == "submodule":
+            model.head.switched = not model.head.switched
+        elif switch == "train":
+            model.train(not model.training)
+        elif switch == "attend":
+            model.attend = random.choice((model.attended, lambda *states: steered(by_einsum(*states))))
+        else:
+            other = type(model)(type(model.config)(window=random.random() < 0.5, steers=random.random() < 0.5))
+            other.load_state_dict(model.state_dict())
+            other.attend, other.head.switched = other.attended, random.random() < 0.3
+            model = other.train(model.training)
+        found.append(generate(model))
+    return found
+
+
+def add_not_finite(random: Random, weight: nn.Parameter) -> None:
+    """Puts NaN or infinite numbers into a weight, or a huge one: of several, rounding would decide the sum."""
+    numbers = weight.data.view(-1)
+    number = random.choice((torch.nan, torch.inf, -torch.inf, 1e30))
+    count = 1 if number == 1e30 else min(random.choice((1, 5, len(numbers))), len(numbers))
+    numbers[random.sample(range(len(numbers)), count)] = number
+
+
+def weights_that_are_not_finite(random: Random, model: nn.Module, generate: Generate) -> Any:
+    for _ in range(random.choice((1, 2))):
+        add_not_finite(random, random.choice(list(model.parameters())))
+    return generate(model)
+
+
+PROGRAMS: dict[str, Callable[[Random, nn.Module, Generate], Any]] = {
+    "changes in a call": changes_in_a_call,
+    "changes between calls": changes_between_calls,
+    "replaced helper": replaced_helper,
+    "flags of an own class": flags_of_an_own_class,
+    "weights that are not finite": weights_that_are_not_finite,
+}

@@ -36,7 +36,7 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, differs_sync, graphs_of, torch_settings
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.model_facts import KnownCode, first_weight
-from fastgen.optimizer.decoding.reasons import MODEL_CHANGED, STEPS, Reason, with_code
+from fastgen.optimizer.decoding.reasons import MODEL_CHANGED, STEPS, Reason
 from fastgen.patching import warn
 
 if TYPE_CHECKING:  # in typing since Python 3.11
@@ -126,7 +126,7 @@ class DecodeStep(ABC):
     def runs_user_code(self) -> bool:
         """Whether code of the program runs in each step: it may change the model."""
 
-    def model_reasons(self) -> list[str]:
+    def model_reasons(self) -> list[Reason]:
         """Why a model that has changed since the loop began is not captured."""
         return []
 
@@ -182,7 +182,7 @@ class DecodeStep(ABC):
         """From the next step on steps are captured, if that pays; the last one has given these logits."""
         if self.call.has_changed(self.model) and (found := self.model_reasons()):
             self.captures = False
-            self.call.report.add_reasons(STEPS, with_code("NOT_CAPTURABLE", found))
+            self.call.report.add_reasons(STEPS, found)
             return
         left, rows = self.max_length - tokens.shape[1], self.rows
         graphs = graphs_of(self.model, first_weight(self.decoder))

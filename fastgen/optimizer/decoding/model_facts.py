@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from fastgen.ops.cpu_linear import product
+from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.decoding.user_code import ENTRIES, LibraryCode, library_code, replaced_attributes
 from fastgen.origin import packages_of
 
@@ -159,7 +160,7 @@ class _Record:
     size_of: tuple[torch.dtype, torch.device] | None = None
     first: tuple[Callable[[], Any], str] = (lambda: None, "")
     facts: ModelFacts | None = None
-    row_states: list[str] | None = None
+    row_states: list[Reason] | None = None
 
 
 _records: WeakKeyDictionary[nn.Module, _Record] = WeakKeyDictionary()
@@ -182,12 +183,12 @@ def facts_of(model: nn.Module, known: KnownCode) -> ModelFacts:
     return facts
 
 
-def row_states(model: nn.Module) -> list[str] | None:
+def row_states(model: nn.Module) -> list[Reason] | None:
     """Why rows cannot be expanded after a prefill of this model; None if no prefill of it was watched yet."""
     return _record(model).row_states
 
 
-def remember_row_states(model: nn.Module, reasons: list[str]) -> list[str]:
+def remember_row_states(model: nn.Module, reasons: list[Reason]) -> list[Reason]:
     """Notes why this model's prefills have to run with all rows, empty if they need not; returns it."""
     _record(model).row_states = reasons
     return reasons

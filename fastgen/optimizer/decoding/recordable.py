@@ -15,7 +15,7 @@ from fastgen.ops.transforms import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import add_reasons, costs
 from fastgen.optimizer.decoding.graphs import graphs_of
 from fastgen.optimizer.decoding.model_facts import ModelFacts, first_weight, size_of
-from fastgen.optimizer.decoding.reasons import STEPS, Reason, with_code
+from fastgen.optimizer.decoding.reasons import STEPS, Reason
 
 
 def unwanted_reasons(device: torch.device, steps: int) -> list[Reason]:
@@ -32,13 +32,11 @@ def unwanted_reasons(device: torch.device, steps: int) -> list[Reason]:
     return []
 
 
-def can_capture(
-    model: nn.Module, decoder: nn.Module, steps: int, reasons: Callable[[], Sequence[str | Reason]]
-) -> bool:
+def can_capture(model: nn.Module, decoder: nn.Module, steps: int, reasons: Callable[[], Sequence[Reason]]) -> bool:
     """Whether a loop of at most so many steps should try to; tells the report why not. reasons: of the host."""
     weight = _weight_of(decoder)
     found = unwanted_reasons(weight.device, steps)
-    found = found or with_code("NOT_CAPTURABLE", graphs_of(model, weight).refused or reasons())
+    found = found or graphs_of(model, weight).refused or [*reasons()]
     add_reasons(STEPS, found)
     return not found
 
@@ -49,30 +47,33 @@ def is_new_wanted(decoder: nn.Module, rows: int, done: int, left: int) -> bool:
     return done >= model.steps_before_capture and model.should_capture(size_of(decoder), rows, left, is_captured=False)
 
 
-def unsupported_reasons(decoder: nn.Module, rows: int, steps: int) -> list[str]:
+def unsupported_reasons(decoder: nn.Module, rows: int, steps: int) -> list[Reason]:
     """Why at most so many steps of so many rows are not captured; empty if they can be.
 
     decoder: the model, or the part of it that a step calls.
     """
-    weight, reasons = _weight_of(decoder), []
+    weight = _weight_of(decoder)
+    reasons: list[Reason] = []
     if _rounds_otherwise(weight):
-        reasons.append(f"{weight.dtype} would be rounded in another way on a CPU")
+        reasons.append(Reason("HALF_PRECISION", f"{weight.dtype} would be rounded in another way on a CPU"))
     elif not costs().should_capture(size_of(decoder), rows, steps, is_captured=True):
-        reasons.append(f"{steps} steps of {rows} rows would save less than the capture costs")
+        text = f"{steps} steps of {rows} rows would save less than the capture costs"
+        reasons.append(Reason("NOT_WORTH_CAPTURING", text))
     if torch.is_autocast_enabled(weight.device.type):
-        reasons.append("autocast keeps copies of weights that a capture would outlive")
+        reasons.append(Reason("AUTOCAST", "autocast keeps copies of weights that a capture would outlive"))
     if is_transformed() or is_watched():
-        reasons.append("the program records or watches what torch computes")
+        text = "a TorchDispatchMode, TorchFunctionMode or functorch transform is active"
+        reasons.append(Reason("TORCH_MODE", text))
     if weight.is_cuda and torch.cuda.current_stream(weight.device).cuda_stream:
-        reasons.append("the program computes on a stream of its own")
+        reasons.append(Reason("CUDA_STREAM", "the program computes on a stream other than the default"))
     return reasons
 
 
-def device_reasons(facts: ModelFacts) -> list[str]:
+def device_reasons(facts: ModelFacts) -> list[Reason]:
     """Why the steps of a model with its weights where they are cannot be captured."""
     if facts.is_sharded:
-        return ["parts of the model are sharded, and gathered in each step"]
-    return ["the model is on several devices"] if len(facts.devices) > 1 else []
+        return [Reason("SHARDED", "parts of the model are sharded, and gathered in each step")]
+    return [Reason("SEVERAL_DEVICES", "the model is on several devices")] if len(facts.devices) > 1 else []
 
 
 def _weight_of(decoder: nn.Module) -> Tensor:

@@ -20,6 +20,7 @@ from fastgen.ops.shared_attention import query_key_scores, shared_attention, wei
 from fastgen.optimizer.decoding.call import count, current_call
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
 from fastgen.optimizer.decoding.kv_cache import KV
+from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.fairseq.plan import attention_reasons
 from fastgen.optimizer.fairseq.states import DecodingState, being_filled
 
@@ -150,19 +151,20 @@ def whole_attention(
     return _project(attention.out_proj, _join_heads(attended))
 
 
-def encoder_reasons(attention: Any, query: Tensor) -> list[str]:
+def encoder_reasons(attention: Any, query: Tensor) -> list[Reason]:
     """Why attention without a state has to be computed by fairseq; empty if fastgen may."""
     reasons = attention_reasons(attention)
     if not reasons and attention.skip_embed_dim_check:
-        reasons.append("attention with pruned heads")
+        reasons.append(Reason("ATTENTION", "attention with pruned heads"))
     if not reasons and (attention.training or attention.dropout_module.apply_during_inference):
-        reasons.append("attention with dropout")
+        reasons.append(Reason("TRAINING", "attention with dropout"))
     if not reasons and any(
         projection.bias is None for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
     ):
-        reasons.append("attention without biases")
+        reasons.append(Reason("ATTENTION", "attention without biases"))
     if query.shape[-1] != attention.embed_dim:
-        reasons.append(f"query of width {query.shape[-1]} (supported: {attention.embed_dim})")
+        text = f"query of width {query.shape[-1]} (supported: {attention.embed_dim})"
+        reasons.append(Reason("SHAPES", text))
     return reasons
 
 

@@ -18,7 +18,7 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
-from fastgen.optimizer.decoding.reasons import LOOP, Reason, with_code
+from fastgen.optimizer.decoding.reasons import LOOP, Reason
 from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.fairseq import prompt as prompts
 from fastgen.optimizer.fairseq import recordable
@@ -184,7 +184,7 @@ def unsupported_reasons(
         reasons.append(Reason("GRADIENTS", "autograd records, but caches are written in place"))
     if bos_token == generator.pad or (bos_token is None and generator.eos == generator.pad):
         reasons.append(Reason("STARTS_WITH_PADDING", "the first token is padding"))
-    reasons += with_code("MODEL", sorted({reason for one in plans for reason in one.reasons}))
+    reasons += dict.fromkeys(reason for one in plans for reason in one.reasons)
     reasons += _training_reasons(generator, facts)
     net_input = sample["net_input"]
     if source_of(net_input) is None:

@@ -15,6 +15,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import nn
 
 from fastgen.optimizer.decoding.model_facts import KnownCode, ModelFacts
+from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.origin import PYTHON, packages_of
 
 KNOWN_PACKAGES = PYTHON | {"fairseq", "fastgen", "torch"}
@@ -40,7 +41,7 @@ class ModelPlan:
     self_attention: list[MultiheadAttention] = field(default_factory=list)
     cross_attention: list[MultiheadAttention] = field(default_factory=list)
     others: list[nn.Module] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[Reason] = field(default_factory=list)
     watched: bool = False
     user_code: list[str] = field(default_factory=list)
     by_input: bool = False
@@ -77,8 +78,10 @@ def is_in_decoder(name: str) -> bool:
 def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
     decoder = getattr(model, "decoder", None)
     reasons = decoder_reasons(decoder)
-    reasons += ["layers of the decoder are compiled"] if any(map(is_in_decoder, facts.compiled)) else []
-    reasons += [f"{what} is not fairseq's, and may be left out" for what in facts.code.foreign[:1]]
+    if any(map(is_in_decoder, facts.compiled)):
+        reasons.append(Reason("COMPILED", "layers of the decoder are compiled"))
+    for what in facts.code.foreign[:1]:
+        reasons.append(Reason("USER_CODE", f"{what} is not fairseq's, and may be left out"))
     if reasons:
         return ModelPlan(reasons=reasons)
     result = ModelPlan(user_code=decoder_code_of_program(facts))
@@ -101,8 +104,8 @@ def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
         or not packages_of(decoder.extract_features) | packages_of(reorder) <= KNOWN_PACKAGES
     )
     if not known:
-        names = sorted({reason for layer in decoder.layers for reason in attention_reasons(layer.self_attn)})
-        result.reasons = names or ["the decoder has no self-attention of its own"]
+        found = dict.fromkeys(reason for layer in decoder.layers for reason in attention_reasons(layer.self_attn))
+        result.reasons = [*found] or [Reason("ATTENTION", "the decoder has no self-attention")]
     return result
 
 
@@ -111,30 +114,34 @@ def cross_attentions(decoder: Any) -> list[Any]:
     return [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
 
 
-def decoder_reasons(decoder: Any) -> list[str]:
+def decoder_reasons(decoder: Any) -> list[Reason]:
     """Why nothing inside this decoder is known; empty if its layers are fairseq's Transformer's, or go by states."""
     if not isinstance(decoder, TransformerDecoderBase) and not goes_by_states(decoder):
-        return [f"decoder {type(decoder).__name__} (supported: fairseq's Transformer decoders)"]
+        text = f"decoder {type(decoder).__name__} (supported: fairseq's Transformer decoders)"
+        return [Reason("DECODER", text)]
     if type(decoder.layers) is not nn.ModuleList:  # it would draw random numbers whenever it is looked through
-        return [f"layers of the decoder in a {type(decoder.layers).__name__} (supported: ModuleList)"]
+        text = f"layers of the decoder in a {type(decoder.layers).__name__} (supported: ModuleList)"
+        return [Reason("DECODER", text)]
     for name in ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting"):
         if _is_own(decoder, TransformerDecoderBase, name):
-            return [f"decoder {type(decoder).__name__} has a {name} of its own"]
+            return [Reason("METHOD_REPLACED", f"decoder {type(decoder).__name__} has a {name} of its own")]
     if len(set(decoder.layers)) < len(decoder.layers):
-        return ["layers of the decoder are used more than once"]
+        return [Reason("DECODER", "layers of the decoder are used more than once")]
     for layer in decoder.layers:
         is_known = isinstance(layer, TransformerDecoderLayerBase) or goes_by_states(layer)
         if not is_known or _is_own(layer, TransformerDecoderLayerBase, "forward"):
-            return [f"layer {type(layer).__name__} of the decoder (supported: fairseq's Transformer layer)"]
+            text = f"layer {type(layer).__name__} of the decoder (supported: fairseq's Transformer layer)"
+            return [Reason("DECODER", text)]
         if getattr(layer, "onnx_trace", False):
-            return ["the decoder is prepared for ONNX"]
+            return [Reason("DECODER", "the decoder is prepared for ONNX")]
     return []
 
 
-def attention_reasons(attention: Any) -> list[str]:
+def attention_reasons(attention: Any) -> list[Reason]:
     """Why this attention has to be computed by fairseq; empty if fastgen may."""
     if type(attention) is not MultiheadAttention and not goes_by_states(attention):
-        return [f"attention {type(attention).__name__} (supported: fairseq's MultiheadAttention)"]
+        text = f"attention {type(attention).__name__} (supported: fairseq's MultiheadAttention)"
+        return [Reason("ATTENTION", text)]
     found = {
         "code of its own": any(map(callable, vars(attention).values())),
         "xFormers": attention.use_xformers,
@@ -142,7 +149,7 @@ def attention_reasons(attention: Any) -> list[str]:
         "add_zero_attn": attention.add_zero_attn,
         "onnx_trace": attention.onnx_trace,
     }
-    return [f"attention with {name}" for name, is_so in found.items() if is_so]
+    return [Reason("ATTENTION", f"attention with {name}") for name, is_so in found.items() if is_so]
 
 
 def _is_own(module: nn.Module, base: type, name: str) -> bool:

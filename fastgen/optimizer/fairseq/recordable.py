@@ -13,6 +13,7 @@ from fairseq.sequence_generator import EnsembleModel
 
 from fastgen.optimizer.decoding import recordable
 from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.fairseq.plan import KNOWN, ModelPlan, cross_attentions
 from fastgen.origin import comes_with
 
@@ -26,29 +27,32 @@ def can_capture(call: GenerateCall, generator: Any, plans: list[ModelPlan], rows
 
 def unsupported_reasons(
     call: GenerateCall, generator: Any, plans: list[ModelPlan], rows: int, max_len: int
-) -> list[str]:
+) -> list[Reason]:
     """Why the steps are not captured; empty if they can be."""
     if len(plans) > 1:
-        return [f"an ensemble of {len(plans)} models"]
+        return [Reason("ENSEMBLE", f"an ensemble of {len(plans)} models")]
     model, plan = generator.model.single_model, plans[0]
-    decoder, reasons = model.decoder, []
+    decoder = model.decoder
+    reasons: list[Reason] = []
     if not comes_with(generator.model.forward_decoder, EnsembleModel):
-        reasons.append("the ensemble has a forward_decoder of its own")
+        reasons.append(Reason("METHOD_REPLACED", "forward_decoder of the ensemble is not that of fairseq"))
     if plan.watched:
-        reasons.append("hooks watch the decoder")
+        reasons.append(Reason("HOOKS", "the decoder has forward hooks"))
     crosses = cross_attentions(decoder)
     known = {*plan.self_attention, *plan.cross_attention}
     if plan.others or len(known) != len(decoder.layers) + len(crosses):
-        reasons.append("attention of the decoder has states of its own, or is used more than once")
+        text = "attention of the decoder has states of its own, or is used more than once"
+        reasons.append(Reason("MODEL_STATE", text))
     if crosses and not plan.by_input:
-        reasons.append("the decoder is given the encoder's output for each row")
+        reasons.append(Reason("ENCODER_ROWS", "the decoder gets the encoder's output for each row"))
     reasons += _position_reasons(decoder.embed_positions, max_len)
     reasons = reasons or recordable.unsupported_reasons(decoder, rows, max_len)
     reasons = reasons or recordable.device_reasons(call.facts_of(model, KNOWN))
-    return reasons or [f"code of the program is called in each step: {what}" for what in plan.user_code[:1]]
+    found = (Reason("USER_CODE", f"user code is called in each step: {what}") for what in plan.user_code[:1])
+    return reasons or [*found]
 
 
-def _position_reasons(positions: Any, max_len: int) -> list[str]:
+def _position_reasons(positions: Any, max_len: int) -> list[Reason]:
     """Why positions cannot be looked up by a number on the device; empty if they can."""
     if positions is None:
         return []
@@ -57,6 +61,7 @@ def _position_reasons(positions: Any, max_len: int) -> list[str]:
     elif type(positions) is LearnedPositionalEmbedding and positions.max_norm is None:
         most = positions.num_embeddings
     else:
-        return [f"positions of a {type(positions).__name__}"]
+        return [Reason("POSITIONS", f"positions of a {type(positions).__name__}")]
     needed = (positions.padding_idx or 0) + max_len + 2
-    return [f"positions up to {needed} in a table of {most}"] if needed > most else []
+    text = f"positions up to {needed} in a table of {most}"
+    return [Reason("POSITIONS", text)] if needed > most else []

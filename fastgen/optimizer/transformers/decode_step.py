@@ -30,7 +30,7 @@ from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.late_flag import reading_waits
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP, REORDERS_ITSELF, USER_CACHE, Reason, with_code
+from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP, REORDERS_ITSELF, USER_CACHE, Reason
 from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.transformers import kv_layers, model_reasons, row_groups, verification
 from fastgen.optimizer.transformers.constrained import treats_rows_alone
@@ -195,9 +195,7 @@ class TransformersDecodeStep(DecodeStep):
         self._cache = ref(cache)  # a step returns the view of its graph, which is the cache of the next arguments
         self.variant = frozenset(name for name, value in self.arguments.items() if value is not None)
         kv, reasons = kv_layers.kv_cache_of(cache, cache.get_seq_length() + left)
-        return kv, reasons or with_code(
-            "MODEL_STATE", model_reasons.row_state_reasons(self.model, {self.rows, self.call.inputs})
-        )
+        return kv, reasons or model_reasons.row_state_reasons(self.model, {self.rows, self.call.inputs})
 
     def view_of(self, static: KVCache) -> Cache:
         return kv_layers.view_of(self.arguments[NAME] if self.graph is None else self.graph.view, static)
@@ -210,7 +208,7 @@ class TransformersDecodeStep(DecodeStep):
         kv_layers.give_back(self._cache)
         self.arguments[NAME] = self._kept
 
-    def model_reasons(self) -> list[str]:
+    def model_reasons(self) -> list[Reason]:
         return model_reasons.model_reasons(self.model)
 
     @cached_property
@@ -295,9 +293,9 @@ class TransformersDecodeStep(DecodeStep):
             reasons.append(Reason("PROCESSOR_BY_ROW", text))
         if hasattr(self.model, "_reorder_cache"):
             reasons.append(REORDERS_ITSELF)
-        reasons = reasons or with_code("MODEL", model_reasons.model_reasons(self.model))
+        reasons = reasons or model_reasons.model_reasons(self.model)
         sizes = {self.rows, self.rows // self.rows_per_input}
-        reasons = reasons or with_code("MODEL_STATE", model_reasons.row_state_reasons(self.model, sizes))
+        reasons = reasons or model_reasons.row_state_reasons(self.model, sizes)
         if self.graph is None:
             reasons = reasons or self._cache_reasons
         return reasons or row_groups.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)

@@ -18,6 +18,7 @@ from fastgen.ops.transforms import is_watched
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.model_facts import KnownCode, ModelFacts, named
+from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.origin import PYTHON, packages_of
 
 # Models in which the rows of a batch have an influence on each other.
@@ -69,43 +70,48 @@ def facts_of(model: Any) -> ModelFacts:
     return model_facts.facts_of(model, KNOWN) if call is None else call.facts_of(model, KNOWN)
 
 
-def model_reasons(model: Any) -> list[str]:
+def model_reasons(model: Any) -> list[Reason]:
     """What in the model or around it lets rows depend on each other, or is made for its rows; empty if nothing is."""
-    facts, reasons = facts_of(model), []
+    facts = facts_of(model)
+    reasons: list[Reason] = []
     if torch.is_grad_enabled():
-        reasons.append("gradients are recorded, but shared caches are written in place")
+        reasons.append(Reason("GRADIENTS", "autograd records, but shared caches are written in place"))
     if facts.training is not None:
-        reasons.append(facts.training)
+        reasons.append(Reason("TRAINING", facts.training))
     elif (name := facts.foreign_in_training) is not None:
-        reasons.append(f"{named(name)}, of a class of the program's, is in training mode")
-    reasons += [f"the model has a forward hook, which would see fewer rows: {hook}" for _, hook in facts.hooks[:1]]
+        reasons.append(Reason("TRAINING", f"{named(name)}, of a class of the program's, is in training mode"))
+    for _, hook in facts.hooks[:1]:
+        reasons.append(Reason("HOOKS", f"the model has a forward hook, which would see fewer rows: {hook}"))
     if is_watched() or torch._C._len_torch_dispatch_stack():
-        reasons.append("a mode of torch that the program has entered would see fewer rows")
+        reasons.append(Reason("TORCH_MODE", "a mode of torch that the program has entered would see fewer rows"))
     foreign = [what for _, what in facts.replaced]
     if is_known_class(model):  # other classes are verified
         foreign += [what for _, what in facts.foreign_classes] + _foreign_attentions(facts.keys) + facts.code.foreign
-    reasons += [f"{code} is not the library's, and may treat rows differently" for code in foreign[:1]]
+    for code in foreign[:1]:
+        reasons.append(Reason("USER_CODE", f"{code} is not the library's, and may treat rows differently"))
     reasons += compiled_reasons(model)
     if model.config.model_type in COUPLED_MODELS:
-        reasons.append(f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}")
+        text = f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}"
+        reasons.append(Reason("ROWS_COUPLED", text))
     return reasons + (model_facts.row_states(model) or [])
 
 
-def compiled_reasons(model: Any) -> list[str]:
+def compiled_reasons(model: Any) -> list[Reason]:
     """What of the model is compiled, and so made for the library's caches; else empty."""
-    return [f"{named(name)} is compiled" for name in facts_of(model).compiled[:1]]
+    return [Reason("COMPILED", f"{named(name)} is compiled") for name in facts_of(model).compiled[:1]]
 
 
-def compiling_reasons(model: Any, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+def compiling_reasons(model: Any, args: tuple, kwargs: dict[str, Any]) -> list[Reason]:
     """Why this call of `generate` may compile the model, as it does for the caches that have a static shape."""
     configs = [kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)]
     asked = [kwargs.get("cache_implementation"), *(getattr(one, "cache_implementation", None) for one in configs)]
-    reasons = [f"cache_implementation {name}" for name in asked if name not in _NEVER_COMPILED]
+    texts = [f"cache_implementation {name}" for name in asked if name not in _NEVER_COMPILED]
     cache = kwargs.get("past_key_values")
-    return reasons + ([f"a {type(cache).__name__}"] if getattr(cache, "is_compileable", False) else [])
+    texts += [f"a {type(cache).__name__}"] if getattr(cache, "is_compileable", False) else []
+    return [Reason("COMPILED", text) for text in texts]
 
 
-def learn_row_states(model: Any, before: dict[tuple[int, str], Tensor], inputs: int) -> list[str]:
+def learn_row_states(model: Any, before: dict[tuple[int, str], Tensor], inputs: int) -> list[Reason]:
     """Notes what a prefill of `inputs` rows has left in modules, which no cache can give more rows; returns it.
 
     Some models do so (RecurrentGemma's recurrent states, the rope_deltas of Qwen2-VL). before: `facts.row_tensors()`.
@@ -118,15 +124,15 @@ def learn_row_states(model: Any, before: dict[tuple[int, str], Tensor], inputs: 
     return model_facts.remember_row_states(model, [_keeps(name) for name in sorted(names)])
 
 
-def row_state_reasons(model: Any, sizes: set[int]) -> list[str]:
+def row_state_reasons(model: Any, sizes: set[int]) -> list[Reason]:
     """What the model's modules hold that may be of the rows: tensors that are as long as one of `sizes`."""
     tensors = facts_of(model).row_tensors()
     names = {name for (_, name), value in tensors.items() if sizes.intersection(value.shape[:2])}
     return [_keeps(name) for name in sorted(names)]
 
 
-def _keeps(name: str) -> str:
-    return f"the model keeps states of its rows in {name}"
+def _keeps(name: str) -> Reason:
+    return Reason("MODEL_STATE", f"the model keeps states of its rows in {name}")
 
 
 def _foreign_attentions(names: frozenset[str]) -> list[str]:

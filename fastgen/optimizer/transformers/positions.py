@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastgen.optimizer.decoding.reasons import Reason
+
 # Models that are recorded with these positions though the library does not call their forwards free of reads.
 MODEL_TYPES = ("seamless_m4t", "seamless_m4t_v2")
 
@@ -31,10 +33,10 @@ def forward(
     return nn.functional.embedding(positions, self.weights).detach()
 
 
-def table_reasons(model: nn.Module, most: int) -> list[str]:
-    """Why steps up to position `most` cannot be recorded: the table would have to grow. Empty if it has them all."""
+def table_reasons(model: nn.Module, most: int) -> list[Reason]:
+    """Why steps up to position `most` cannot be captured: the table would have to grow. Empty if it has them all."""
     embedding = getattr(model.get_decoder(), "embed_positions", None)
     table = getattr(embedding, "weights", None)
     if isinstance(table, Tensor) and most + embedding.padding_idx + 1 > len(table):
-        return [f"{most} positions, and its table has {len(table)}"]
+        return [Reason("POSITIONS", f"{most} positions, and the table has {len(table)}")]
     return []

@@ -24,7 +24,7 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, USER_CACHE, Reason, with_code
+from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, USER_CACHE, Reason
 from fastgen.optimizer.transformers import (
     kv_layers,
     model_reasons,
@@ -66,11 +66,9 @@ def prefill(
         before = model_reasons.facts_of(self).row_tensors() if model_facts.row_states(self) is None else None
         with kv_layers.filling_all_rows(given_cache, groups):
             outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
-        found = [] if before is None else model_reasons.learn_row_states(self, before, len(groups))
-        reasons = with_code("MODEL_STATE", found)
+        reasons = [] if before is None else model_reasons.learn_row_states(self, before, len(groups))
         if not reasons and _leaves_cache_to_model(arguments):
-            reasons = returned_cache_reasons(outputs)
-            model_facts.remember_row_states(self, [str(reason) for reason in reasons])
+            reasons = model_facts.remember_row_states(self, returned_cache_reasons(outputs))
         reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, groups, call)
         if reasons and empty is not None:
             empty()
@@ -197,7 +195,7 @@ def unsupported_reasons(
 
     compared: whether the rows of a group are known to be equal.
     """
-    reasons = with_code("MODEL", model_reasons.model_reasons(model))
+    reasons = model_reasons.model_reasons(model)
     if call.user_cache:
         reasons.append(USER_CACHE)
     elif kv_layers.is_static(cache := kv_layers.cache_of(arguments)):

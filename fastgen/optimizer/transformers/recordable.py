@@ -34,9 +34,9 @@ def can_capture(model: Any, generation_config: Any, input_ids: Tensor, arguments
 
 def unsupported_reasons(
     model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]
-) -> list[str | Reason]:
+) -> list[Reason]:
     """Why the steps of a call are not captured, as far as that is known before its prefill; empty if they can be."""
-    reasons: list[str | Reason] = []
+    reasons: list[Reason] = []
     if not LAYERS_ARE_KNOWN:
         reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches"))
     if not arguments.get("use_cache"):

@@ -170,7 +170,7 @@ def test_code_that_the_program_has_put_into_fairseq(monkeypatch, owner, name):
         monkeypatch.setattr(owner, name, scaled(getattr(owner, name)))
     report = compare(case, accelerated=False).report
     assert replays(before) and not replays(report)
-    assert any(reason.code == "MODEL" and name in reason.text for _, reason in report.not_done)
+    assert any(reason.code == "USER_CODE" and name in reason.text for _, reason in report.not_done)
 
 
 def test_method_that_the_program_has_put_on_one_attention():

@@ -26,6 +26,7 @@ from torch import nn
 
 import fastgen
 from fastgen.optimizer.decoding import graphs
+from fastgen.optimizer.decoding.reasons import STEPS
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "beams": {},
@@ -117,7 +118,7 @@ def test_code_of_the_program_is_called_in_each_step():
         layer.fc1.__class__ = Counted
     report = compare(case).report
     assert not replays(report)
-    assert any("code of the program is called in each step" in reason for reason in report.fallbacks)
+    assert "USER_CODE" in report.codes(STEPS)
 
 
 class OwnFeatures(TransformerDecoder):
@@ -144,7 +145,7 @@ def test_methods_and_functions_of_the_program_are_called_in_each_step(part):
     else:
         decoder.layers[0].activation_fn = lambda rows: rows.relu() * 2
     report = compare(case, max_len_b=30, min_len=20).report
-    assert not replays(report) and any("is called in each step" in reason for reason in report.fallbacks)
+    assert not replays(report) and "USER_CODE" in report.codes(STEPS)
 
 
 class Keeping(BeamSearch):

@@ -60,7 +60,7 @@ def test_code_of_the_program_that_knows_its_rows_is_left_alone(arguments, rows, 
         inner = layer.mlp.forward
         layer.mlp.forward = lambda states: inner(states) + steering.vectors
     report = assert_same(model, {"input_ids": token_ids(2, 9)}, **arguments)
-    assert left_alone_because(report, "MODEL", "is not the library's")
+    assert left_alone_because(report, "USER_CODE")
 
 
 def wrapped(module: nn.Module) -> None:
@@ -174,7 +174,7 @@ def test_forward_that_the_program_replaced_on_the_class_sees_all_rows(monkeypatc
     )
     report = assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES)
     assert left_alone_because(
-        report, "MODEL", "transformers.models.llama.modeling_llama.LlamaMLP.forward is not the library's"
+        report, "USER_CODE", "transformers.models.llama.modeling_llama.LlamaMLP.forward is not the library's"
     )
 
 
@@ -193,7 +193,7 @@ def test_mode_of_the_program_sees_all_rows():
 
     both = run_both(call)
     assert torch.equal(both.stock, both.fast)
-    assert left_alone_because(both.report, "MODEL", "a mode of torch")
+    assert left_alone_because(both.report, "TORCH_MODE")
 
 
 def test_hooks_of_accelerate_itself_change_nothing():
@@ -212,7 +212,7 @@ def test_rows_moved_from_input_to_input():
 def test_torchscript_inside_a_model():
     model = tiny("llama")
     model.model.layers[0].mlp = torch.jit.script(nn.Linear(32, 32).eval())
-    assert left_alone_because(assert_same(model, {"input_ids": token_ids(2, 9)}, **BEAMS), "MODEL", "TorchScript")
+    assert left_alone_because(assert_same(model, {"input_ids": token_ids(2, 9)}, **BEAMS), "USER_CODE", "TorchScript")
 
 
 ROWS, WEIGHT, BIAS = torch.randn(8, 64), torch.randn(48, 64), torch.randn(96)

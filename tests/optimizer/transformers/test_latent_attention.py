@@ -117,4 +117,4 @@ def test_an_expansion_of_the_program_gets_whole_latents(place, monkeypatch):
 
     monkeypatch.setattr(owner, "expand_kv", expand_kv)
     report = assert_same(model, padded(9, 5), **BEAMS)
-    assert left_alone_because(report, "MODEL", "expand_kv") and 6 in seen
+    assert left_alone_because(report, "USER_CODE", "expand_kv") and 6 in seen

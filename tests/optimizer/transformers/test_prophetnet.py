@@ -201,7 +201,7 @@ def test_a_hooked_layer_sees_all_streams(share_always):
     )
     model.generate(token_ids(2, 7), num_beams=3, max_new_tokens=4)
     assert seen == [3] * 4  # the prompt and three steps
-    assert left_alone_because(fastgen.explain(), "MODEL", "forward hook")
+    assert left_alone_because(fastgen.explain(), "HOOKS")
 
 
 def test_forwards_outside_of_generate_and_gradients_are_the_librarys():

@@ -259,7 +259,7 @@ def test_training_and_foreign_hooks_leave_the_steps_to_the_library():
     assert recorded(model, inputs_of("gpt2"), **GREEDY)
     model.train().transformer.drop.p = 0.1
     report = run_both(lambda: model.generate(**inputs_of("gpt2"), **GREEDY)).report
-    assert not_recorded_because(report, "NOT_CAPTURABLE", "transformer.drop is in training mode with p=0.1")
+    assert not_recorded_because(report, "TRAINING", "transformer.drop is in training mode with p=0.1")
     model.eval()
     handle = model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
     assert not recorded(model, inputs_of("gpt2"), **GREEDY)
@@ -365,7 +365,7 @@ def test_on_a_cpu_a_recording_has_to_save_what_it_costs():
         assert recorded(model, inputs_of("gpt2"), **{**GREEDY, "max_new_tokens": 40, "eos_token_id": None})
         with costs(saved_per_module=1):
             report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS)).report
-        assert not_recorded_because(report, "NOT_CAPTURABLE", "14 steps of 12 rows would save less")
+        assert not_recorded_because(report, "NOT_WORTH_CAPTURING", "14 steps of 12 rows would save less")
 
 
 class AfterManySteps(CostModel):
@@ -385,7 +385,7 @@ def test_half_precision_is_left_alone_on_a_cpu():
     with recording("auto"):
         stock, fast, report = run_both(lambda: model.generate(**inputs_of("llama", rows=1), **GREEDY))
     assert torch.equal(stock, fast) and not_recorded_because(
-        report, "NOT_CAPTURABLE", "torch.bfloat16 would be rounded in another way"
+        report, "HALF_PRECISION", "torch.bfloat16 would be rounded in another way"
     )
 
 

@@ -45,7 +45,7 @@ def steering(original: Any, index: int = 0) -> Any:
 
 def same_and_left_alone(model: Any, name: str) -> None:
     report = assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES)
-    assert left_alone_because(report, "MODEL", name) and not report.shared
+    assert left_alone_because(report, "USER_CODE", name) and not report.shared
     output = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False, "max_new_tokens": 40}
     report = assert_same(model, {"input_ids": token_ids(2, 9)}, **BEAMS | output)
     assert not replays(report)

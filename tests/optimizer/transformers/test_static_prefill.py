@@ -26,6 +26,7 @@ from transformers import CompileConfig
 from versions import needs
 
 import fastgen
+from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.transformers import model_reasons
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -107,7 +108,7 @@ def test_rows_that_the_caller_repeated():
 
 @BOTH
 def test_a_model_found_to_keep_states_gets_an_empty_cache_and_all_rows(arguments):
-    with mock.patch.object(model_reasons, "learn_row_states", lambda *args: ["found"]):
+    with mock.patch.object(model_reasons, "learn_row_states", lambda *args: [Reason("MODEL_STATE", "found")]):
         assert left_alone_because(
             compared(build("llama"), padded(9, 5), **arguments, **STATIC).report, "MODEL_STATE", "found"
         )

@@ -49,7 +49,7 @@ def test_without_dropout_all_is_shared(name, arguments):
 )
 def test_what_drops_is_named(name, overrides, reason):
     report = assert_same(model_of(name, **overrides), padded(9, 5), **SAMPLES)
-    assert left_alone_because(report, "MODEL", reason) and left_alone_because(report, "MODEL", "training mode")
+    assert left_alone_because(report, "TRAINING", reason) and left_alone_because(report, "TRAINING", "training mode")
 
 
 def test_dropouts_that_only_the_configuration_holds_are_looked_for_where_they_are_read():
@@ -65,14 +65,14 @@ def test_dropouts_that_only_the_configuration_holds_are_looked_for_where_they_ar
     Reading.__module__ = "transformers.reading"
     model.model.norm.config = model.config
     model.config.late_dropout = 0.5
-    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "MODEL", "late_dropout=0.5")
+    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "TRAINING", "late_dropout=0.5")
 
 
 @pytest.mark.parametrize("module", (nn.BatchNorm1d(4), nn.RReLU()), ids=("batch norm", "random slope"))
 def test_modules_that_differ_in_training_are_named(module):
     model = model_of("llama")
     model.add_module("added", module)
-    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "MODEL", "added is in training mode with")
+    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "TRAINING", "added is in training mode with")
     model.added.eval()
     assert is_shared(assert_same(model, padded(9, 5), **SAMPLES), PROMPT)
 
@@ -80,7 +80,7 @@ def test_modules_that_differ_in_training_are_named(module):
 def test_gradient_checkpointing_in_effect_is_left_alone():
     model = model_of("llama")
     model.gradient_checkpointing_enable()
-    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "MODEL", "gradient checkpointing")
+    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "TRAINING", "gradient checkpointing")
     model.eval()
     assert is_shared(assert_same(model, padded(9, 5), **SAMPLES), PROMPT)
 
@@ -90,7 +90,7 @@ def test_dropout_left_on_inside_an_evaluated_model_is_left_alone():
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.train()
-    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "MODEL", "training mode")
+    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "TRAINING", "training mode")
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt2", "t5", "bart"))

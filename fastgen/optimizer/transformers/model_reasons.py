@@ -30,6 +30,8 @@ COUPLED_MODELS = {
 # Values of cache_implementation for which no version of transformers compiles.
 _NEVER_COMPILED = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
 
+_REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+
 
 def _attention_names(modules: Iterable[nn.Module]) -> frozenset[str]:
     """Under which names modules call attention and mask functions of the library's registries."""
@@ -38,8 +40,7 @@ def _attention_names(modules: Iterable[nn.Module]) -> frozenset[str]:
 
 
 def _attention_functions(names: frozenset[str]) -> tuple[Callable, ...]:
-    registries = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
-    found = (functions.get(name) for functions in registries for name in sorted(names))
+    found = (functions.get(name) for functions in _REGISTRIES for name in sorted(names))
     return tuple(function for function in found if function is not None)
 
 
@@ -137,9 +138,8 @@ def _keeps(name: str) -> Reason:
 
 def _foreign_attentions(names: frozenset[str]) -> list[str]:
     """The names of attention and mask functions that the program has registered, if a module is set to them."""
-    registries = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
     return sorted(
         f"attention function {name}"
         for name in names
-        if any(not packages_of(functions.get(name)) <= KNOWN.packages for functions in registries)
+        if not all(KNOWN.has(functions.get(name)) for functions in _REGISTRIES)
     )

@@ -35,7 +35,7 @@ from show_results import constrained_table
 from transformers import Qwen2Config, Qwen2ForCausalLM, T5Config, T5ForConditionalGeneration
 
 import fastgen
-from fastgen.optimizer.transformers.unread import SEQUENCES_SCORES, reading_only
+from fastgen.optimizer.transformers.requested_outputs import SEQUENCES_SCORES, only_outputs
 
 SIZES: dict[str, int] = {}  # other than those of the models
 OUTPUTS, CODES, PLACES = 100_000, 256, 4
@@ -122,7 +122,7 @@ def scored(task: Any, beams: int, ways: Ways) -> tuple[str, bool]:
     """How many rows of tokens are equal in both ways, and whether scores are, to 1e-4."""
     found = []
     for context, function in ways.values():
-        with context(), reading_only(SEQUENCES_SCORES):
+        with context(), only_outputs(SEQUENCES_SCORES):
             found.append(generate(task, beams, function, return_dict_in_generate=True, output_scores=True))
     stock, fast = found
     same = (stock.sequences == fast.sequences).all(dim=1).sum() if stock.sequences.shape == fast.sequences.shape else 0

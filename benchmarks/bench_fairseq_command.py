@@ -3,6 +3,8 @@
     python benchmarks/bench_fairseq_command.py [--repeats 3] [--lines 2000] [--json FILE]
 
 command: wall time of both from start to end on short lines with Moses and BPE in batches of 64, and their ratio.
+cpu: the same of the CPU time of the process that runs the model, which a busy machine changes little, without the
+workers beside it. Set OMP_NUM_THREADS=1: threads that wait for each other take CPU time.
 pipeline: wall time from the first batch to the last written line where the model call is a sleep of the same length,
 over the length of these sleeps.
 The data are random words through Moses, a stand-in for BPE and fairseq-preprocess; the model is trained for some
@@ -26,6 +28,9 @@ from pathlib import Path
 COMMAND_FLOOR = 1.5
 PIPELINE_CEILING = 1.03
 
+# The CPU time of the process, without those it has started, in the last line of stderr.
+CPU_TIME = "import atexit, sys, time; atexit.register(lambda: print(time.process_time(), file=sys.stderr))\n"
+
 # fairseq's commands as they are under torch before 2.6.
 STOCK = (
     "import argparse, importlib, sys, torch; torch.serialization.add_safe_globals([argparse.Namespace]); "
@@ -33,41 +38,45 @@ STOCK = (
 )
 FASTGEN = "import sys; from fastgen.cli.fairseq.command import generate; sys.exit(generate())"
 
-# Calls the model once for each batch beforehand; in the run that counts it sleeps as long as that took.
+# The first run records the model's hypotheses of each batch, and how long they took; the second sleeps as long.
 SLEEPING = """
-import json, sys, time
+import json, os, sys, time
+from contextlib import redirect_stdout
 from fastgen.cli.fairseq.command import generate
-from fastgen.cli.fairseq.pipeline import _Run
-all_batches, report = _Run.all_batches, _Run.report
+from fastgen.cli.fairseq.pipeline import Run
+inference_step, result_string = Run.inference_step, Run.result_string
+answers, ends = [], []
 
-def replayed(run, pool):
-    samples, answers, seconds = list(run.batches), [], []
-    infer = run.task.inference_step
-    def recorded(generator, models, sample, **more):
+def recorded(run, original, *args, **options):
+    def timed(*args, **options):
         start = time.perf_counter()
-        answers.append(infer(generator, models, sample, **more))
-        seconds.append(time.perf_counter() - start)
-        return answers[-1]
-    for sample in samples:
-        recorded(run.generator, run.models, sample, prefix_tokens=None, constraints=None)
-    left = list(zip(answers, seconds))[::-1]
-    def sleeping(*unused, **more):
-        answer, length = left.pop()
-        time.sleep(length)
+        answer = original(*args, **options)
+        answers.append((answer, time.perf_counter() - start))
         return answer
-    run.task.inference_step = sleeping
-    log = run.batches.log
-    run.batches = type("Batches", (list,), {"log": log})(samples)
-    run.asleep, run.start = sum(seconds), time.perf_counter()
-    all_batches(run, pool)
+    return inference_step(run, timed, *args, **options)
 
-def reported(run):
-    seconds = time.perf_counter() - run.start
-    report(run)
-    json.dump({"asleep": run.asleep, "seconds": seconds}, sys.stderr)
+def replayed(run, original, *args, **options):
+    ends.append(time.perf_counter())
+    def sleeping(*unused, **more):
+        answer, seconds = left.pop()
+        time.sleep(seconds)
+        return answer
+    return inference_step(run, sleeping, *args, **options)
 
-_Run.all_batches, _Run.report = replayed, reported
-sys.exit(generate())
+def written(run):
+    text = result_string(run)
+    ends.append(time.perf_counter())
+    return text
+
+arguments = sys.argv[1:]
+with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    Run.inference_step = recorded
+    generate(arguments)
+left = answers[::-1]
+Run.inference_step, Run.result_string = replayed, written
+status = generate(arguments)
+json.dump({"asleep": sum(seconds for _, seconds in answers), "seconds": ends[-1] - ends[0]}, sys.stderr)
+sys.exit(status)
 """
 
 
@@ -78,6 +87,7 @@ class Result:
     stock_seconds: float
     fastgen_seconds: float
     ratio: float
+    cpu_ratio: float
     floor: float
     pipeline_over_sleep: float
     ceiling: float
@@ -141,6 +151,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     args = parser.parse_args()
     seconds: dict[str, list[float]] = {"stock": [], "fastgen": []}
+    cpu: dict[str, list[float]] = {"stock": [], "fastgen": []}
     over_sleep, equal = [], True
     with tempfile.TemporaryDirectory() as folder:
         arguments = make(Path(folder), args.lines) + ["--cpu"] * (args.device == "cpu")
@@ -148,18 +159,22 @@ def main() -> int:
             outputs = {}
             for kind in ("stock", "fastgen") if repeat % 2 == 0 else ("fastgen", "stock"):
                 start = time.perf_counter()
-                code = [STOCK, "generate"] if kind == "stock" else [FASTGEN]
-                outputs[kind] = run(*code, *arguments).stdout
+                code = [CPU_TIME + STOCK, "generate"] if kind == "stock" else [CPU_TIME + FASTGEN]
+                done = run(*code, *arguments)
                 seconds[kind].append(time.perf_counter() - start)
+                outputs[kind] = done.stdout
+                cpu[kind].append(float(done.stderr.splitlines()[-1]))
             equal = equal and same_words(outputs["stock"], outputs["fastgen"])
             slept = json.loads(run(SLEEPING, *arguments).stderr.rpartition("\n")[2])
             over_sleep.append(slept["seconds"] / slept["asleep"])
             print(
-                f"stock {seconds['stock'][-1]:.2f} s, fastgen {seconds['fastgen'][-1]:.2f} s, "
+                f"stock {seconds['stock'][-1]:.2f} s (CPU {cpu['stock'][-1]:.2f}), "
+                f"fastgen {seconds['fastgen'][-1]:.2f} s (CPU {cpu['fastgen'][-1]:.2f}), "
                 f"pipeline {slept['seconds']:.3f} s over {slept['asleep']:.3f} s of sleep",
                 flush=True,
             )
     ratio = statistics.median(a / b for a, b in zip(seconds["stock"], seconds["fastgen"]))
+    cpu_ratio = statistics.median(a / b for a, b in zip(cpu["stock"], cpu["fastgen"]))
     medians = {kind: statistics.median(values) for kind, values in seconds.items()}
     result = Result(
         args.lines,
@@ -167,12 +182,13 @@ def main() -> int:
         medians["stock"],
         medians["fastgen"],
         ratio,
+        cpu_ratio,
         COMMAND_FLOOR,
         statistics.median(over_sleep),
         PIPELINE_CEILING,
     )
     print(f"{os.cpu_count()} cores; {'equal words' if equal else 'DIFFERENT words'}")
-    print(f"command   {ratio:.2f}x (floor {COMMAND_FLOOR}x)")
+    print(f"command   {ratio:.2f}x (floor {COMMAND_FLOOR}x), {cpu_ratio:.2f}x by the model's process's CPU time")
     print(f"pipeline  {result.pipeline_over_sleep:.3f} of the sleep alone (at most {PIPELINE_CEILING})")
     if args.json:
         Path(args.json).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")

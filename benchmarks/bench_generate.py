@@ -123,7 +123,7 @@ class Comparison:
 
     def staying(self) -> None:
         with mock.patch(
-            "fastgen.optimizer.transformers.decode_step.TransformersDecodeStep.leaving_pays", lambda *_: False
+            "fastgen.optimizer.transformers.decode_step.TransformersDecodeStep.should_compact", lambda *_: False
         ):
             self.model.generate(**self.inputs, **self.arguments)
 

@@ -37,7 +37,7 @@ from show_seamless import END_TO_END, REST, STAGES, draw, table
 import fastgen
 from fastgen.config import CONFIG
 from fastgen.optimizer.decoding.report import Report
-from fastgen.optimizer.transformers import stages, vocoder
+from fastgen.optimizer.transformers.models import seamless, vocoders
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.05, torch.bfloat16: 0.05}  # of waveforms
 
@@ -62,13 +62,13 @@ def without_capture() -> Iterator[None]:
 
 @contextmanager
 def without_vocoder() -> Iterator[None]:
-    with mock.patch.object(vocoder, "faster_waveform", lambda *_: None):
+    with mock.patch.object(vocoders, "faster_waveform", lambda *_: None):
         yield
 
 
 @contextmanager
 def encoding_twice() -> Iterator[None]:
-    with mock.patch.object(stages, "_is_repeatable", lambda _: False):
+    with mock.patch.object(seamless, "_is_repeatable", lambda _: False):
         yield
 
 

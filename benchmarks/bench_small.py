@@ -32,7 +32,6 @@ from transformers import (
 )
 
 import fastgen
-from fastgen.ops.cpu_linear import product
 
 VOCABULARY = 1000
 SECONDS_PER_SHAPE = 1.0
@@ -172,7 +171,7 @@ def main() -> int:
     torch.set_num_threads(1)
     choice = random.Random(args.seed)
     slow, ratios = [], []
-    types = [torch.float32] * 7 + [torch.bfloat16 if torch.bfloat16 in product.dtypes() else torch.float32]
+    types = [torch.float32] * 7 + [torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32]
     if args.dtype:
         types = [getattr(torch, args.dtype)]
     for number in range(args.shapes):

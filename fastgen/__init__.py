@@ -78,7 +78,7 @@ def _arm(everywhere: bool) -> None:
 
 
 def _import_hint(error: Exception) -> str:
-    from fastgen.optimizer.fairseq.installation import import_hint
+    from fastgen.optimizer.fairseq.compat import import_hint
 
     return import_hint(error)
 

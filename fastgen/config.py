@@ -4,7 +4,6 @@ FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
 FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `with fastgen.enabled():` do.
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
 FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as without it); or always, or never.
-FASTGEN_PACK=0     keep no folded weights of vocoders.
 FASTGEN_CUDA_GRAPHS=auto  capture decode steps on a CPU where that pays, and none on a GPU, where it has not run yet (as
                    without it); or off; or on: wherever the model allows it, on a GPU as CUDA graphs.
 FASTGEN_CUDA_KERNELS=1  use fastgen's CUDA and Triton kernels on a GPU, where they have not run yet.
@@ -44,7 +43,6 @@ class Config:
     auto: bool = True
     strict: bool = False
     share: str = "auto"
-    pack: bool = True
     cuda_graphs: str = "auto"
     cuda_kernels: bool = False
     cache: str | None = None
@@ -78,7 +76,7 @@ def _parsed(name: str, text: str) -> bool | str:
 def configure(**settings: bool | str | os.PathLike[str]) -> None:
     """Sets switches of the environment from Python, for all threads, from the next `generate` on.
 
-        fastgen.configure(share="never", cuda_graphs="off", pack=False)
+        fastgen.configure(share="never", cuda_graphs="off", strict=True)
 
     The names are those of the variables in lower case, without FASTGEN_; switches that are on or off take True or
     False. A later call wins over an earlier one, and over the environment. Raises TypeError for a name and ValueError

@@ -20,7 +20,7 @@ def restored():
 
 def test_nothing_set_means_the_defaults():
     assert Config.from_environ({}) == Config(
-        disable=False, auto=True, strict=False, share="auto", pack=True, cuda_graphs="auto", cuda_kernels=False
+        disable=False, auto=True, strict=False, share="auto", cuda_graphs="auto", cuda_kernels=False
     )
     empty = dict.fromkeys(("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_SHARE", "FASTGEN_CACHE", "FASTGEN_LOG"), "")
     assert Config.from_environ(empty) == Config()
@@ -31,7 +31,6 @@ def test_each_variable_sets_its_own_field():
     assert Config.from_environ({"FASTGEN_AUTO": "0"}) == Config(auto=False)
     assert Config.from_environ({"FASTGEN_STRICT": "True"}) == Config(strict=True)
     assert Config.from_environ({"FASTGEN_SHARE": "Never"}) == Config(share="never")
-    assert Config.from_environ({"FASTGEN_PACK": "0"}) == Config(pack=False)
     assert Config.from_environ({"FASTGEN_CUDA_GRAPHS": "off"}) == Config(cuda_graphs="off")
     assert Config.from_environ({"FASTGEN_CUDA_KERNELS": "on"}) == Config(cuda_kernels=True)
     assert Config.from_environ({"FASTGEN_CACHE": "/tmp/a"}) == Config(cache="/tmp/a")
@@ -46,7 +45,6 @@ def test_each_variable_sets_its_own_field():
         ("FASTGEN_AUTO", "never", "1, 0"),
         ("FASTGEN_STRICT", "2", "1, 0"),
         ("FASTGEN_SHARE", "1", "auto, always, never"),
-        ("FASTGEN_PACK", "half", "1, 0"),
         ("FASTGEN_CUDA_GRAPHS", "1", "auto, off, on"),
         ("FASTGEN_CUDA_KERNELS", "auto", "1, 0"),
         ("FASTGEN_LOG", "loud", "debug, info, warning, error"),
@@ -91,9 +89,10 @@ logging.getLogger("fastgen").debug("heard")
 
 @pytest.mark.usefixtures("restored")
 def test_configure_sets_what_the_environment_sets():
-    environ = {"FASTGEN_SHARE": "never", "FASTGEN_PACK": "0", "FASTGEN_CUDA_GRAPHS": "off", "FASTGEN_CACHE": "/tmp/a"}
+    graphs = {"FASTGEN_CUDA_KERNELS": "1", "FASTGEN_CUDA_GRAPHS": "off"}
+    environ = {"FASTGEN_SHARE": "never", "FASTGEN_CACHE": "/tmp/a", **graphs}
     vars(CONFIG).update(asdict(Config()))
-    fastgen.configure(share="never", pack=False)
+    fastgen.configure(share="never", cuda_kernels=True)
     fastgen.configure(cuda_graphs="off", cache=Path("/tmp/a"))
     assert Config.from_environ(environ) == CONFIG
 
@@ -104,7 +103,7 @@ def test_configure_sets_what_the_environment_sets():
     [
         ({"share": "sometimes"}, "configure(share='sometimes') (accepted: 'auto', 'always', 'never')"),
         ({"share": True}, "configure(share=True) (accepted: 'auto', 'always', 'never')"),
-        ({"pack": "0"}, "configure(pack='0') (accepted: True, False)"),
+        ({"cuda_kernels": "0"}, "configure(cuda_kernels='0') (accepted: True, False)"),
         ({"cuda_graphs": None}, "configure(cuda_graphs=None) (accepted: 'auto', 'off', 'on')"),
         ({"cache": 3}, "configure(cache=3) (accepted: the path of a folder)"),
         ({"share": ["never"]}, "configure(share=['never']) (accepted: 'auto', 'always', 'never')"),

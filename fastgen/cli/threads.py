@@ -24,7 +24,7 @@ def set_openmp_variables() -> None:
     libgomp reads them when torch loads it, so that nothing is set where torch is imported already.
     """
     if "torch" not in sys.modules:
-        set_variables(os.environ, usable_cpus(), cpu_quota())
+        set_variables(os.environ, process_cpus(), cpu_quota())
 
 
 def set_variables(environ: MutableMapping[str, str], cpus: int, quota: float | None) -> None:
@@ -36,6 +36,12 @@ def set_variables(environ: MutableMapping[str, str], cpus: int, quota: float | N
 
 
 def usable_cpus() -> int:
+    """How many workers have a CPU each: no more than the process may run on, and than its quota allows; at least 1."""
+    quota = cpu_quota()
+    return process_cpus() if quota is None else max(1, min(process_cpus(), int(quota)))
+
+
+def process_cpus() -> int:
     """How many CPUs the process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastgen.cli.errors import InputError
+
 if TYPE_CHECKING:
     from fastgen.optimizer.verify import Verification
 
@@ -21,14 +23,10 @@ def main(argv: list[str]) -> int:
     args, rest = parser.parse_known_args(argv)
     try:
         found = _verify(args, _settings(rest))
-    except _InputError as error:
+    except InputError as error:
         parser.error(str(error))
     print(json.dumps(found.as_dict()) if args.json else found)
     return 0 if found.equal else 1
-
-
-class _InputError(Exception):
-    """An argument that is not accepted."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,11 +54,11 @@ def _settings(words: list[str]) -> dict[str, Any]:
 
     settings: dict[str, Any] = {}
     if len(words) % 2:
-        raise _InputError(f"{words[-1]}: a setting needs a name and a value (accepted: --num_beams 4)")
+        raise InputError(f"{words[-1]}: a setting needs a name and a value (accepted: --num_beams 4)")
     for flag, value in zip(words[::2], words[1::2]):
         name = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--") or not hasattr(GenerationConfig(), name):
-            raise _InputError(f"{flag}: no setting of generate (accepted: those of GenerationConfig, --num_beams 4)")
+            raise InputError(f"{flag}: no setting of generate (accepted: those of GenerationConfig, --num_beams 4)")
         try:
             settings[name] = json.loads(value)
         except json.JSONDecodeError:
@@ -73,13 +71,13 @@ def _verify(args: argparse.Namespace, settings: dict[str, Any]) -> Verification:
     from fastgen.models import demo
 
     if args.lines < 1:
-        raise _InputError(f"--lines {args.lines} (accepted: 1 or more)")
+        raise InputError(f"--lines {args.lines} (accepted: 1 or more)")
     try:
         lines = Path(args.input).read_text(encoding="utf-8").splitlines()[: args.lines]
     except (OSError, UnicodeDecodeError) as error:
-        raise _InputError(f"INPUT {args.input}: {error}") from error
+        raise InputError(f"INPUT {args.input}: {error}") from error
     if not lines:
-        raise _InputError(f"INPUT {args.input}: no lines")
+        raise InputError(f"INPUT {args.input}: no lines")
     model, tokenizer = _load(str(demo.demo_path()) if args.model == demo.DEMO else args.model)
     if "max_new_tokens" in settings:
         model.generation_config.max_length = None  # or the library warns in each call that one of them counts
@@ -88,7 +86,7 @@ def _verify(args: argparse.Namespace, settings: dict[str, Any]) -> Verification:
     try:
         return fastgen.verify(model, inputs, **settings)
     except ValueError as error:  # of generate, about a setting
-        raise _InputError(str(error)) from error
+        raise InputError(str(error)) from error
 
 
 def _load(name: str) -> tuple[Any, Any]:
@@ -102,7 +100,7 @@ def _load(name: str) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side=side)
         model = kind.from_pretrained(name).eval()
     except (OSError, ValueError) as error:
-        raise _InputError(f"MODEL {name}: {error}") from error
+        raise InputError(f"MODEL {name}: {error}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer

@@ -118,37 +118,38 @@ def shared_attention(
 
     query `[rows, H, L, D]`; keys and values: one segment `[copies, H_kv, N, D]` or more, of the same copies and lengths
     each; attn_mask boolean or additive, broadcasting to `[rows, H, L, sum of N]`; scale defaults to `D ** -0.5`. Result
-    `[rows, H, L, D]`; zeros where the mask leaves nothing, as in torch from 2.5 on, and where torch takes NaN for
-    hidden.
+    `[rows, H, L, D]`; zeros where all scores are -inf, by the mask or not, as in torch from 2.5 on, and where torch
+    takes NaN for hidden.
     """
     rows, heads, length, width = query.shape
     scale = width**-0.5 if scale is None else scale
     if len(keys) > 1:
-        scores = query_key_scores(query * scale, keys)
-        weights = _softmax(scores, attn_mask, query.dtype)
-        if attn_mask is None and _hides_nan(scores):
-            weights.masked_fill_(~(scores > float("-inf")).any(dim=-1, keepdim=True), 0.0)
-        return _zero_where_hidden(weighted_values(weights, values), attn_mask)
+        weights, hidden = _softmax(query_key_scores(query * scale, keys), attn_mask, query.dtype)
+        return weighted_values(weights, values).masked_fill_(hidden, 0.0)
     copies, kv_heads = keys[0].shape[:2]
     folded = fold(query, rows // copies, kv_heads)
     if attn_mask is not None:
         attn_mask = fold_mask(attn_mask, rows // copies, kv_heads, heads, length)
     if _is_skinny(folded, keys[0]):
-        weights = _softmax(_products(folded * scale, keys[0]), attn_mask, query.dtype)
-        output = _zero_where_hidden(weights @ values[0], attn_mask)
+        weights, hidden = _softmax(_products(folded * scale, keys[0]), attn_mask, query.dtype)
+        output = (weights @ values[0]).masked_fill_(hidden, 0.0)
     else:
         output = functional.scaled_dot_product_attention(folded, keys[0], values[0], attn_mask=attn_mask, scale=scale)
     return unfold(output, rows // copies, heads)
 
 
-def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Weights from scores, which it overwrites."""
+def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weights from scores `[…, L, S]`, which it overwrites; and which queries see nothing, `[…, L, 1]`."""
+    if attn_mask is None and _hides_nan(scores):
+        hidden = ~(scores > float("-inf")).any(dim=-1, keepdim=True)
+        return scores.softmax(dim=-1, dtype=torch.float32).to(dtype), hidden
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             scores.masked_fill_(~attn_mask, float("-inf"))
         else:
             scores += attn_mask
-    return scores.softmax(dim=-1, dtype=torch.float32).to(dtype)
+    hidden = scores.amax(dim=-1, keepdim=True) == float("-inf")
+    return scores.softmax(dim=-1, dtype=torch.float32).to(dtype), hidden
 
 
 def _hides_nan(scores: Tensor) -> bool:
@@ -166,11 +167,3 @@ def _gives_zeros_for_nan(keys: int, dtype: torch.dtype, flash: bool) -> bool:
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         query, states = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype), torch.zeros((1, 1, keys, 1), dtype=dtype)
         return not functional.scaled_dot_product_attention(query, states, states).isnan().any()
-
-
-def _zero_where_hidden(output: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """The output `[…, L, D]`, in place with zeros for queries of which the mask `[…, L, S]` hides every key."""
-    if attn_mask is None:
-        return output
-    hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == float("-inf")
-    return output.masked_fill_(hidden.all(dim=-1, keepdim=True), 0.0)

@@ -1,6 +1,6 @@
 """`fastgen.verify`: one call of a host's generate without fastgen and with it, what differs first, time and memory.
 
-The parts that know a host are `verified_call` of optimizer/transformers/verify.py and optimizer/fairseq/verify.py.
+The parts that know a host are `TransformersCall` (optimizer/transformers) and `FairseqCall` (optimizer/fairseq).
 
 Tests: tests/optimizer/test_verify.py
 """
@@ -117,7 +117,7 @@ def _host_call(model: Any, inputs: Any, generate_kwargs: dict[str, Any]) -> Host
 
         return FairseqCall(model, inputs, generate_kwargs)
     if callable(getattr(model, "generate", None)):
-        from fastgen.optimizer.transformers.verify import TransformersCall
+        from fastgen.optimizer.transformers.verification import TransformersCall
 
         return TransformersCall(model, inputs, generate_kwargs)
     raise TypeError(

@@ -87,6 +87,13 @@ def test_there_are_no_more_threads_than_the_quota(quota, expected):
     assert environ["OMP_NUM_THREADS"] == "3"
 
 
+@pytest.mark.parametrize(("quota", "expected"), [(None, 4), (1.5, 1), (0.3, 1), (2.0, 2), (9.0, 4)])
+def test_there_are_no_more_workers_than_the_quota(quota, expected, monkeypatch):
+    monkeypatch.setattr(threads, "process_cpus", lambda: 4)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
+    assert threads.usable_cpus() == expected
+
+
 VERSION_2 = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}
 VERSION_1 = {
     "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n3:cpuset:/docker/abc\n1:name=systemd:/docker/abc\n",

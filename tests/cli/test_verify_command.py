@@ -13,7 +13,7 @@ from python_process import run_python
 
 from fastgen.cli.verify import main
 from fastgen.models.demo import sample_path
-from fastgen.optimizer.transformers.verify import TransformersCall
+from fastgen.optimizer.transformers.verification import TransformersCall
 
 DEMO = ["demo", str(sample_path()), "--lines", "2", "--max_new_tokens", "6"]
 

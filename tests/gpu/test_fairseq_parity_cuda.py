@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("fairseq")
 
+from capturing import capturing
 from fairseq.utils import move_to_cuda
 from fairseq_generation import compare, generate, run_both
 from fairseq_models import CASES, Case
-from recording import recording
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ def test_fp32_hypotheses_are_those_of_the_unpatched_library(name, mode):
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_hypotheses_of_cuda_graphs_are_those_of_the_unpatched_library(name, mode):
-    with recording():
+    with capturing():
         report = compare(on_gpu(name), **MODES[mode], min_len=6, max_len_b=40).report
     assert report.kernels["decode step, CUDA graph"] > 2
 

@@ -29,11 +29,11 @@ import numpy
 import torch
 import transformers
 from accelerate import hooks as accelerate_hooks
+from capturing import capturing
 from cost_models import ANY_SIZE, costs
 from fuzz_cases import Case, draw, model_of
 from fuzz_changes import PROGRAMS
 from parity import assert_equal_outputs
-from recording import recording
 from sharing import sharing
 from torch import nn
 
@@ -152,12 +152,12 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
         elif case.context == "poisoned memory":  # what is read unwritten is NaN
             torch.use_deterministic_algorithms(True, warn_only=True)
             stack.callback(torch.use_deterministic_algorithms, False)
-        if case.context.startswith("recorded"):
-            stack.enter_context(recording())
+        if case.context.startswith("captured"):
+            stack.enter_context(capturing())
         if case.context.endswith((cpu_linear.ONEDNN, cpu_linear.FEW_ROWS)):
             stack.enter_context(patch.object(product, "MIN_ELEMENTS", 0))
-            way = case.context.removeprefix("recorded, ")
-            way = way if way in product.ways(torch.float32) else cpu_linear.ONEDNN
+            way = case.context.removeprefix("captured, ")
+            way = way if way in product.ways() else cpu_linear.ONEDNN
             stack.enter_context(patch.object(cpu_linear, "fastest", lambda *tensors: way))
             stack.enter_context(costs(**ANY_SIZE))
         if case.context in ("replaced forward", "hook of accelerate"):

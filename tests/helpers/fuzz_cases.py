@@ -50,8 +50,8 @@ CONTEXTS = {
     "poisoned memory": 4,
     "oneDNN": 2,
     "few rows": 3,
-    "recorded": 6,
-    "recorded, few rows": 3,
+    "captured": 6,
+    "captured, few rows": 3,
     "default gates": 1,
     "repeated keys": 4,
     "keys written in place": 3,
@@ -64,15 +64,15 @@ CONTEXTS = {
     "training mode": 3,
     "training mode without dropout": 4,
     "changes in a call": 3,
-    "recorded, changes in a call": 4,
+    "captured, changes in a call": 4,
     "changes between calls": 2,
-    "recorded, changes between calls": 2,
+    "captured, changes between calls": 2,
     "replaced helper": 4,
-    "recorded, replaced helper": 2,
+    "captured, replaced helper": 2,
     "flags of an own class": 3,
-    "recorded, flags of an own class": 2,
+    "captured, flags of an own class": 2,
     "weights that are not finite": 3,
-    "recorded, weights that are not finite": 1,
+    "captured, weights that are not finite": 1,
 }
 
 
@@ -109,7 +109,7 @@ class Case:
     @property
     def program(self) -> str:
         """The key of `PROGRAMS`, if a program changes something."""
-        return self.context.removeprefix("recorded, ")
+        return self.context.removeprefix("captured, ")
 
     @property
     def is_half(self) -> bool:

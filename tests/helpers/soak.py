@@ -42,7 +42,7 @@ CONTEXTS = (
     "repeated keys",
     "keys written in place",
     "default gates",
-    "recorded",
+    "captured",
 )
 WITH_ADAPTERS = ("gpt2", "llama")
 

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations
 
 import fastgen
 from fastgen.optimizer.decoding.report import Report
-from fastgen.optimizer.vocoder import faster
+from fastgen.optimizer.vocoder import convolutions, forward
 
-FOLDED, ONEDNN = "vocoder, weight norm folded", "vocoder, oneDNN"
+ONEDNN = "vocoder, oneDNN"
 
 # Upsampling by an odd and an even number, with kernels that add a sample and kernels that do not.
 SHAPE = {
@@ -135,8 +135,10 @@ CLASSES = tuple(_BUILDERS)
 
 @contextmanager
 def onednn(is_used: bool = True) -> Iterator[None]:
-    """oneDNN for any number of frames, or for none."""
-    with mock.patch.object(faster, "MIN_FRAMES", 0 if is_used else sys.maxsize):
+    """oneDNN for any number of frames and all layers, or for none."""
+    least = 0 if is_used else sys.maxsize
+    frames = mock.patch.multiple(forward, MIN_FRAMES=least, MIN_CODEC_FRAMES=least)
+    with frames, mock.patch.object(convolutions, "MIN_INPUT", 0):
         yield
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastgen.ops.cpu_graph.graph import CpuGraph
-from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
+from fastgen.ops.cpu_graph import CpuGraph
 from fastgen.ops.cpu_linear import few_rows
+from fastgen.ops.tracing import Diverged, NotRepeatable
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
 ROWS, WIDTH = 3, 8

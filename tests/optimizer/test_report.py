@@ -7,10 +7,10 @@ import logging
 import re
 
 import pytest
+from capturing import capturing
 from cost_models import ANY_SIZE, costs
 from parity import BEAMS, PREFILL, padded, tiny
 from python_process import REPOSITORY
-from recording import recording
 from sharing import sharing
 
 import fastgen
@@ -92,7 +92,7 @@ def test_a_report_begins_with_a_verdict_in_words():
     with sharing("auto"):
         model.generate(**padded(9, 5), **BEAMS)
     assert fastgen.explain().verdict == f"{few}; prompts not shared: the model is too small to gain"
-    with recording():
+    with capturing():
         model.generate(**padded(9, 5), **BEAMS | {"max_new_tokens": 20})
     assert fastgen.explain().verdict == "decode steps captured; prompts shared"
     assert fastgen.explain().as_dict()["replayed_steps"] == fastgen.explain().replays > 0

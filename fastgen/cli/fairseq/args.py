@@ -1,7 +1,8 @@
 """The flags of the fairseq commands, what is wrong with them, and who does what they ask for.
 
 fastgen-generate-for-fairseq takes every flag of fairseq-generate and prints the same lines in the same order, made
-beside the model.
+beside the model. DATA and --path are not looked at beforehand, for only fairseq's tasks and loaders know what they make
+of them: an error that they have caused gets the name of the argument.
 
 Tests: tests/cli/fairseq/test_cli_fairseq_mistakes.py, tests/cli/fairseq/test_cli_fairseq_eval_lm.py
 """
@@ -9,26 +10,30 @@ Tests: tests/cli/fairseq/test_cli_fairseq_mistakes.py, tests/cli/fairseq/test_cl
 from __future__ import annotations
 
 import argparse
-import os
+import pickle
 import sys
+import traceback
+from collections.abc import Callable
 from importlib.util import find_spec
 from multiprocessing import get_all_start_methods
 from typing import Any
 
 import torch
-from fairseq import options
+from fairseq import checkpoint_utils, options, scoring, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
+from fairseq.scoring.bleu import Scorer
 from fairseq_cli import eval_lm  # sets up logging before anything is parsed
 from fairseq_cli import generate as upstream
 
 import fastgen
 from fastgen.cli.errors import InputError
-from fastgen.cli.fairseq import mistakes, pipeline
+from fastgen.cli.fairseq import pipeline
 from fastgen.cli.fairseq.command import add_flags, say
-from fastgen.cli.fairseq.postprocess import unsupported_scores
 from fastgen.cli.fairseq.workers import WorkerError
-from fastgen.optimizer.fairseq.checkpoints import allowed
+from fastgen.cli.threads import usable_cpus
+from fastgen.optimizer.fairseq.checkpoints import allowed, refusal
 
 MOST_WORKERS = 8  # unless told otherwise: one that is not needed sleeps, and costs a fork
 LARGEST_POOL = 256
@@ -37,54 +42,69 @@ WITHOUT_EFFECT = {
     "decode_hypothesis": "sources, targets and hypotheses (D-) are always detokenised",
     "use_el_attn": "keys and values that beams share are always kept once per input",
 }
+# The function of fairseq, and its replacement.
+READS_CHECKPOINTS = checkpoint_utils.load_checkpoint_to_cpu.__name__
+_NO_MODEL = "Model file not found: "
 
 
 def generate() -> None:
     """Parses sys.argv, looks for mistakes in it, and generates, with the pipeline where it can do what is asked for."""
-    args = parse_arguments()
-    no_fastgen, workers = (vars(args).pop(name) for name in ("no_fastgen", "postprocess_workers"))
-    for name, why in WITHOUT_EFFECT.items():
-        if vars(args).pop(name):
-            say(f"--{name.replace('_', '-')} changes nothing: {why}")
-    check(args)
-    cfg = convert_namespace_to_omegaconf(args)
-    with mistakes.named(cfg):
-        if no_fastgen:
-            with fastgen.disabled(), allowed():
-                upstream.main(cfg)
-        elif reasons := unsupported_reasons(cfg, workers):
-            if args.num_shards > 1:
-                raise InputError(f"--num-shards {args.num_shards} needs the pipeline: {'; '.join(reasons)}")
-            say(f"without the pipeline: {'; '.join(reasons)}")
-            upstream.main(cfg)
-        else:
-            try:
-                pipeline.generate(cfg, workers)
-            except WorkerError as error:
-                raise OSError(f"post-processing: {error}") from error
-
-
-def parse_arguments() -> argparse.Namespace:
-    """sys.argv as fairseq-generate reads it, with fastgen's own flags beside fairseq's."""
     parser = options.get_generation_parser()
     # fairseq-generate has this flag besides those of its parser, for tasks that ask for the arguments of a model.
     parser.add_argument("--arch", "-a", metavar="ARCH", default="wav2vec2", help="model architecture, for some tasks")
     group = add_flags(parser)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     group.add_argument(
         "--postprocess-workers",
         "--postprocess_workers",
         "--post-process-workers",
         type=number_of_workers,
-        default=min(MOST_WORKERS, cores),
+        default=min(MOST_WORKERS, usable_cpus()),
         metavar="N",
-        help="processes that turn the model's output into text and score it while the model runs "
+        help="processes that turn the model's output into text while the model runs "
         "(default: enough; 0: in between, as fairseq-generate does)",
     )
     for name, why in WITHOUT_EFFECT.items():
         flags = {f"--{name.replace('_', '-')}", f"--{name}"}
         group.add_argument(*sorted(flags), action="store_true", help=f"accepted for FastSeq's command lines: {why}")
-    return options.parse_args_and_arch(parser)
+    args = parse(parser)
+    workers, no_fastgen = (vars(args).pop(name) for name in ("postprocess_workers", "no_fastgen"))
+    for name, why in WITHOUT_EFFECT.items():
+        if vars(args).pop(name):
+            say(f"--{name.replace('_', '-')} changes nothing: {why}")
+    check(args)
+
+    def generate_beside_the_model(cfg: Any) -> None:
+        if not (reasons := unsupported_reasons(cfg, workers)):
+            pipeline.generate(cfg, workers)
+            return
+        if args.num_shards > 1:
+            raise InputError(f"--num-shards {args.num_shards} needs the pipeline: {'; '.join(reasons)}")
+        say(f"without the pipeline: {'; '.join(reasons)}")
+        upstream.main(cfg)
+
+    run(convert_namespace_to_omegaconf(args), no_fastgen, upstream.main, generate_beside_the_model)
+
+
+def evaluate_language_model() -> None:
+    """Parses sys.argv and evaluates under fastgen, in as many processes as fairseq-eval-lm would use."""
+    parser = options.get_eval_lm_parser()
+    add_flags(parser)
+    args = parse(parser)
+    no_fastgen = vars(args).pop("no_fastgen")
+    distributed_utils.call_main(convert_namespace_to_omegaconf(args), evaluate, no_fastgen=no_fastgen)
+
+
+def evaluate(cfg: Any, no_fastgen: bool, **unused: Any) -> None:
+    """What each process does. It is found here by the processes that fairseq starts, which import fastgen for it."""
+    run(cfg, no_fastgen, eval_lm.main, eval_lm.main)
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """sys.argv as fairseq's command reads it; raises InputError where there is no --path."""
+    args = options.parse_args_and_arch(parser)
+    if args.path is None:
+        raise InputError("--path is missing (accepted: the file of a checkpoint)")
+    return args
 
 
 def number_of_workers(text: str) -> int:
@@ -96,7 +116,6 @@ def number_of_workers(text: str) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Raises InputError where fairseq-generate would stop with an assertion or a traceback."""
-    mistakes.check_path(args)
     for flag, value in (("--beam", args.beam), ("--nbest", args.nbest)):
         if value < 1:
             raise InputError(f"{flag} {value} (accepted: 1 or more)")
@@ -121,26 +140,57 @@ def unsupported_reasons(cfg: Any, workers: int) -> list[str]:
         reasons.append(f"processes cannot be forked on {sys.platform}")
     if torch.cuda.is_initialized():
         reasons.append("CUDA is in use before the model is loaded, by a module of --user-dir")
-    if cfg.common.tpu:
-        reasons.append("--tpu")
-    return reasons + unsupported_scores(cfg.scoring if isinstance(cfg.scoring, str) else cfg.scoring._name)
+    name = cfg.scoring if isinstance(cfg.scoring, str) else cfg.scoring._name
+    scorer = scoring.SCORER_REGISTRY.get(name, Scorer)
+    if scorer is not Scorer and not hasattr(scorer, "add_string"):
+        reasons.append(f"--scoring {name} compares token numbers (supported: bleu, and scorers that compare strings)")
+    return reasons
 
 
-def evaluate_language_model() -> None:
-    """Parses sys.argv and evaluates under fastgen, in as many processes as fairseq-eval-lm would use."""
-    parser = options.get_eval_lm_parser()
-    add_flags(parser)
-    args = options.parse_args_and_arch(parser)
-    no_fastgen = vars(args).pop("no_fastgen")
-    mistakes.check_path(args)
-    distributed_utils.call_main(convert_namespace_to_omegaconf(args), evaluate, no_fastgen=no_fastgen)
-
-
-def evaluate(cfg: Any, no_fastgen: bool, **unused: Any) -> None:
-    """What each process does. It is found here by the processes that fairseq starts, which import fastgen for it."""
-    with mistakes.named(cfg):
+def run(cfg: Any, no_fastgen: bool, without: Callable[[Any], Any], under: Callable[[Any], Any]) -> None:
+    """Calls fairseq's own command `without` fastgen, or `under` it; raises InputError for errors that it explains."""
+    try:
         if no_fastgen:
             with fastgen.disabled(), allowed():
-                eval_lm.main(cfg)
+                without(cfg)
         else:
-            eval_lm.main(cfg)
+            under(cfg)
+    except WorkerError as error:
+        raise OSError(f"post-processing: {error}") from error
+    except Exception as error:
+        if explanation := explain(cfg, error):
+            raise InputError(explanation) from error
+        raise
+
+
+def explain(cfg: Any, error: Exception) -> str | None:
+    """What is wrong with DATA, --path or --lm-path, if that is what an error of fairseq is about."""
+    message, data = str(error), getattr(cfg.task, "data", None)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    read = [frame.f_locals["path"] for frame in frames if frame.f_code.co_name == READS_CHECKPOINTS]
+    if read and isinstance(error, pickle.UnpicklingError):
+        return f"{_flag(cfg, read[0])}{refusal(read[0], error.__cause__ or error)}"
+    if read:  # errors are of any kind then
+        first_sentence = f"{type(error).__name__}: {error}".partition(". ")[0].rstrip(": ")
+        return f"{_flag(cfg, read[0])}{read[0]}: is no checkpoint, or a damaged one ({first_sentence})"
+    results_path = cfg.common_eval.results_path
+    if isinstance(error, OSError) and results_path and str(error.filename).startswith(results_path):
+        return f"--results-path {results_path}: {error.filename} cannot be written ({error.strerror})"
+    if isinstance(error, FileNotFoundError) and data and not PathManager.exists(utils.split_paths(data)[0]):
+        return f"DATA {data}: does not exist (accepted: a folder that fairseq-preprocess wrote)"
+    if message.startswith("Could not infer language pair"):
+        return f"DATA {data}: no file there is named for a pair of languages (needs --source-lang and --target-lang)"
+    if message.startswith(_NO_MODEL):
+        path = message.removeprefix(_NO_MODEL)
+        return f"{_flag(cfg, path)}{path}: does not exist (accepted: a checkpoint)"
+    lm_path = cfg.generation.lm_path
+    if lm_path is not None and any(frame.f_locals.get("filenames") == [lm_path] for frame in frames):
+        needed = f"its dictionary must be the target's and be in {data}"
+        return f"--lm-path {lm_path}: cannot be loaded ({error}); {needed}"
+    return None
+
+
+def _flag(cfg: Any, path: str) -> str:
+    """The flag that gave a checkpoint's path; nothing for files that a model reads besides."""
+    given = {"--path ": cfg.common_eval.path, "--lm-path ": cfg.generation.lm_path}
+    return next((flag for flag, value in given.items() if value and path in value), "")

@@ -18,7 +18,7 @@ import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError
 from fastgen.cli.signals import interruptible
 from fastgen.cli.threads import set_openmp_variables
-from fastgen.optimizer.fairseq.installation import how_to_install, import_hint
+from fastgen.optimizer.fairseq.compat import how_to_install, import_hint
 
 
 def generate(argv: list[str] | None = None) -> int:
@@ -42,33 +42,33 @@ def _run_command(prog: str, what: str, argv: list[str] | None) -> int:
     sys.argv = [prog, *(before[1:] if argv is None else argv)]
     try:
         # --version comes before fairseq, which takes seconds, or is what is broken.
-        _add_version(parser := argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+        add_flags(parser := argparse.ArgumentParser(add_help=False, allow_abbrev=False))
         parser.parse_known_args()
         fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
         with interruptible():
-            getattr(_import("fastgen.cli.fairseq.args"), what)()
+            getattr(_import("fastgen.cli.fairseq.args", is_program=argv is None), what)()
             sys.stdout.flush()
     except (InputError, FileNotFoundError, pickle.UnpicklingError) as error:
-        return _stop(f"error: {_one_line(error)}", UNUSABLE)
+        return _stop(error, UNUSABLE)
     except BrokenPipeError:
         # What is left in the buffer cannot be written: the interpreter must not try again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
     except OSError as error:
-        return _stop(f"error: {_one_line(error)}", FAILED)
+        return _stop(error, FAILED)
     except KeyboardInterrupt:
-        return _stop("interrupted", INTERRUPTED)
+        say("interrupted")
+        return INTERRUPTED
     finally:
         sys.argv = before
-        if argv is None:
-            gc.freeze()  # the program ends: Python would look through all of torch and fairseq for garbage once more
     return 0
 
 
-def _import(module: str) -> ModuleType:
+def _import(module: str, is_program: bool) -> ModuleType:
     """A module that imports fairseq; raises InputError with what to install where Python cannot import that.
 
-    Without garbage collections: of what an import makes nothing is garbage, and looking takes a quarter of its time.
+    Of what an import makes nothing is garbage, and looking for it takes a quarter of its time. A program has
+    collections leave out torch and fairseq later, too: they are half a second of a run of ten.
     """
     if find_spec("fairseq") is None:
         raise InputError(f"needs the package fairseq: {how_to_install()}")
@@ -81,13 +81,10 @@ def _import(module: str) -> ModuleType:
             raise InputError(hint) from error
         raise
     finally:
+        if is_program:
+            gc.freeze()
         if collects:
             gc.enable()
-
-
-def _add_version(parser: argparse._ActionsContainer) -> None:
-    version = f"fastgen {fastgen.__version__}"
-    parser.add_argument("--version", action="version", version=version, help="show the version and leave")
 
 
 def say(message: str) -> None:
@@ -98,16 +95,13 @@ def say(message: str) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """The group of fastgen's flags, with those that both commands have."""
     group = parser.add_argument_group("fastgen")
-    _add_version(group)
+    version = f"fastgen {fastgen.__version__}"
+    group.add_argument("--version", action="version", version=version, help="show the version and leave")
     what = "run fairseq's own command, unpatched but for the loading of checkpoints"
     group.add_argument("--no-fastgen", action="store_true", help=what)
     return group
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _stop(message: str, status: int) -> int:
-    say(message)
+def _stop(error: Exception, status: int) -> int:
+    say(f"error: {' '.join(str(error).split()) or type(error).__name__}")
     return status

@@ -1,12 +1,12 @@
-"""Worker processes whose results are handed on in the order of their tasks, while the caller does something else.
+"""Worker processes whose results are written in the order of their tasks, while the caller does something else.
 
-    with OrderedPool(start, write, workers=4) as pool:
+    with OrderedPool(start, write, workers=4, limit=32) as pool:
         for batch in batches:
             pool.submit(batch)      # waits while too much is unfinished
     # here everything is written, or the first error was raised
 
-Each worker has a connection of its own, and a thread waits for its answer. Workers of concurrent.futures share one
-pipe: one that is killed while it writes a result would leave all others, and this process, waiting for ever.
+Workers take turns, and each has a connection of its own, which is read in the order of the tasks. Those of
+concurrent.futures share one: a worker that is killed while it writes a result leaves the others waiting for ever.
 
 Tests: tests/cli/fairseq/test_ordered_pool.py
 """
@@ -14,27 +14,25 @@ Tests: tests/cli/fairseq/test_ordered_pool.py
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import multiprocessing
-import multiprocessing.util
 import os
+import queue
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fastgen.cli.ordered import OrderedResults
-from fastgen.cli.signals import SIGNALS
-
 SECONDS_TO_END = 10.0  # on a busy machine, too
+SECONDS_FOR_A_WRITE = 0.5
+SECONDS_BETWEEN_LOOKS = 1.0
+_END = object()
 
 
 class WorkerError(Exception):
@@ -43,44 +41,6 @@ class WorkerError(Exception):
 
 class WorkerTraceback(Exception):
     """The cause of a WorkerError: where in the worker's program it was raised."""
-
-
-class _Worker:
-    """A process that does one task at a time."""
-
-    def __init__(self, start: Callable[[], Callable[[Any], Any]]) -> None:
-        context = multiprocessing.get_context("fork")
-        self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, start), daemon=True)
-        # The worker keeps them blocked: this process decides what they mean.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            self.process.start()
-            # When the program ends, multiprocessing would send it a SIGTERM and wait.
-            multiprocessing.util.Finalize(self.process, self.process.kill, exitpriority=1)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
-
-    def do(self, task: Any) -> Any:
-        """The result of a task; raises WorkerError."""
-        try:
-            self._connection.send(task)
-            result = self._connection.recv()
-        except (EOFError, OSError):
-            raise WorkerError(self._how_it_ended()) from None
-        if isinstance(result, Failed):
-            raise WorkerError(result.message) from WorkerTraceback(result.details)
-        return result
-
-    def _how_it_ended(self) -> str:
-        self.process.join(SECONDS_TO_END)
-        status = self.process.exitcode
-        if status is not None and status < 0:
-            how = f"was ended by {signal.Signals(-status).name}"
-        else:
-            how = f"ended with status {status} before its work was done"
-        return f"worker process {self.process.pid} {how}"
 
 
 class OrderedPool(AbstractContextManager):
@@ -96,57 +56,70 @@ class OrderedPool(AbstractContextManager):
     ) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # a worker would inherit what is left in them
-        self._workers = [_Worker(start) for _ in range(workers)]
-        self._idle = deque(self._workers)
-        self._threads = ThreadPoolExecutor(workers, "fastgen-worker")
-        self._results = OrderedResults(write, limit)
-        self.is_writing_here = self._results.is_writing_here
+        # Workers keep Ctrl-C blocked: this process decides what it means.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._workers = [_Worker(start) for _ in range(workers)]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.pids = [worker.process.pid for worker in self._workers]
+        self._turns = itertools.cycle(self._workers)
+        self._write = write
+        self._error: BaseException | None = None
+        self._unfinished: queue.Queue[Any] = queue.Queue(limit)
+        self._thread = threading.Thread(target=self._write_results, name="fastgen-writer", daemon=True)
+        self._thread.start()
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the worker processes."""
-        return [worker.process.pid for worker in self._workers]
-
-    def submit(self, *tasks: Any) -> None:
-        """Has workers do the tasks, whose results are written in this place; raises what has gone wrong so far."""
-        for task in tasks:
-            self._results.put(self._threads.submit(self._do, task))
+    def submit(self, task: Any) -> None:
+        """Has a worker do the task, whose result is written in this place; raises what has gone wrong so far."""
+        worker = next(self._turns)
+        with suppress(OSError):  # it has ended, which is raised in the place of its result
+            worker.connection.send(task)
+        self.put(worker)
 
     def put(self, result: Any) -> None:
-        """Has `result` written in this place; raises what has gone wrong so far."""
-        done: Future = Future()
-        done.set_result(result)
-        self._results.put(done)
+        """Has `result` written in this place; waits for room, raises what has gone wrong so far."""
+        self._raise_error()
+        self._unfinished.put(result)
 
-    def close(self) -> None:
-        """Waits until everything is written and ends the workers; raises the first error in the order of the tasks."""
-        try:
-            self._results.close()
-        finally:
-            self._end_workers()
+    def is_writing_here(self) -> bool:
+        """Whether this is called from inside `write`, where `put` could wait for itself."""
+        return threading.current_thread() is self._thread
 
-    def kill(self) -> None:
-        """Ends the workers and gives up what is not written; a `write` that never returns is left behind."""
-        self._results.kill()
-        self._end_workers()
+    def wait(self) -> None:
+        """Until everything is written; raises the first error in the order of the tasks."""
+        self._unfinished.join()
+        self._raise_error()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            self.close()
-        elif issubclass(kind, Exception):
-            # What was submitted before the caller failed is complete, and it is wanted.
-            with suppress(Exception):  # the caller's own error is the one that is raised
-                self.close()
-        else:
-            self.kill()
-
-    def _do(self, task: Any) -> Any:
-        """In one of as many threads as there are workers."""
-        worker = self._idle.popleft()
+        """Waits like `wait`, or, after an interruption, for nothing: a `write` that never returns is left behind."""
+        waits = kind is None or issubclass(kind, Exception)
         try:
-            return worker.do(task)
+            if not waits:
+                self._error = self._error or RuntimeError("given up")
+            with suppress(queue.Full):
+                self._unfinished.put(_END, timeout=None if waits else SECONDS_FOR_A_WRITE)
+            self._thread.join(None if waits else SECONDS_FOR_A_WRITE)
         finally:
-            self._idle.append(worker)
+            self._end_workers()
+        if kind is None:  # otherwise the caller's own error is the one that is raised
+            self._raise_error()
+
+    def _write_results(self) -> None:
+        """In a thread. After an error it goes on taking results, so that a `put` that waits for room comes back."""
+        while (result := self._unfinished.get()) is not _END:
+            try:
+                if self._error is None:
+                    self._write(result.receive() if isinstance(result, _Worker) else result)
+            except BaseException as error:
+                self._error = self._error or error
+                self._end_workers()  # `submit` must not wait for one whose results are not received any more
+            finally:
+                self._unfinished.task_done()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _end_workers(self) -> None:
         """Those in the middle of a task, too."""
@@ -155,49 +128,48 @@ class OrderedPool(AbstractContextManager):
             worker.process.join()
 
 
-SECONDS_BETWEEN_LOOKS = 1.0
+class _Worker:
+    """A process that does its tasks one after the other."""
+
+    def __init__(self, start: Callable[[], Callable[[Any], Any]]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, start, os.getpid()), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def receive(self) -> Any:
+        """The result of the first task whose result was not received; raises WorkerError."""
+        try:
+            result, message, details = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(SECONDS_TO_END)
+            status = self.process.exitcode
+            how = f"ended with status {status} before its work was done"
+            if status is not None and status < 0:
+                how = f"was ended by {signal.Signals(-status).name}"
+            raise WorkerError(f"worker process {self.process.pid} {how}") from None
+        if message is not None:
+            raise WorkerError(message) from WorkerTraceback(details)
+        return result
 
 
-@dataclass(frozen=True)
-class Failed:
-    """What is sent instead of a result: the exception in one line, and where it came from."""
-
-    message: str
-    details: str
-
-
-def failed(error: Exception) -> Failed:
-    """What is sent for an exception, while it is being handled."""
-    message = " ".join(str(error).split())
-    return Failed(type(error).__name__ + (f": {message}" if message else ""), traceback.format_exc())
-
-
-def serve(connection: Connection, start: Callable[[], Callable[[Any], Any]]) -> None:
-    """Calls `start` for the function that does the tasks, and answers each with its result.
-
-    If `start` raises, that is the answer to every task.
-    """
+def _serve(connection: Connection, start: Callable[[], Callable[[Any], Any]], parent: int) -> None:
+    """Sends the result of each task, the message None and no details; those of the first error, which ends it."""
     gc.freeze()  # a collection would write into every object that is inherited, and so copy it
     # Warnings and prints of the libraries that are used here stay out of the way of the results.
     sys.stdout = sys.stderr
     logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
     logging.disable(logging.INFO)
-    # Not os.getppid(): the parent may be gone by now.
-    parent = multiprocessing.parent_process().pid
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         work = start()
-    except Exception as error:
-        not_started = failed(error)
-        work = lambda task: not_started  # noqa: E731
-    with suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
-            task = connection.recv()
-            try:
-                result = work(task)
-            except Exception as error:
-                result = failed(error)
-            connection.send(result)
+            connection.send((work(connection.recv()), None, ""))
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        with suppress(OSError):  # the parent may be gone
+            connection.send((None, message, traceback.format_exc()))
 
 
 def _end_with(parent: int) -> None:

@@ -269,16 +269,21 @@ def is_jsonl(path: str) -> bool:
 def generation_fields() -> tuple[str, ...]:
     """The fields of the installed GenerationConfig, read from its source: importing it takes seconds."""
     spec = find_spec("transformers")
-    source = Path(spec.submodule_search_locations[0]) / "generation" / "configuration_utils.py" if spec else None
-    if source is None or not source.is_file():
+    folders = spec.submodule_search_locations if spec is not None else None
+    source = Path((folders or [""])[0]) / "generation" / "configuration_utils.py"
+    if not source.is_file():
         return ()
     return tuple(dict.fromkeys(re.findall(r"self\.([a-z]\w*) = kwargs\.pop\(", source.read_text(encoding="utf-8"))))
 
 
+def flag_names() -> dict[str, str]:
+    """The fields of RunConfig by all names of their flags."""
+    return {name: each.name for each in fields(RunConfig) for name in (each.name, *each.metadata.get("also", ()))}
+
+
 def _known_flags(argv: Sequence[str]) -> list[str]:
     """--max-length=5 -> --max_gen_length=5, --typical_p 0.9 -> --gen typical_p=0.9, up to a bare "--"."""
-    known = {name: each.name for each in fields(RunConfig) for name in (each.name, *each.metadata.get("also", ()))}
-    known |= {"help": "help", "version": "version"}
+    known = {"help": "help", "version": "version", **flag_names()}
     end = argv.index("--") if "--" in argv else len(argv)
     rest, found = list(argv[:end]), []
     while rest:
@@ -313,16 +318,12 @@ def check_several_outputs(args: RunConfig, num_return_sequences: int) -> None:
 
 _OUTPUTS = "the command asks for what it writes (accepted: --output_sequence_scores, --output_format jsonl)"
 _OBJECT = "it is an object of a program, which no command line can give"
-_DECIDED = "the command gives it"
-# Settings that --gen and --generation_config cannot change, and why.
+# Settings that --gen and --generation_config cannot change, and why. What is no setting at all is found by settings.py.
 REFUSED_SETTINGS = {
     **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits", "output_attentions"), _OUTPUTS),
     **dict.fromkeys(("output_hidden_states", "return_segments", "return_token_timestamps"), _OUTPUTS),
     **dict.fromkeys(("streamer", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"), _OBJECT),
-    **dict.fromkeys(("assistant_model", "compile_config", "continuous_batching_config", "synced_gpus"), _OBJECT),
-    **dict.fromkeys(("negative_prompt_ids", "negative_prompt_attention_mask", "monitor_progress"), _OBJECT),
-    **dict.fromkeys(("inputs", "input_ids", "attention_mask", "tokenizer", "generation_config"), _DECIDED),
-    **dict.fromkeys(("custom_generate", "trust_remote_code"), "code from the hub is not run"),
+    **dict.fromkeys(("assistant_model", "compile_config", "continuous_batching_config"), _OBJECT),
     "is_assistant": "MODEL is no assistant of another model",
 }
 
@@ -364,9 +365,6 @@ def _check_files(args: RunConfig) -> None:
     scored = [args.given(name) for name in ("reference_path", "reference_field") if args.given(name)]
     if args.score_path is not None and not scored:
         raise InputError(f"--score_path {args.score_path} needs --reference_path or --reference_field")
-    for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
-        if args.resume and path == STREAM:
-            raise InputError(f"--resume does not go with {name} -, which cannot be gone on with (accepted: a file)")
     if scored and args.output == STREAM:
         raise InputError(f"{scored[0]} does not go with OUTPUT - (accepted: a file)")
     if args.reference_path is not None and is_jsonl(args.reference_path) and args.reference_field is None:

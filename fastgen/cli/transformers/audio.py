@@ -21,8 +21,8 @@ import torch
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import Generated, Item
-from fastgen.cli.transformers.lines import Line
-from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, WrongKindError, read_input, reason
+from fastgen.cli.transformers.files import Line
+from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, items_of, reason
 
 LONG = "long"  # the group of recordings that the model hears in several windows
 
@@ -39,19 +39,7 @@ class AudioInput:
 
     def prepare(self, lines: list[Line]) -> list[Item]:
         """An item for each line; paths are relative to the current folder."""
-        items = [Item(line) for line in lines]
-        for item in items:
-            try:
-                path = read_input(item.line, self._args)
-                if isinstance(path, str):  # None for an empty line
-                    self._fill(item, path)
-            except WrongKindError as error:
-                if item.line.number == 1:
-                    raise
-                item.error = str(error)
-            except RecordError as error:
-                item.error = str(error)
-        return items
+        return items_of(lines, self._args, self._fill)
 
     def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
         """Several inputs as one batch: padded to the longest, with an attention_mask for extractors that give one.
@@ -77,7 +65,7 @@ class AudioInput:
         rate = self._extractor.sampling_rate
         try:
             samples = _read(Path(path), rate, None if self._hears_windows else at_once)
-            if self._hears_windows and len(samples) > at_once:
+            if self._hears_windows and len(samples) > self._extractor.n_samples:
                 item.group = LONG
                 item.arrays = _extract(self._extractor, samples, truncation=False, padding="longest")
                 item.arrays["attention_mask"] = np.ones(item.arrays["input_features"].shape[-1], np.int64)
@@ -87,14 +75,9 @@ class AudioInput:
             raise RecordError(f"{name}: {error}") from error
         except Exception as error:  # files of strangers, read by libraries that raise what they like
             raise RecordError(f"{name}: cannot be read ({reason(error)})") from error
-        item.length = _length(item.arrays)
-
-
-def _length(arrays: dict[str, np.ndarray]) -> int:
-    """Frames of sound, of which an attention mask counts those that are not padding."""
-    if "attention_mask" in arrays:
-        return int(arrays["attention_mask"].sum())
-    return max(next(iter(arrays.values())).shape)
+        # Frames, of which an attention mask counts those that are not padding.
+        mask, features = item.arrays.get("attention_mask"), next(iter(item.arrays.values()))
+        item.length = max(features.shape) if mask is None else int(mask.sum())
 
 
 def _extract(feature_extractor: Any, samples: np.ndarray, **options: Any) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.files import Line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -113,7 +113,8 @@ class Planner:
         self._limits = limits
         self._window = window
         self._window_cells = math.inf if window_cells is None else window_cells
-        self._waiting: list[Item] = []
+        self._waiting: list[Item] = []  # to be sorted
+        self._open: list[Item] = []  # the batch that is not full
         self._cells = self._longest = self._number = 0
         self._others: list[Item] = []
 
@@ -125,7 +126,7 @@ class Planner:
                 if len(self._others) >= MOST_NOT_GENERATED:
                     yield self._batch([])
             elif self._window == 0:
-                yield from self._in_order(item)
+                yield from self._placed(item)
             else:
                 self._waiting.append(item)
                 self._cells += item.length
@@ -134,39 +135,36 @@ class Planner:
 
     def rest(self) -> Iterator[Batch]:
         """What there is, however little: at the end of INPUT."""
-        if self._waiting:
-            yield from self._sorted() if self._window else [self._batch(self._taken())]
+        yield from self._sorted()
         if self._others:
             yield self._batch([])
 
-    def _in_order(self, item: Item) -> Iterator[Batch]:
-        fits = self._limits.allow(len(self._waiting) + 1, max(self._longest, item.length))
-        if not fits or (self._waiting and self._waiting[0].group != item.group):
-            yield self._batch(self._taken())
-        self._longest = max(self._longest, item.length)
-        self._waiting.append(item)
-        if len(self._waiting) == self._limits.rows:
-            yield self._batch(self._taken())
-
     def _sorted(self) -> Iterator[Batch]:
-        items = sorted(self._taken(), key=lambda item: (repr(item.group), -item.length))
-        start = 0
-        for stop in range(1, len(items) + 1):
-            fits = stop < len(items) and self._limits.allow(stop + 1 - start, items[start].length)
-            if not fits or items[stop].group != items[start].group:
-                batch = self._batch(items[start:stop])
-                batch.ends_window = stop == len(items)
-                yield batch
-                start = stop
+        items, self._waiting, self._cells = self._waiting, [], 0
+        items.sort(key=lambda item: (repr(item.group), -item.length))
+        batches = [batch for item in items for batch in self._placed(item)]
+        if self._open:
+            batches.append(self._batch(self._open))
+        for batch in batches[:-1]:
+            batch.ends_window = False
+        yield from batches
 
-    def _taken(self) -> list[Item]:
-        taken, self._waiting, self._longest, self._cells = self._waiting, [], 0, 0
-        return taken
+    def _placed(self, item: Item) -> Iterator[Batch]:
+        """Puts an item into the open batch, and gives the batch that is complete with it or without it."""
+        longest = max(self._longest, item.length)
+        if self._open and (self._open[0].group != item.group or not self._limits.allow(len(self._open) + 1, longest)):
+            yield self._batch(self._open)
+        self._open.append(item)
+        self._longest = max(self._longest, item.length)
+        if len(self._open) == self._limits.rows:
+            yield self._batch(self._open)
 
     def _batch(self, items: list[Item]) -> Batch:
         others, self._others = self._others, []
         batch = Batch(items, others, self._number)
         self._number += bool(items)
+        if items:
+            self._open, self._longest = [], 0
         return batch
 
 
@@ -177,14 +175,13 @@ def make_planner(args: RunConfig, loaded: Loaded, in_order: bool) -> Planner:
     limits = Limits(args.bs, cells)
     if in_order:
         return Planner(limits, 0)
+    if args.window is None and cells is not None:
+        window = LINES_PER_WINDOW if args.bs is None else BATCHES_PER_WINDOW * args.bs
+        return Planner(limits, window, BATCHES_PER_WINDOW * cells)
+    window = BATCHES_PER_WINDOW * (args.bs or 0) if args.window is None else args.window
     # Recordings of any length: as many frames as that many recordings of the length that Whisper hears at once have.
     at_once = getattr(loaded.feature_extractor, "nb_max_frames", None)
-    if args.window is not None:
-        return Planner(limits, args.window, None if at_once is None else max(1, args.window) * at_once)
-    window = LINES_PER_WINDOW if args.bs is None else BATCHES_PER_WINDOW * args.bs
-    if cells is not None:
-        return Planner(limits, window, BATCHES_PER_WINDOW * cells)
-    return Planner(limits, window, None if at_once is None else window * at_once)
+    return Planner(limits, window, None if at_once is None else max(1, window) * at_once)
 
 
 def with_batch_size(args: RunConfig, loaded: Loaded) -> RunConfig:
@@ -196,9 +193,7 @@ def with_batch_size(args: RunConfig, loaded: Loaded) -> RunConfig:
     """
     if args.bs is not None or args.batch_tokens is not None:
         return args
-    if (
-        loaded.feature_extractor is not None or args.audio_out
-    ):  # sounds have frames, most of which a model joins at once
+    if loaded.feature_extractor is not None or args.audio_out:  # frames, most of which a model joins at once
         return replace(args, bs=LEAST_INPUTS)
     config = loaded.model.config.get_text_config(decoder=True)
     rows = rows_per_input(loaded)

@@ -8,36 +8,42 @@ Tests: tests/cli/transformers/test_cli_generate.py, tests/cli/transformers/test_
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from logging import LogRecord
-from pathlib import Path
 from typing import Any
 
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError
 from fastgen.cli.signals import Stopped, interruptible, stoppable
 from fastgen.cli.threads import set_openmp_variables
-from fastgen.cli.transformers import metrics
 from fastgen.cli.transformers.args import PROG, STREAM, RunConfig, completed, parse_arguments
-from fastgen.cli.transformers.files import beside, check_writable, write_whole
-from fastgen.cli.transformers.journal import Journal, StreamOutput
-from fastgen.cli.transformers.lines import Line, Survey, is_stream, is_url, raw_lines, read_chunks, survey
+from fastgen.cli.transformers.batching import Item
+from fastgen.cli.transformers.files import (
+    Line,
+    Survey,
+    check_writable,
+    is_stream,
+    is_url,
+    raw_lines,
+    read_chunks,
+    survey,
+)
+from fastgen.cli.transformers.journal import Entry, Journal, StreamOutput
+from fastgen.cli.transformers.metrics import references_of, score_output
 from fastgen.cli.transformers.records import (
     LONGEST_RECORD,
     RecordError,
-    first_text,
     is_openai,
     name_of,
     parse,
     read_input,
-    read_references,
+    record_of,
 )
 from fastgen.cli.transformers.signature import signature, with_commit
 from fastgen.cli.transformers.tasks import Task, task_for
@@ -57,48 +63,35 @@ def main(argv: list[str] | None = None) -> int:
                 raise InputError(f"needs the package {' and '.join(missing)}: pip install {' '.join(missing)}")
             return _run(args)
     except InputError as error:
-        return _stop(f"error: {error}", UNUSABLE)
+        message, status = f"error: {error}", UNUSABLE
     except BrokenPipeError:
-        return _stop("error: nobody reads the standard output any more; what was written is complete records", FAILED)
+        message = "error: nobody reads the standard output any more; what was written is complete records"
+        status = FAILED
     except (OSError, RunError) as error:
-        return _stop(f"error: {error}", FAILED)
-    except Stopped as stopped:
-        return _stop("interrupted", stopped.status)
-    except KeyboardInterrupt:
-        return _stop("interrupted", INTERRUPTED)
-
-
-def _stop(message: str, status: int) -> int:
+        message, status = f"error: {error}", FAILED
+    except KeyboardInterrupt as stopped:
+        message, status = "interrupted", stopped.status if isinstance(stopped, Stopped) else INTERRUPTED
     with suppress(OSError):  # nobody may read it
-        print(f"{PROG}: {message}", file=sys.stderr)
+        print(f"{PROG}: {' '.join(message.split())}", file=sys.stderr)
     return status
-
-
-@dataclass(frozen=True)
-class Files:
-    """survey: of INPUT, None where it can be read only once. references: of the lines that are generated for."""
-
-    survey: Survey | None
-    references: list[str] | None
-
-    def total(self, n_obs: int | None) -> int | None:
-        """How many lines are to be generated for, None where nobody knows."""
-        if self.survey is None:
-            return n_obs
-        return self.survey.lines if n_obs is None else min(n_obs, self.survey.lines)
 
 
 def _run(args: RunConfig) -> int:
     """Whatever does not need the model comes first: flags, files, and whether there is something to do at all."""
     args = _recognized(args)
     task = task_for(args)
-    files = check_files(args)
-    streams = is_stream(args.output)
-    output = StreamOutput(args.output) if streams else Journal(args.output, args.resume, args.overwrite)
+    surveyed, references = check_files(args)
+    journal = not is_stream(args.output)
+    output = Journal(args.output, args.resume, args.overwrite) if journal else StreamOutput(args.output)
     try:
-        task.args = args = _as_before(args, output.signature or (output.completed or {}).get("signature") or {})
-        if not streams and output.check(signature(args, files.survey)):
-            return _already_complete(args, files, output.completed or {})
+        made = output.completed or {}
+        task.args = args = _as_before(args, output.signature or made.get("signature") or {})
+        if output.check(signature(args, surveyed)):
+            _check_sounds(args)
+            if not args.quiet:
+                print(f"{PROG}: {args.output} is complete: the same command has made it", file=sys.stderr)
+            score_output(args, references, made["records"])
+            return _status(made["failures"], made["records"])
         if not args.quiet:
             print(f"loading {args.model}", file=sys.stderr, flush=True)
         # Workers are what runs beside the model; threads that a tokenizer starts by itself would take cores from it.
@@ -107,9 +100,9 @@ def _run(args: RunConfig) -> int:
         stock = fastgen.disabled() if args.without_fastgen_opt else nullcontext()
         only_records = redirect_stdout(sys.stderr) if args.output == STREAM else nullcontext()
         with _said_once(args.quiet), stock, only_records:
-            return _generate(task, files, output)
+            return _generate(task, surveyed, references, output)
     finally:
-        output.release()
+        output.leave()
 
 
 def _recognized(args: RunConfig) -> RunConfig:
@@ -130,101 +123,67 @@ def _as_before(args: RunConfig, before: dict[str, Any]) -> RunConfig:
     return args if args.seed is not None else replace(args, seed=before.get("--seed", secrets.randbits(31)))
 
 
-def _generate(task: Task, files: Files, output: Journal | StreamOutput) -> int:
+def _generate(task: Task, surveyed: Survey | None, references: list[str] | None, output: Journal | StreamOutput) -> int:
     """Loads, generates, writes and scores; returns the exit status."""
-    from fastgen.cli.transformers.audio import SoundFolder
-    from fastgen.cli.transformers.pipeline import Finished, Pipeline, Prefetcher, WithinMemory, drained
+    from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, WithinMemory
     from fastgen.cli.transformers.progress import Progress
 
     asked = task.args
     task.load()
-    args, total = task.args, files.total(asked.n_obs)
-    output.begin(with_commit(signature(replace(args, prefix=asked.prefix), files.survey), task.loaded.model.config))
-    before = output.records
-    progress = Progress(total, before, args.quiet, task.unit)
-    sounds = task.output if isinstance(task.output, SoundFolder) else None
+    args, total = task.args, asked.n_obs
+    if surveyed is not None:
+        total = surveyed.lines if total is None else min(total, surveyed.lines)
+    sounds: Any = task.output if args.audio_out else None
+    signed = with_commit(signature(replace(args, prefix=asked.prefix), surveyed), task.loaded.model.config)
+    output.begin(signed, sounds)
+    progress = Progress(total, output.records, args.quiet, task.unit)
 
-    def write(finished: Finished) -> None:
-        output.write(finished.entries)
-        failures = [(item.line.number, name_of(item, args) + item.error) for item in finished.items if item.error]
-        progress.finished(len(finished.items), finished.amount, failures)
+    def write(items: list[Item], amount: float) -> None:
+        output.write([_entry(item, args) for item in items])
+        failures = [(item.line.number, name_of(item, args) + item.error) for item in items if item.error]
+        progress.finished(len(items), amount, failures)
 
     try:
         if args.resume:
-            progress.note(f"goes on after {before} of {total} lines")
+            progress.note(f"goes on after {output.records} of {total} lines")
         notes, planner = task.notes()
         for note in notes:
             progress.note(note)
-        if sounds is not None:
-            sounds.begin(resumes=before > 0)
         progress.begin()
         chunks = read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
         with stoppable() as stop:
             generate = WithinMemory(task, progress.say, args.seed)
-            pipeline = Pipeline(task, generate, write, stop)
-            complete = drained(pipeline, Prefetcher(chunks, task, planner, args.preprocess_workers, output.entry), stop)
+            prefetcher = Prefetcher(chunks, task, planner, args.preprocess_workers, output.entry)
+            complete = Pipeline(task, generate, write, stop).drain(prefetcher)
         if complete:
-            _check_all_is_there(args, files, total, output)
-    except BaseException:
-        _leave(args, output, progress, sounds)
-        raise
+            if surveyed is not None and output.records != total:
+                had = f"it had {total} lines, and {output.records} could be read"
+                raise InputError(f"INPUT changed while it was read: {had}")
+            if output.failures and not output.generated and not is_stream(args.output):
+                raise RunError(f"every input failed ({output.failures}), so no OUTPUT is written")
+            output.complete(output.records)
+    finally:
+        progress.close()
+        if left := output.leave(resumable=not is_stream(args.input)):
+            progress.say(left)
     if not complete:
-        _leave(args, output, progress, sounds)
         progress.say("interrupted")
         return stop.status
-    records = output.records
-    output.complete(records, None if sounds is None else lambda: sounds.complete(args.overwrite))
-    output.leave()
-    progress.close()
     if sounds is not None:
         progress.note(f"the sounds are in {sounds.folder}")
     if unused := sorted(getattr(task.input, "unused", ())):
         progress.note(f"what bodies of requests have besides was not used: {', '.join(unused)}")
-    _score(args, files, records)
+    score_output(args, references, output.records)
     if not args.quiet:
         if args.bs != asked.bs or args.batch_tokens != asked.batch_tokens:
             tokens = "" if args.batch_tokens is None else f" --batch_tokens {args.batch_tokens}"
             print(f"batches, chosen for MODEL and this machine: --bs {args.bs}{tokens}", file=sys.stderr)
         print(progress.summary(), file=sys.stderr)
-    return _status(output.failures, records)
+    return _status(output.failures, output.records)
 
 
-def _check_all_is_there(args: RunConfig, files: Files, total: int | None, output: Journal | StreamOutput) -> None:
-    """Raises where OUTPUT would not be that of INPUT, or would have nothing but failures in it."""
-    if files.survey is not None and output.records != total:
-        raise InputError(f"INPUT changed while it was read: it had {total} lines, and {output.records} could be read")
-    if output.failures and not output.generated and not is_stream(args.output):
-        raise RunError(f"every input failed ({output.failures}), so no OUTPUT is written")
-
-
-def _leave(args: RunConfig, output: Journal | StreamOutput, progress: Any, sounds: Any) -> None:
-    """Keeps what is written, and says what can be done with it; a journal of nothing but failures is no use."""
-    progress.close()
-    if isinstance(output, StreamOutput) or not output.generated:
-        output.leave(keep=False)
-        if sounds is not None:
-            sounds.discard()
-    elif is_stream(args.input):
-        where = output.leave_records()
-        progress.say(f"{output.records} records are in {where}; INPUT can be read only once, so no run can go on")
-    else:
-        output.leave()
-        done = f"{output.records} lines are complete in {output.path}"
-        progress.say(f"{done}; the same command with --resume goes on after them")
-
-
-def _already_complete(args: RunConfig, files: Files, made: dict[str, Any]) -> int:
-    if args.audio_out:
-        from fastgen.cli.transformers.audio import sound_folders
-
-        if not (folder := sound_folders(args.output)[0]).is_dir():
-            raise InputError(
-                f"OUTPUT {args.output}: is there, but its sounds in {folder} are gone (accepted: --overwrite)"
-            )
-    if not args.quiet:
-        print(f"{PROG}: {args.output} is complete: the same command has made it", file=sys.stderr)
-    _score(args, files, made["records"])
-    return _status(made["failures"], made["records"])
+def _entry(item: Item, args: RunConfig) -> Entry:
+    return Entry(item.line.number, item.length, item.group, item.error is not None, record_of(item, args))
 
 
 def _status(failures: int, inputs: int) -> int:
@@ -234,26 +193,22 @@ def _status(failures: int, inputs: int) -> int:
     return FAILED if failures else 0
 
 
-def check_files(args: RunConfig) -> Files:
-    """Raises InputError where a file cannot be used, or where INPUT does not hold what the task reads."""
-    surveyed = None if is_stream(args.input) else survey(args.input)
+def check_files(args: RunConfig) -> tuple[Survey | None, list[str] | None]:
+    """The survey of INPUT, None where it can be read only once, and the references, None where nothing is scored.
+
+    Raises InputError where a file cannot be used, or where INPUT does not hold what the task reads.
+    """
     for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
         if args.resume and is_stream(path):
-            raise InputError(f"--resume needs {name} to be a file, and {path} can be gone through only once")
+            why = f"--resume needs {name} to be a file, and {path} can be gone through only once"
+            raise InputError(f"{name} {path}: {why}")
+    surveyed = None if is_stream(args.input) else survey(args.input)
     if surveyed is not None and args.reads_records:
         _check_first_record(args)
-    references = _references(args, surveyed)
+    references = references_of(args, None if surveyed is None else surveyed.lines)
     sources = {"INPUT": args.input, "--reference_path": args.reference_path}
     check_writable("OUTPUT", args.output, sources)
-    if args.audio_out:
-        from fastgen.cli.transformers.audio import sound_folders
-
-        folder, output = sound_folders(args.output)[0], os.path.realpath(args.output)
-        known = os.path.lexists(output) or os.path.lexists(f"{output}.part")
-        if folder.exists() and not known and not args.overwrite:
-            raise InputError(
-                f"OUTPUT {args.output}: {folder} is there already (accepted: another name, or --overwrite)"
-            )
+    _check_sounds(args, begins=True)
     if args.score_path is not None:
         if is_url(args.score_path):
             raise InputError(f"--score_path {args.score_path}: is a URL (accepted: a local file)")
@@ -262,7 +217,7 @@ def check_files(args: RunConfig) -> Files:
         is_there = os.path.exists(args.score_path)
         if is_there and not args.overwrite and not (args.resume and os.path.exists(args.output)):
             raise InputError(f"--score_path {args.score_path}: is there already (accepted: another, or --overwrite)")
-    return Files(surveyed, None if references is None else references[: args.n_obs])
+    return surveyed, references
 
 
 def _check_first_record(args: RunConfig) -> None:
@@ -276,42 +231,18 @@ def _check_first_record(args: RunConfig) -> None:
         raise InputError(f"INPUT {args.input}: line 1 {error} ({hint})") from error
 
 
-def _references(args: RunConfig, surveyed: Survey | None) -> list[str] | None:
-    """Those of --reference_path, or else of the records of INPUT; None where nothing is to be scored."""
-    if args.reference_path is None and args.reference_field is None:
-        return None
-    metrics.check_installed(args.audio_in)
-    if args.reference_path is not None:
-        references = read_references("--reference_path", args.reference_path, args.reference_field)
-        if surveyed is not None:
-            _check_same_length(args, len(references), surveyed.lines)
-        return references
-    if surveyed is None:
-        raise InputError(
-            f"--reference_field {args.reference_field} needs INPUT to be a file, or --reference_path, "
-            f"and {args.input} can be read only once"
-        )
-    return read_references("INPUT", args.input, args.reference_field)
-
-
-def _check_same_length(args: RunConfig, references: int, lines: int) -> None:
-    if references != lines:
-        raise InputError(
-            f"--reference_path {args.reference_path}: has {references} lines, but INPUT {args.input} has {lines}"
-        )
-
-
-def _score(args: RunConfig, files: Files, lines: int) -> None:
-    """Prints the scores of each line's first output, also to a --score_path that may be written."""
-    if files.references is None:
+def _check_sounds(args: RunConfig, begins: bool = False) -> None:
+    """Raises InputError where a run that begins would replace sounds, or where those of a complete OUTPUT are gone."""
+    if not args.audio_out:
         return
-    _check_same_length(args, len(files.references), lines)
-    outputs = [first_text(record, args) for record in raw_lines("OUTPUT", args.output)]
-    scores = metrics.score(outputs, files.references, args.audio_in)
-    print(metrics.report(scores), file=sys.stdout)
-    if args.score_path is not None and (args.overwrite or not os.path.exists(args.score_path)):
-        path = Path(os.path.realpath(args.score_path))
-        write_whole(path, (json.dumps(scores, indent=2) + "\n").encode(), beside(path, f".{os.getpid()}.new"))
+    from fastgen.cli.transformers.audio import sound_folders
+
+    folder, output = sound_folders(args.output)[0], os.path.realpath(args.output)
+    known = os.path.lexists(output) or os.path.lexists(f"{output}.part")
+    if begins and folder.exists() and not known and not args.overwrite:
+        raise InputError(f"OUTPUT {args.output}: {folder} is there already (accepted: another name, or --overwrite)")
+    if not begins and not folder.is_dir():
+        raise InputError(f"OUTPUT {args.output}: is there, but its sounds in {folder} are gone (accepted: --overwrite)")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ Tests: tests/cli/transformers/test_text_generator.py
 from __future__ import annotations
 
 import json
-from collections import deque
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -19,11 +19,11 @@ from typing import Any
 import fastgen
 from fastgen.cli.errors import InputError
 from fastgen.cli.signals import Stop
-from fastgen.cli.transformers.args import RunConfig, completed, parse_arguments
+from fastgen.cli.transformers.args import RunConfig, completed, flag_names, parse_arguments
 from fastgen.cli.transformers.batching import Item
-from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.model import Loaded, prepare_tokenizer
-from fastgen.cli.transformers.pipeline import Finished, Pipeline, Prefetcher, WithinMemory
+from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, WithinMemory
 from fastgen.cli.transformers.records import fields_of
 from fastgen.cli.transformers.tasks import task_for
 
@@ -45,11 +45,12 @@ class TextGenerator:
     """
 
     def __init__(self, model: Any, *, tokenizer: Any = None, **settings: Any) -> None:
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         given = model if isinstance(model, str) else "model"
         args = completed(replace(_arguments(given, settings), input_format="jsonl", output_format="jsonl"))
         if args.audio_out:
             raise InputError(f"task={args.task!r}: sounds are written by the command only")
-        self._text_field = args.text_field if settings.get("text_field") else "text"
+        self._text_field = settings.get("text_field") or "text"
         self._task = task_for(replace(args, text_field="text"))
         loaded = None
         if not isinstance(model, str):
@@ -74,38 +75,36 @@ class TextGenerator:
 
     def iterate(self, inputs: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """The records of `inputs` in order, while later ones are read and generated for; memory stays flat."""
+        if isinstance(inputs, (str, bytes)):
+            raise TypeError("inputs is one text (accepted: a list of texts, of lists of messages, or of paths)")
         args = self._task.args
         _, planner = self._task.notes()
-        done: deque[Item] = deque()
-        early: dict[int, Item] = {}
+        records: dict[int, dict[str, Any]] = {}
         number = 1
 
-        def write(finished: Finished) -> None:
-            done.extend(finished.items)
+        def write(items: list[Item], amount: float) -> None:
+            records.update((item.line.number, fields_of(item)) for item in items)
 
         def ready() -> Iterator[dict[str, Any]]:
             nonlocal number
-            while done:
-                item = done.popleft()
-                early[item.line.number] = item
-            while number in early:
-                yield fields_of(early.pop(number))
+            while number in records:
+                yield records.pop(number)
                 number += 1
 
         generate = WithinMemory(self._task, lambda said: None, args.seed)
-        pipeline = Pipeline(self._task, generate, write, Stop(), has_records=False)
+        pipeline = Pipeline(self._task, generate, write, Stop())
         prefetcher = Prefetcher(_chunks(inputs, self._task.lines_at_once), self._task, planner, args.preprocess_workers)
         try:
             stock = fastgen.disabled if args.without_fastgen_opt else nullcontext
             batches = pipeline.run(iter(prefetcher))
-            while True:
+            goes_on = True
+            while goes_on:
                 if prefetcher.is_waiting:
-                    pipeline.results.wait()
+                    pipeline.wait()
                 yield from ready()
                 with stock():
-                    if next(batches, done) is done:
-                        break
-            pipeline.close()
+                    goes_on = next(batches, pipeline) is None
+            pipeline.wait()
             yield from ready()
         finally:
             prefetcher.stop()
@@ -114,19 +113,17 @@ class TextGenerator:
 
 def _arguments(model: str, settings: dict[str, Any]) -> RunConfig:
     """The flags that settings are, with the checks of the command line; other names are GenerationConfig's."""
-    flags = {name: each for each in fields(RunConfig) for name in (each.name, *each.metadata.get("also", ()))}
+    flags = flag_names()
+    switches = {each.name for each in fields(RunConfig) if each.metadata.get("action") == "store_true"}
     argv: list[str] = []
     for name, value in settings.items():
         if name in OF_FILES:
             raise InputError(f"{name}: is a flag of the command only")
-        each = flags.get(name)
-        if each is not None and each.metadata.get("action") == "store_true":
+        if flags.get(name) in switches:
             argv += [f"--{name}"] * bool(value)
-        elif each is not None and value is not None:
-            argv.append(f"--{name}={value}")
-        elif each is None:
+        elif value is not None or name not in flags:
             # Names that GenerationConfig has not are refused as on the command line, with the nearest one.
-            argv.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+            argv.append(f"--{name}={value if name in flags or isinstance(value, str) else json.dumps(value)}")
     # join_outputs: several outputs are apart in a record in any case.
     return parse_arguments([*argv, "--output_format=jsonl", "--quiet", "--", model, "inputs.jsonl", "outputs.jsonl"])
 

@@ -20,16 +20,17 @@ import json
 import os
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from fastgen.cli.errors import InputError, RunError
+from fastgen.cli.transformers import files
 from fastgen.cli.transformers.args import STREAM
-from fastgen.cli.transformers.files import beside, compressing, named, sha256, upload, write_all, write_whole
-from fastgen.cli.transformers.lines import is_url, opened
 from fastgen.cli.transformers.signature import differences
+
+if TYPE_CHECKING:
+    from fastgen.cli.transformers.audio import SoundFolder
 
 VERSION = 1
 WRITTEN_BY = "fastgen"
@@ -46,24 +47,57 @@ class Entry(NamedTuple):
     data: bytes  # one line with its end
 
 
-class Journal:
-    """OUTPUT.part of one run, which holds its lock. Use `begin` before anything is written."""
+class Output:
+    """What records are written to. records, failures, generated: how many are complete, failed, and have outputs.
+
+    signature: of the run that is gone on with; completed: what is known of a run that has completed OUTPUT.
+    """
+
+    signature: dict[str, Any] | None = None
+    completed: dict[str, Any] | None = None
+
+    def __init__(self) -> None:
+        self.records = self.failures = self.generated = 0
+
+    def count(self, entry: Entry) -> None:
+        """Of a record that is written."""
+        self.records += 1
+        self.failures += entry.failed
+        self.generated += not entry.failed and entry.length > 0
+
+    def check(self, signature: dict[str, Any]) -> bool:
+        """Whether the same run has completed OUTPUT already; `signature` may lack what the loaded model tells."""
+        return False
+
+    def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:
+        """To be called before anything is written. sounds: those that OUTPUT names."""
+
+    def entry(self, number: int) -> Entry | None:
+        """The record of a line, if an earlier run has written it."""
+        return None
+
+    def complete(self, total: int) -> None:
+        """To be called when that many records are written."""
+
+
+class Journal(Output):
+    """OUTPUT.part of one run, which holds its lock."""
 
     def __init__(self, output: str, resume: bool, overwrite: bool) -> None:
         """Raises InputError where OUTPUT or OUTPUT.part may not be written, or are not what --resume can go on from."""
         from filelock import FileLock, Timeout
 
+        super().__init__()
         self._output, self._overwrite = output, overwrite
         # What belongs to a remote OUTPUT is in the current folder.
-        self._target = Path(output.rstrip("/").rpartition("/")[2] if is_url(output) else os.path.realpath(output))
-        self.path = beside(self._target, ".part")
-        self._new, self._made = beside(self._target, ".part.new"), beside(self._target, ".run.json")
-        self.records = self.failures = self.generated = 0  # that are complete in the journal
-        self.signature: dict[str, Any] | None = None  # of the run that is gone on with
+        self._target = Path(output.rstrip("/").rpartition("/")[2] if files.is_url(output) else os.path.realpath(output))
+        self.path = files.beside(self._target, ".part")
+        self._new, self._made = files.beside(self._target, ".part.new"), files.beside(self._target, ".run.json")
+        self._sounds: SoundFolder | None = None
         self._reader: IO[bytes] | None = None
         self._offsets = array("q")  # of each line's record, -1 where there is none
         self._end = 0  # of the last batch, in bytes
-        self._file: IO[bytes] | None = None
+        self._descriptor = -1  # of the journal while it is written
         self._lock = FileLock(f"{self.path}.lock", timeout=0)
         try:
             self._lock.acquire()
@@ -96,10 +130,7 @@ class Journal:
             raise InputError(f"{self._is_there()}{unknown}")
 
     def check(self, signature: dict[str, Any]) -> bool:
-        """Whether the same run has completed OUTPUT already; raises InputError that names what is different.
-
-        signature: may lack what is only known when the model is loaded.
-        """
+        """Raises InputError that names what is different."""
         before = self.signature or (self.completed or {}).get("signature")
         changes = [] if before is None else differences(before, signature)
         if self.signature is not None and changes:
@@ -109,42 +140,40 @@ class Journal:
             raise InputError(f"{self._is_there()}; it was made differently: {'; '.join(changes)}")
         return self.completed is not None and not changes
 
-    def begin(self, signature: dict[str, Any]) -> None:
+    def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:
         """Goes on with the journal that is there, or begins one."""
         self.check(signature)
         if self.signature is None:
             head = _line({"fastgen_journal": VERSION, "signature": signature})
-            write_whole(self.path, head, self._new)
+            files.write_whole(self.path, head, self._new)
             self._end = len(head)
         self.signature = signature
-        self._file = self.path.open("r+b", buffering=0)
+        self._descriptor, self._sounds = os.open(self.path, os.O_RDWR | getattr(os, "O_BINARY", 0)), sounds
         self._cut()
+        if sounds is not None:
+            sounds.begin(resumes=self.records > 0)
 
     def entry(self, number: int) -> Entry | None:
-        """The record of a line, if an earlier run has written it."""
+        """Reads it from the journal."""
         if number >= len(self._offsets) or self._offsets[number] < 0:
             return None
         return self._read(self._offsets[number])
 
     def write(self, entries: list[Entry]) -> None:
         """Adds a batch: all of it or, with an OSError, nothing."""
-        lines, offsets, end = [], [], self._end
-        for entry in entries:
-            lines.append(_line([*entry[:4], entry.data[:-1].decode()]))
-            offsets.append((entry, end))
-            end += len(lines[-1])
-        lines.append(_line(len(entries)))
+        lines = [_line([*entry[:4], entry.data[:-1].decode()]) for entry in entries]
         try:
-            with named(self.path):
-                write_all(self._file.fileno(), b"".join(lines))
+            with files.named(self.path):
+                files.write_all(self._descriptor, b"".join([*lines, end := _line(len(entries))]))
         except BaseException:
             self._cut()
             raise
-        self._end = end + len(lines[-1])
-        for entry, offset in offsets:
-            self._add(entry, offset)
+        for entry, line in zip(entries, lines, strict=True):
+            self._add(entry, self._end)
+            self._end += len(line)
+        self._end += len(end)
 
-    def complete(self, total: int, before_the_name: Callable[[], None] | None = None) -> None:
+    def complete(self, total: int) -> None:
         """Puts the records of lines 1 to `total` in order under the name of OUTPUT, and removes the journal.
 
         With an OSError it keeps the journal for --resume. Raises InputError where an OUTPUT has appeared in the
@@ -158,12 +187,13 @@ class Journal:
             digest = self._assemble(self._new)
             made: dict[str, Any] = {"written_by": WRITTEN_BY, "signature": self.signature, "sha256": digest}
             made |= {"failures": self.failures, "records": self.records}
-            write_whole(self._made, json.dumps(made, ensure_ascii=False, indent=1).encode(), beside(self._made, ".new"))
-            if before_the_name is not None:
-                before_the_name()
-            if is_url(self._output):
-                upload(self._new, self._output)
-                self._new.unlink()
+            files.write_whole(
+                self._made, json.dumps(made, ensure_ascii=False, indent=1).encode(), files.beside(self._made, ".new")
+            )
+            if self._sounds is not None:
+                self._sounds.complete(self._overwrite)
+            if files.is_url(self._output):
+                files.upload(self._new, self._output, keeps=self._overwrite)
             else:
                 os.replace(self._new, self._target)
         except OSError as error:
@@ -173,22 +203,28 @@ class Journal:
             raise
         self._discard()
 
-    def leave(self, keep: bool = True) -> None:
-        """Keeps the journal for --resume, or removes it where it has no record that anybody wants."""
-        if self._file is not None and keep and self.records:
+    def leave(self, resumable: bool = True) -> str:
+        """Keeps the journal, or where nobody can go on with it its records in order; a journal of failures is removed.
+
+        Returns a line about what is kept.
+        """
+        left = ""
+        if self._descriptor >= 0 and not self.generated:
+            self._discard()
+            if self._sounds is not None:
+                self._sounds.discard()
+        elif self._descriptor >= 0 and resumable:
             self._cut()
             self._close()
-        elif self._file is not None:
+            done = f"{self.records} lines are complete in {self.path}"
+            left = f"{done}; the same command with --resume goes on after them"
+        elif self._descriptor >= 0:
+            path = files.beside(self._target, ".incomplete")
+            self._assemble(path)
             self._discard()
+            left = f"{self.records} records are in {path}; INPUT can be read only once, so no run can go on"
         self.release()
-
-    def leave_records(self) -> Path:
-        """The records in the order of their lines as a file of their own, of a run that cannot be gone on with."""
-        path = beside(self._target, ".incomplete")
-        self._assemble(path)
-        self._discard()
-        self.release()
-        return path
+        return left
 
     def release(self) -> None:
         """Lets other runs begin."""
@@ -196,10 +232,6 @@ class Journal:
             with suppress(OSError):
                 os.unlink(self._lock.lock_file)
             self._lock.release()
-
-    def ordered(self) -> Iterator[bytes]:
-        """Every record, in the order of lines."""
-        return (self._read(offset).data for offset in self._offsets if offset >= 0)
 
     def _load(self) -> None:
         """Reads all that earlier runs have written, and gives up what is behind the last complete batch."""
@@ -236,9 +268,7 @@ class Journal:
         missing = entry.number + 1 - len(self._offsets)
         self._offsets.extend([-1] * missing)
         self._offsets[entry.number] = offset
-        self.records += 1
-        self.failures += entry.failed
-        self.generated += not entry.failed and entry.length > 0
+        self.count(entry)
 
     def _read(self, offset: int) -> Entry:
         if self._reader is None:
@@ -252,19 +282,19 @@ class Journal:
 
     def _assemble(self, path: Path) -> str:
         """Writes all records in order to a file that is compressed as OUTPUT's name says; returns its SHA-256."""
-        with named(path), path.open("wb") as file:
-            with compressing(file, self._output) as packed:
-                packed.writelines(self.ordered())
+        with files.named(path), path.open("wb") as file:
+            with files.compressing(file, self._output) as packed:
+                packed.writelines(self._read(offset).data for offset in self._offsets if offset >= 0)
             file.flush()
             os.fsync(file.fileno())
         with path.open("rb") as written:
-            return sha256(written)
+            return files.sha256(written)
 
     def _cut(self) -> None:
         """Behind the last batch that is complete."""
-        with named(self.path):
-            self._file.truncate(self._end)
-            self._file.seek(self._end)
+        with files.named(self.path):
+            os.ftruncate(self._descriptor, self._end)
+            os.lseek(self._descriptor, self._end, os.SEEK_SET)
 
     def _discard(self) -> None:
         self._close()
@@ -272,13 +302,14 @@ class Journal:
             path.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        for file in (self._reader, self._file):
-            if file is not None:
-                file.close()
-        self._reader = self._file = None
+        if self._reader is not None:
+            self._reader.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._reader, self._descriptor = None, -1
 
     def _exists(self) -> bool:
-        if is_url(self._output):
+        if files.is_url(self._output):
             import fsspec
 
             filesystem, path = fsspec.core.url_to_fs(self._output)
@@ -295,60 +326,41 @@ class Journal:
             made = None
         if not isinstance(made, dict) or made.get("written_by") != WRITTEN_BY:
             raise InputError(f"{self._made}: is damaged, or is no file of this command (remove it)")
-        if not self._exists() or (not is_url(self._output) and not self._target.is_file()):
+        if not self._exists() or (not files.is_url(self._output) and not self._target.is_file()):
             return None
-        with opened("OUTPUT", self._output, raw=True) as file:
-            return made if sha256(file) == made.get("sha256") else None
+        with files.opened("OUTPUT", self._output, raw=True) as file:
+            return made if files.sha256(file) == made.get("sha256") else None
 
     def _is_there(self) -> str:
         return f"OUTPUT {self._output}: is there already (accepted: another name, or --overwrite to replace it)"
 
 
-class StreamOutput:
+class StreamOutput(Output):
     """OUTPUT - or a device: records in the order of lines, as soon as their turn has come. Nothing is kept of them."""
 
-    signature = completed = None
-
     def __init__(self, output: str) -> None:
-        self.records = self.failures = self.generated = 0
+        super().__init__()
         self._name = "standard output" if output == STREAM else output
         self._descriptor = 1 if output == STREAM else os.open(output, os.O_WRONLY)
-        self._next = 1  # the number of the line to be written next
         self._early: dict[int, Entry] = {}
-
-    def check(self, signature: dict[str, Any]) -> bool:
-        """There is nothing to compare with."""
-        return False
-
-    begin = check
-
-    def entry(self, number: int) -> None:
-        """No run has written it."""
-        return None
 
     def write(self, entries: list[Entry]) -> None:
         """Raises BrokenPipeError when nobody reads them any more."""
         self._early.update((entry.number, entry) for entry in entries)
-        ready = []
-        while (entry := self._early.pop(self._next, None)) is not None:
-            ready.append(entry.data)
-            self._next += 1
-            self.failures += entry.failed
-            self.generated += not entry.failed and entry.length > 0
-        with named(self._name):
-            write_all(self._descriptor, b"".join(ready))
-        self.records += len(ready)
+        ready: list[Entry] = []
+        while (entry := self._early.pop(self.records + len(ready) + 1, None)) is not None:
+            ready.append(entry)
+        with files.named(self._name):
+            files.write_all(self._descriptor, b"".join(entry.data for entry in ready))
+        for entry in ready:
+            self.count(entry)
 
-    def complete(self, total: int, before_the_name: Callable[[], None] | None = None) -> None:
-        """All records are written already."""
-
-    def leave(self, keep: bool = True) -> None:
+    def leave(self, resumable: bool = True) -> str:
         """What is written is written."""
-        if self._descriptor != 1:
+        if self._descriptor > 1:
             os.close(self._descriptor)
-
-    def release(self) -> None:
-        """There is no lock."""
+        self._descriptor = -1
+        return ""
 
 
 def _line(payload: Any) -> bytes:

@@ -1,30 +1,82 @@
-"""ROUGE, BLEU, chrF and exact match of generated lines against reference lines; word error rate of transcripts.
+"""References and scores: ROUGE, BLEU, chrF and exact match of generated lines; word error rate of transcripts.
 
-Tests: tests/cli/transformers/test_cli_metrics.py
+Tests: tests/cli/transformers/test_cli_metrics.py, tests/cli/transformers/test_cli_lines.py
 """
 
+from __future__ import annotations
+
+import json
+import os
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.args import RunConfig
+from fastgen.cli.transformers.files import Line, beside, raw_lines, write_whole
+from fastgen.cli.transformers.records import RecordError, decode, field, first_text, kind, parse
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
-
-
 PACKAGES = {"rouge-score": "rouge_score.rouge_scorer", "sacrebleu": "sacrebleu.metrics"}
 PACKAGES_OF_TRANSCRIPTS = PACKAGES | {"jiwer": "jiwer"}
 
 
-def check_installed(transcripts: bool) -> None:
-    """Raise InputError where the packages for it are missing, before anything is generated."""
-    packages = PACKAGES_OF_TRANSCRIPTS if transcripts else PACKAGES
+def references_of(args: RunConfig, lines: int | None) -> list[str] | None:
+    """Those of --reference_path, or else of the records of INPUT; None where nothing is to be scored.
+
+    lines: of INPUT, None where it can be read only once. Raises InputError where there are no references for them, or
+    where a package for the scores is missing, before anything is generated.
+    """
+    if args.reference_path is None and args.reference_field is None:
+        return None
+    packages = PACKAGES_OF_TRANSCRIPTS if args.audio_in else PACKAGES
     try:
         for module in packages.values():
             import_module(module)
     except ImportError as error:
-        raise InputError(
-            f"--reference_path needs {' and '.join(packages)}: pip install {' '.join(packages)} ({error})"
-        ) from error
+        needs = f"needs {' and '.join(packages)}: pip install {' '.join(packages)}"
+        raise InputError(f"--reference_path {needs} ({error})") from error
+    if args.reference_path is not None:
+        references = read_references("--reference_path", args.reference_path, args.reference_field)
+        if lines is not None:
+            _check_count(args, references, lines)
+    elif lines is not None:
+        references = read_references("INPUT", args.input, args.reference_field)
+    else:
+        needs = "needs INPUT to be a file, or --reference_path"
+        raise InputError(f"{args.given('reference_field')} {needs}, and {args.input} can be read only once")
+    return references[: args.n_obs]
+
+
+def read_references(flag: str, path: str, reference_field: str | None = None) -> list[str]:
+    """What to compare each line's output with: the lines of a UTF-8 file, or a field of its JSON records."""
+    references = []
+    for number, raw in enumerate(raw_lines(flag, path), start=1):
+        try:
+            reference = decode(Line(number, raw))
+            if reference_field is not None and reference.strip():
+                reference = field(parse(reference), reference_field)
+            if not isinstance(reference, str):
+                raise RecordError(f'has {kind(reference)} in its field "{reference_field}" (accepted: a string)')
+        except RecordError as error:
+            raise InputError(f"{flag} {path}: line {number} {error}") from error
+        references.append(reference)
+    return references
+
+
+def score_output(args: RunConfig, references: list[str] | None, lines: int) -> None:
+    """Prints the scores of the first output of each of so many lines, also to a --score_path that may be written."""
+    if references is None:
+        return
+    _check_count(args, references, lines)
+    outputs = [first_text(record, args) for record in raw_lines("OUTPUT", args.output)]
+    scores = score(outputs, references, args.audio_in)
+    for name, value in scores.items():
+        print(f"{name:<16}{f'{value:.4f}' if isinstance(value, float) else value}", file=sys.stdout)
+    if args.score_path is not None and (args.overwrite or not os.path.exists(args.score_path)):
+        path = Path(os.path.realpath(args.score_path))
+        write_whole(path, (json.dumps(scores, indent=2) + "\n").encode(), beside(path, f".{os.getpid()}.new"))
 
 
 def score(outputs: list[str], references: list[str], transcripts: bool = False) -> dict[str, Any]:
@@ -59,7 +111,7 @@ def score(outputs: list[str], references: list[str], transcripts: bool = False) 
     return scores | {"exact_match": exact / len(pairs), "lines": len(pairs)}
 
 
-def report(scores: dict[str, Any]) -> str:
-    """The scores as lines to print, one a line."""
-    rounded = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in scores.items()}
-    return "\n".join(f"{name:<16}{value}" for name, value in rounded.items())
+def _check_count(args: RunConfig, references: list[str], lines: int) -> None:
+    if len(references) != lines:
+        what = f"has {len(references)} lines, but INPUT {args.input} has {lines}"
+        raise InputError(f"--reference_path {args.reference_path}: {what}")

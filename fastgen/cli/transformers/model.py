@@ -5,6 +5,7 @@ Tests: tests/cli/transformers/test_cli_flags.py, tests/cli/transformers/test_cli
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,8 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.utils import logging as hub_logging
-from transformers.utils import logging
+from transformers.utils import logging as library_logging
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import RunConfig, check_several_outputs
@@ -79,13 +79,18 @@ def load(args: RunConfig, asked: str, classes: dict[str, tuple[Any, str]]) -> Lo
         with _quiet_loading():
             config = transformers.AutoConfig.from_pretrained(source)
             kind = _class_of(args, config, asked, classes)
-            model, info = kind.from_pretrained(source, output_loading_info=True, **_loading_options(args))
+            options = {"dtype": _dtype_name(args), "attn_implementation": args.attn_implementation}
+            options = {name: value for name, value in options.items() if value is not None}
+            model, info = kind.from_pretrained(source, output_loading_info=True, **options)
             tokenizer, feature_extractor = _processors(args, source)
     except InputError:
         raise
     except Exception as error:
         # from_pretrained raises almost anything for a broken folder: OSError, ValueError, KeyError, SafetensorError, …
-        raise InputError(_what_failed(args, error)) from error
+        name, what = args.attn_implementation, f"MODEL {args.model}: cannot be loaded"
+        if name is not None and (name in str(error) or "attention" in str(error).lower()):
+            what = f"--attn_implementation {name}: MODEL {args.model} cannot be loaded with it"
+        raise InputError(f"{what} ({first_line(error)})") from error
     if not model.can_generate():
         raise InputError(f"MODEL {args.model}: {type(model).__name__} cannot generate")
     parameters = dict(model.named_parameters())
@@ -115,15 +120,6 @@ def _dtype_name(args: RunConfig) -> str | None:
     return "bfloat16" if args.bf16 else args.dtype
 
 
-def _loading_options(args: RunConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if name := _dtype_name(args):
-        options["dtype"] = name if name == "auto" else getattr(torch, name)
-    if args.attn_implementation is not None:
-        options["attn_implementation"] = args.attn_implementation
-    return options
-
-
 def _processors(args: RunConfig, source: str) -> tuple[Any, Any]:
     """Tokenizer and, where INPUT is sound, feature extractor."""
     if not args.audio_in:
@@ -133,13 +129,6 @@ def _processors(args: RunConfig, source: str) -> tuple[Any, Any]:
     if None in parts:
         raise InputError(f"MODEL {args.model}: has no processor with a tokenizer and a feature extractor")
     return parts[0], parts[1]
-
-
-def _what_failed(args: RunConfig, error: Exception) -> str:
-    name = args.attn_implementation
-    if name is not None and (name in str(error) or "attention" in str(error).lower()):
-        return f"--attn_implementation {name}: MODEL {args.model} cannot be loaded with it ({first_line(error)})"
-    return f"MODEL {args.model}: cannot be loaded ({first_line(error)})"
 
 
 def prepare_tokenizer(args: RunConfig, tokenizer: Any) -> None:
@@ -160,18 +149,18 @@ def prepare_tokenizer(args: RunConfig, tokenizer: Any) -> None:
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
     """Without the bars and reports of transformers and of the hub: what matters of them is said in one line."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub_verbosity = hub_logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    hub_logging.set_verbosity(hub_logging.CRITICAL)
-    logging.disable_progress_bar()
+    loggers = {name: logging.getLogger(name) for name in ("transformers", "huggingface_hub")}
+    levels, bars = {name: logger.level for name, logger in loggers.items()}, library_logging.is_progress_bar_enabled()
+    for logger in loggers.values():
+        logger.setLevel(logging.CRITICAL)
+    library_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
+        for name, logger in loggers.items():
+            logger.setLevel(levels[name])
         if bars:
-            logging.enable_progress_bar()
+            library_logging.enable_progress_bar()
 
 
 def first_line(error: BaseException) -> str:
@@ -212,16 +201,17 @@ def check_limits(loaded: Loaded) -> None:
     if loaded.feature_extractor is None:
         input_positions = positions(config, "decoder" if args.causal_lm else "encoder")
         _check_at_most("--max_tokenizer_length", args.max_tokenizer_length, input_positions)
-    flags = {name: flag.rpartition(" ")[0] or flag for name, _, flag in args.settings() if "=" not in flag}
-    flags |= {name: f"--gen {name}" for name, _ in args.gen}
+    flags = {
+        name: f"--gen {name}" if flag.startswith("--gen ") else flag.partition(" ")[0]
+        for name, _, flag in args.settings()
+    }
     last_token = config.get_text_config(decoder=True).vocab_size - 1
     for name, value in loaded.settings.items():
-        limit = positions(config, "decoder") if name in ("max_length", "max_new_tokens") else None
-        if name.endswith("_token_id"):
-            limit = last_token
-        if limit is not None and (name in flags or name.endswith("_token_id")):
-            for each in value if isinstance(value, (list, tuple)) else [value]:
-                _check_at_most(flags.get(name, f"--{name}"), each, limit)
+        limit = last_token if name.endswith("_token_id") else None
+        if name in flags and name in ("max_length", "max_new_tokens"):
+            limit = positions(config, "decoder")
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            _check_at_most(flags.get(name, f"--{name}"), each, limit)
     threshold = loaded.value("no_speech_threshold")
     if threshold is not None and loaded.settings.get("logprob_threshold") is None:
         raise InputError(f"no_speech_threshold {threshold} needs a logprob_threshold (accepted: --gen for both)")

@@ -2,7 +2,7 @@
 
     main thread     the model, and nothing else
     ahead of it     one thread reads, workers prepare, one thread plans batches and collates them
-    behind it       workers finish what was generated, one thread writes batch after batch
+    behind it       workers finish what was generated, and write it batch after batch
 
 Each waits when there is enough for the next. A batch that fails is split until the lines that fail stand alone. Random
 numbers are seeded per batch, so that a batch gives the same samples whoever runs it, and whenever.
@@ -15,20 +15,20 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 
 from fastgen.cli.errors import RunError
-from fastgen.cli.ordered import Ahead, OrderedResults
+from fastgen.cli.ordered import SECONDS_TO_END, Ahead
 from fastgen.cli.signals import Stop
 from fastgen.cli.transformers.batching import Batch, Generated, Item, Planner
+from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.journal import Entry
-from fastgen.cli.transformers.lines import Line
-from fastgen.cli.transformers.records import reason, record_of
+from fastgen.cli.transformers.records import reason
 from fastgen.cli.transformers.tasks import Task
 
 BATCHES_AHEAD = 4
@@ -40,14 +40,6 @@ MOST_FAILED_BATCHES = 3
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 logger = logging.getLogger(__name__)
-
-
-class Finished(NamedTuple):
-    """A batch whose outputs are there: all its items, also those that need no model, and how much was generated."""
-
-    items: list[Item]
-    amount: float
-    entries: list[Entry]  # the records for OUTPUT; none where nobody writes them
 
 
 class Prefetcher:
@@ -91,8 +83,7 @@ class Prefetcher:
             yield known, self._workers.submit(self._task.prepare, fresh)
 
     def _known(self, line: Line) -> Item | None:
-        entry = self._written(line.number)
-        if entry is None:
+        if (entry := self._written(line.number)) is None:
             return None
         group = tuple(map(tuple, entry.group)) if isinstance(entry.group, list) else entry.group
         return Item(line, length=entry.length, group=group, is_written=True)
@@ -196,27 +187,22 @@ def _device_works_sync() -> bool:
 
 
 class Pipeline:
-    """Runs the model over all batches, and hands what is finished to `write`, batch after batch.
+    """Runs the model over batches. Workers behind it finish what was generated and call `write`, batch after batch.
 
-    run: yields after each batch, so that the caller can do something else meanwhile.
-    has_records: whether what is finished has entries.
+    write: takes all items of a batch, also those that needed no model, and how much was generated for them.
     """
 
     def __init__(
-        self,
-        task: Task,
-        generate: WithinMemory,
-        write: Callable[[Finished], None],
-        stop: Stop,
-        has_records: bool = True,
+        self, task: Task, generate: WithinMemory, write: Callable[[list[Item], float], None], stop: Stop
     ) -> None:
-        self._task, self._generate, self._stop, self._has_records = task, generate, stop, has_records
+        self._task, self._generate, self._write, self._stop = task, generate, write, stop
         workers = task.args.postprocess_workers
         self._workers = ThreadPoolExecutor(workers, "fastgen-detokenise")
-        self.results = OrderedResults(write, RESULTS_PER_WORKER * workers)
+        self._most_unfinished = RESULTS_PER_WORKER * workers
+        self._unfinished: deque[Future[None]] = deque()
 
     def run(self, batches: Iterator[Batch]) -> Iterator[None]:
-        """Ends early, with the batch in flight finished, when somebody asks for that.
+        """Yields after each batch; ends early, with the batch in flight finished, when somebody asks for that.
 
         Batches of which every item fails are held back until one does not: it may be something else than their lines
         that fails, and then they are left to a run that goes on. Raises RunError where there are several.
@@ -243,55 +229,56 @@ class Pipeline:
                 return
         self._submit(held)
 
+    def drain(self, prefetcher: Prefetcher) -> bool:
+        """Runs all batches; returns whether they are all written, and not ended early."""
+        complete = False
+        try:
+            for _ in self.run(iter(prefetcher)):
+                pass
+            complete = not self._stop.requests
+        except KeyboardInterrupt:
+            if self._stop.requests > 1:
+                self.kill()
+                raise
+        except Exception:
+            # What was generated before is complete, and it is wanted; this error is the one to be raised.
+            with suppress(Exception):
+                self.close()
+            raise
+        finally:
+            prefetcher.stop()
+        self.close()
+        return complete
+
+    def wait(self) -> None:
+        """Until everything is written; raises the first error in the order of batches."""
+        while self._unfinished:
+            self._unfinished.popleft().result()
+
     def close(self) -> None:
         """Waits until everything is written; raises what went wrong."""
         self._stop.finishing = True
         try:
-            self.results.close()
-        except KeyboardInterrupt:
-            self.kill()
-            raise
+            self.wait()
         finally:
-            self._workers.shutdown(wait=False, cancel_futures=True)
+            self.kill()
 
     def kill(self) -> None:
         """Gives up what is not written, without waiting for what never ends."""
         self._workers.shutdown(wait=False, cancel_futures=True)
-        self.results.kill()
+        wait(self._unfinished, SECONDS_TO_END)
 
     def _submit(self, held: list[tuple[Batch, list[Generated]]]) -> None:
         for batch, parts in held:
-            self.results.put(self._workers.submit(self._finish, batch, parts))
+            before = self._unfinished[-1] if self._unfinished else None
+            self._unfinished.append(self._workers.submit(self._finish, batch, parts, before))
+            if len(self._unfinished) > self._most_unfinished:
+                self._unfinished.popleft().result()
         held.clear()
 
-    def _finish(self, batch: Batch, parts: list[Generated]) -> Finished:
+    def _finish(self, batch: Batch, parts: list[Generated], before: Future[None] | None) -> None:
+        """before: the batch that is written first; where that failed, this one is not written either."""
         amount = sum(self._task.finish(part) for part in parts)
-        items = [*batch.items, *batch.others]
-        return Finished(items, amount, [_entry(item, self._task) for item in items] if self._has_records else [])
-
-
-def _entry(item: Item, task: Task) -> Entry:
-    record = record_of(item, task.args)
-    return Entry(item.line.number, item.length, item.group, item.error is not None, record)
-
-
-def drained(pipeline: Pipeline, prefetcher: Prefetcher, stop: Stop) -> bool:
-    """Runs all batches; returns whether they are all written, and not ended early by `stop`."""
-    try:
-        for _ in pipeline.run(iter(prefetcher)):
-            pass
-        complete = not stop.requests
-    except KeyboardInterrupt:
-        if stop.requests > 1:
-            pipeline.kill()
-            raise
-        complete = False
-    except Exception:
-        # What was generated before is complete, and it is wanted; this error is the one to be raised.
-        with suppress(Exception):
-            pipeline.close()
-        raise
-    finally:
-        prefetcher.stop()
-    pipeline.close()
-    return complete
+        if before is not None:
+            before.result()
+        self._write([*batch.items, *batch.others], amount)

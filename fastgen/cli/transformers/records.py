@@ -10,17 +10,15 @@ from __future__ import annotations
 import codecs
 import json
 import math
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.lines import Line, raw_lines
-
-if TYPE_CHECKING:
-    from fastgen.cli.transformers.batching import Item
+from fastgen.cli.transformers.batching import Item
+from fastgen.cli.transformers.files import Line
 
 # A record is read whole or not at all.
 LONGEST_RECORD = 1 << 24
@@ -42,20 +40,31 @@ class WrongKindError(RecordError):
     """A line whose input is of a kind that this run never takes: so are the others, as a rule."""
 
 
-def read_references(flag: str, path: str, reference_field: str | None = None) -> list[str]:
-    """What to compare each line's output with: the lines of a UTF-8 file, or a field of its JSON records."""
-    references = []
-    for number, raw in enumerate(raw_lines(flag, path), start=1):
+def items_of(lines: list[Line], args: RunConfig, take: Callable[[Item, Any], None]) -> list[Item]:
+    """An item for each line; `take` gets those with something in them, and what that is. Bad lines have their error.
+
+    Raises WrongKindError where INPUT's first line is of no kind that is read.
+    """
+    items = [Item(line) for line in lines]
+    for item in items:
         try:
-            reference = decode(Line(number, raw))
-            if reference_field is not None and reference.strip():
-                reference = field(parse(reference), reference_field)
-            if not isinstance(reference, str):
-                raise RecordError(f'has {kind(reference)} in its field "{reference_field}" (accepted: a string)')
+            if (found := read_input(item.line, args)) is not None:
+                take(item, found)
         except RecordError as error:
-            raise InputError(f"{flag} {path}: line {number} {error}") from error
-        references.append(reference)
-    return references
+            if isinstance(error, WrongKindError) and item.line.number == 1:
+                raise
+            item.error = str(error)
+    return items
+
+
+def each_or_error(call: Callable[[Any], Any], inputs: Any, what: str) -> list[Any]:
+    """What `call` gives for all inputs at once; if that raises, for each alone, or a message where that raises, too."""
+    try:
+        return list(call(inputs)) if len(inputs) else []
+    except Exception as error:  # a tokenizer or a template may raise anything
+        if len(inputs) == 1:
+            return [f"{what} ({reason(error)})"]
+        return [each_or_error(call, inputs[index : index + 1], what)[0] for index in range(len(inputs))]
 
 
 def decode(line: Line) -> str:
@@ -194,14 +203,17 @@ def record_of(item: Item, args: RunConfig) -> bytes:
 def fields_of(item: Item) -> dict[str, Any]:
     """What OUTPUT adds to the fields of a record."""
     added: dict[str, Any] = {} if item.error is not None else {"input_tokens": item.length}
-    added["outputs"] = [{name: _finite(each[name]) for name in each if name != "ended"} for each in item.outputs]
-    return added if item.error is None else added | {"error": item.error}
+    outputs = [{name: value for name, value in each.items() if name != "ended"} for each in item.outputs]
+    for output in outputs:
+        if not math.isfinite(output.get("score", 0)):
+            output["score"] = None  # JSON has no infinity
+    return added | {"outputs": outputs} | ({} if item.error is None else {"error": item.error})
 
 
 def _text(item: Item, args: RunConfig) -> bytes:
     if len(item.outputs) > 1 and not args.join_outputs:
         raise ValueError(f"a line of text has no room for {len(item.outputs)} outputs (accepted: JSON, or joined ones)")
-    text = SEPARATOR.join(_on_one_line(output["text"]) for output in item.outputs)
+    text = SEPARATOR.join(re.sub("\r\n|\r|\n", " ", output["text"]) for output in item.outputs)
     if args.output_sequence_scores:
         scores = [f"{output['score']:f}" if "score" in output else "NA" for output in item.outputs]
         text = SEPARATOR.join(scores or ["NA"]) + "\t" + text
@@ -277,12 +289,3 @@ def _one_line(record: dict[str, Any]) -> bytes:
         text = text.replace(character, escape)
     # Half a surrogate pair, which UTF-8 has no bytes for, becomes the escape by which JSON writes it.
     return text.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _on_one_line(text: str) -> str:
-    return text.replace("\r\n", " ").replace("\n", " ").replace("\r", " ")

@@ -1,4 +1,8 @@
-"""What the flags of a run mean for transformers' generate, given the model's own generation_config.
+"""What the flags of a run mean for transformers' generate, given the model's own generation_config and its languages.
+
+Multilingual models differ in where they want the languages. Most tokenizers (NLLB, mBART, M2M100) put the source's
+code around the input and the decoder is forced to begin with the target's. The first mBART and PLBart were trained
+with the target's code as the decoder's first input. SeamlessM4T and Whisper look languages up inside generate.
 
 Tests: tests/cli/transformers/test_cli_flags.py, tests/cli/transformers/test_cli_file_order.py
 """
@@ -8,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,7 +23,6 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import TRANSLATION, RunConfig
-from fastgen.cli.transformers.languages import language_settings
 from fastgen.cli.transformers.model import Loaded, positions
 
 # A model's own value of the second would silently win over the flag that sets the first.
@@ -30,6 +34,9 @@ OWN_ARGUMENTS = (
 )
 # The models inside of Seamless M4T: a setting for one of them has its name before it.
 PARTS = ("text", "speech")
+# Tokenizers of models whose decoder takes the target's code in place of a start token.
+DECODER_STARTS_WITH_LANGUAGE = ("MBartTokenizer", "PLBartTokenizer")
+SEAMLESS = ("seamless_m4t", "seamless_m4t_v2")
 # What is written into a generation_config.json beside settings.
 METADATA = ("transformers_version", "_from_model_config", "_commit_hash")
 _MODE = GenerationMode
@@ -161,78 +168,70 @@ def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
 
     Where there is a reason, batches of lines sorted by length would give other outputs than batches in file order.
     """
-    value, reasons = loaded.value, []
-    if value("do_sample"):
-        reasons.append("sampling draws all random numbers of a batch in a row")
-    if isinstance(value("temperature"), (list, tuple)):
-        reasons.append("the fallback to other temperatures samples")
-    if value("max_time") is not None:
-        reasons.append("max_time ends whole batches")
-    if value("condition_on_prev_tokens"):
-        reasons.append("condition_on_prev_tokens pads earlier text to the longest of a batch")
+    value = loaded.value
+    reasons = {
+        "sampling draws all random numbers of a batch in a row": value("do_sample"),
+        "the fallback to other temperatures samples": isinstance(value("temperature"), (list, tuple)),
+        "max_time ends whole batches": value("max_time") is not None,
+        "condition_on_prev_tokens pads earlier text to the longest of a batch": value("condition_on_prev_tokens"),
+    }
     if loaded.feature_extractor is None:
-        if (value("encoder_repetition_penalty") or 1.0) != 1.0:
-            reasons.append("encoder_repetition_penalty counts padding")
-        if value("encoder_no_repeat_ngram_size"):
-            reasons.append("encoder_no_repeat_ngram_size counts padding")
+        reasons["encoder_repetition_penalty counts padding"] = (value("encoder_repetition_penalty") or 1.0) != 1.0
+        reasons["encoder_no_repeat_ngram_size counts padding"] = value("encoder_no_repeat_ngram_size")
         if loaded.args.causal_lm:
-            reasons += _reasons_of_prompts(loaded)
-    return reasons + _reasons_of_architecture(loaded)
+            reasons |= _reasons_of_prompts(loaded)
+    return [reason for reason, holds in (reasons | _reasons_of_architecture(loaded)).items() if holds]
 
 
-def _reasons_of_prompts(loaded: Loaded) -> list[str]:
+def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:
     """Causal LMs go on from prompts that are padded on the left, and some settings take padding for prompt."""
-    value, reasons = loaded.value, []
-    if value("max_new_tokens") is None:
-        if value("max_length") is not None:
-            reasons.append("max_length counts padding")
-        elif positions(loaded.model.config, "decoder") is not None:
-            reasons.append("without a length, outputs end at MODEL's last position, padding counted")
-    if value("min_length") and value("min_new_tokens") is None:
-        reasons.append("min_length counts padding")
-    if (value("repetition_penalty") or 1.0) != 1.0 and REPETITION_PENALTY_COUNTS_PADDING:
-        reasons.append("repetition_penalty counts padding")
-    # An n-gram with padding in it blocks something only after a token that pads and that ends no output.
-    size = value("no_repeat_ngram_size") or 0
-    if size == 1 or (size > 1 and value("pad_token_id") not in token_ids(value("eos_token_id"))):
-        reasons.append("no_repeat_ngram_size counts padding")
-    if any(_several_tokens(value(name)) for name in ("bad_words_ids", "sequence_bias")):
-        reasons.append("sequences of several tokens are looked for in padding")
-    if value("forced_bos_token_id") is not None:
-        reasons.append("forced_bos_token_id looks at the longest prompt of a batch")
-    if value("watermarking_config") is not None:
-        reasons.append("the watermark reads padding")
-    if value("token_healing"):
-        reasons.append("token_healing pads the prompts again")
-    return reasons
+    value = loaded.value
+    counts_prompt, longest = value("max_new_tokens") is None, value("max_length")
+    ngram, pad_ends = value("no_repeat_ngram_size") or 0, value("pad_token_id") in token_ids(value("eos_token_id"))
+    has_last_position = positions(loaded.model.config, "decoder") is not None
+    penalty = (value("repetition_penalty") or 1.0) != 1.0
+    return {
+        "max_length counts padding": counts_prompt and longest is not None,
+        "without a length, outputs end at MODEL's last position, padding counted": counts_prompt
+        and longest is None
+        and has_last_position,
+        "min_length counts padding": value("min_length") and value("min_new_tokens") is None,
+        "repetition_penalty counts padding": penalty and REPETITION_PENALTY_COUNTS_PADDING,
+        # An n-gram with padding in it blocks something only after a token that pads and that ends no output.
+        "no_repeat_ngram_size counts padding": ngram == 1 or (ngram > 1 and not pad_ends),
+        "sequences of several tokens are looked for in padding": any(
+            _several_tokens(value(name)) for name in ("bad_words_ids", "sequence_bias")
+        ),
+        "forced_bos_token_id looks at the longest prompt of a batch": value("forced_bos_token_id") is not None,
+        "the watermark reads padding": value("watermarking_config") is not None,
+        "token_healing pads the prompts again": value("token_healing"),
+    }
 
 
-def _reasons_of_architecture(loaded: Loaded) -> list[str]:
+def _reasons_of_architecture(loaded: Loaded) -> dict[str, Any]:
     """Masks keep padding out of attention; a model that lets it in elsewhere depends on the longest input of a batch.
 
     A rule, no measurement: positions that are numbered from the first column on (a causal LM without position_ids, an
     encoder padded on the left), states that pass through padding, convolutions over sounds of several lengths, experts
     that take a part of each batch.
     """
-    args, model = loaded.args, loaded.model
-    config, left = model.config, loaded.tokenizer.padding_side == "left"
-    if config.model_type == "bigbird_pegasus" and config.attention_type == "block_sparse":
-        return ["MODEL's attention depends on the longest input of a batch"]
-    if config.model_type == "switch_transformers" or (
-        config.model_type == "nllb-moe" and not config.moe_eval_capacity_token_fraction >= 1
-    ):
-        return ["MODEL's experts take a part of each batch only"]
-    if args.audio_out:
-        return ["the end of a sound depends on how much it is padded"]
+    args, model, left = loaded.args, loaded.model, loaded.tokenizer.padding_side == "left"
+    config, kind = model.config, model.config.model_type
     if loaded.feature_extractor is not None:
-        has_one_length = getattr(loaded.feature_extractor, "nb_max_frames", None) is not None
-        return [] if has_one_length else ["outputs of MODEL depend on padding"]
-    has_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-    if args.causal_lm:
+        depends = not args.audio_out and getattr(loaded.feature_extractor, "nb_max_frames", None) is None
+    elif args.causal_lm:
+        has_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         depends = not left or not has_positions or getattr(model, "_is_stateful", False)
     else:
-        depends = left
-    return ["outputs of MODEL depend on padding"] if depends else []
+        depends = left and not args.audio_out
+    return {
+        "MODEL's attention depends on the longest input of a batch": kind == "bigbird_pegasus"
+        and config.attention_type == "block_sparse",
+        "MODEL's experts take a part of each batch only": kind == "switch_transformers"
+        or (kind == "nllb-moe" and config.moe_eval_capacity_token_fraction < 1),
+        "the end of a sound depends on how much it is padded": args.audio_out,
+        "outputs of MODEL depend on padding": depends,
+    }
 
 
 def _several_tokens(sequences: Any) -> bool:
@@ -241,3 +240,99 @@ def _several_tokens(sequences: Any) -> bool:
         return False
     keys = [each[0] if isinstance(each[0], (list, tuple)) else each for each in sequences]
     return any(len(key) > 1 for key in keys)
+
+
+def language_settings(loaded: Loaded) -> dict[str, Any]:
+    """Has the tokenizer mark inputs as texts of --src_lang; returns arguments of generate that begin outputs as asked.
+
+    Raises InputError for a language that MODEL has not.
+    """
+    args, tokenizer = loaded.args, loaded.tokenizer
+    if loaded.model.config.model_type == "whisper":
+        return _of_whisper(args, loaded.model.generation_config)
+    known = language_ids(tokenizer)
+    for name in filter(args.given, ("tgt_lang", "src_lang")):
+        if not (known and hasattr(tokenizer, name)):
+            raise InputError(f"{args.given(name)}: MODEL {args.model} has no languages to choose from")
+        setattr(tokenizer, name, _find(f"--{name}", getattr(args, name), known))
+    if args.src_lang is not None or args.tgt_lang is not None:
+        # Some tokenizers take a new tgt_lang as the language of the texts that come next.
+        tokenizer.src_lang = tokenizer.src_lang
+    if args.forced_bos_token is not None:
+        token, index = args.forced_bos_token, tokenizer.convert_tokens_to_ids(args.forced_bos_token)
+        if index is None or (index == tokenizer.unk_token_id and token != tokenizer.unk_token):
+            raise InputError(f"--forced_bos_token {token}: is not one token of MODEL's vocabulary")
+        return {"forced_bos_token_id": index}
+    if loaded.model.config.model_type in SEAMLESS:
+        return _of_seamless(args, loaded.model.generation_config, known)
+    if args.tgt_lang is None:
+        return {}
+    code = _find("--tgt_lang", args.tgt_lang, known)
+    if type(tokenizer).__name__.removesuffix("Fast") in DECODER_STARTS_WITH_LANGUAGE:
+        if args.decoder_start_token_id is not None:
+            raise InputError(
+                f"{args.given('decoder_start_token_id')} and {args.given('tgt_lang')} contradict each other "
+                "(accepted: one of them)"
+            )
+        return {"decoder_start_token_id": known[code]}
+    return {"forced_bos_token_id": known[code]}
+
+
+def language_ids(tokenizer: Any) -> dict[str, int]:
+    """The languages that a tokenizer knows and their token ids; none for a tokenizer that knows no languages."""
+    codes = getattr(tokenizer, "lang_code_to_id", None)
+    if codes is None:
+        if not isinstance(getattr(type(tokenizer), "src_lang", None), property):
+            return {}
+        # NLLB and SeamlessM4T have no table: their languages are their special tokens without a name.
+        named = [token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)]
+        tokens = [token for token in tokenizer.all_special_tokens if token not in named and token.strip("<>") == token]
+        codes = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
+    return {code: index for code, index in codes.items() if index is not None and index != tokenizer.unk_token_id}
+
+
+def _of_seamless(args: RunConfig, config: Any, known: dict[str, int]) -> dict[str, Any]:
+    spoken = getattr(config, "vocoder_lang_code_to_id", None) or {}
+    if args.tgt_lang is None:
+        if args.audio_out:
+            raise InputError(f"--task {args.task} needs --tgt_lang (accepted: {_nearest('eng', spoken)})")
+        return {}
+    code = _find("--tgt_lang", args.tgt_lang, known).strip("_")
+    if args.audio_out and code not in spoken:
+        raise InputError(f"--tgt_lang {args.tgt_lang} is not spoken by MODEL (accepted: {_nearest(code, spoken)})")
+    return {"tgt_lang": code}
+
+
+def _of_whisper(args: RunConfig, config: Any) -> dict[str, Any]:
+    """Whisper's generate takes names and codes, and refuses a language only when it has been given a batch."""
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+    if args.tgt_lang is not None:
+        raise InputError(
+            f"--tgt_lang {args.tgt_lang}: Whisper writes the language it hears, or English (--gen task=translate)"
+        )
+    if args.src_lang is None:
+        return {}
+    if getattr(config, "lang_to_id", None) is None or not getattr(config, "is_multilingual", True):
+        raise InputError(f"--src_lang {args.src_lang}: MODEL {args.model} has no languages to choose from")
+    codes = {token.strip("<|>") for token in config.lang_to_id}
+    names = {name for name, code in TO_LANGUAGE_CODE.items() if code in codes}
+    if args.src_lang.lower() not in codes | names:
+        raise InputError(
+            f"--src_lang {args.src_lang} is not known to MODEL (accepted: {_nearest(args.src_lang, codes | names)})"
+        )
+    return {"language": args.src_lang}
+
+
+def _find(flag: str, language: str, known: Collection[str]) -> str:
+    """The tokenizer's own spelling: PLBart and SeamlessM4T write __eng__."""
+    for code in (language, f"__{language}__"):
+        if code in known:
+            return code
+    accepted = _nearest(language, [code.strip("_") for code in known])
+    raise InputError(f"{flag} {language} is not known to MODEL (accepted: {accepted})")
+
+
+def _nearest(language: str, known: Collection[str]) -> str:
+    nearest = get_close_matches(language, list(known), n=3, cutoff=0.4) or sorted(known)[:3]
+    return ", ".join(nearest) + (f" and {len(known) - len(nearest)} more" if len(known) > len(nearest) else "")

@@ -16,7 +16,7 @@ from typing import Any
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.lines import Survey
+from fastgen.cli.transformers.files import Survey
 
 # A flag that is not named here counts. MODEL and INPUT count by what is in them, not by their names.
 FLAGS_WITHOUT_EFFECT_ON_RECORDS = (
@@ -36,17 +36,15 @@ def signature(args: RunConfig, survey: Survey | None) -> dict[str, Any]:
     """
     flags = {name: value for name, value in asdict(args).items() if name not in FLAGS_WITHOUT_EFFECT_ON_RECORDS}
     folder = model_folder(args.model)
-    model = {"MODEL": args.model} if folder is None else _files(folder)
-    return json.loads(
-        json.dumps(
-            {
-                **{f"--{name}": value for name, value in flags.items()},
-                **model,
-                "INPUT's content": None if survey is None else DIGEST + survey.sha256,
-                "INPUT's number of lines": None if survey is None else survey.lines,
-            }
-        )
-    )
+    model = {"MODEL": args.model}
+    if folder is not None:
+        files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(IGNORED_FILES))
+        model = {f"MODEL's {path.name}": _digest(path) for path in files}
+    content = {
+        "INPUT's content": None if survey is None else DIGEST + survey.sha256,
+        "INPUT's number of lines": None if survey is None else survey.lines,
+    }
+    return json.loads(json.dumps({**{f"--{name}": value for name, value in flags.items()}, **model, **content}))
 
 
 def model_folder(model: str) -> Path | None:
@@ -88,12 +86,6 @@ def _in_words(value: Any) -> str:
     if value is None or value is False or value == []:
         return "not given"
     return "given" if value is True else json.dumps(value, ensure_ascii=False, sort_keys=True)
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """A digest of every file of a model, by names such as MODEL's config.json."""
-    paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(IGNORED_FILES))
-    return {f"MODEL's {path.name}": _digest(path) for path in paths}
 
 
 def _digest(path: Path) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import AUDIO_IN, AUDIO_OUT, TRANSLATION, RunConfig
 from fastgen.cli.transformers.batching import Batch, Generated, Item, Planner, make_planner, with_batch_size
-from fastgen.cli.transformers.lines import LINES_AT_ONCE, Line, is_stream, is_url
+from fastgen.cli.transformers.files import LINES_AT_ONCE, Line, is_stream, is_url
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,10 @@ class Task:
         """
         from fastgen.cli.transformers import model, settings
 
-        self.loaded = loaded or model.load(self.args, self._asked(), _classes())
+        classes, asked = _classes(), f"with --task {self.args.task}"
+        if asked not in classes:
+            asked = CAUSAL if self.args.causal_lm else PLAIN
+        self.loaded = loaded or model.load(self.args, asked, classes)
         settings.set_generation(self.loaded)
         self.args = self.loaded.args = with_batch_size(self.args, self.loaded)
         model.check_limits(self.loaded)
@@ -106,20 +109,33 @@ class Task:
         """The task's own part of `load`."""
         raise NotImplementedError
 
-    def _asked(self) -> str:
-        """How the flags ask for a model."""
-        with_task = f"with --task {self.args.task}"
-        return with_task if with_task in _classes() else CAUSAL if self.args.causal_lm else PLAIN
-
     def notes(self) -> tuple[list[str], Planner]:
         """What a user should know about how lines are batched, and what batches them."""
+        from fastgen.cli.transformers.model import lengths_of_inputs
         from fastgen.cli.transformers.settings import reasons_to_keep_file_order
 
         notes = []
         reasons = reasons_to_keep_file_order(self.loaded)
         if reasons:
             notes.append(f"batches keep the order of INPUT, so that outputs stay the same: {', '.join(reasons)}")
+        if self.args.truncation and lengths_of_inputs(self.loaded)[0] is None:
+            hint = "(--max_tokenizer_length N sets one)"
+            notes.append(f"--truncation changes nothing: MODEL takes inputs of any length {hint}")
         return notes, make_planner(self.args, self.loaded, bool(reasons) or self.args.window == 0)
+
+    def writes_text(self, starts_with_token: bool, eos_token_ids: list[int], has_scores: bool = True) -> TextOutput:
+        """What makes text of sequences; asks generate for the scores of beams where OUTPUT has them.
+
+        starts_with_token: whether each begins with one that was given to the decoder.
+        """
+        from fastgen.cli.transformers.text import TextOutput
+
+        loaded, args = self.loaded, self.args
+        scored = has_scores and (args.output_sequence_scores or args.writes_records)
+        if scored and (loaded.value("num_beams") or 1) > 1:
+            loaded.settings |= SCORES
+        pad = loaded.value("pad_token_id")
+        return TextOutput(loaded.tokenizer, args, eos_token_ids, pad, start_tokens=int(starts_with_token))
 
     def prepare(self, lines: list[Line]) -> list[Item]:
         """An item for each line, with arrays for the model, an error, or neither for a line with nothing in it."""
@@ -131,14 +147,17 @@ class Task:
 
     def generate(self, batch: Batch) -> Generated:
         """What the model makes of a batch of at least one item."""
-        model = self.loaded.model
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
+        from fastgen.optimizer.transformers.requested_outputs import SEQUENCES_SCORES, only_outputs
+
         settings = self.loaded.settings | self.settings_of(batch.items[0])
-        generated = self.call(model, inputs, settings)
+        # Without scores for the command it may be the model's own generate that reads them.
+        with only_outputs(SEQUENCES_SCORES) if settings.get("output_scores") else nullcontext():
+            found = self.call_model(batch, settings)
+        generated = found if isinstance(found, dict) else {"sequences": found}
         scores, segments = generated.get("sequences_scores"), generated.get("segments")  # [B * R]
         sequences = generated["sequences"].long()  # without any segment they are floats
         if self.args.causal_lm:
-            sequences = sequences[:, inputs["input_ids"].shape[1] :]  # [B * R, N + T] -> [B * R, T]
+            sequences = sequences[:, batch.inputs["input_ids"].shape[1] :]  # [B * R, N + T] -> [B * R, T]
         if len(sequences) % len(batch.items):
             raise RuntimeError(f"generate returned {len(sequences)} sequences for {len(batch.items)} inputs")
         return Generated(
@@ -148,14 +167,10 @@ class Task:
             segments=None if segments is None else [list(map(_segment, output)) for output in segments],
         )
 
-    def call(self, model: Any, inputs: dict[str, torch.Tensor], settings: dict[str, Any]) -> dict[str, Any]:
-        """generate's sequences, and what else it returns."""
-        from fastgen.optimizer.transformers.unread import SEQUENCES_SCORES, reading_only
-
-        # Without scores for the command it may be the model's own generate that reads them.
-        with reading_only(SEQUENCES_SCORES) if settings.get("output_scores") else nullcontext():
-            generated = model.generate(**inputs, **settings)
-        return generated if isinstance(generated, dict) else {"sequences": generated}
+    def call_model(self, batch: Batch, settings: dict[str, Any]) -> Any:
+        """What the model's generate returns for a batch, on the model's device."""
+        model = self.loaded.model
+        return model.generate(**{name: tensor.to(model.device) for name, tensor in batch.inputs.items()}, **settings)
 
     def settings_of(self, item: Item) -> dict[str, Any]:
         """What the group of an item asks generate for besides the settings of the run."""
@@ -170,28 +185,15 @@ class TextTask(Task):
     """Text to text: an encoder-decoder, or with --causal_lm a decoder."""
 
     def specialize(self) -> None:
-        """Tokenizes INPUT, and asks for the scores of beams where OUTPUT has them."""
+        """Tokenizes INPUT, with the prefix that the model's settings for the task have."""
         from fastgen.cli.transformers.settings import token_ids
-        from fastgen.cli.transformers.text import TextInput, TextOutput
+        from fastgen.cli.transformers.text import TextInput
 
         loaded, args = self.loaded, self.args
         if args.prefix is None:
             self.args = args = loaded.args = replace(args, prefix=loaded.task_params.get("prefix") or "")
-        if (loaded.value("num_beams") or 1) > 1 and (args.output_sequence_scores or args.writes_records):
-            loaded.settings |= SCORES
         self.input = TextInput.of(loaded)
-        eos, pad = token_ids(loaded.value("eos_token_id")), loaded.value("pad_token_id")
-        self.output = TextOutput(loaded.tokenizer, args, eos, pad, start_tokens=0 if args.causal_lm else 1)
-
-    def notes(self) -> tuple[list[str], Planner]:
-        """Whether --truncation does anything, too."""
-        from fastgen.cli.transformers.model import lengths_of_inputs
-
-        notes, planner = super().notes()
-        if self.args.truncation and lengths_of_inputs(self.loaded)[0] is None:
-            hint = "(--max_tokenizer_length N sets one)"
-            notes.append(f"--truncation changes nothing: MODEL takes inputs of any length {hint}")
-        return notes, planner
+        self.output = self.writes_text(not args.causal_lm, token_ids(loaded.value("eos_token_id")))
 
 
 class ChatTask(TextTask):
@@ -232,22 +234,18 @@ class TranscribeTask(Task):
         """Where it returns scores, Whisper's generate returns but the last of its passes over a sound."""
         from fastgen.cli.transformers.audio import AudioInput
         from fastgen.cli.transformers.settings import token_ids
-        from fastgen.cli.transformers.text import TextOutput
 
-        loaded, args = self.loaded, self.args
+        loaded = self.loaded
         is_whisper = loaded.model.config.model_type == "whisper"
         if is_whisper and loaded.value("return_timestamps"):
             loaded.settings["return_segments"] = True
-        scored = args.writes_records or args.output_sequence_scores
-        if not is_whisper and (loaded.value("num_beams") or 1) > 1 and scored:
-            loaded.settings |= SCORES
         # Whisper's generate finds where the next window begins by the timestamps that it generates.
         has_timestamps = getattr(loaded.model.generation_config, "no_timestamps_token_id", None) is not None
         windows = is_whisper and has_timestamps and loaded.settings.get("return_timestamps") is not False
-        self.input = AudioInput(loaded.feature_extractor, args, windows)
-        eos = [] if is_whisper else token_ids(loaded.value("eos_token_id"))
-        pad = loaded.value("pad_token_id")
-        self.output = TextOutput(loaded.tokenizer, args, eos, pad, start_tokens=0 if is_whisper else 1)
+        self.input = AudioInput(loaded.feature_extractor, self.args, windows)
+        # Whisper's generate leaves out the tokens that it was given, and the end.
+        eos_token_ids = [] if is_whisper else token_ids(loaded.value("eos_token_id"))
+        self.output = self.writes_text(not is_whisper, eos_token_ids, has_scores=not is_whisper)
 
     def settings_of(self, item: Item) -> dict[str, Any]:
         """Arguments of Whisper's generate for recordings that are longer than it hears at once."""
@@ -272,9 +270,8 @@ class SpeakTask(Task):
         if args.audio_in:
             self._refuse(TranscribeTask.refused, TranscribeTask.why)
         if is_stream(args.output) or is_url(args.output) or args.output_format != "jsonl":
-            asked = (
-                f"--output_format {args.output_format}" if args.output_format != "jsonl" else f"OUTPUT {args.output}"
-            )
+            is_text = args.output_format != "jsonl"
+            asked = f"--output_format {args.output_format}" if is_text else f"OUTPUT {args.output}"
             raise InputError(f"{asked} does not go with --task {args.task} (accepted: a file of JSON records)")
         for key, value in args.gen:
             if key.endswith("num_return_sequences") and value != 1:
@@ -301,9 +298,7 @@ class SpeakTask(Task):
 
     def generate(self, batch: Batch) -> Generated:
         """Waveforms, cut to their lengths."""
-        model = self.loaded.model
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.inputs.items()}
-        waveforms, lengths = model.generate(**inputs, **self.loaded.settings)[:2]
+        waveforms, lengths = self.call_model(batch, self.loaded.settings)[:2]
         rows = waveforms.reshape(len(batch.items), -1).float().cpu().numpy()
         return Generated(
             batch.items, sounds=[row[:n] for row, n in zip(rows, lengths.reshape(-1).tolist(), strict=True)]

@@ -18,22 +18,21 @@ import transformers
 
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import Generated, Item
-from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.model import Loaded, embedded_tokens, input_limit, lengths_of_inputs
 from fastgen.cli.transformers.records import (
     LONGEST_RECORD,
     Messages,
     RecordError,
-    WrongKindError,
     decode,
+    each_or_error,
+    items_of,
     kind,
     parse,
-    read_input,
-    reason,
 )
 
-# Token ids of texts, or of conversations; raises what the tokenizer raises.
-Encode = Callable[[list[Any]], list[list[int]]]
+TOKENIZER_RAISES = "cannot be tokenized"
+DECODER_RAISES = "what was generated cannot be decoded"
 # A tokenizer needs some 250 bytes of memory for each character. Texts with more characters than these for each token
 # that they may have are white space, or words that it does not know, and shorter ones than this cost little.
 CHARACTERS_PER_TOKEN = 16
@@ -75,11 +74,6 @@ class TextLimits:
         characters = 4 * (self.characters + 2)  # a byte order mark, and one that is cut, do not count
         return max(characters, LONGEST_RECORD) if args.reads_records else characters
 
-    @staticmethod
-    def of(loaded: Loaded) -> TextLimits:
-        """Those of a model and the flags."""
-        return TextLimits(*lengths_of_inputs(loaded), embedded_tokens(loaded.model))
-
 
 class TextInput:
     """Tokenizes lines, {"input_ids": int64 [N]} for each; threads may share it.
@@ -108,7 +102,7 @@ class TextInput:
             # The first call with these settings writes them into the tokenizer, which must not be in use then:
             # tokenizers before 0.23 raise "Already borrowed" where another thread is in the middle of a call.
             tokenizer([""], verbose=False, **options)
-        self._encode = partial(_encode_conversations if args.chat else _encode_texts, tokenizer, options)
+        self._options = options
         # Where the end of a text is kept, its beginning says nothing.
         self._cuts = truncates and tokenizer.truncation_side == "right"
         self._most = min(most, default=None)
@@ -117,29 +111,28 @@ class TextInput:
 
     def prepare(self, lines: list[Line]) -> list[Item]:
         """An item for each line; raises WrongKindError where INPUT's first line is of no kind that is read."""
-        items = [Item(line) for line in lines]
-        inputs: dict[int, Any] = {}
-        long: dict[int, Any] = {}
-        for index, item in enumerate(items):
-            try:
-                found = read_input(item.line, self._args)
-                if found is not None and self._args.input_format == "openai":
-                    item.group = self._body_settings(item.line)
-            except WrongKindError as error:
-                if item.line.number == 1:
-                    raise
-                item.error = str(error)
-                continue
-            except RecordError as error:
-                item.error = str(error)
-                continue
-            if found is not None:
-                (long if _length(found) > self._limits.characters else inputs)[index] = found
-        encoded = dict(zip(inputs, _encode_each(self._encode, list(inputs.values())), strict=True))
-        encoded |= {index: self._encode_long(text) for index, text in long.items()}
-        for index, ids in encoded.items():
-            self._fill(items[index], ids)
+        taken: list[tuple[Item, Any]] = []
+
+        def take(item: Item, found: Any) -> None:
+            if self._args.input_format == "openai":
+                item.group = self._body_settings(item.line)
+            if _length(found) > self._limits.characters:
+                self._fill(item, self._encode_long(found))
+            else:
+                taken.append((item, found))
+
+        items = items_of(lines, self._args, take)
+        encoded = each_or_error(self._encode, [found for _, found in taken], TOKENIZER_RAISES)
+        for (item, _), ids in zip(taken, encoded, strict=True):
+            self._fill(item, ids)
         return items
+
+    def _encode(self, inputs: list[Any]) -> list[list[int]]:
+        """Token ids of texts, or of conversations, whose special tokens are those of the template."""
+        if self._args.chat:
+            options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+            return self._tokenizer.apply_chat_template(inputs, **options)["input_ids"]
+        return self._tokenizer(inputs, verbose=False, **self._options)["input_ids"]
 
     def _fill(self, item: Item, ids: list[int] | str) -> None:
         known, most = self._limits.embedded_tokens, self._most
@@ -184,7 +177,7 @@ class TextInput:
         if not self._cuts:
             hint = " (--max_tokenizer_length N truncates to N tokens)" if tokens is None else ""
             return f"{why}, the most that are tokenized{hint}"
-        half, ids = (_encode_one(self._encode, text[:size]) for size in (most // 2, most))
+        half, ids = (each_or_error(self._encode, [text[:size]], TOKENIZER_RAISES)[0] for size in (most // 2, most))
         if isinstance(ids, str) or (half == ids and len(ids) == tokens):
             return ids
         return f"{why}, and half of these do not come to its first {tokens} tokens"
@@ -192,7 +185,8 @@ class TextInput:
     @staticmethod
     def of(loaded: Loaded) -> TextInput:
         """For a model, with the prefix of its task unless there is another."""
-        return TextInput(loaded.tokenizer, loaded.args, TextLimits.of(loaded), partial(input_limit, loaded))
+        limits = TextLimits(*lengths_of_inputs(loaded), embedded_tokens(loaded.model))
+        return TextInput(loaded.tokenizer, loaded.args, limits, partial(input_limit, loaded))
 
 
 def pad_text(rows: list[np.ndarray], pad_token_id: int, left: bool) -> dict[str, torch.Tensor]:
@@ -211,37 +205,11 @@ def _length(found: str | Messages) -> int:
     return len(found) if isinstance(found, str) else sum(len(message["content"]) for message in found)
 
 
-def _encode_texts(tokenizer: Any, options: dict[str, Any], texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, verbose=False, **options)["input_ids"]
-
-
-def _encode_conversations(tokenizer: Any, _: dict[str, Any], conversations: list[Messages]) -> list[list[int]]:
-    """Special tokens are those of the template; the tokenizer adds none."""
-    encoded = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return encoded["input_ids"]
-
-
-def _encode_each(encode: Encode, inputs: list[Any]) -> list[list[int] | str]:
-    """Token ids of every input in one call; if that raises, in a call for each, with the error of those that raise."""
-    try:
-        return list(encode(inputs)) if inputs else []
-    except Exception:
-        return [_encode_one(encode, each) for each in inputs]
-
-
-def _encode_one(encode: Encode, text: Any) -> list[int] | str:
-    try:
-        return encode([text])[0]
-    except Exception as error:  # a tokenizer or a template may raise anything
-        return f"cannot be tokenized ({reason(error)})"
-
-
 class TextOutput:
     """Turns token ids into texts with their scores and numbers of tokens; threads may share it.
 
     start_tokens: how many tokens at the start of a row were given to the decoder and not generated: 1 for an
-        encoder-decoder, 0 for a causal LM, and 0 for Whisper, whose generate leaves them out. eos_token_ids: none for
-        Whisper, whose generate leaves out the end, too.
+        encoder-decoder, 0 for a causal LM.
     """
 
     def __init__(
@@ -261,9 +229,9 @@ class TextOutput:
         if generated.segments is not None:
             tokens = np.array([sum(len(part[2]) for part in output) for output in generated.segments])
         each = len(sequences) // len(generated.items)  # R outputs of every item
-        texts = self._texts(sequences, each)
-        for index, item in enumerate(generated.items):
-            found = texts[index]
+        by_item = sequences.reshape(len(generated.items), each, *sequences.shape[1:])
+        texts = each_or_error(self._texts, by_item, DECODER_RAISES)
+        for index, (item, found) in enumerate(zip(generated.items, texts, strict=True)):
             if isinstance(found, str):
                 item.error = found
                 continue
@@ -279,20 +247,11 @@ class TextOutput:
     def _segment(self, start: float, end: float, tokens: list[int]) -> dict[str, Any]:
         return {"start": start, "end": end, "text": self._decode([tokens])[0]}
 
-    def _texts(self, sequences: np.ndarray, each: int) -> list[list[str] | str]:
-        """The texts of every item in one call; if that raises, in a call for each, with the error where that raises."""
-        starts = range(0, len(sequences), each)
-        try:
-            texts = self._decode(sequences)
-            return [texts[start : start + each] for start in starts]
-        except Exception:
-            return [self._texts_of_one(sequences[start : start + each]) for start in starts]
-
-    def _texts_of_one(self, sequences: np.ndarray) -> list[str] | str:
-        try:
-            return self._decode(sequences)
-        except Exception as error:  # a tokenizer may raise anything
-            return f"what was generated cannot be decoded ({reason(error)})"
+    def _texts(self, sequences: np.ndarray) -> list[list[str]]:
+        """Those of every item; sequences: [B, R, T]."""
+        texts = self._decode(np.concatenate(sequences))
+        each = sequences.shape[1]
+        return [texts[start : start + each] for start in range(0, len(texts), each)]
 
 
 def count_tokens(

@@ -21,7 +21,7 @@ from fastgen.models.prophetnet.attention import NgramMultiheadAttention, Streams
 class NgramTransformerDecoderLayer(nn.Module):
     """N-gram self-attention, attention to the encoder, feed-forward layer; a layer norm after each."""
 
-    goes_by_states = True  # see fastgen.optimizer.fairseq.plan
+    goes_by_states = True  # see fastgen.optimizer.fairseq.checks
 
     def __init__(self, args: Namespace) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
     returns the list of all instead, which fairseq's other criteria do not understand.
     """
 
-    goes_by_states = True  # see fastgen.optimizer.fairseq.plan
+    goes_by_states = True  # see fastgen.optimizer.fairseq.checks
 
     def __init__(self, args: Namespace, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__(dictionary)
@@ -131,7 +131,7 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
             positions = utils.make_positions(prev_output_tokens, self.padding_idx)
         else:
             prev_output_tokens, predict = prev_output_tokens[:, -1:], 1
-            place = getattr(incremental_state, "position", None)  # on the device, in steps that are recorded
+            place = getattr(incremental_state, "position", None)  # on the device, in captured steps
             if place is None:
                 place = torch.full((1, 1), keys, device=prev_output_tokens.device)
             else:

@@ -1,9 +1,8 @@
 """Products of rows with large weights on a CPU, in the way that is the fastest.
 
-product.py         what can be multiplied in other ways than through BLAS, and the ways
-few_rows.py        one of them: products for few rows, written in C++
-autotune.py        which is the fastest, measured once for each kind of product
-autotune_cache.py  the file with these measurements, in the user's cache folder
+product.py    what can be multiplied in other ways than through BLAS, and the ways
+few_rows.py   one of them: products for few rows, written in C++
+autotune.py   which is the fastest, measured once for each shape, and the file with these measurements
 """
 
 from fastgen.ops.cpu_linear.autotune import fastest, kind_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.ops.transforms import is_transformed
+from fastgen.ops.tracing import is_transformed
 
 TOKEN_DTYPES = (torch.int32, torch.int64)
 SCORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -57,6 +57,26 @@ class GenerateCall:
     staged_seconds: float = 0.0
     costs: CostModel = field(default_factory=lambda: cost_model.DEFAULT)
     facts: dict[Any, ModelFacts] = field(default_factory=dict)
+    _outer: GenerateCall | None = None
+
+    def __enter__(self) -> GenerateCall:
+        self._outer = _current.get()
+        _current.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.on_exit.close()
+        finally:
+            _current.set(self._outer)
+            report = _thread.last = self.report
+            report.seconds = self.seconds
+            if self.rows and not (report.codes(STEPS) or report.codes(LOOP) or report.replays):
+                report.add_reasons(STEPS, [ENDED_EARLY])
+            if self._outer is not None and self._outer.has_stages:
+                self._outer.report.stages.append(Stage(f"generate of {report.model}", report.seconds, report=report))
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("generate: %s", report.summary())
 
     def facts_of(self, model: Any, known: KnownCode) -> ModelFacts:
         """What is known of this model, compared once in this call with what it was before, see `model_facts`."""
@@ -104,25 +124,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@contextmanager
-def generate_call(model: str, has_stages: bool = False) -> Iterator[GenerateCall]:
-    """Inside this context `current_call()` is a new call of the `generate` of a model of this class."""
-    outer = _current.get()
-    call = GenerateCall(Report(model), has_stages=has_stages)
-    token = _current.set(call)
-    try:
-        yield call
-    finally:
-        call.on_exit.close()
-        _current.reset(token)
-        report = _thread.last = call.report
-        report.seconds = call.seconds
-        if call.rows and not (report.replays or report.codes(STEPS) or report.codes(LOOP)):
-            report.add_reasons(STEPS, [ENDED_EARLY])
-        if outer is not None and outer.has_stages:
-            outer.report.stages.append(Stage(f"generate of {model}", report.seconds, report=report))
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("generate: %s", call.report.summary())
+def generate_call(model: str, has_stages: bool = False) -> GenerateCall:
+    """A context inside of which `current_call()` is a new call of the `generate` of a model of this class."""
+    return GenerateCall(Report(model), has_stages=has_stages)
 
 
 @contextmanager

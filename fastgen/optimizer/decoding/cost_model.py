@@ -37,8 +37,8 @@ class CostModel:
 
     min_capture_steps: shorter calls are not asked whether their steps can be captured, which takes the time of some
     steps. steps_before_capture: of a call, because many end early. capture_steps: that a new graph takes.
-    saved_per_module: work that a replayed step saves, in Python, per module (fastgen/ops/cpu_graph). rows_of_one_read:
-    a step of fewer rows takes as long, since it reads all weights.
+    saved_per_module: work that a replayed step saves, in Python, per module (ops/cpu_graph.py). rows_of_one_read: steps
+    of fewer rows take as long, since they read all weights.
 
     min_large_per_module: elements of large weights, per module, from which large products are so much of the work that
     a microsecond for every call of torch does not matter; min_large: of all modules.

@@ -13,10 +13,10 @@
 The step before a capture ran eager and tells what the capture has to give for the same tokens: that is compared in
 every call, before a replay is trusted, and for a new graph at the next step once more, which has other tokens
 (Seamless, "CUDA Graph"). Inputs are prepared at each step by the host; only the model's forward is captured. A host
-gives `prefill`, `inputs`, `forward` and `logits_of`, and what it sees of a `KVCache`. Not yet run on a GPU. Knows no
-host library.
+gives the forward (`prefill`, `inputs`, `forward`, `logits_of`), the cache (`kv_cache`, `view_of`, `use`, `leave`) and
+`runs_user_code`. Not yet run on a GPU. Knows no host library.
 
-Tests: tests/optimizer/transformers/test_recorded_step.py tests/optimizer/fairseq/test_fairseq_recorded_steps.py
+Tests: tests/optimizer/transformers/test_captured_steps.py tests/optimizer/fairseq/test_fairseq_captured_steps.py
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from fastgen.ops.cpu_graph.trace import Diverged, NotRepeatable
-from fastgen.optimizer.decoding import recordable
+from fastgen.ops.tracing import Diverged, NotRepeatable
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, differs_sync, graphs_of, torch_settings
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.model_facts import KnownCode, first_weight
+from fastgen.optimizer.decoding.model_facts import KnownCode, first_weight, size_of
 from fastgen.optimizer.decoding.reasons import MODEL_CHANGED, STEPS, Reason
 from fastgen.patching import warn
 
@@ -186,7 +185,7 @@ class DecodeStep(ABC):
             return
         left, rows = self.max_length - tokens.shape[1], self.rows
         graphs = graphs_of(self.model, first_weight(self.decoder))
-        wants_new = recordable.is_new_wanted(self.decoder, rows, self.since, left + graphs.steps_without[rows])
+        wants_new = self._wants_new_graph(left + graphs.steps_without[rows])
         if self.since >= self.call.costs.steps_before_capture and not wants_new:
             graphs.steps_without[rows] += left
         if not wants_new and not len(graphs):
@@ -257,15 +256,17 @@ class DecodeStep(ABC):
         graph = self.graph
         inputs = self.inputs(tokens, graph.view)
         self.since += 1
-        outputs = self._captured(inputs) if graph.structure is not None or self._wants_new_graph() else None
+        captures = graph.structure is not None or self._wants_new_graph(self.most - graph.cache.generated_length)
+        outputs = self._captured(inputs) if captures else None
         if outputs is None:
             outputs = graph.function(inputs)
         graph.cache.advance()
         return outputs
 
-    def _wants_new_graph(self) -> bool:
-        left = self.most - self.graph.cache.generated_length
-        return recordable.is_new_wanted(self.decoder, self.rows, self.since, left)
+    def _wants_new_graph(self, left: int) -> bool:
+        """Whether a new graph pays for at most so many steps to come."""
+        costs, size = self.call.costs, size_of(self.decoder)
+        return self.since >= costs.steps_before_capture and costs.should_capture(size, self.rows, left, False)
 
     def _captured(self, inputs: dict[str, Any]) -> Any:
         """The outputs of a replay, or of the forward that is captured; None if they cannot be had or trusted."""

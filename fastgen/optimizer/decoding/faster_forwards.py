@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fastgen.ops import cpu_linear
-from fastgen.ops.transforms import is_watched
-from fastgen.origin import comes_with
+from fastgen.ops.tracing import is_watched
+from fastgen.provenance import comes_with
 
 _LOCK = threading.Lock()
 
@@ -106,7 +106,7 @@ def multiply(forward: ModuleForward, rows: Tensor, weight: Tensor, bias: Tensor 
         forward.blas_shapes.add(rows.shape)
         return None
     call.usage[f"cpu_linear, {fastest}"] += 1
-    return cpu_linear.ways(rows.dtype)[fastest](rows, weight, bias)
+    return cpu_linear.ways()[fastest](rows, weight, bias)
 
 
 def _put_on(module: nn.Module, faster: Forward) -> ModuleForward | None:

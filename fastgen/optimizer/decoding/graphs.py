@@ -1,9 +1,9 @@
 """Captured decode steps: on a GPU a CUDA graph, on a CPU the kernels one after the other.
 
 Seamless, "CUDA Graph": one launch for all kernels of the text decoder's step. On a CPU the kernels are called without
-the Python in between (fastgen/ops/cpu_graph). Not yet run on a GPU. Knows no host library.
+the Python in between (fastgen/ops/cpu_graph.py). Not yet run on a GPU. Knows no host library.
 
-Tests: tests/optimizer/transformers/test_recorded_step.py
+Tests: tests/optimizer/transformers/test_captured_steps.py
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from fastgen.ops.cpu_graph.graph import CpuGraph
+from fastgen.ops.cpu_graph import CpuGraph
 from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.model_facts import same

@@ -16,7 +16,7 @@ For B inputs with M rows (beams or samples) each:
 
 FastSeq §4.1; static caches follow Seamless, "Updating and retrieving KV cache". Both hosts use it; it knows none.
 
-Tests: tests/optimizer/decoding/test_kv_cache.py tests/optimizer/transformers/test_recorded_step.py
+Tests: tests/optimizer/decoding/test_kv_cache.py tests/optimizer/transformers/test_captured_steps.py
 """
 
 from __future__ import annotations

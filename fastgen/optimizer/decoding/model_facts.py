@@ -26,15 +26,17 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fastgen.ops.cpu_linear import product
 from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.decoding.user_code import ENTRIES, LibraryCode, library_code, replaced_attributes
-from fastgen.origin import packages_of
+from fastgen.provenance import packages_of
 
 _VALUES = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 _TENSORS = frozenset({Tensor, nn.Parameter})
-_CONTAINERS = frozenset({dict, OrderedDict})
+_MAPPINGS = frozenset({dict, OrderedDict})
+_COLLECTIONS = _MAPPINGS | {list, tuple, set, frozenset}
 _CONFIGURATIONS = ("config", "cfg", "args")
 
 # Of all modules of the process.
@@ -86,8 +88,9 @@ class ModelFacts:
     compiled, in_training: the names of modules that are compiled or in training mode, "" for the model. training: what
     training mode switches on that makes rows differ. devices: of all weights and buffers.
     Each with the name of its module: hooks: forward hooks that may care how many rows they see, None for those of all
-    modules; foreign_classes: modules of the program's own classes; replaced: what the program has put in the place of
-    the library's functions on single modules. What it has put into the library's classes and files: `code.foreign`.
+    modules; hooked: with any hook but weight norm's; foreign_classes: modules of the program's own classes; replaced:
+    what the program has put in the place of the library's functions on single modules. What it has put into the
+    library's classes and files: `code.foreign`.
     """
 
     def __init__(self, model: nn.Module, known: KnownCode) -> None:
@@ -102,6 +105,7 @@ class ModelFacts:
         hooks = [(name, hook) for name, module in modules.items() for hook in _hooks(module)]
         hooks += [(None, hook) for hooks in _HOOKS_OF_ALL for hook in hooks.values()]
         self.hooks = [(name, _qualified_name(hook)) for name, hook in hooks if not packages_of(hook) <= known.hooks]
+        self.hooked = {name for name, hook in hooks if type(hook) is not WeightNorm}
         self.is_sharded = any(type(module).__module__.startswith("torch.distributed.") for module in modules.values())
         self.devices = {tensor.device for module in modules.values() for tensor in _tensors_of(module)}
         foreign = ((name, type(module)) for name, module in modules.items() if not _is_library(type(module), known))
@@ -111,8 +115,7 @@ class ModelFacts:
     @property
     def modules(self) -> dict[str, nn.Module]:
         """By name; those that are still there."""
-        found = ((name, module()) for name, module in self._modules)
-        return {name: module for name, module in found if module is not None}
+        return {name: module for name, found in self._modules if (module := found()) is not None}
 
     def is_current(self) -> bool:
         """Whether nothing was replaced since."""
@@ -121,6 +124,14 @@ class ModelFacts:
             return False
         _, found = _fingerprint(modules, self.known, self.keys)
         return same(found, self.fingerprint)
+
+    @functools.cached_property
+    def altered(self) -> frozenset[str | None]:
+        """The names of modules that are not only the library's code: hooked, compiled, replaced or of the program's own
+        classes. None is among them where all modules are: by torch's global hooks, or by code in the library's files.
+        """
+        foreign = {name for name, _ in self.foreign_classes + self.replaced}
+        return frozenset(self.hooked | foreign | {*self.compiled} | ({None} if self.code.foreign else set()))
 
     @functools.cached_property
     def foreign_in_training(self) -> str | None:
@@ -135,7 +146,7 @@ class ModelFacts:
         Equal for two models of one class with the same configuration, flags, shapes and types.
         """
         modules = list(self.modules.values())
-        return self.code.number, *_Description(lambda tensor: (), _kind).of(modules, self.known)
+        return self.code.number, *_Description(lambda tensors: [], _kind, type).of(modules, self.known)
 
     def row_tensors(self) -> dict[tuple[int, str], Tensor]:
         """The tensors that modules hold as plain attributes, as some do with states of their rows."""
@@ -143,6 +154,7 @@ class ModelFacts:
             (id(module), f"{type(module).__name__}.{name}.{part}".rstrip(".")): value
             for module in self.modules.values()
             for name, attribute in vars(module).items()
+            if isinstance(attribute, Tensor) or (isinstance(attribute, (list, tuple, dict)) and attribute)
             if name not in ("_parameters", "_buffers", "_modules")
             for part, value in _tensors_in(attribute)
         }
@@ -224,7 +236,7 @@ def _measured(model: nn.Module) -> ModelSize:
     before = set(model.get_encoder().parameters()) if _has_encoder(model) else set()  # runs once per input anyway
     prefill = [weight for weight in weights if weight.dim() > 1 and weight not in before]
     used = [weight.numel() for weight in prefill if weight.shape not in looked_up]
-    large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype in product.dtypes()]
+    large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype in product.DTYPES]
     large = [elements for elements in large if elements >= product.MIN_ELEMENTS]
     output = max((shape.numel() for shape in looked_up), default=0)
     return ModelSize(len(modules), sum(used), sum(used) + output, sum(large), sum(weight.nbytes for weight in weights))
@@ -239,7 +251,7 @@ def _fingerprint(modules: list[nn.Module], known: KnownCode, keys: frozenset[str
     """The code that these modules run, and their fingerprint: see the rule at the top."""
     code = _code_of(modules, known, keys)
     found = [code.number, *((key, _referred(hook)) for hooks in _HOOKS_OF_ALL for key, hook in hooks.items())]
-    return code, found + _Description(_address, _referred).of(modules, known)
+    return code, found + _Description(_addresses, _referred, ref).of(modules, known)
 
 
 def _code_of(modules: list[nn.Module], known: KnownCode, keys: frozenset[str]) -> LibraryCode:
@@ -255,40 +267,57 @@ def same(found: list[Any], expected: list[Any]) -> bool:
 
 
 class _Description:
-    """What modules hold, as a flat list of values. address: of a tensor. identity: of an object without a value."""
+    """What modules hold, as a flat list of values.
 
-    def __init__(self, address: Callable[[Tensor], Any], identity: Callable[[Any], Any]) -> None:
-        self.address, self.identity = address, identity
+    addresses: of tensors. identity: of an object without a value. identity_of_module: of a module. Called for each
+    module of a model in each call of `generate`, so that C does what it can.
+    """
+
+    def __init__(
+        self,
+        addresses: Callable[[list[Tensor]], list[int]],
+        identity: Callable[[Any], Any],
+        identity_of_module: Callable[[nn.Module], Any],
+    ) -> None:
+        self.addresses, self.identity, self.identity_of_module = addresses, identity, identity_of_module
         self.found: list[Any] = []
+        self.tensors: list[Tensor] = []
         self.seen: set[int] = set()
 
     def of(self, modules: list[nn.Module], known: KnownCode) -> list[Any]:
-        add, kinds = self.found.append, set()
+        found, tensors, kinds = self.found, self.tensors, list(map(type, modules))
+        found += kinds
         for module in modules:
-            add(type(module))
-            kinds.add(type(module))
             for name, value in vars(module).items():
                 kind = type(value)
                 if kind in _VALUES:
-                    add(value)
-                elif kind not in _CONTAINERS:
+                    found.append(value)
+                elif kind in _COLLECTIONS and not value:  # most are empty
+                    found.append(0)
+                elif kind not in _MAPPINGS:
                     self.describe(name, value)
-                elif value:  # most hold nothing
+                elif name == "_modules" and None not in value.values():
+                    found += value
+                    found += map(self.identity_of_module, value.values())
+                elif name == "_parameters" and _TENSORS.issuperset(map(type, value.values())):
+                    found += value
+                    tensors += value.values()
+                else:
                     self.items(value)
-        for kind in kinds:
+        for kind in dict.fromkeys(kinds):
             if not known.has(kind):
                 self.foreign_class(kind)
-        return self.found
+        found += self.addresses(tensors)
+        for tensor in tensors:
+            found += _layout(tensor)
+        return found
 
     def items(self, items: Any) -> None:
         self.found.append(len(items))
         for name, value in items.items():
             if name not in _NOT_OF_A_STEP:
                 self.found.append(name if type(name) in _VALUES else self.identity(name))
-                if isinstance(value, nn.Module):
-                    self.found.append(self.identity(value))
-                else:
-                    self.describe(name, value)
+                self.describe(name, value)
 
     def describe(self, name: Any, value: Any) -> None:
         kind, add = type(value), self.found.append
@@ -296,9 +325,11 @@ class _Description:
             add(value)
         elif name in _NOT_OF_A_STEP:
             pass
-        elif kind in _TENSORS and value.layout == torch.strided:
-            self.found += self.address(value), value.shape, value.stride(), value.dtype, value.device
-        elif kind in _CONTAINERS:
+        elif isinstance(value, Tensor):
+            self.tensors.append(value)
+            if kind not in _TENSORS:  # what a subclass holds besides may be replaced with it
+                add(self.identity(value))
+        elif kind in _MAPPINGS:
             self.items(value)
         elif kind is list or kind is tuple:
             add(len(value))
@@ -327,11 +358,25 @@ class _Description:
                         self.describe(None, value.__globals__[other])
 
 
+def _addresses(tensors: list[Tensor]) -> list[int]:
+    try:
+        return list(map(Tensor.data_ptr, tensors))
+    except RuntimeError:
+        return list(map(_address, tensors))
+
+
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # it has no memory of its own, as inside of torch.func
+    except RuntimeError:  # it has no memory of its own, as inside of torch.func, or is sparse
         return id(tensor)
+
+
+def _layout(tensor: Tensor) -> tuple:
+    try:
+        return tensor.shape, tensor.stride() if tensor.layout == torch.strided else None, tensor.dtype, tensor.device
+    except RuntimeError:  # of nested tensors, which have no shape
+        return type(tensor), tensor.dtype, tensor.device
 
 
 def _referred(value: Any) -> Any:

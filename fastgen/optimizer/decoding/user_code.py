@@ -19,7 +19,7 @@ from weakref import ref
 
 from torch import nn
 
-from fastgen.origin import PYTHON, packages_of
+from fastgen.provenance import PYTHON, packages_of
 
 # Where a call of a module begins.
 ENTRIES = frozenset({"forward", "_old_forward", "__call__"})

@@ -32,35 +32,31 @@ PATCHES = (
     _patch(
         "fairseq.decoder",
         "fairseq.models.transformer.transformer_decoder:TransformerDecoderBase.extract_features_scriptable",
-        "fastgen.optimizer.fairseq.decoder:extract_features",
+        "fastgen.optimizer.fairseq.modules:extract_features",
         parameters=("self", "prev_output_tokens", "encoder_out", "incremental_state"),
         group="fairseq.generation",
     ),
-    _patch(
-        "fairseq.learned_positions",
-        "fairseq.modules.learned_positional_embedding:LearnedPositionalEmbedding.forward",
-        "fastgen.optimizer.fairseq.positions:forward",
-        parameters=("self", "input", "incremental_state", "positions"),
-        group="fairseq.generation",
-    ),
-    _patch(
-        "fairseq.sinusoidal_positions",
-        "fairseq.modules.sinusoidal_positional_embedding:SinusoidalPositionalEmbedding.forward",
-        "fastgen.optimizer.fairseq.positions:forward",
-        parameters=("self", "input", "incremental_state", "timestep", "positions"),
-        group="fairseq.generation",
+    *(
+        _patch(
+            f"fairseq.{name}_positions",
+            f"fairseq.modules.{name}_positional_embedding:{name.title()}PositionalEmbedding.forward",
+            "fastgen.optimizer.fairseq.modules:positions",
+            parameters=("self", "input", "incremental_state", *more, "positions"),
+            group="fairseq.generation",
+        )
+        for name, more in (("learned", ()), ("sinusoidal", ("timestep",)))
     ),
     _patch(
         "fairseq.no_repeat_ngram",
         "fairseq.ngram_repeat_block:NGramRepeatBlock.forward",
-        "fastgen.optimizer.fairseq.no_repeat_ngram:no_repeat_ngram",
+        "fastgen.optimizer.fairseq.modules:no_repeat_ngram",
         parameters=("self", "tokens", "lprobs", "bsz", "beam_size", "step"),
         group="fairseq.no_repeat_ngram",
     ),
     _patch(
         "fairseq.user_module",
         "fairseq.utils:import_user_module",
-        "fastgen.optimizer.fairseq.user_module:import_user_module",
+        "fastgen.models.prophetnet.names:import_user_module",
         parameters=("args",),
         group="fairseq.user_module",
     ),

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
+from fastgen.ops.shared_attention import fold, query_key_scores, shared_attention, unfold, weighted_values
 from fastgen.optimizer.decoding.call import count, current_call
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
 from fastgen.optimizer.decoding.kv_cache import KV
-from fastgen.optimizer.decoding.reasons import Reason
-from fastgen.optimizer.fairseq.plan import attention_reasons
-from fastgen.optimizer.fairseq.states import DecodingState, being_filled
+from fastgen.optimizer.fairseq.checks import computes_whole
+from fastgen.optimizer.fairseq.decode_step import FILLED, DecodingState
 
 
 def forward(
@@ -42,15 +41,14 @@ def forward(
     state = incremental_state
     if isinstance(state, DecodingState):
         if state.has_self(self):
-            return own_attention(self, query, state), None
+            return self_attention(self, query, state), None
         if state.has_cross(self):
             wanted = need_head_weights or (need_weights and state.plan.watched)
-            states = state.prompt(self) or _first_cross(self, query, key, key_padding_mask, state)
-            attended, weights = cross_attention(self, query, states, state, wanted)
+            attended, weights = cross_attention(self, query, key, key_padding_mask, state, wanted)
             return attended, weights if weights is None or need_head_weights else weights.mean(dim=0)
     elif state is None and not (need_weights or need_head_weights or static_kv or before_softmax):
-        running = current_call()
-        if running is not None and running.is_accelerated and not encoder_reasons(self, query):
+        call = current_call()
+        if call is not None and call.is_accelerated and query.shape[-1] == self.embed_dim and computes_whole(self):
             return whole_attention(self, query, key, value, key_padding_mask, attn_mask), None
     return original(
         self,
@@ -67,17 +65,17 @@ def forward(
     )
 
 
-def own_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor:
+def self_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor:
     """Self-attention of the rows to what each has generated; query and result `[length, rows, embed_dim]`.
 
     Padding needs no mask: only rows that can win no more (their score is minus infinity) hold any.
     """
-    keys = _split_heads(attention, attention.k_proj(query))
-    values = _split_heads(attention, attention.v_proj(query))
-    layer, scale, mask = state.layers[attention], attention.scaling, state.own_mask
+    layer, scale, mask = state.layers[attention], attention.scaling, state.self_mask
+    queries, keys, values = (
+        _split_heads(attention, project(query)) for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
     state.kv.append(layer, keys, values)
     segments = state.kv.segments(layer)
-    queries = _split_heads(attention, attention.q_proj(query))
     count("scaled_dot_product_attention" if len(segments) == 1 else "shared_attention")
     if len(segments) == 1:
         attended = functional.scaled_dot_product_attention(queries, *segments[0], attn_mask=mask, scale=scale)
@@ -88,20 +86,17 @@ def own_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor
 
 
 def cross_attention(
-    attention: Any, query: Tensor, states: KV, state: DecodingState, need_weights: bool
+    attention: Any, query: Tensor, key: Tensor, padding: Tensor | None, state: DecodingState, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of the rows to their input, the rows of an input folded into the query length of one product.
 
-    states: of this layer. query and result `[length, rows, embed_dim]`; weights, if asked for, `[heads, rows, length,
+    key: the encoder's output `[source_length, inputs, …]`, or of as many rows as there are queries, which only the
+    first step reads. query and result `[length, rows, embed_dim]`; weights, if asked for, `[heads, rows, length,
     source_length]`.
     """
-    keys, values = states
-    length, rows, width = query.shape
-    rows_per_input = state.rows_per_input
-    heads, inputs = attention.num_heads, rows // rows_per_input
-    folded = attention.q_proj(query).view(length, inputs, rows_per_input, heads, -1)
-    folded = folded.permute(1, 3, 2, 0, 4).reshape(inputs, heads, rows_per_input * length, -1)  # [B, H, M*L, D]
-    weights = None
+    keys, values = state.prompt(attention) or _first_cross(attention, query, key, padding, state)
+    rows_per_input, heads, weights = state.rows_per_input, attention.num_heads, None
+    folded = fold(_split_heads(attention, attention.q_proj(query)), rows_per_input, heads)  # [B, H, M*L, D]
     count("matmul" if need_weights else "shared_attention")
     if need_weights:
         scores = query_key_scores(folded * attention.scaling, [keys])  # [B, H, M*L, S]
@@ -109,21 +104,18 @@ def cross_attention(
             scores = scores.masked_fill(~state.mask, -torch.inf)
         weights = scores.softmax(dim=-1, dtype=torch.float32)
         attended = weighted_values(weights.to(scores.dtype), [values])
-        weights = weights.view(inputs, heads, rows_per_input, length, -1).permute(1, 0, 2, 3, 4).flatten(1, 2)
+        weights = unfold(weights, rows_per_input, heads).transpose(0, 1)
     else:
         attended = shared_attention(folded, [keys], [values], state.mask, attention.scaling)
-    attended = attended.view(inputs, heads, rows_per_input, length, -1).permute(3, 0, 2, 1, 4)  # [L, B, M, H, D]
-    return attention.out_proj(attended.reshape(length, rows, width)), weights
+    return attention.out_proj(_join_heads(unfold(attended, rows_per_input, heads))), weights
 
 
 def _first_cross(attention: Any, query: Tensor, key: Tensor, padding: Tensor | None, state: DecodingState) -> KV:
-    """Keys and values of the encoder's output `[source_length, inputs, …]`, or of as many rows as there are queries."""
     inputs = query.shape[1] // state.rows_per_input
     by_input = key[:, :: key.shape[1] // inputs]
-    keys = _split_heads(attention, attention.k_proj(by_input)).contiguous()
-    values = _split_heads(attention, attention.v_proj(by_input)).contiguous()
     if padding is not None:
         state.mask_sync(padding, inputs)
+    keys, values = (_split_heads(attention, project(by_input)) for project in (attention.k_proj, attention.v_proj))
     return state.set_prompt(attention, keys, values)
 
 
@@ -136,36 +128,20 @@ def whole_attention(
     attn_mask: Tensor | None,
 ) -> Tensor:
     """What `functional.multi_head_attention_forward` returns without weights; `[length, rows, embed_dim]`."""
-    own = key is query and value is query
+    is_self = key is query and value is query
     query = query.contiguous()  # the first layer gets a transposed view, which three products would copy
-    key, value = (query, query) if own else (key, value)
-    queries = _split_heads(attention, _project(attention.q_proj, query))
-    keys = _split_heads(attention, _project(attention.k_proj, key))
-    values = _split_heads(attention, _project(attention.v_proj, value))
-    state = being_filled()
+    key, value = (query, query) if is_self else (key, value)
+    queries, keys, values = (
+        _split_heads(attention, _project(projection, rows))
+        for projection, rows in ((attention.q_proj, query), (attention.k_proj, key), (attention.v_proj, value))
+    )
+    state = FILLED.get()
     if state is not None and state.has_self(attention):
         state.set_prompt(attention, keys, values)
     mask = _whole_mask(key_padding_mask, attn_mask, queries.dtype)
     count("scaled_dot_product_attention")
     attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
     return _project(attention.out_proj, _join_heads(attended))
-
-
-def encoder_reasons(attention: Any, query: Tensor) -> list[Reason]:
-    """Why attention without a state has to be computed by fairseq; empty if fastgen may."""
-    reasons = attention_reasons(attention)
-    if not reasons and attention.skip_embed_dim_check:
-        reasons.append(Reason("ATTENTION", "attention with pruned heads"))
-    if not reasons and (attention.training or attention.dropout_module.apply_during_inference):
-        reasons.append(Reason("TRAINING", "attention with dropout"))
-    if not reasons and any(
-        projection.bias is None for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-    ):
-        reasons.append(Reason("ATTENTION", "attention without biases"))
-    if query.shape[-1] != attention.embed_dim:
-        text = f"query of width {query.shape[-1]} (supported: {attention.embed_dim})"
-        reasons.append(Reason("SHAPES", text))
-    return reasons
 
 
 def _whole_mask(padding: Tensor | None, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

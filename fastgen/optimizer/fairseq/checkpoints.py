@@ -17,44 +17,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 
-_NUMPY_2 = not numpy.__version__.startswith("1.")
+from fastgen.optimizer.fairseq import compat
 
-_NAMESPACE = "the arguments of the run, which fairseq keeps for models and tasks without a dataclass"
-_DICTIONARY = "the vocabulary in the task's state (HuBERT, fine-tuned wav2vec 2.0)"
-_METER = "fairseq before 0.9 kept its meters themselves, where it keeps their numbers today"
-_NUMPY = "sums of the training metrics, such as the n-gram counts of --eval-bleu"
-_CONFIG = "development versions of 2020 and 2021 kept the configuration as omegaconf's objects"
-
-# Name in the file, and why it may be there. Each is a container of values, or makes one; none runs what it is given.
-ALLOWED = {
-    "argparse.Namespace": _NAMESPACE,
-    "fairseq.data.dictionary.Dictionary": _DICTIONARY,
-    "fairseq.meters.AverageMeter": _METER,
-    "fairseq.meters.TimeMeter": _METER,
-    "fairseq.meters.StopwatchMeter": _METER,
-    "numpy.dtype": _NUMPY,
-    "numpy.ndarray": _NUMPY,
-    # Written by numpy 1 and by numpy 2.
-    "numpy.core.multiarray._reconstruct": _NUMPY,
-    "numpy._core.multiarray._reconstruct": _NUMPY,
-    "numpy.core.multiarray.scalar": _NUMPY,
-    "numpy._core.multiarray.scalar": _NUMPY,
-    # The types of numbers only: an array of objects stays refused.
-    **{f"numpy.dtypes.{name}DType": _NUMPY for name in ("Bool", "Int32", "Int64", "Float16", "Float32", "Float64")},
-    "omegaconf.base.ContainerMetadata": _CONFIG,
-    "omegaconf.base.Metadata": _CONFIG,
-    "omegaconf.dictconfig.DictConfig": _CONFIG,
-    "omegaconf.listconfig.ListConfig": _CONFIG,
-    "omegaconf.nodes.AnyNode": _CONFIG,
-    "builtins.dict": _CONFIG,
-    "builtins.int": _CONFIG,
-    "builtins.list": _CONFIG,
-    "collections.defaultdict": _CONFIG,
-    "typing.Any": _CONFIG,
-}
+# Names in the file. Each is a container of values, or makes one; none runs what it is given.
+ALLOWED = (
+    # The arguments of the run, which fairseq keeps for models and tasks without a dataclass.
+    "argparse.Namespace",
+    # The vocabulary in the task's state (HuBERT, fine-tuned wav2vec 2.0).
+    "fairseq.data.dictionary.Dictionary",
+    # fairseq before 0.9 kept its meters themselves, where it keeps their numbers today.
+    *(f"fairseq.meters.{name}Meter" for name in ("Average", "Time", "Stopwatch")),
+    # Sums of the training metrics, such as the n-gram counts of --eval-bleu, written by numpy 1 and numpy 2. Of types
+    # those of numbers only: an array of objects stays refused.
+    "numpy.dtype",
+    "numpy.ndarray",
+    *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    *(f"numpy.dtypes.{name}DType" for name in ("Bool", "Int32", "Int64", "Float16", "Float32", "Float64")),
+    # Development versions of 2020 and 2021 kept the configuration as omegaconf's objects.
+    *(f"omegaconf.base.{name}" for name in ("ContainerMetadata", "Metadata")),
+    "omegaconf.dictconfig.DictConfig",
+    "omegaconf.listconfig.ListConfig",
+    "omegaconf.nodes.AnyNode",
+    *(f"builtins.{name}" for name in ("dict", "int", "list")),
+    "collections.defaultdict",
+    "typing.Any",
+)
 
 # torch keeps one list for the whole process: a thread that is done must not take it from one that still reads.
 _READING = threading.RLock()
@@ -72,7 +61,7 @@ def load_checkpoint_to_cpu(original: Callable[..., dict], path: str, *args: Any,
 @contextmanager
 def allowed() -> Iterator[None]:
     """Lets torch's safe loader build what is in ALLOWED; what the program itself has allowed stays so afterwards."""
-    if not hasattr(torch.serialization, "safe_globals"):  # torch 2.4, which loads everything unless asked not to
+    if not compat.has_safe_loader():
         yield
         return
     with _READING:
@@ -97,10 +86,9 @@ def _found() -> list[tuple[Any, str]]:
     entries = []
     for name in ALLOWED:
         module, _, attribute = name.rpartition(".")
-        if _NUMPY_2:
-            module = module.replace("numpy.core", "numpy._core")  # the old name is still there, but warns
         try:
-            entries.append((getattr(importlib.import_module(module), attribute), name))
+            found = importlib.import_module(compat.name_in_numpy(module))
+            entries.append((getattr(found, attribute), name))
         except (ImportError, AttributeError):
             continue  # numpy 1 has no numpy._core, and numpy before 1.25 no numpy.dtypes
     return entries

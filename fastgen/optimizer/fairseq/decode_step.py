@@ -1,30 +1,167 @@
-"""What fairseq's loop asks the models in each step, and what goes from one step to the next.
+"""What fairseq's loop asks the models in each step, and what each model remembers from one step to the next.
 
-Tests: tests/optimizer/fairseq/test_fairseq_recorded_steps.py
+    FairseqDecodeStep ──> EnsembleModel.forward_decoder ──> the models' decoders
+          │                                                      │ incremental_state
+          └────> DecodingState, one for each model  <────────────┘
+                     └──> KVCache: generated keys and values written in place (FastSeq §2.2), those of the prompt or
+                          of the encoder's output once per input (FastSeq §4.1.2)
+
+Tests: tests/optimizer/fairseq/test_fairseq_caches.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
 import torch
+from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.sequence_generator import EnsembleModel
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.call import GenerateCall, costs
 from fastgen.optimizer.decoding.decode_step import DecodeStep
-from fastgen.optimizer.decoding.kv_cache import KVCache, rounded
+from fastgen.optimizer.decoding.kv_cache import KV, KVCache, rounded
 from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.decoding.user_code import is_user_code
-from fastgen.optimizer.fairseq.encoding import EncoderOutputs
-from fastgen.optimizer.fairseq.plan import KNOWN
-from fastgen.optimizer.fairseq.states import DecodingState
+from fastgen.optimizer.fairseq.checks import KNOWN, ModelPlan
+from fastgen.patching import SwitchedOff
 
 # What a model gives for a step: log-probabilities `[rows, vocabulary]`, and weights `[rows, source_length]` or None.
 Outputs = tuple[Tensor, Tensor | None]
+
+
+class DecodingState(dict):
+    """The incremental state of one model for `inputs * rows_per_input` rows, with the layers that its plan asks for.
+
+    To modules that fastgen does not know it is the dictionary that they expect. limit: the number of positions that a
+    row can reach. layers: the number of each attention in `kv`. mask: of the cross-attention, `[inputs, 1, 1,
+    source_length]`; None if everything may be attended to. encoder_out: what the decoder is given.
+
+    In a captured step, beside these: self_mask, what self-attention may attend to. position: how many tokens each row
+    has, with the one that is fed, int64 `[1, 1]`.
+    """
+
+    self_mask: Tensor | None = None
+    position: Tensor | None = None
+    mask: Tensor | None = None
+    encoder_out: Any = None
+
+    def __init__(self, plan: ModelPlan, inputs: int, rows_per_input: int, limit: int) -> None:
+        super().__init__()
+        self.plan, self.rows_per_input, self.limit = plan, rows_per_input, limit
+        self.kv = KVCache(inputs, rows_per_input)
+        self.layers: dict[MultiheadAttention, int] = {}
+        self._repeating_encoder: Any = None  # the encoder, where its output has all rows
+        self._padding: Tensor | None = None
+        shapes = [(attention.num_heads, attention.head_dim) for attention in plan.self_attention]
+        for shape in dict.fromkeys(shapes):  # of pruned heads; layers of different shapes cannot lie in one buffer
+            alike = [attention for attention, other in zip(plan.self_attention, shapes) if other == shape]
+            self.layers |= zip(alike, self.kv.add_layers([()] * len(alike), limit))
+        self._crosses = set(plan.cross_attention)
+        self.layers |= zip(plan.cross_attention, self.kv.add_layers([()] * len(plan.cross_attention), None))
+        self._keys = {attention._get_full_incremental_state_key("attn_state") for attention in self.layers}
+
+    def over(self, static: KVCache) -> DecodingState:
+        """The state of a captured step, whose keys and values are in this static cache."""
+        state = DecodingState(self.plan, static.rows // static.rows_per_input, self.rows_per_input, static.capacity)
+        state.kv = static
+        # The layers have what they need of it.
+        state.encoder_out = {
+            "encoder_out": [torch.empty(0, device=static.tensors[0].device)],
+            "encoder_padding_mask": [],
+        }
+        return state
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self._keys:
+            raise SwitchedOff("fastgen was switched off while it generated, so that fairseq misses its caches")
+        super().__setitem__(key, value)
+
+    def has_self(self, attention: MultiheadAttention) -> bool:
+        return attention in self.layers and attention not in self._crosses
+
+    def has_cross(self, attention: MultiheadAttention) -> bool:
+        return attention in self._crosses
+
+    def append(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> KV:
+        """Adds what each row has computed, `[rows, heads, length, head_dim]`; returns all keys and values of it."""
+        layer = self.layers[attention]
+        self.kv.append(layer, keys, values)
+        return self.kv.read(layer)
+
+    def prompt(self, attention: MultiheadAttention) -> KV | None:
+        """What is stored once per input, `[inputs, heads, length, head_dim]`; None if nothing is as yet.
+
+        Of a self-attention those of the prompt, of a cross-attention those of the encoder's output.
+        """
+        return next(iter(self.kv.prompts[self.layers[attention]]), None)
+
+    def set_prompt(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> KV:
+        """Takes keys and values `[inputs, heads, length, head_dim]`, see `prompt`."""
+        pair = keys.contiguous(), values.contiguous()
+        self.kv.prompts[self.layers[attention]] = (pair,)
+        return pair
+
+    def prefill(self, decoder: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+        """The features of whole prompts, tokens `[inputs, length]`, whose keys and values all rows begin with.
+
+        A forward of several positions has no incremental state; `whole_attention` finds this one in `FILLED`. Where the
+        prompt is too short for sharing to pay, it is stored for each row.
+        """
+        token = FILLED.set(self)
+        try:
+            outputs = decoder.forward(tokens, features_only=True)
+        finally:
+            FILLED.reset(token)
+        for attention in self.plan.self_attention:
+            if (pair := self.prompt(attention)) is None:
+                raise RuntimeError("the forward over the prompt left no keys in a layer")
+            if not costs().should_share(pair[0], self.rows_per_input):
+                self.kv.repeat_prompt(self.layers[attention])
+        return outputs
+
+    def mask_sync(self, padding: Tensor, inputs: int) -> Tensor | None:
+        """Which positions of the source may be attended to, `[inputs, 1, 1, source_length]`; None if all.
+
+        padding: `[inputs, source_length]` or the same for each row, nonzero where there is nothing. All layers give
+        the same tensor, which is read once: attention is faster without a mask than with one that hides nothing.
+        """
+        if padding is not self._padding:
+            by_input = padding[:: padding.shape[0] // inputs].bool()
+            self._padding, self.mask = padding, ~by_input[:, None, None, :] if by_input.any() else None
+        return self.mask
+
+    def set_encoder_out(self, encoder: Any, output: Any, row_inputs: Tensor) -> None:
+        """Takes what the encoder gave, one row per input where the decoder's attention is fastgen's, else all rows.
+
+        row_inputs: the input of each row, int64.
+        """
+        states = output.get("encoder_out") if isinstance(output, dict) else None
+        if self.plan.by_input and isinstance(states, list) and len(states) == 1 and states[0].dim() == 3:
+            self.encoder_out = output  # the layers keep what they need of it
+        else:
+            self._repeating_encoder, self.encoder_out = encoder, encoder.reorder_encoder_out(output, row_inputs)
+
+    def reorder(self, order: Tensor, batch_index: Tensor | None) -> None:
+        """Row i becomes what row `order[i]` was; `batch_index`: the inputs that remain (int64), None if all do."""
+        if batch_index is None:
+            self.kv.reorder(order)
+        elif not self.kv.is_static:  # otherwise another takes its place, see `DecodeStep.compact`
+            self.kv.compact(batch_index, order)
+        if batch_index is not None and self.mask is not None:
+            self.mask = self.mask.index_select(0, batch_index)
+        for module in self.plan.others:
+            module.reorder_incremental_state(self, order)
+        if self._repeating_encoder is not None:
+            self.encoder_out = self._repeating_encoder.reorder_encoder_out(self.encoder_out, order)
+
+
+# The state that takes the keys of a forward without one; of this thread, and only while that forward runs.
+FILLED: ContextVar[DecodingState | None] = ContextVar("fastgen_filled", default=None)
 
 
 class FairseqDecodeStep(DecodeStep):
@@ -37,31 +174,24 @@ class FairseqDecodeStep(DecodeStep):
     prefill_is_a_step = True  # a prompt is computed before the loop begins, see prompt.py
 
     def __init__(
-        self,
-        call: GenerateCall,
-        generator: Any,
-        outputs: EncoderOutputs,
-        states: list[DecodingState],
-        max_len: int,
-        captures: bool,
+        self, call: GenerateCall, generator: Any, states: list[DecodingState], max_len: int, captures: bool
     ) -> None:
         model, rows = generator.model.single_model, states[0].kv.rows
-        decoder = getattr(model, "decoder", model)
-        super().__init__(call, model, decoder, rows, states[0].rows_per_input, max_len + 1, captures, KNOWN)
-        self.generator, self.outputs, self.states = generator, outputs, states
+        super().__init__(call, model, model.decoder, rows, states[0].rows_per_input, max_len + 1, captures, KNOWN)
+        self.generator, self.states = generator, states
         self.mask: Tensor | None = None
         self._padded_mask: tuple[int, int, Tensor] | None = None
 
     def log_probs(self, tokens: Tensor) -> Outputs:
         """What the models give for the token after tokens `[rows, length]`, which the loop may overwrite."""
         if self.runs_user_code:
-            self._look_again()
+            self._find_changes()
         if self.graph is not None and self.variant != self._variant():
             self.leave_captures(Reason("TEMPERATURE_CHANGED", "the search has changed the temperature within the call"))
         if self.graph is None:
             return self.run(tokens)
         log_probs, weights = self.run(tokens)
-        return log_probs.clone(), None if weights is None else weights[:, self.graph.cache.padding :]
+        return log_probs.clone(), None if weights is None else weights[:, self.states[0].kv.padding :]
 
     def prefill(self, tokens: Tensor) -> Outputs:
         return self.forward(self.model, self.inputs(tokens, None), None)
@@ -69,21 +199,23 @@ class FairseqDecodeStep(DecodeStep):
     def inputs(self, tokens: Tensor, view: DecodingState | None) -> dict[str, Any]:
         temperature = self.generator.temperature
         if view is None:
-            own = {"ensemble": self.generator.model, "encoded": self.outputs.by_model, "states": self.states}
-            return {"tokens": tokens, "temperature": temperature, **own}
-        cache = self.graph.cache
+            models = {"ensemble": self.generator.model, "states": self.states}
+            return {"tokens": tokens, "temperature": temperature, **models}
+        cache = view.kv
         position = torch.full((1, 1), tokens.shape[1], device=tokens.device)
         # Without a source it is the prompt that is padded, which the cache's own mask hides.
-        masks = {"own_mask": cache.mask(), "mask": None if self.mask is None else self._padded(cache.padding)}
+        masks = {"self_mask": cache.mask(), "mask": self._padded(cache.padding)}
         return {"tokens": tokens[:, -1:], "position": position, "temperature": temperature, **masks}
 
     @staticmethod
     def forward(model: Any, inputs: dict[str, Any], view: DecodingState | None) -> Outputs:
-        tokens, temperature = inputs["tokens"], inputs["temperature"]
         if view is None:
-            return inputs["ensemble"].forward_decoder(tokens, inputs["encoded"], inputs["states"], temperature)
-        view.position, view.own_mask, view.mask = inputs["position"], inputs["own_mask"], inputs["mask"]
-        return EnsembleModel([model]).forward_decoder(tokens, [view.encoded], [view], temperature)
+            ensemble, states = inputs["ensemble"], inputs["states"]
+        else:
+            ensemble, states = EnsembleModel([model]), [view]
+            view.position, view.self_mask, view.mask = inputs["position"], inputs["self_mask"], inputs["mask"]
+        encoder_outs = [state.encoder_out for state in states]
+        return ensemble.forward_decoder(inputs["tokens"], encoder_outs, states, inputs["temperature"])
 
     @staticmethod
     def logits_of(outputs: Outputs) -> Tensor:
@@ -93,7 +225,9 @@ class FairseqDecodeStep(DecodeStep):
         state = self.states[0]
         if reasons := state.kv.static_reasons():
             return None, reasons
-        self.mask, length = state.mask, state.source_length
+        crosses = state.plan.cross_attention
+        pair = state.prompt(crosses[0]) if crosses else None
+        self.mask, length = state.mask, 0 if pair is None else pair[0].shape[2]
         if self.mask is None and rounded(length) > length:  # which hides nothing but padding
             inputs = self.rows // self.rows_per_input
             self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=state.kv.tensors[0].device)
@@ -120,31 +254,31 @@ class FairseqDecodeStep(DecodeStep):
         facts = self.call.facts_of(generator.lm_model, KNOWN)
         return bool(facts.hooks or facts.foreign_classes or facts.replaced or facts.code.foreign)
 
-    def _look_again(self) -> None:
+    def _find_changes(self) -> None:
         """Code of the program has run: modules that it has put into a model have states, and it may look at weights."""
-        changed = [index for index, model in enumerate(self.generator.model.models) if self.call.has_changed(model)]
-        if not changed:
-            return
-        self.captures = False
-        if self.graph is not None:
-            self.leave_captures()
-        for index in changed:
-            self.states[index].plan.look_again(self.generator.model.models[index])
+        for model, state in zip(self.generator.model.models, self.states):
+            if self.call.has_changed(model):
+                self.captures = False
+                if self.graph is not None:
+                    self.leave_captures()
+                state.plan.watched = True
+                state.plan.find_others(model.decoder)
 
-    def reorder(self, order: Tensor, kept: Tensor | None = None) -> None:
-        """Row i becomes what row `order[i]` was; `kept` are the sentences that remain (int64), None if all do."""
+    def reorder(self, order: Tensor, batch_index: Tensor | None = None) -> None:
+        """Row i becomes what row `order[i]` was; `batch_index`: the sentences that remain (int64), None if all do."""
         for state in self.states:
-            state.reorder(order, kept)
-        if kept is not None:
-            self.mask = None if self.mask is None else self.mask.index_select(0, kept)
-            self.compact(kept, order)
-        self.outputs.reorder(order)
+            state.reorder(order, batch_index)
+        if batch_index is not None:
+            self.mask = None if self.mask is None else self.mask.index_select(0, batch_index)
+            self.compact(batch_index, order)
 
     def _variant(self) -> tuple[float, bool]:
         return self.generator.temperature, self.mask is not None
 
     def _padded(self, padding: int) -> Tensor | None:
         """The mask of a step, with so many hidden positions before the first one; made once for each mask."""
-        if padding and (self._padded_mask is None or self._padded_mask[:2] != (id(self.mask), padding)):
+        if self.mask is None or padding == 0:
+            return self.mask
+        if self._padded_mask is None or self._padded_mask[:2] != (id(self.mask), padding):
             self._padded_mask = id(self.mask), padding, functional.pad(self.mask, (padding, 0))
-        return self._padded_mask[2] if padding else self.mask
+        return self._padded_mask[2]

@@ -9,7 +9,6 @@ Tests: tests/optimizer/fairseq/test_fairseq_caches.py, tests/optimizer/fairseq/t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 from fairseq import search
 from torch import Tensor
 
-from fastgen.optimizer.decoding.beam_search import sum_in_order
-from fastgen.optimizer.decoding.reasons import Reason
-from fastgen.optimizer.fairseq.plan import ModelPlan
-from fastgen.optimizer.fairseq.states import DecodingState, filling
+from fastgen.optimizer.decoding.loop_state import sum_in_order
+from fastgen.optimizer.fairseq.checks import computes_prompt_at_once
+from fastgen.optimizer.fairseq.decode_step import DecodingState
 
 # Log-probabilities of all words are needed at all positions of the prompt, but not at once.
 MAX_ELEMENTS = 1 << 25
@@ -28,97 +26,66 @@ MAX_ELEMENTS = 1 << 25
 
 @dataclass
 class Prompt:
-    """length: the number of columns of the prefixes that were computed at once.
+    """tokens: the columns of the prefixes that were computed at once, `[inputs, length]`.
 
-    forced: log-probabilities of their tokens, `[inputs, length]`. last: those of all words after them, `[inputs,
-    vocabulary]`.
+    forced: their log-probabilities, `[inputs, length]`. last: those of all words after them, `[inputs, vocabulary]`.
     """
 
-    length: int
+    tokens: Tensor
     forced: Tensor
     last: Tensor
 
-    def log_probs(self, tokens: Tensor, step: int, rows_per_input: int) -> Tensor:
-        """What is left of the log-probabilities of step `step`, `[rows, vocabulary]`; tokens `[inputs, …]`."""
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[1]
+
+    def log_probs(self, step: int, rows_per_input: int) -> Tensor:
+        """What is left of the log-probabilities of step `step`, `[rows, vocabulary]`."""
         left = torch.full_like(self.last, -torch.inf)
-        left.scatter_(1, tokens[:, step : step + 1], self.forced[:, step : step + 1])
+        left.scatter_(1, self.tokens[:, step : step + 1], self.forced[:, step : step + 1])
         return left.repeat_interleave(rows_per_input, dim=0)
 
     def scores(self, rows_per_input: int) -> Tensor:
         """Sums of log-probabilities after each step, `[rows, length]`, as beam search has them: one beam is left."""
-        beams = torch.full((*self.forced.shape[:1], rows_per_input, self.length), -torch.inf, device=self.forced.device)
+        beams = torch.full((len(self.tokens), rows_per_input, self.length), -torch.inf, device=self.forced.device)
         beams[:, 0] = sum_in_order(self.forced)
         return beams.flatten(0, 1).to(self.forced.dtype)
 
-
-def unsupported_reasons(generator: Any, plans: list[ModelPlan]) -> list[Reason]:
-    """Why prefixes are fed one token at a time; empty if they may be computed at once."""
-    reasons = []
-    if generator.model.has_encoder():
-        reasons.append(Reason("ENCODER", "the model has an encoder: its prefixes are fed token by token"))
-    if any(plan.others or plan.reasons for plan in plans):
-        reasons.append(Reason("MODEL_STATE", "modules with states of their own"))
-    if any(plan.user_code or plan.watched for plan in plans):
-        reasons.append(Reason("USER_CODE", "code of the program in the decoder may see each step"))
-    if generator.lm_model is not None:
-        reasons.append(Reason("SECOND_LANGUAGE_MODEL", "a second language model"))
-    return reasons
+    def skips_search(self, generator: Any) -> bool:
+        """Whether the search can be told the outcome of forced tokens: it draws nothing and keeps no state."""
+        return type(generator.search) is search.BeamSearch and generator.repeat_ngram_blocker is None
 
 
-def common_length_sync(prefixes: Tensor, eos: int, pad: int, max_len: int) -> int:
-    """The number of leading columns in which every input has a token that does not end it."""
-    tokens = prefixes[:, :max_len]
-    common = (tokens.ne(eos) & tokens.ne(pad)).all(dim=0)
-    return int(common.long().cumprod(dim=0).sum())
+def prefill_sync(
+    generator: Any, prefixes: Tensor | None, first_token: int, states: list[DecodingState], max_len: int
+) -> Prompt | None:
+    """Computes at once what all outputs begin with, and leaves its keys and values in the states of all models.
 
-
-def skips_search(generator: Any) -> bool:
-    """Whether the search can be told the outcome of forced tokens: it draws nothing and keeps no state of its own."""
-    return type(generator.search) is search.BeamSearch and generator.repeat_ngram_blocker is None
-
-
-def prefill(generator: Any, tokens: Tensor, states: list[DecodingState]) -> Prompt | None:
-    """Computes tokens `[inputs, 1 + length]`, the first of which begins the sentence, and fills the states' caches.
-
-    None if a layer did not leave its keys, because it had a reason to be computed by fairseq.
+    prefixes: tokens that outputs have to begin with, `[inputs, …]`. Returns None if they have to be fed by steps.
     """
-    models = generator.model.models
-    features = []
-    for model, state in zip(models, states):
-        with filling(state):
-            features.append(model.decoder.forward(tokens, features_only=True))
-    if not all(state.is_filled for state in states):
-        for state in states:
-            state.forget_prompt()
+    if prefixes is None or not computes_prompt_at_once(generator, [state.plan for state in states]):
         return None
-    for state in states:
-        state.start_rows()
-    chunks = [_of_model(generator, model, feature) for model, feature in zip(models, features)]
-    inputs, positions = tokens.shape
-    size = max(1, MAX_ELEMENTS // (inputs * generator.vocab_size))
+    is_word = (prefixes.ne(generator.eos) & prefixes.ne(generator.pad)).all(dim=0)
+    length = int(is_word[:max_len].long().cumprod(dim=0).sum())
+    if length == 0:
+        return None
+    tokens = prefixes[:, :length]
+    fed = torch.cat([tokens.new_full((len(tokens), 1), first_token), tokens], dim=1)
+    outputs = [state.prefill(model.decoder, fed) for model, state in zip(generator.model.models, states)]
+    size = max(1, MAX_ELEMENTS // (len(tokens) * generator.vocab_size))
     forced = []
-    for start in range(0, positions - 1, size):
-        end = min(start + size, positions - 1)
-        log_probs = _average([chunk(start, end) for chunk in chunks])
-        forced.append(log_probs.gather(2, tokens[:, start + 1 : end + 1, None]).squeeze(2))
+    for start in range(0, length, size):
+        log_probs = _log_probs(generator, outputs, slice(start, min(start + size, length)))
+        forced.append(log_probs.gather(2, tokens[:, start : start + size, None]).squeeze(2))
     known = torch.nan_to_num(torch.cat(forced, dim=1), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    known = torch.where(tokens[:, 1:].eq(generator.unk), known - generator.unk_penalty, known)
-    return Prompt(positions - 1, known, _average([chunk(positions - 1, positions) for chunk in chunks])[:, -1])
+    known = torch.where(tokens.eq(generator.unk), known - generator.unk_penalty, known)
+    return Prompt(tokens, known, _log_probs(generator, outputs, slice(length, length + 1))[:, -1])
 
 
-def _of_model(generator: Any, model: Any, output: tuple) -> Callable[[int, int], Tensor]:
-    """A function from positions to their log-probabilities `[inputs, positions, vocabulary]`."""
-    features, extra = output
-
-    def log_probs(start: int, end: int) -> Tensor:
-        logits = model.decoder.output_layer(features[:, start:end]) / generator.temperature
-        return model.get_normalized_probs((logits, extra), log_probs=True, sample=None)
-
-    return log_probs
-
-
-def _average(log_probs: list[Tensor]) -> Tensor:
-    """The logarithm of the mean of the models' probabilities."""
-    if len(log_probs) == 1:
-        return log_probs[0]
-    return torch.logsumexp(torch.stack(log_probs), dim=0) - math.log(len(log_probs))
+def _log_probs(generator: Any, outputs: list[tuple[Tensor, Any]], positions: slice) -> Tensor:
+    """The logarithm of the mean of the models' probabilities, `[inputs, positions, vocabulary]`."""
+    found = []
+    for model, (features, extra) in zip(generator.model.models, outputs):
+        logits = model.decoder.output_layer(features[:, positions]) / generator.temperature
+        found.append(model.get_normalized_probs((logits, extra), log_probs=True, sample=None))
+    return found[0] if len(found) == 1 else torch.logsumexp(torch.stack(found), dim=0) - math.log(len(found))

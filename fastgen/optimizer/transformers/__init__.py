@@ -77,7 +77,7 @@ PATCHES = (
         _patch(
             f"transformers.stages.{name}{kind}",
             f"transformers.models.{model}.modeling_{model}:{name}{kind}.generate",
-            "fastgen.optimizer.transformers.stages:generate",
+            "fastgen.optimizer.transformers.models.seamless:generate",
             parameters=("self",),
             group=f"transformers.stages.{model}",
         )
@@ -88,7 +88,7 @@ PATCHES = (
         _patch(
             f"transformers.stages.{name}.{stage}",
             f"transformers.models.{model}.modeling_{model}:{name}{kind}.forward",
-            f"fastgen.optimizer.transformers.stages:{stage}",
+            f"fastgen.optimizer.transformers.models.seamless:{stage}",
             parameters=("self",),
             group=f"transformers.stages.{model}",
         )
@@ -103,7 +103,7 @@ PATCHES = (
         _patch(
             f"transformers.positions.{model}",
             f"transformers.models.{model}.modeling_{model}:{name}SinusoidalPositionalEmbedding.forward",
-            "fastgen.optimizer.transformers.positions:forward",
+            "fastgen.optimizer.transformers.models.seamless:positions",
             parameters=("self", "input_ids", "inputs_embeds", "past_key_values_length"),
             group=f"transformers.positions.{model}",
         )
@@ -113,29 +113,29 @@ PATCHES = (
         _patch(
             f"transformers.{name}_vocoder",
             f"transformers.models.{model}.modeling_{model}:{generator}.forward",
-            f"fastgen.optimizer.transformers.vocoder:{forward}",
+            f"fastgen.optimizer.transformers.models.vocoders:{forward}",
             parameters=("self", *parameters),
             group=f"transformers.{name}_vocoder",
         )
         for name, model, generator, forward, parameters in (
-            ("seamless", "seamless_m4t", "SeamlessM4THifiGan", "of_units", ("inputs_embeds",)),
-            ("seamless_v2", "seamless_m4t_v2", "SeamlessM4Tv2HifiGan", "of_units", ("inputs_embeds",)),
-            ("speecht5", "speecht5", "SpeechT5HifiGan", "of_spectrogram", ("spectrogram",)),
+            ("seamless", "seamless_m4t", "SeamlessM4THifiGan", "vocode_units", ("inputs_embeds",)),
+            ("seamless_v2", "seamless_m4t_v2", "SeamlessM4Tv2HifiGan", "vocode_units", ("inputs_embeds",)),
+            ("speecht5", "speecht5", "SpeechT5HifiGan", "vocode_spectrogram", ("spectrogram",)),
             (
                 "fastspeech2_conformer",
                 "fastspeech2_conformer",
                 "FastSpeech2ConformerHifiGan",
-                "of_spectrogram",
+                "vocode_spectrogram",
                 ("spectrogram",),
             ),
-            ("vits", "vits", "VitsHifiGan", "of_latents", ("spectrogram", "global_conditioning")),
+            ("vits", "vits", "VitsHifiGan", "decode_latents", ("spectrogram", "global_conditioning")),
         )
     ),
     *(
         _patch(
             f"transformers.{model}_decoder",
             f"transformers.models.{model}.modeling_{model}:{decoder}.forward",
-            "fastgen.optimizer.transformers.codecs:of_states",
+            "fastgen.optimizer.transformers.models.vocoders:decode_codes",
             parameters=("self", "hidden_states"),
             group=f"transformers.{model}_decoder",
         )
@@ -145,7 +145,7 @@ PATCHES = (
         _patch(
             f"transformers.prophetnet.{replacement}",
             f"transformers.models.prophetnet.modeling_prophetnet:ProphetNet{name}.forward",
-            f"fastgen.optimizer.transformers.prophetnet:{replacement}",
+            f"fastgen.optimizer.transformers.models.prophetnet:{replacement}",
             parameters=("self", *parameters),
             group="transformers.prophetnet",
         )
@@ -156,7 +156,6 @@ PATCHES = (
                 ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "past_key_values"),
             ),
             ("ForCausalLM", "causal_lm", ("input_ids", "attention_mask", "encoder_hidden_states", "past_key_values")),
-            ("Decoder", "decoder", ("input_ids", "attention_mask", "encoder_hidden_states", "past_key_values")),
             (
                 "NgramSelfAttention",
                 "self_attention",

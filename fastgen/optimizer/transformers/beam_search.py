@@ -26,14 +26,14 @@ from fastgen.ops.beam_top_k import (
     two_stages_pay,
 )
 from fastgen.ops.prefix_trie import PrefixTrie
-from fastgen.optimizer.decoding.call import add_reasons, count, current_call
-from fastgen.optimizer.decoding.late_flag import LateFlag
+from fastgen.optimizer.decoding.call import GenerateCall, count, current_call
+from fastgen.optimizer.decoding.loop_state import LateStopCheck
 from fastgen.optimizer.decoding.reasons import LOOP, Reason
-from fastgen.optimizer.transformers import recordable
+from fastgen.optimizer.transformers import checks
 from fastgen.optimizer.transformers.constrained import ALONE, all_rows_occur, trie_alone
-from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, loop_reasons, rows_of
+from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, rows_of
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
-from fastgen.optimizer.transformers.unread import without_unread
+from fastgen.optimizer.transformers.requested_outputs import drop_unused_outputs
 
 # What the library adds to the score of a candidate that is out of the race, and gives to slots that are free.
 OUT = -1.0e9
@@ -51,7 +51,7 @@ METHODS = (
 )
 
 
-@without_unread
+@drop_unused_outputs
 def beam_search(
     original: Callable,
     self: Any,
@@ -62,20 +62,28 @@ def beam_search(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
-    reasons = []
-    if generation_config.do_sample:
-        reasons.append(Reason("SAMPLED_BEAMS", "beams are sampled"))
-    if generation_config.low_memory:
-        reasons.append(Reason("LOW_MEMORY", "low_memory is set"))
-    add_reasons(LOOP, reasons)
-    if reasons or loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs, METHODS):
-        processors = writing_processors(logits_processor, generation_config)
+    processors = writing_processors(logits_processor, generation_config)
+    call = current_call()
+    if call is None or _reasons(call, self, stopping_criteria, generation_config, synced_gpus, model_kwargs):
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
+    captures = checks.can_capture(call, self, generation_config, input_ids, model_kwargs)
     rows, num_beams = input_ids.shape[0], generation_config.num_beams
-    captures = recordable.can_capture(self, generation_config, input_ids, model_kwargs)
-    step = TransformersDecodeStep(self, generation_config, logits_processor, model_kwargs, rows, num_beams, captures)
+    step = TransformersDecodeStep(call, self, generation_config, processors, model_kwargs, rows, num_beams, captures)
     with step:
         return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
+
+
+def _reasons(
+    call: GenerateCall, model: Any, criteria: Any, config: Any, synced_gpus: bool, kwargs: dict
+) -> list[Reason]:
+    """Why this search is left to the library, as the report tells."""
+    reasons = []
+    if config.do_sample:
+        reasons.append(Reason("SAMPLED_BEAMS", "beams are sampled"))
+    if config.low_memory:
+        reasons.append(Reason("LOW_MEMORY", "low_memory is set"))
+    call.report.add_reasons(LOOP, reasons)
+    return reasons or checks.loop_reasons(call, model, criteria, config, synced_gpus, kwargs, METHODS)
 
 
 def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +102,7 @@ class BeamSearch:
     beams, the best first, `[B, M]`. best: the tokens of the M best hypotheses,
     prompt included, `[B, M, max_length]`; best_scores, lengths, complete: their scores, their numbers of generated
     tokens, and whether they have ended, `[B, M]`. can_improve: whether a beam may still become one of them, `[B, 1]`.
-    batch_index: which inputs of the batch these are, `[B]`. late_end: where the end is read one step late, because
+    batch_index: which inputs of the batch these are, `[B]`. late_stop: where the end is read one step late, because
     the host is not to wait for the device; has_ended: whether the search was over before this step, on the device.
     """
 
@@ -117,7 +125,7 @@ class BeamSearch:
         self.batch_index = torch.arange(inputs, device=device)
         self.numbers = torch.arange(self.num_beams, device=device)
         self.results: tuple[Tensor, ...] | None = None  # of all inputs: best, lengths and best_scores
-        self.late_end = LateFlag(device) if step.ends_late else None
+        self.late_stop = LateStopCheck(device) if step.stops_late else None
         self.has_ended = torch.zeros((), dtype=torch.bool, device=device)
 
     def run(self, stopping_criteria: Any) -> Tensor:
@@ -126,7 +134,7 @@ class BeamSearch:
         while not stop:
             stop, is_final = self.advance(*self.candidates(), stopping_criteria)
             left = self.config.max_length - self.input_ids.shape[1]
-            if not stop and any(is_final) and self.step.leaving_pays(sum(is_final), len(is_final), left):
+            if not stop and any(is_final) and self.step.should_compact(sum(is_final), len(is_final), left):
                 self.compact([index for index, final in enumerate(is_final) if not final])
         self.store()
         best, lengths, scores = self.results
@@ -191,19 +199,19 @@ class BeamSearch:
         self.scores = going_on.gather(1, chosen)
         entering = self.enter(candidates, ended, length - self.prompt_length)
         stop, is_final = self.judge(ended, length - self.prompt_length)
-        if self.late_end is None:
+        if self.late_stop is None:
             unmoved = entering == self.numbers
             stop, unmoved, *is_final = torch.cat([stop.view(1), unmoved.all().view(1), is_final.flatten()]).tolist()
         else:
             self.has_ended = stop
-            stop, unmoved, is_final = self.late_end.exchange(stop) or length >= self.config.max_length, False, []
+            stop, unmoved, is_final = self.late_stop.exchange(stop) or length >= self.config.max_length, False, []
         if not unmoved:
             self.move_best(entering, parents, tokens)
+        beam_idx = parents.gather(1, chosen).flatten()
         if not stop:
-            beam_idx = parents.gather(1, chosen).flatten()
             next_tokens = tokens.gather(1, chosen).view(-1, 1)
             self.input_ids = torch.cat([self.input_ids.index_select(0, beam_idx), next_tokens], dim=1)
-            self.step.reorder(beam_idx)
+        self.step.reorder(beam_idx)  # after the last step, too: a program may keep the cache
         return stop, is_final
 
     def enter(self, candidates: Tensor, ended: Tensor, generated: int) -> Tensor:
@@ -216,7 +224,7 @@ class BeamSearch:
         scores += (~ended) * OUT
         merged = torch.cat([self.best_scores, scores], dim=1)
         entering = torch.topk(merged, k=self.num_beams)[1]
-        if self.late_end is not None:  # after the end nothing enters any more
+        if self.late_stop is not None:  # after the end nothing enters any more
             entering = torch.where(self.has_ended, self.numbers, entering)
         self.best_scores = merged.gather(1, entering)
         self.complete = torch.cat([self.complete, ended], dim=1).gather(1, entering)

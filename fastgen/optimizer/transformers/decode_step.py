@@ -3,13 +3,12 @@
 Between two steps rows can change places, and inputs that are finished can leave: the library carries them along to the
 end, fairseq and CTranslate2 do not.
 
-Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_recorded_step.py
+Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_captured_steps.py
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -19,99 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import GenerationMixin
 from transformers.cache_utils import Cache
-from transformers.generation import logits_process as processors_of
-from transformers.generation import utils
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from fastgen.optimizer.decoding.call import add_reasons, current_call
+from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.late_flag import reading_waits
+from fastgen.optimizer.decoding.loop_state import reading_waits
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP, REORDERS_ITSELF, USER_CACHE, Reason
+from fastgen.optimizer.decoding.reasons import COMPACTION, REORDERS_ITSELF, Reason
 from fastgen.optimizer.decoding.user_code import is_user_code
-from fastgen.optimizer.transformers import kv_layers, model_reasons, row_groups, verification
-from fastgen.optimizer.transformers.constrained import treats_rows_alone
-from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
-from fastgen.origin import comes_with
+from fastgen.optimizer.transformers import checks, compat, kv_layers, row_groups
 
 # Arguments of a forward.
 NAME, MASK, ENCODED = "past_key_values", "attention_mask", "encoder_outputs"
-
-# Processors that treat every row for itself, from what it holds.
-BY_ROW = (
-    processors_of.MinLengthLogitsProcessor,
-    processors_of.MinNewTokensLengthLogitsProcessor,
-    processors_of.TemperatureLogitsWarper,
-    processors_of.TopKLogitsWarper,
-    processors_of.TopPLogitsWarper,
-    processors_of.MinPLogitsWarper,
-    processors_of.TypicalLogitsWarper,
-    processors_of.EpsilonLogitsWarper,
-    processors_of.EtaLogitsWarper,
-    processors_of.RepetitionPenaltyLogitsProcessor,
-    processors_of.NoRepeatNGramLogitsProcessor,
-    processors_of.SequenceBiasLogitsProcessor,
-    processors_of.NoBadWordsLogitsProcessor,
-    processors_of.ForcedBOSTokenLogitsProcessor,
-    processors_of.ForcedEOSTokenLogitsProcessor,
-    processors_of.InfNanRemoveLogitsProcessor,
-    processors_of.ExponentialDecayLengthPenalty,
-    processors_of.LogitNormalization,
-    processors_of.SuppressTokensAtBeginLogitsProcessor,
-    processors_of.SuppressTokensLogitsProcessor,
-    processors_of.WhisperTimeStampLogitsProcessor,
-)
-
-# The arguments that a step has had since transformers 5.3.
-_STEPS_ARE_KNOWN = (
-    "is_first_iteration" in inspect.signature(GenerationMixin._prefill).parameters
-    and "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-)
-
-# What the library's beam search moves; before transformers 5.13 it forgot the states of Mamba.
-_TEXTS = "".join(map(str, inspect.unwrap(GenerationMixin._beam_search).__code__.co_consts))
-_MOVED = utils.ALL_CACHE_NAMES if "cannot be reordered" in _TEXTS else ("past_key_values",)
-
-
-def loop_reasons(
-    model: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    synced_gpus: bool,
-    arguments: dict[str, Any],
-    methods: tuple[str, ...] = (),
-) -> list[Reason]:
-    """Why a loop of the library cannot be replaced by one of fastgen, as the report tells; empty if it can.
-
-    arguments: the `model_kwargs` of the loop. methods: those that the library's loop calls, and fastgen's does not.
-    """
-    reasons: list[Reason] = []
-    call = current_call()
-    for name in ("_has_unfinished_sequences", *methods):
-        if not comes_with(getattr(model, name, None), GenerationMixin):
-            reasons.append(Reason("METHOD_REPLACED", f"{name} is not that of GenerationMixin"))
-    if (cache := kv_layers.cache_of(arguments)) is not None:
-        reasons += kv_layers.unsupported_types(cache)
-    if call is None or call.user_code or not verification.is_tested(model):
-        reasons.append(Reason("UNTESTED", "the model's code, or this version of transformers, was not tested"))
-    elif call.user_cache:
-        reasons.append(USER_CACHE)
-    if not _STEPS_ARE_KNOWN:
-        reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way"))
-    if synced_gpus:
-        reasons.append(Reason("SYNCED_GPUS", "synced_gpus is set"))
-    if generation_config.return_dict_in_generate:
-        reasons.append(Reason("RETURN_DICT", "return_dict_in_generate is set"))
-    if getattr(generation_config, "is_assistant", False):
-        reasons.append(Reason("ASSISTANT", "the model is the assistant of another"))
-    if any(type(criterion) not in (EosTokenCriteria, MaxLengthCriteria) for criterion in stopping_criteria):
-        text = "a stopping criterion other than length and end tokens"
-        reasons.append(Reason("STOPPING_CRITERION", text))
-    add_reasons(LOOP, reasons)
-    return reasons
 
 
 class TransformersDecodeStep(DecodeStep):
@@ -122,6 +41,7 @@ class TransformersDecodeStep(DecodeStep):
 
     def __init__(
         self,
+        call: GenerateCall,
         model: Any,
         generation_config: Any,
         processors: Any,
@@ -130,16 +50,19 @@ class TransformersDecodeStep(DecodeStep):
         rows_per_input: int,
         captures: bool = False,
     ) -> None:
-        length, known = generation_config.max_length or 0, model_reasons.KNOWN
-        super().__init__(current_call(), model, model, rows, rows_per_input, length, captures, known)
+        length = generation_config.max_length or 0
+        super().__init__(call, model, model, rows, rows_per_input, length, captures, checks.KNOWN)
         self.generation_config = generation_config
-        self.processors = writing_processors(processors, generation_config)
-        self.arguments = arguments
-        self._staying: list[Reason] | None = None
-        self._kept: Any = None  # the call's own cache, for steps after those that are captured
+        self.processors, self.arguments = processors, arguments
+        self._dynamic: Any = None  # the cache before the capture, for eager steps after it
         self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: what was given, the padding, and what it gave
         cache = kv_layers.cache_of(arguments)
         self._undo = None if cache is None else kv_layers.undo_of(cache)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # Lets go of the cache: one that nobody else holds need not be given back when the call ends.
+        self.arguments, self._dynamic, self._undo = {}, None, None
 
     def abandon(self) -> None:
         """The loop has failed: the cache is empty again, for the library's loop to begin anew."""
@@ -148,15 +71,9 @@ class TransformersDecodeStep(DecodeStep):
             self._undo()
 
     @property
-    def ends_late(self) -> bool:
+    def stops_late(self) -> bool:
         """Whether the loop reads its end one step late: not where a processor could tell that there was a step more."""
-        return self.captures and reading_waits(self.model.device) and self._foreign_processor is None
-
-    @property
-    def _foreign_processor(self) -> Any:
-        """The first that may know more of the rows than what each holds, or None."""
-        others = (processor for processor in self.processors if type(processor) not in BY_ROW)
-        return next((processor for processor in others if not treats_rows_alone(processor)), None)
+        return self.captures and reading_waits(self.model.device) and not checks.by_batch_index(self.processors)
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Of the next token after input_ids `[rows, length]`: `[rows, vocabulary_size]` in float32, the model's own."""
@@ -191,11 +108,11 @@ class TransformersDecodeStep(DecodeStep):
     def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[Reason]]:
         if (cache := self.arguments.get(NAME)) is None:
             return None, [Reason("NO_CACHE", "there is no cache")]
-        self._kept = cache if self.runs_user_code else None
+        self._dynamic = cache if self.runs_user_code else None
         self._cache = ref(cache)  # a step returns the view of its graph, which is the cache of the next arguments
         self.variant = frozenset(name for name, value in self.arguments.items() if value is not None)
         kv, reasons = kv_layers.kv_cache_of(cache, cache.get_seq_length() + left)
-        return kv, reasons or model_reasons.row_state_reasons(self.model, {self.rows, self.call.inputs})
+        return kv, reasons or checks.row_state_reasons(self.call, self.model, {self.rows, self.call.inputs})
 
     def view_of(self, static: KVCache) -> Cache:
         return kv_layers.view_of(self.arguments[NAME] if self.graph is None else self.graph.view, static)
@@ -206,10 +123,10 @@ class TransformersDecodeStep(DecodeStep):
 
     def leave(self, static: KVCache) -> None:
         kv_layers.give_back(self._cache)
-        self.arguments[NAME] = self._kept
+        self.arguments[NAME] = self._dynamic
 
     def model_reasons(self) -> list[Reason]:
-        return model_reasons.model_reasons(self.model)
+        return checks.row_reasons(self.call, self.model)
 
     @cached_property
     def runs_user_code(self) -> bool:
@@ -251,7 +168,7 @@ class TransformersDecodeStep(DecodeStep):
         if self.graph is not None:
             super().reorder(beam_idx)
             return
-        name = next((name for name in _MOVED if name in self.arguments), None)
+        name = next((name for name in compat.MOVED_CACHES if name in self.arguments), None)
         if name is None:
             return
         cache = self.arguments[name]
@@ -269,36 +186,31 @@ class TransformersDecodeStep(DecodeStep):
         """Why fastgen cannot move the rows of the cache; asked after the first step, when it has its layers."""
         return kv_layers.unsupported_types(kv_layers.cache_of(self.arguments))
 
-    def leaving_pays(self, leaving: int, inputs: int, steps_left: int) -> bool:
-        """Whether `leaving` of `inputs` inputs should leave now, with at most `steps_left` steps to come."""
+    def should_compact(self, leaving: int, inputs: int, steps_left: int) -> bool:
+        """Whether `leaving` of `inputs` inputs, which are finished, leave the batch; `steps_left`: at most to come."""
         costs, size = self.call.costs, size_of(self.model)
         if not self.arguments.get("use_cache"):
             return False
         if not costs.should_compact(size, leaving, inputs, self.rows_per_input, self.steps, steps_left):
             return False
-        if self._staying is None:
-            self._staying = self._staying_reasons()
-            if self._staying:
-                self.call.report.add_reasons(COMPACTION, self._staying)
-            else:
-                self.call.report.shared.append("finished inputs: removed from the batch")
-        return not self._staying
+        return not self.compaction_reasons
 
-    def _staying_reasons(self) -> list[Reason]:
+    @cached_property
+    def compaction_reasons(self) -> list[Reason]:
         """Why finished inputs have to stay in the batch; empty if what remains does not depend on them."""
-        foreign = self._foreign_processor
-        reasons: list[Reason] = []
-        if foreign is not None:
-            text = f"{type(foreign).__name__} may know the rows by their batch index"
-            reasons.append(Reason("PROCESSOR_BY_ROW", text))
+        reasons = checks.by_batch_index(self.processors)[:1]
         if hasattr(self.model, "_reorder_cache"):
             reasons.append(REORDERS_ITSELF)
-        reasons = reasons or model_reasons.model_reasons(self.model)
+        reasons = reasons or checks.row_reasons(self.call, self.model)
         sizes = {self.rows, self.rows // self.rows_per_input}
-        reasons = reasons or model_reasons.row_state_reasons(self.model, sizes)
+        reasons = reasons or checks.row_state_reasons(self.call, self.model, sizes)
         if self.graph is None:
             reasons = reasons or self._cache_reasons
-        return reasons or row_groups.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)
+        reasons = reasons or row_groups.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)
+        self.call.report.add_reasons(COMPACTION, reasons)
+        if not reasons:
+            self.call.report.shared.append("finished inputs: removed from the batch")
+        return reasons
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Drops the inputs that are not at `batch_index` (int64) among those that are there; `rows` are theirs."""

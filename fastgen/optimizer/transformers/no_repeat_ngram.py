@@ -22,12 +22,12 @@ from fastgen.ops.no_repeat_ngram import no_repeat_ngram as ban
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_ as ban_in_place
 from fastgen.ops.no_repeat_ngram.implementations import implementation_for
 from fastgen.ops.no_repeat_ngram.problem import TOKEN_DTYPES, unsupported_reasons
-from fastgen.ops.transforms import is_watched
+from fastgen.ops.tracing import is_watched
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import add_reasons, count
 from fastgen.optimizer.decoding.reasons import NGRAMS, Reason, with_code
 from fastgen.optimizer.decoding.verify_once import Difference, verify_once
-from fastgen.origin import comes_with
+from fastgen.provenance import comes_with
 
 GROUP = "transformers.no_repeat_ngram"
 

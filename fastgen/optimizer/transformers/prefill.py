@@ -26,12 +26,13 @@ from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, USER_CACHE, Reason
 from fastgen.optimizer.transformers import (
+    checks,
     kv_layers,
-    model_reasons,
     row_groups,
     verification,
 )
-from fastgen.optimizer.transformers.latent_attention import expanding_in_parts
+from fastgen.optimizer.transformers.models import images
+from fastgen.optimizer.transformers.models.latent_attention import expanding_in_parts
 from fastgen.optimizer.transformers.row_groups import RowGroups
 
 STATIC_CACHE = Reason("STATIC_CACHE", "a StaticCache holds keys and values of each row")
@@ -53,20 +54,20 @@ def prefill(
     if not call.rows and self.config.is_encoder_decoder:
         call.end_stage("encoder")
     arguments = {"input_ids": input_ids, **model_kwargs}
-    groups, compared, reasons = groups_of_equal_rows(self, arguments, generation_config)
+    groups, compared, reasons = groups_of_equal_rows(call, self, arguments, generation_config)
     call.set_rows(groups.inputs, groups.rows)
     # Looking at all modules of the model comes last: it takes longest.
     reasons = reasons or unsupported_reasons(self, arguments, generation_config, groups, compared, call)
     reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], call)
     if not reasons:
-        given = row_groups.one_per_group(arguments, groups)
+        given = images.with_one_row_per_group(row_groups.one_per_group(arguments, groups), groups)
         used = {name: value for name, value in given.items() if name != "input_ids"}
         given_cache = kv_layers.cache_of(arguments)
         empty = None if given_cache is None else kv_layers.undo_of(given_cache)
-        before = model_reasons.facts_of(self).row_tensors() if model_facts.row_states(self) is None else None
+        before = checks.facts_of(call, self).row_tensors() if model_facts.row_states(self) is None else None
         with kv_layers.filling_all_rows(given_cache, groups):
             outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
-        reasons = [] if before is None else model_reasons.learn_row_states(self, before, len(groups))
+        reasons = [] if before is None else checks.learn_row_states(call, self, before, len(groups))
         if not reasons and _leaves_cache_to_model(arguments):
             reasons = model_facts.remember_row_states(self, returned_cache_reasons(outputs))
         reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, groups, call)
@@ -84,7 +85,7 @@ def prefill(
 
 
 def groups_of_equal_rows(
-    model: Any, arguments: dict[str, Any], generation_config: Any
+    call: GenerateCall, model: Any, arguments: dict[str, Any], generation_config: Any
 ) -> tuple[RowGroups, bool, list[Reason]]:
     """Which consecutive rows are equal: those of beams, of samples, or repeated by the caller.
 
@@ -100,16 +101,20 @@ def groups_of_equal_rows(
     if row_count % rows_per_input:
         text = f"{row_count} rows are no multiple of {rows_per_input} beams or samples"
         return each, False, [Reason("ROWS_NOT_MULTIPLE", text)]
-    reasons = too_small_reasons(model, arguments, 1 if rows_per_input == 1 else row_count // rows_per_input)
+    reasons = too_small_reasons(call, model, arguments, 1 if rows_per_input == 1 else row_count // rows_per_input)
     if rows_per_input > 1:
         return RowGroups([rows_per_input] * (row_count // rows_per_input)), False, reasons
-    if reasons or not verification.is_tested(model):
+    if reasons or not checks.is_tested(model):
         return each, False, [ONE_ROW, *reasons]
     groups = row_groups.repetitions_sync(arguments, row_count)
-    return groups, True, [ONE_ROW] if len(groups) == row_count else too_small_reasons(model, arguments, len(groups))
+    return (
+        groups,
+        True,
+        [ONE_ROW] if len(groups) == row_count else too_small_reasons(call, model, arguments, len(groups)),
+    )
 
 
-def too_small_reasons(model: Any, arguments: dict[str, Any], kept: int) -> list[Reason]:
+def too_small_reasons(call: GenerateCall, model: Any, arguments: dict[str, Any], kept: int) -> list[Reason]:
     """Why a prefill of `kept` rows instead of all would not save what it costs; empty if it does."""
     row_count, length = arguments["input_ids"].shape
     embeds, encoded = arguments.get("inputs_embeds"), arguments.get("encoder_outputs")
@@ -117,7 +122,7 @@ def too_small_reasons(model: Any, arguments: dict[str, Any], kept: int) -> list[
         length = max(length, embeds.shape[1])
     if encoded is not None and isinstance(encoded[0], Tensor):
         length += encoded[0].shape[1] // 16  # the share of a layer's weights that makes keys and values of them
-    size, costs, tokens = size_of(model), current_call().costs, (row_count - kept) * length
+    size, costs, tokens = size_of(model), call.costs, (row_count - kept) * length
     if costs.should_prefill_once(size, tokens):
         return []
     if costs.shares is False:
@@ -173,7 +178,7 @@ def expand(
             kv_layers.repeat(cache, groups.of_inputs)
         is_adopted |= kv_layers.adopt(cache, groups.inputs, groups.rows_per_input, limit, call)
     if is_adopted:  # otherwise the library may compile the model's forward as it finds it
-        call.on_exit.enter_context(expanding_in_parts(model_reasons.facts_of(model).modules.values()))
+        call.on_exit.enter_context(expanding_in_parts(checks.facts_of(call, model).modules.values()))
     if groups.rows_per_input == 1:
         sizes = ", ".join(map(str, groups.sizes[:8]))
         text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"
@@ -195,7 +200,7 @@ def unsupported_reasons(
 
     compared: whether the rows of a group are known to be equal.
     """
-    reasons = model_reasons.model_reasons(model)
+    reasons = checks.row_reasons(call, model)
     if call.user_cache:
         reasons.append(USER_CACHE)
     elif kv_layers.is_static(cache := kv_layers.cache_of(arguments)):
@@ -207,7 +212,7 @@ def unsupported_reasons(
     reasons += row_groups.unsupported_reasons(model.config.model_type, arguments, groups.rows)
     if not reasons and not compared and not row_groups.groups_are_equal_sync(arguments, groups):
         reasons.append(Reason("ROWS_DIFFER", "the rows of an input differ from each other"))
-    return reasons or row_groups.image_reasons_sync(arguments, model.config, groups.firsts[groups.of_rows].tolist())
+    return reasons or images.unsupported_reasons_sync(arguments, model.config, groups)
 
 
 def returned_cache_reasons(outputs: ModelOutput) -> list[Reason]:

@@ -1,7 +1,6 @@
 """Which consecutive rows of a prefill's arguments are equal: those of beams, of samples, or repeated by the caller.
 
-Tests: tests/optimizer/transformers/test_row_groups.py, tests/optimizer/transformers/test_repeated_rows.py,
-tests/optimizer/transformers/test_multimodal.py
+Tests: tests/optimizer/transformers/test_row_groups.py, tests/optimizer/transformers/test_repeated_rows.py
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import torch
@@ -28,8 +26,7 @@ OF_THE_PROMPT = ("mm_token_type_ids",)
 # Arguments that have one position, not one row, per element.
 WITHOUT_ROWS = ("cache_position",)
 
-# What the library has encoded of a prompt's images and videos before the prefill. The items (images, videos) of an
-# input stand together and are repeated for each of its rows: A B A B for two rows.
+# What the library has encoded of a prompt's images and videos before the prefill; models/images.py reduces it.
 IMAGES = "mm_encoder_outputs"
 
 # Arguments that a model takes and does not read while it decodes. Whisper's generate goes on with the mask of all
@@ -83,10 +80,7 @@ def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -
 
 def one_per_group(arguments: dict[str, Any], groups: RowGroups) -> dict[str, Any]:
     """The same arguments with the first row of each group only."""
-    taken = take(arguments, groups.rows, groups.firsts)
-    if taken.get(IMAGES) is not None:
-        taken[IMAGES] = image_items_of(taken[IMAGES], groups.rows, groups.firsts.tolist())
-    return taken
+    return take(arguments, groups.rows, groups.firsts)
 
 
 def take(arguments: dict[str, Any], rows: int, kept: Tensor) -> dict[str, Any]:
@@ -169,50 +163,3 @@ def _reasons(name: str, value: Any, rows: int) -> list[Reason]:
     if isinstance(value, tuple) and name.startswith("encoder_outputs."):
         return []  # the encoder's hidden states or attentions, which the library does not repeat
     return [Reason("ARGUMENT_TYPE", f"argument {name} is a {type(value).__name__}")]
-
-
-def image_reasons_sync(arguments: dict[str, Any], config: Any, firsts: list[int]) -> list[Reason]:
-    """Why these items cannot be reduced to those of one row per group; empty if they can. Reads the device.
-
-    firsts: for each row, the first row of its group.
-    """
-    rows = len(firsts)
-    for modality, output in (arguments.get(IMAGES) or {}).items():
-        items = getattr(output, "pooler_output", None)
-        token_id = getattr(config, f"{modality}_token_id", None)
-        deep = getattr(output, "deepstack_features", None)
-        if items is None or token_id is None or arguments.get("inputs_embeds") is not None:
-            return [
-                Reason("IMAGES", f"argument {IMAGES}: its {modality}s are not known to be those of the prompt's rows")
-            ]
-        if deep is not None and not isinstance(deep[0][0], Tensor):
-            return [
-                Reason("IMAGES", f"argument {IMAGES}: the features of its {modality}s are in the model's own order")
-            ]
-        wanted = (arguments["input_ids"] == token_id).sum(-1).tolist()
-        each, left = divmod(len(items), rows)
-        lengths = iter([len(item) for item in items])
-        if left or wanted != [sum(islice(lengths, each)) for _ in range(rows)]:
-            text = f"argument {IMAGES}: not every row of the prompt has the same number of {modality}s"
-            return [Reason("IMAGES_PER_ROW", text)]
-        first = [row * each + item for row in firsts for item in range(each)]
-        if not all(torch.equal(item, items[index]) for item, index in zip(items, first)):
-            return [Reason("IMAGES_DIFFER", f"argument {IMAGES}: equal rows of the prompt have different {modality}s")]
-    return []
-
-
-def image_items_of(outputs: dict[str, ModelOutput], rows: int, kept: list[int]) -> dict[str, ModelOutput]:
-    """The same outputs with the items of these of all rows only."""
-
-    def of_kept(items: Any) -> Any:
-        each = len(items) // rows
-        chosen = [row * each + item for row in kept for item in range(each)]
-        return items[chosen] if isinstance(items, Tensor) else [items[index] for index in chosen]
-
-    reduced = {}
-    for modality, output in outputs.items():
-        changed = {"pooler_output": of_kept(output.pooler_output)}
-        if getattr(output, "deepstack_features", None) is not None:
-            changed["deepstack_features"] = [of_kept(features) for features in output.deepstack_features]
-        reduced[modality] = type(output)(**{**output, **changed})
-    return reduced

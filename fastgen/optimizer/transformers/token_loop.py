@@ -1,8 +1,8 @@
-"""`GenerationMixin._sample`: greedy decoding that finished inputs leave on a CPU, and captured steps.
+"""`GenerationMixin._sample`: captured steps, and greedy decoding with compaction on a CPU.
 
 Where tokens are drawn all rows stay, so that a seed gives the same ones. All other calls go to the library's loop.
 
-Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_recorded_step.py
+Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_captured_steps.py
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from fastgen.optimizer.decoding.call import add_reasons
-from fastgen.optimizer.decoding.late_flag import LateFlag
+from fastgen.optimizer.decoding.call import GenerateCall, current_call
+from fastgen.optimizer.decoding.checks import unwanted_reasons
+from fastgen.optimizer.decoding.loop_state import LateStopCheck
 from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
-from fastgen.optimizer.transformers import recordable
-from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, loop_reasons, rows_of
+from fastgen.optimizer.transformers import checks
+from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, rows_of
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
-from fastgen.optimizer.transformers.unread import without_unread
+from fastgen.optimizer.transformers.requested_outputs import drop_unused_outputs
 
 
-@without_unread
+@drop_unused_outputs
 def sample(
     original: Callable,
     self: Any,
@@ -37,23 +38,22 @@ def sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    leaves = _can_end_early(input_ids, stopping_criteria, generation_config)
-    reasons = []
-    if streamer is not None:
-        reasons.append(Reason("STREAMER", "a streamer is given"))
-    if generation_config.compile_config is not None:
-        reasons.append(Reason("COMPILED", "compile_config is set"))
-    add_reasons(LOOP, reasons)
-    unwanted = recordable.unwanted_reasons(generation_config, input_ids)
-    add_reasons(STEPS, unwanted)
-    fits = not reasons and (leaves or not unwanted)
-    fits = fits and not loop_reasons(self, stopping_criteria, generation_config, synced_gpus, model_kwargs)
-    captures = fits and recordable.can_capture(self, generation_config, input_ids, model_kwargs)
-    if not captures and not (fits and leaves):
+    processors = writing_processors(logits_processor, generation_config)
+    call, captures, compacts = current_call(), False, False
+    if call is not None and _fits(call, streamer, generation_config):
+        compacts = _can_end_early(input_ids, stopping_criteria, generation_config)
+        unwanted = unwanted_reasons(call, input_ids.device, (generation_config.max_length or 0) - input_ids.shape[1])
+        call.report.add_reasons(STEPS, unwanted)
+        fits = (compacts or not unwanted) and not checks.loop_reasons(
+            call, self, stopping_criteria, generation_config, synced_gpus, model_kwargs
+        )
+        compacts = compacts and fits
+        captures = fits and checks.can_capture(call, self, generation_config, input_ids, model_kwargs)
+    if call is None or not (captures or compacts):
         return original(
             self,
             input_ids,
-            writing_processors(logits_processor, generation_config),
+            processors,
             stopping_criteria,
             generation_config,
             synced_gpus=synced_gpus,
@@ -61,8 +61,19 @@ def sample(
             **model_kwargs,
         )
     rows = input_ids.shape[0]
-    with TransformersDecodeStep(self, generation_config, logits_processor, model_kwargs, rows, 1, captures) as step:
-        return TokenLoop(input_ids, generation_config, step, leaves).run(stopping_criteria)
+    with TransformersDecodeStep(call, self, generation_config, processors, model_kwargs, rows, 1, captures) as step:
+        return TokenLoop(input_ids, generation_config, step, compacts).run(stopping_criteria)
+
+
+def _fits(call: GenerateCall, streamer: Any, config: Any) -> bool:
+    """Whether this loop does all that the call asks for; tells the report why not."""
+    reasons = []
+    if streamer is not None:
+        reasons.append(Reason("STREAMER", "a streamer is given"))
+    if config.compile_config is not None:
+        reasons.append(Reason("COMPILED", "compile_config is set"))
+    call.report.add_reasons(LOOP, reasons)
+    return not reasons
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:
@@ -76,19 +87,19 @@ class TokenLoop:
     """Rows that get one token at each step, greedy or drawn.
 
     input_ids: of the rows that are there, `[rows, length]`; going_on: those that have not ended; batch_index: which of
-    all rows they are. finished: before inputs left, the indices and tokens of those that were there. late_end:
+    all rows they are. finished: before inputs left, the indices and tokens of those that were there. late_stop:
     where the end is read one step late, because the host is not to wait for the device.
     """
 
-    def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, leaves: bool) -> None:
-        self.config, self.step, self.leaves = config, step, leaves
+    def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, compacts: bool) -> None:
+        self.config, self.step, self.compacts = config, step, compacts
         rows, device = input_ids.shape[0], input_ids.device
         self.input_ids = input_ids
         self.pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
         self.going_on = torch.ones(rows, dtype=torch.bool, device=device)
         self.batch_index = torch.arange(rows, device=device)
         self.finished: list[tuple[Tensor, Tensor]] = []
-        self.late_end = LateFlag(device) if step.ends_late else None
+        self.late_stop = LateStopCheck(device) if step.stops_late else None
         is_cuda = device.type == "cuda"
         self.random = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
 
@@ -97,7 +108,7 @@ class TokenLoop:
         logits = self.step.logits(self.input_ids)
         with getattr(self.step.model, "_optimize_model_for_decode", nullcontext)():
             while not self.advance(logits, stopping_criteria):
-                if self.leaves:
+                if self.compacts:
                     self.compact()
                 logits = self.step.logits(self.input_ids)
         if not self.finished:
@@ -111,16 +122,16 @@ class TokenLoop:
         """Adds a token to each row; returns whether all have ended."""
         scores = self.step.process(self.input_ids, logits.clone()) if self.step.processors else logits
         draws = self.config.do_sample
-        before = self.random.get_state() if draws and self.late_end is not None else None
+        before = self.random.get_state() if draws and self.late_stop is not None else None
         tokens = _drawn(scores) if draws else scores.argmax(dim=-1)
         if self.pad is not None:
             tokens = torch.where(self.going_on, tokens, self.pad)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)
         self.going_on = self.going_on & ~stopping_criteria(self.input_ids, None)
         has_ended = ~self.going_on.any()
-        if self.late_end is None:
+        if self.late_stop is None:
             return bool(has_ended)
-        if self.late_end.exchange(has_ended):  # this step was one too many
+        if self.late_stop.exchange(has_ended):  # this step was one too many
             if before is not None:
                 self.random.set_state(before)
             self.input_ids = self.input_ids[:, :-1]
@@ -135,7 +146,7 @@ class TokenLoop:
         by_input = self.going_on.view(-1, step.rows_per_input).any(dim=1)
         kept = by_input.nonzero().flatten()
         left = self.config.max_length - self.input_ids.shape[1]
-        if len(kept) == len(by_input) or not step.leaving_pays(len(by_input) - len(kept), len(by_input), left):
+        if len(kept) == len(by_input) or not step.should_compact(len(by_input) - len(kept), len(by_input), left):
             return
         self.finished.append((self.batch_index, self.input_ids))
         rows = rows_of(kept, step.rows_per_input)

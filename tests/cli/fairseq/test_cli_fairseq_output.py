@@ -6,6 +6,7 @@ same as well, but for the last digits of scores.
 
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -162,6 +163,13 @@ def test_ensembles_are_scored_as_one(capfd: pytest.CaptureFixture, data: Command
     args = data.generation
     args[2] = f"{args[2]}:{data.folder / 'model' / 'checkpoint_best.pt'}"
     check_pipeline(capfd, [*args, "--batch-size", "16", "--remove-bpe"], r"^H-0\t")
+
+
+def test_without_targets_there_is_no_score(capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path) -> None:
+    shutil.copytree(data.folder / "bin", tmp_path / "bin", ignore=shutil.ignore_patterns("test.de-en.en.*"))
+    args = [str(tmp_path / "bin"), *data.generation[1:], *"--batch-size 16 --beam 2 --remove-bpe".split()]
+    lines = check_pipeline(capfd, args, r"^S-0\t", r"^H-0\t")
+    assert not re.search(r"^T-|^Generate ", lines, re.MULTILINE)
 
 
 def test_wer_adds_up(capfd: pytest.CaptureFixture, data: CommandData, monkeypatch: pytest.MonkeyPatch) -> None:

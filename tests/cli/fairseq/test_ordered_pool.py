@@ -80,32 +80,43 @@ def number_of_the_task() -> Callable[[float], int]:
 def test_a_worker_does_the_tasks_in_their_order() -> None:
     written = []
     with OrderedPool(number_of_the_task, written.append, workers=1, limit=100) as p:
-        p.submit(0.3, 0.0, 0.0, 0.0)
+        for seconds in (0.3, 0.0, 0.0, 0.0):
+            p.submit(seconds)
     assert written == [0, 1, 2, 3]
 
 
-def test_submit_waits_while_too_much_is_unfinished() -> None:
-    go_on, written, submitted = threading.Event(), [], []
+@pytest.mark.parametrize(("name", "limit", "count", "unfinished"), [("submit", 5, 20, 6), ("put", 3, 8, 4)])
+def test_submit_and_put_wait_while_too_much_is_unfinished(name: str, limit: int, count: int, unfinished: int) -> None:
+    go_on, written, taken = threading.Event(), [], []
 
     def write(result: int) -> None:
         go_on.wait()
         written.append(result)
 
-    def submit_all() -> None:
-        with pool(write, limit=5) as p:
-            for number in range(20):
-                p.submit(number)
-                submitted.append(number)
+    def give_all() -> None:
+        with pool(write, limit=limit) as p:
+            for number in range(count):
+                getattr(p, name)(number)
+                taken.append(number)
 
-    thread = threading.Thread(target=submit_all)
+    thread = threading.Thread(target=give_all)
     thread.start()
-    while len(submitted) < 6:  # and one is being written
+    while len(taken) < unfinished:  # one of which is being written
         time.sleep(0.01)
     time.sleep(0.1)
-    assert len(submitted) == 6
+    assert len(taken) == unfinished
     go_on.set()
     thread.join()
-    assert written == list(range(20))
+    assert written == list(range(count))
+
+
+def test_everything_is_written_after_waiting() -> None:
+    written = []
+    with pool(written.append, double_late) as p:
+        for number in range(20):
+            p.submit((number, 0.02 if number % 4 == 1 else 0.0))
+        p.wait()
+        assert written == [2 * number for number in range(20)]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +190,25 @@ def test_an_interruption_waits_for_nothing() -> None:
         time.sleep(0.1)
         raise KeyboardInterrupt
     assert alive(p.pids) == []
+
+
+def test_an_interruption_does_not_wait_for_a_write_that_never_ends() -> None:
+    go_on, written = threading.Event(), []
+
+    def write(result: int) -> None:
+        go_on.wait()
+        written.append(result)
+
+    with pytest.raises(KeyboardInterrupt), pool(write) as p:
+        for number in range(3):
+            p.submit(number)
+        raise KeyboardInterrupt
+    assert written == []
+    assert alive(p.pids) == []
+    go_on.set()
+    while any(thread.name == "fastgen-writer" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert written in ([], [0])
 
 
 def test_ctrl_c_does_not_reach_the_workers() -> None:

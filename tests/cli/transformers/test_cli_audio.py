@@ -19,7 +19,7 @@ import fastgen
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.audio import AudioInput
 from fastgen.cli.transformers.batching import Item
-from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.files import Line
 
 RATE = 16000
 FORMAT = RunConfig("model", "in", "out", input_format="text")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgen.cli.transformers.batching import MOST_NOT_GENERATED, Batch, Item, Limits, Planner
-from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.text import pad_text
 
 

@@ -19,8 +19,8 @@ import pytest
 from python_process import REPOSITORY, run_python
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.lines import Survey, is_stream, read_chunks, survey
-from fastgen.cli.transformers.records import read_references
+from fastgen.cli.transformers.files import Survey, is_stream, read_chunks, survey
+from fastgen.cli.transformers.metrics import read_references
 
 CONTENTS = [
     b"",
@@ -206,7 +206,7 @@ def test_a_file_that_is_no_whole_gzip_is_named(tmp_path: Path) -> None:
 
 READ_STDIN = r"""
 import threading, time
-from fastgen.cli.transformers.lines import read_chunks
+from fastgen.cli.transformers.files import read_chunks
 
 came = threading.Event()
 
@@ -219,7 +219,7 @@ def read():
 
 def test_standard_input_is_read_and_process_substitution_too(tmp_path: Path) -> None:
     (tmp_path / "read.py").write_text(READ_STDIN + "read()\n")
-    code = "from fastgen.cli.transformers.lines import *\nimport sys\npath = sys.argv[1]\n"
+    code = "from fastgen.cli.transformers.files import *\nimport sys\npath = sys.argv[1]\n"
     code += "assert is_stream(path)\nprint(*(line.raw for chunk in read_chunks(path) for line in chunk), sep=chr(10))\n"
     (tmp_path / "path.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}

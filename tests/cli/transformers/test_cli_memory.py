@@ -8,7 +8,7 @@ import torch
 
 from fastgen.cli.errors import RunError
 from fastgen.cli.transformers.batching import Batch, Generated, Item
-from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.pipeline import WithinMemory, batch_seed, is_out_of_memory
 from fastgen.cli.transformers.text import pad_text
 

@@ -19,7 +19,7 @@ import fastgen
 from fastgen.cli.transformers import command as module
 from fastgen.cli.transformers.batching import Batch, Generated
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.lines import Survey
+from fastgen.cli.transformers.files import Survey
 from fastgen.cli.transformers.pipeline import WithinMemory, batch_seed
 
 LINES = sentences(70)

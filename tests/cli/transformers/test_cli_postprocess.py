@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 import fastgen
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import Generated, Item
-from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.records import ADDED_FIELDS, first_text, name_of, record_of
 from fastgen.cli.transformers.text import TextInput, TextLimits, TextOutput
 

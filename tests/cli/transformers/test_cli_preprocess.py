@@ -12,7 +12,7 @@ from cli_models import save_bart, save_gpt2, sentences
 
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import Item
-from fastgen.cli.transformers.lines import Line
+from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.records import WrongKindError
 from fastgen.cli.transformers.text import SHORTEST_LONG_TEXT, TextInput, TextLimits
 from fastgen.models.demo import demo_path

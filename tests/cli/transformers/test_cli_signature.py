@@ -13,7 +13,7 @@ from python_process import run_python
 
 from fastgen.cli.transformers import signature as module
 from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.lines import Survey
+from fastgen.cli.transformers.files import Survey
 from fastgen.cli.transformers.signature import differences, signature, with_commit
 
 SURVEY = Survey(3, "0" * 64)

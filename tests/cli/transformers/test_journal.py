@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import pytest
+import transformers
 from cli_models import save_gpt2
+from fsspec.implementations.memory import MemoryFileSystem
 from python_process import REPOSITORY, run_code, run_python
 
 from fastgen.cli.errors import InputError, RunError
+from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.files import check_writable, write_whole
 from fastgen.cli.transformers.journal import Entry, Journal
 
@@ -478,3 +482,46 @@ def test_run_json_says_what_was_made(tmp_path: Path) -> None:
     complete(tmp_path / "out", 2)
     made = json.loads((tmp_path / "out.run.json").read_text())
     assert (made["signature"], made["records"], made["failures"]) == (SIGNATURE, 2, 0)
+
+
+class FailingUploads(MemoryFileSystem):
+    """A file system whose first upload ends in the middle, with an error that is no OSError."""
+
+    protocol = "failing"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    uploads = 0
+
+    def put_file(self, lpath: str, rpath: str, **options: object) -> None:
+        type(self).uploads += 1
+        if self.uploads == 1:
+            self.pipe_file(rpath, Path(lpath).read_bytes()[:5])
+            raise RuntimeError("the bucket\nis gone")
+        super().put_file(lpath, rpath, **options)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_upload_that_fails_keeps_the_journal_and_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fsspec.register_implementation("failing", FailingUploads, clobber=True)
+    model, url = save_gpt2(tmp_path / "gpt2"), "failing://bucket/out.txt"
+    (tmp_path / "in").write_text("word1 word2\nword3\n")
+    command = [str(model), "in", url, "--causal_lm", "--quiet"]
+    assert main(command) == 1
+    *_, left, error = capsys.readouterr().err.splitlines()
+    assert left.endswith("2 lines are complete in out.txt.part; the same command with --resume goes on after them")
+    assert error.endswith("OUTPUT failing://bucket/out.txt: the upload failed (RuntimeError: the bucket is gone)")
+    files = fsspec.filesystem("failing")
+    assert (tmp_path / "out.txt.part").exists() and not files.exists(url)
+
+    def never(self: object, **inputs: object) -> None:
+        raise AssertionError("it was generated already")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.GPT2LMHeadModel, "generate", never)
+        assert main([*command, "--resume"]) == 0
+    assert main([*command[:2], "local.txt", *command[3:]]) == 0
+    assert files.cat(url) == (tmp_path / "local.txt").read_bytes()
+    assert FailingUploads.uploads == 2 and not (tmp_path / "out.txt.part").exists()

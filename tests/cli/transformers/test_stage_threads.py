@@ -3,21 +3,22 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from python_process import run_code
 
-from fastgen.cli.ordered import Ahead, OrderedResults
-from fastgen.cli.transformers.batching import Item, Limits, Planner
-from fastgen.cli.transformers.lines import Line
-from fastgen.cli.transformers.pipeline import BATCHES_AHEAD, Prefetcher
+from fastgen.cli.ordered import Ahead
+from fastgen.cli.signals import Stop
+from fastgen.cli.transformers.batching import Batch, Item, Limits, Planner
+from fastgen.cli.transformers.files import Line
+from fastgen.cli.transformers.pipeline import BATCHES_AHEAD, RESULTS_PER_WORKER, Pipeline, Prefetcher
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
     while not condition():
+        assert time.monotonic() < end, "what is waited for did not happen within a minute"
         time.sleep(0.01)
 
 
@@ -121,82 +122,84 @@ def test_what_a_worker_raises_comes_after_the_batches_before_it() -> None:
     ahead.stop()  # its reader waits for room
 
 
-def results(write: Callable[[Any], None], values: list[Any], limit: int = 2) -> OrderedResults:
-    ordered = OrderedResults(write, limit)
-    with ThreadPoolExecutor(3) as workers:
-        for value in values:
-            ordered.put(workers.submit(made, value))
-    return ordered
+def behind_the_model(write: Callable[[int], None], workers: int = 3) -> tuple[Pipeline, list[int]]:
+    """A pipeline that writes the numbers of its batches, and the numbers of those that the model has had."""
+    generated: list[int] = []
+
+    def generate(batch: Batch) -> list[int]:
+        generated.append(batch.number)
+        return [batch.number]
+
+    def finish(number: int) -> float:
+        time.sleep(0.02 if number % 4 == 1 else 0.0)
+        return 1.0
+
+    task = SimpleNamespace(finish=finish, args=SimpleNamespace(postprocess_workers=workers))
+    return Pipeline(task, generate, lambda items, amount: write(items[0].line.number), Stop()), generated
 
 
-def made(value: Any) -> Any:
-    if isinstance(value, Exception):
-        raise value
-    time.sleep(0.02 if value % 4 == 1 else 0.0)
-    return value
+def numbered(number: int) -> Iterator[Batch]:
+    return (Batch([], [Item(Line(place, b""))], place) for place in range(number))
 
 
-def test_results_are_written_in_the_order_in_which_their_work_was_given_out() -> None:
+def run_all(pipeline: Pipeline, number: int) -> None:
+    try:
+        for _ in pipeline.run(numbered(number)):
+            pass
+        pipeline.close()
+    finally:
+        pipeline.kill()  # a pipeline that raised would leave threads to the next test
+
+
+def test_batches_are_written_in_their_order_by_several_workers() -> None:
     written: list[int] = []
-    ordered = results(written.append, [*range(20)])
-    ordered.wait()
-    assert written == [*range(20)]
-    ordered.close()
+    run_all(behind_the_model(written.append)[0], 40)
+    assert written == [*range(40)]
 
 
-def test_put_waits_while_too_much_is_unfinished() -> None:
-    go_on, put = threading.Event(), []
-    written: list[int] = []
-
-    def write(value: int) -> None:
-        go_on.wait()
-        written.append(value)
-
-    ordered = OrderedResults(write, 3)
-
-    def give_out() -> None:
-        for value in range(8):
-            done: Future[int] = Future()
-            done.set_result(value)
-            ordered.put(done)
-            put.append(value)
-
-    thread = threading.Thread(target=give_out)
-    thread.start()
-    wait_until(lambda: len(put) == 4)  # one is being written
-    time.sleep(0.1)
-    assert len(put) == 4
-    go_on.set()
-    thread.join()
-    ordered.close()
-    assert written == [*range(8)]
-
-
-def test_a_task_that_raises_ends_the_run_after_those_before_it() -> None:
-    written: list[int] = []
-    with pytest.raises(ValueError, match="a bad task"):
-        results(written.append, [*range(12), ValueError("a bad task"), *range(20)], limit=40).close()
-    assert written == [*range(12)]
-
-
-def test_an_error_of_write_is_raised() -> None:
-    def broken(value: int) -> None:
-        raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        results(broken, [1, 2, 3]).close()
-
-
-def test_kill_does_not_wait_for_a_write_that_never_ends() -> None:
+def test_the_model_waits_while_too_much_is_not_written() -> None:
     go_on, written = threading.Event(), []
 
-    def write(value: int) -> None:
+    def write(number: int) -> None:
         go_on.wait()
-        written.append(value)
+        written.append(number)
 
-    ordered = results(write, [0, 2, 3], limit=9)
-    ordered.kill()  # comes back, although nothing can be written
+    pipeline, generated = behind_the_model(write, workers=1)
+    thread = threading.Thread(target=run_all, args=(pipeline, 20))
+    thread.start()
+    wait_until(lambda: len(generated) == RESULTS_PER_WORKER + 1)
+    time.sleep(0.1)
+    assert len(generated) == RESULTS_PER_WORKER + 1
+    go_on.set()
+    thread.join()
+    assert written == [*range(20)]
+
+
+def test_after_a_batch_that_cannot_be_written_none_is() -> None:
+    written: list[int] = []
+
+    def full(number: int) -> None:
+        if number == 5:
+            raise OSError("the disk is full")
+        written.append(number)
+
+    with pytest.raises(OSError, match="the disk is full"):
+        run_all(behind_the_model(full)[0], 40)
+    assert written == [*range(5)]
+
+
+def test_a_pipeline_that_is_killed_does_not_wait_for_a_write_that_never_ends() -> None:
+    go_on, written = threading.Event(), []
+
+    def write(number: int) -> None:
+        go_on.wait()
+        written.append(number)
+
+    pipeline, _ = behind_the_model(write)
+    for _ in pipeline.run(numbered(5)):
+        pass
+    pipeline.kill()  # comes back, although nothing can be written
     assert written == []
     go_on.set()
-    wait_until(lambda: not threads("fastgen-writer"))
-    assert written in ([], [0])
+    wait_until(lambda: not threads("fastgen-detokenise"))
+    assert written in ([], [0], [0, 1], [0, 1, 2])

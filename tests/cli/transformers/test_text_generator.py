@@ -107,6 +107,13 @@ def test_settings_that_cannot_be_used_are_named(bart: Path, settings: dict, mess
         fastgen.TextGenerator(str(bart), **settings)
 
 
+def test_a_model_may_be_a_path_and_inputs_are_no_single_text(bart: Path) -> None:
+    generator = fastgen.TextGenerator(bart, bs=4)
+    assert generator(LINES[:3]) == fastgen.TextGenerator(str(bart), bs=4)(LINES[:3])
+    with pytest.raises(TypeError, match="inputs is one text"):
+        generator(LINES[0])
+
+
 def test_it_is_imported_when_it_is_first_used() -> None:
     code = "import sys, fastgen\nassert 'fastgen.cli' not in sys.modules and 'torch' not in sys.modules\n"
     run_code(code + "assert fastgen.TextGenerator.__name__ == 'TextGenerator' and 'torch' in sys.modules")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from capturing import capturing, replays
 from parity import CROSS, PREFILL, PROMPT, assert_same, compared, is_shared, lively, padded, run_both, token_ids
 from python_process import run_code
-from recording import recording, replays
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -17,7 +17,7 @@ from fastgen.models.mqa import (
     MQATransformerForConditionalGeneration,
 )
 from fastgen.models.mqa.stack import NEEDS_CACHE_POSITION
-from fastgen.optimizer.transformers.recordable import LAYERS_ARE_KNOWN
+from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 
 KINDS = pytest.mark.parametrize("kind", (MQATransformerForConditionalGeneration, MQATransformerForCausalLM))
 VARIANTS = pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_the_cache_changes_nothing(kind, key_value_heads, window, mode):
 
 
 @KINDS
-@pytest.mark.skipif(not LAYERS_ARE_KNOWN, reason="nothing is recorded with this version of transformers")
-def test_steps_are_recorded(kind):
+@pytest.mark.skipif(not LAYERS_ARE_KNOWN, reason="nothing is captured with this version of transformers")
+def test_steps_are_captured(kind):
     model = tiny_model(kind)
-    with recording():
+    with capturing():
         both = run_both(lambda: model.generate(**inputs_for(kind), num_beams=3, max_new_tokens=20, min_new_tokens=20))
     assert torch.equal(both.stock, both.fast)
     assert replays(both.report) > 0

@@ -10,16 +10,16 @@ import torch
 
 pytest.importorskip("fairseq")
 
+from capturing import capturing, replays
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq_generation import compare, lengths
 from fairseq_models import Case
 from models.prophetnet.tiny import dictionary, prophetnet, tokens
-from recording import recording, replays
 
 from fastgen.models.prophetnet import NgramTransformerDecoder, NgramTransformerProphetModel
 
 SHARED = [
-    "beams: one read of the device in each step",
+    "beams: the device is read once in a step, and where hypotheses end",
     "self-attention: written in place, moved once for all layers, 2 layers",
     "cross-attention keys and values: once per input, 2 layers",
     "encoder output: never repeated",
@@ -45,18 +45,18 @@ def words(tmp_path):
     return dictionary(tmp_path)
 
 
-@pytest.mark.parametrize("recorded", (False, True))
+@pytest.mark.parametrize("captured", (False, True))
 @pytest.mark.parametrize("option", OPTIONS)
-def test_keys_are_shared_and_hypotheses_are_the_same(words, option, recorded):
-    with recording("on" if recorded else "off"):
+def test_keys_are_shared_and_hypotheses_are_the_same(words, option, captured):
+    with capturing("on" if captured else "off"):
         both = compare(case_of(words, prophetnet(words)), **OPTIONS[option])
     assert both.report.shared == SHARED
-    assert (replays(both.report) > 2) == recorded, both.report
+    assert (replays(both.report) > 2) == captured, both.report
 
 
-@pytest.mark.parametrize("recorded", (False, True))
-def test_sentences_that_are_finished_leave(words, recorded):
-    with recording() if recorded else nullcontext():
+@pytest.mark.parametrize("captured", (False, True))
+def test_sentences_that_are_finished_leave(words, captured):
+    with capturing() if captured else nullcontext():
         both = compare(case_of(words, prophetnet(words)), max_len_b=38)
     assert len({max(sentence) for sentence in lengths(both.stock)}) > 1
     assert both.report.shared == SHARED

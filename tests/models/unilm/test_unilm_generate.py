@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from capturing import capturing, replays
 from parity import BEAMS, PROMPT, SAMPLES, assert_same, compared, is_shared, padded, run_both, token_ids
-from recording import recording, replays
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.t5.modeling_t5 import T5Attention
 from unilm_slow import SlowUniLM, next_logits, tiny_unilm
@@ -81,10 +81,10 @@ def test_mask_token_never_enters_the_cache():
 
 @pytest.mark.parametrize("bins", (0, 8), ids=("", "relative positions"))
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES, GREEDY), ids=("beams", "samples", "greedy"))
-def test_recorded_steps_give_the_same_tokens(arguments, bins):
+def test_captured_steps_give_the_same_tokens(arguments, bins):
     model = tiny_unilm(rel_pos_bins=bins, max_rel_pos=12)
     arguments = {**arguments, "max_new_tokens": 12, "eos_token_id": None}
-    with recording():
+    with capturing():
         for inputs in (padded(9, 5, 7), padded(4, 8, 3, seed=2)):
             both = run_both(partial(model.generate, **inputs, **arguments))
             assert torch.equal(both.stock, both.fast)

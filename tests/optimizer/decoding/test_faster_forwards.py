@@ -17,7 +17,7 @@ from transformers.activations import NewGELUActivation
 
 import fastgen
 from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
-from fastgen.optimizer.transformers.forwards import forwards
+from fastgen.optimizer.transformers.generate import forwards
 
 STATES = torch.cat([torch.linspace(-12, 12, 10001), torch.tensor([-1e4, -0.0, 0.0, 1e4])])
 

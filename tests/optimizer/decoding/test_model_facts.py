@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.model_facts import KnownCode, facts_of
-from fastgen.origin import PYTHON
+from fastgen.provenance import PYTHON
 
 KNOWN = KnownCode(packages=PYTHON | {"torch", __name__.partition(".")[0]}, hooks=frozenset({"torch"}))
 FACTOR = 2.0
@@ -70,6 +70,10 @@ def replace_function_by_another_at_its_address(model: Model) -> None:
     model.blocks[0].activation = lambda states: states.relu() + 1
 
 
+class OwnParameter(nn.Parameter):
+    """What quantization libraries and programs derive from it."""
+
+
 CHANGES = {
     "data of a weight": set_data,
     "strides of a weight": transpose_data,
@@ -89,6 +93,26 @@ CHANGES = {
     "function": replace_function_by_another_at_its_address,
     "compiled": lambda model: model.blocks[0].compile(backend="eager"),
 }
+
+
+UNUSUAL = {
+    "sparse buffer": lambda model: model.register_buffer("unread", torch.eye(3).to_sparse()),
+    "nested buffer": lambda model: model.register_buffer("unread", torch.nested.nested_tensor([torch.ones(2)])),
+    "parameter of another class": lambda model: setattr(
+        model.blocks[0].linear, "weight", OwnParameter(torch.randn(4, 4))
+    ),
+}
+
+
+@pytest.mark.parametrize("put_in", UNUSUAL.values(), ids=UNUSUAL)
+def test_facts_end_with_the_data_of_a_weight_whatever_tensors_the_model_has(put_in):
+    model = Model()
+    put_in(model)
+    facts = facts_of(model, KNOWN)
+    assert facts_of(model, KNOWN) is facts
+    set_data(model)
+    assert not facts.is_current()
+    assert facts_of(model, KNOWN) is not facts
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)

@@ -17,9 +17,9 @@ from torch.nn import functional
 
 import fastgen
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.fairseq.decoder import Written
-from fastgen.optimizer.fairseq.plan import ModelPlan
-from fastgen.optimizer.fairseq.states import DecodingState
+from fastgen.optimizer.fairseq.checks import ModelPlan
+from fastgen.optimizer.fairseq.decode_step import DecodingState
+from fastgen.optimizer.fairseq.modules import Written
 
 INPUTS, BEAMS, WIDTH, HEADS, SOURCE = 2, 3, 8, 2, 5
 ROWS = INPUTS * BEAMS
@@ -181,7 +181,7 @@ def test_prompt_is_computed_in_one_pass():
     # As if it were fairseq's: code of the program would see each step.
     names = {"__name__": "fairseq.watched", "shapes": shapes, "original": original}
     watched = FunctionType(watched.__code__, names, closure=watched.__closure__)
-    with mock.patch("fastgen.optimizer.fairseq.plan.TransformerDecoderBase.forward", watched):
+    with mock.patch("fastgen.optimizer.fairseq.checks.TransformerDecoderBase.forward", watched):
         generate(case, sample, beam=2, max_len_b=12)
     assert shapes[0] == ((3, 7), False)
     assert shapes[1] == ((6, 8), True)

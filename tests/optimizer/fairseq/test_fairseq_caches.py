@@ -13,10 +13,10 @@ pytest.importorskip("fairseq")
 from fairseq_models import CASES
 
 from fastgen.optimizer.decoding.call import generate_call
+from fastgen.optimizer.decoding.loop_state import StepHistory
 from fastgen.optimizer.decoding.model_facts import facts_of
-from fastgen.optimizer.decoding.step_history import StepHistory
-from fastgen.optimizer.fairseq.plan import KNOWN, plan
-from fastgen.optimizer.fairseq.states import DecodingState, filling
+from fastgen.optimizer.fairseq.checks import KNOWN, plan
+from fastgen.optimizer.fairseq.decode_step import DecodingState
 
 
 def plan_of(model):
@@ -34,7 +34,7 @@ def test_history_finds_values_of_ancestors():
         history.write(step, values)
         moved = torch.cat([moved, values.unsqueeze(2)], dim=2)
         expected = torch.tensor([rows - 1, 0])
-        assert torch.equal(history.read(expected, step + 1), moved[expected])
+        assert torch.equal(history.index_select(0, expected), moved[expected])
         rows = 4 if step >= 5 else rows
         order = torch.randint(0, len(values), (rows,))
         history.reorder(order)
@@ -75,12 +75,9 @@ def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays():
     tokens = torch.tensor([[2, 5, 6, 7], [2, 8, 9, 10]])
     for pays in (True, False):
         state = DecodingState(plan_of(case.models[0]), inputs=2, rows_per_input=3, limit=9)
-        with torch.no_grad(), generate_call("test") as call, filling(state):
+        with torch.no_grad(), costs(min_saved_elements=0 if pays else sys.maxsize), generate_call("test") as call:
             call.is_accelerated = True
-            decoder.forward(tokens, features_only=True)
-        assert state.is_filled
-        with costs(min_saved_elements=0 if pays else sys.maxsize):
-            state.start_rows()
+            state.prefill(decoder, tokens)
         attention = decoder.layers[0].self_attn
         if pays:
             assert [part.shape for part in state.prompt(attention)] == [(2, 2, 4, 8)] * 2

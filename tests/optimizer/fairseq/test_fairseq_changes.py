@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("fairseq")
 
+from capturing import capturing, replays
 from fairseq import search, utils
 from fairseq.models.transformer import transformer_decoder
 from fairseq.modules import MultiheadAttention, transformer_layer
 from fairseq_generation import assert_same_hypotheses, compare, generate, run_both
 from fairseq_models import CASES
-from recording import recording, replays
 from torch import nn
 from torch.nn import functional
 
@@ -25,8 +25,8 @@ AT = 8
 
 
 @pytest.fixture(autouse=True)
-def recorded():
-    with recording():
+def captured():
+    with capturing():
         yield
 
 

@@ -11,15 +11,14 @@ import torch
 pytest.importorskip("fairseq")
 
 from fairseq.sequence_generator import SequenceGenerator
-from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
+from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, lengths, run_both, token_lists
 from fairseq_models import CASES
 from python_process import REPOSITORY, run_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgen
-from fastgen.optimizer.decoding import beam_search
+from fastgen.optimizer.decoding import loop_state
 from fastgen.optimizer.fairseq import loop
-from fastgen.optimizer.fairseq.hypotheses import Collected
 
 
 def test_ended_candidates_are_passed_over_in_order():
@@ -27,9 +26,9 @@ def test_ended_candidates_are_passed_over_in_order():
     scores = torch.tensor([[-1.0, -2, -3, -4, -5, -6], [-1.0, -2, -3, -4, -5, -torch.inf]])
     tokens = torch.tensor([[7, 2, 8, 2, 9, 5], [2, 2, 2, 4, 5, 2]])
     ignored = torch.tensor([[False, False, False], [False, True, False]])
-    ended = beam_search.ending(scores, tokens, 2, ignored)
+    ended = loop_state.ending(scores, tokens, 2, ignored)
     assert ended.tolist() == [[False, True, False, True, False, False], [True, False, True, False, False, False]]
-    active, ignored = beam_search.going_on(ended, ignored)
+    active, ignored = loop_state.going_on(ended, ignored)
     assert active.tolist() == [[0, 2, 4], [3, 4, 5]]
     assert not ignored.any()
 
@@ -37,16 +36,16 @@ def test_ended_candidates_are_passed_over_in_order():
 def test_places_for_which_nothing_is_left_are_ignored():
     """As in sampling, where each beam has one candidate."""
     ended = torch.tensor([[True, False, True]])
-    active, ignored = beam_search.going_on(ended, torch.zeros(1, 3, dtype=torch.bool))
+    active, ignored = loop_state.going_on(ended, torch.zeros(1, 3, dtype=torch.bool))
     assert active.tolist() == [[1, 0, 2]] and ignored.tolist() == [[False, True, True]]
-    active, ignored = beam_search.going_on(torch.tensor([[False, False, False]]), ignored)
+    active, ignored = loop_state.going_on(torch.tensor([[False, False, False]]), ignored)
     assert active[0, 0] == 0 and ignored.tolist() == [[False, True, True]]
 
 
 def test_forced_tokens_keep_their_own_log_probability():
     log_probs = torch.randn(3, 5).log_softmax(-1)
     before = log_probs.clone()
-    forced = beam_search.force_tokens(log_probs, torch.tensor([4, 1, 0]), pad=1)
+    forced = loop_state.force_tokens(log_probs, torch.tensor([4, 1, 0]), pad=1)
     assert torch.equal(forced[1], before[1])
     for row, token in ((0, 4), (2, 0)):
         assert forced[row, token] == before[row, token]
@@ -58,17 +57,28 @@ def test_sums_are_rounded_as_a_search_rounds_them():
     expected = values[:, 0]
     for column in range(1, 3000):
         expected = expected + values[:, column]
-    assert torch.equal(beam_search.sum_in_order(values)[:, -1], expected)
+    assert torch.equal(loop_state.sum_in_order(values)[:, -1], expected)
 
 
 def test_a_sentence_collects_no_more_hypotheses_than_beams():
-    collected = Collected(2, [[{}], [{}, {}], []])
-    assert collected.wanted([[True, True], [True, False], [False, True]], [0, 1, 2]) == [(0, 0), (2, 1)]
+    """In the last step all beams end, whatever has ended before."""
+    ends, read_flags = [], loop._flags_sync
+    with mock.patch.object(loop, "_flags_sync", lambda ended: ends.append(int(ended.sum())) or read_flags(ended)):
+        found = compare(CASES["transformer"](), max_len_b=6).fast
+    assert [len(sentence) for sentence in found] == [BEAMS["beam"]] * len(found)
+    assert sum(ends) > BEAMS["beam"] * len(found)
 
 
 def test_numbers_of_dropped_sentences_are_kept():
-    collected = Collected(1, [[], [], [{}]])
-    assert collected.wanted([[True]], [1]) == [(0, 0)]
+    """Each sentence gets its own hypotheses, however many have left before it."""
+    case = CASES["transformer"]()
+    net_input = case.sample["net_input"]
+    together = generate(case)
+    for number, hypotheses in enumerate(together):
+        one = {name: value[number : number + 1] for name, value in net_input.items()}
+        sample = {"id": case.sample["id"][number : number + 1], "net_input": one}
+        assert token_lists(generate(case, sample)) == token_lists([hypotheses])
+    assert len({max(length) for length in lengths(together)}) > 2
 
 
 class HostReads(TorchDispatchMode):

@@ -12,7 +12,7 @@ from parity import BEAMS, padded, run_both, tiny
 
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.reasons import LOOP
-from fastgen.optimizer.transformers.unread import SEQUENCES_SCORES, reading_only
+from fastgen.optimizer.transformers.requested_outputs import SEQUENCES_SCORES, only_outputs
 
 ASKED = {"return_dict_in_generate": True, "output_scores": True}
 
@@ -35,7 +35,7 @@ def models() -> dict[str, Any]:
     ids=["beams", "one returned", "some end", "beam samples", "another criterion"],
 )
 def test_scores_are_those_of_the_library(models: dict, name: str, arguments: dict, of_the_library: bool) -> None:
-    with reading_only(SEQUENCES_SCORES):
+    with only_outputs(SEQUENCES_SCORES):
         stock, fast, report = run_both(lambda: models[name].generate(**padded(9, 5, 7), **ASKED | BEAMS | arguments))
     assert torch.equal(fast.sequences, stock.sequences)
     assert torch.allclose(fast.sequences_scores, stock.sequences_scores, rtol=0, atol=1e-4)
@@ -44,7 +44,7 @@ def test_scores_are_those_of_the_library(models: dict, name: str, arguments: dic
 
 
 def test_other_outputs_come_with_all_scores(models: dict) -> None:
-    with reading_only(SEQUENCES_SCORES):
+    with only_outputs(SEQUENCES_SCORES):
         stock, fast, _ = run_both(lambda: models["gpt2"].generate(**padded(9, 5), **BEAMS, **ASKED, output_logits=True))
     assert len(fast.scores) == len(fast.logits) == len(stock.scores)
 
@@ -63,7 +63,7 @@ def test_a_model_with_its_own_finished_beams_keeps_its_scores() -> None:
         return sequences, scores / 2, *others
 
     model._update_finished_beams = types.MethodType(halved, model)
-    with reading_only(SEQUENCES_SCORES):
+    with only_outputs(SEQUENCES_SCORES):
         stock, fast, _ = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED))
     assert fast.scores and torch.equal(fast.sequences_scores, stock.sequences_scores)
 
@@ -76,7 +76,7 @@ def test_a_model_of_the_programs_own_is_verified_as_ever(share_always: None) -> 
         return by_einsum(*states)
 
     model = odd_model(attend)
-    with reading_only(SEQUENCES_SCORES):
+    with only_outputs(SEQUENCES_SCORES):
         stock, fast, report = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED))
     assert report.shared and set(user_code) == {True}  # while it is compared, and in the call itself
     assert torch.equal(fast.sequences, stock.sequences) and fast.scores is None

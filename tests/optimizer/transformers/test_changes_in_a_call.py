@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("peft")
 
+from capturing import replays
 from parity import lively, run_both, token_ids
 from peft import LoraConfig
-from recording import replays
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, StoppingCriteria

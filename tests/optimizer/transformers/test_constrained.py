@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from capturing import capturing, replays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import assert_equal_outputs, padded, run_both, tiny, token_ids
-from recording import recording, replays
 from sharing import sharing
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
@@ -23,8 +23,8 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import verify_once
 from fastgen.optimizer.decoding.reasons import ALLOWED
 from fastgen.optimizer.transformers import constrained
+from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.optimizer.transformers.constrained import ALL_ROWS, ALONE
-from fastgen.optimizer.transformers.recordable import LAYERS_ARE_KNOWN
 
 EOS, VOCABULARY = 2, 300
 MODELS = ("llama", "t5")
@@ -291,13 +291,13 @@ def test_scores_that_are_not_finite(trie, value):
     assert torch.equal(stock.nan_to_num(7.0), processor(token_ids(6, 2), scores).nan_to_num(7.0))
 
 
-@pytest.mark.skipif(not LAYERS_ARE_KNOWN, reason="nothing is recorded with the static caches of this transformers")
+@pytest.mark.skipif(not LAYERS_ARE_KNOWN, reason="nothing is captured with the static caches of this transformers")
 @pytest.mark.parametrize("arguments", [{"num_beams": 6}, {}], ids=["beams", "greedy"])
 @pytest.mark.parametrize("name", MODELS)
-def test_recorded_steps_are_constrained_too(models, name, arguments):
+def test_captured_steps_are_constrained_too(models, name, arguments):
     model = tiny(name, "seq2seq" if name == "t5" else "causal", vocab_size=VOCABULARY)
     names = [[*chain.from_iterable(parts), EOS] for parts in zip(*[iter(semantic_ids(120))] * 4)]
-    with recording():
+    with capturing():
         compare(model, padded(5, 5), names, [EOS], max_new_tokens=13, do_sample=False, **arguments)
     assert replays(fastgen.explain()) > 3
 

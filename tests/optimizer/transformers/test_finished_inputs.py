@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
+from capturing import capturing
 from parity import padded, run_both, tiny, token_ids
-from recording import recording
 from sharing import sharing
 from transformers import LogitsProcessor
 
@@ -127,7 +127,7 @@ def test_one_row_and_what_returns_more_than_tokens_stay_with_the_library(others,
     model = tiny("gpt2")
     arguments = {**ENDS, "num_beams": 3, **others}
     input_ids = token_ids(4 if arguments["num_beams"] > 1 else 1, 5)
-    with recording("off"), mock.patch.object(decode_step.TransformersDecodeStep, "logits", side_effect=AssertionError):
+    with capturing("off"), mock.patch.object(decode_step.TransformersDecodeStep, "logits", side_effect=AssertionError):
         report = run_both(lambda: model.generate(input_ids, **arguments)).report
     assert report.codes(LOOP) == codes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import DROP, INDEXED, LATENT
+from capturing import capturing, replays
 from parity import (
     BEAMS,
     BOTH,
@@ -18,11 +19,10 @@ from parity import (
     run_both,
     tiny,
 )
-from recording import recording, replays
 from torch import nn
 
 from fastgen.optimizer.decoding.graphs import CapturedGraph
-from fastgen.optimizer.transformers.latent_attention import expanding_in_parts
+from fastgen.optimizer.transformers.models.latent_attention import expanding_in_parts
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -73,11 +73,11 @@ def test_layers_with_an_index_share_the_prefill(name, arguments):
 
 
 @BOTH
-def test_recorded_steps_serve_the_next_call(arguments, monkeypatch):
+def test_captured_steps_serve_the_next_call(arguments, monkeypatch):
     model, made = latent("deepseek_v3"), []
     capture = CapturedGraph.capture
     monkeypatch.setattr(CapturedGraph, "capture", lambda self, *args: made.append(self) or capture(self, *args))
-    with recording():
+    with capturing():
         for _ in range(2):
             both = run_both(lambda: model.generate(**padded(9, 5), **arguments))
             assert torch.equal(both.stock, both.fast) and replays(both.report) and is_shared(both.report, PROMPT)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from capturing import capturing, replays
 from parity import BEAMS, SAMPLES, assert_same, is_shared, left_alone_because, run_both, tiny, token_ids
-from recording import recording, replays
 from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.gpt_neo import modeling_gpt_neo
@@ -21,7 +21,7 @@ ROWS = 8  # of `SAMPLES`, for two inputs
 
 @pytest.fixture(autouse=True)
 def everywhere(share_always):
-    with recording():
+    with capturing():
         yield
 
 
@@ -60,7 +60,7 @@ def test_function_that_the_program_has_put_into_a_file_of_models(monkeypatch, na
     monkeypatch.setattr(modeling_llama, name, steering(getattr(modeling_llama, name)))
     same_and_left_alone(model, name)
     monkeypatch.undo()
-    with recording():
+    with capturing():
         assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
 
 

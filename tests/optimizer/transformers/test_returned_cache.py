@@ -7,9 +7,11 @@ import functools
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
+from capturing import capturing
 from parity import (
     BEAMS,
     CROSS,
@@ -32,6 +34,8 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
+import fastgen
+from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.transformers import verification
 
 NAMES = ("llama", "gpt2", "bart", "t5")
@@ -256,3 +260,27 @@ def test_nothing_keeps_the_cache_alive(models, name):
     del output
     gc.collect()
     assert caches[0]() is None
+
+
+@pytest.mark.parametrize("cuda_graphs", ("off", "on"))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+def test_a_cache_that_nobody_holds_is_not_copied_when_the_call_ends(models, name, arguments, cuda_graphs, monkeypatch):
+    copied, copy_of = [], KVCache.copy
+    monkeypatch.setattr(KVCache, "copy", lambda self, layer: copied.append(layer) or copy_of(self, layer))
+    with capturing(cuda_graphs):
+        models[name].generate(**padded(9, 5), **arguments | {"return_dict_in_generate": False, "output_scores": False})
+    assert (fastgen.explain().replays > 0) == (cuda_graphs == "on") and not copied
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_that_a_hook_keeps_from_beam_search_has_the_last_order_of_its_rows(models, name):
+    found = []
+    for context in (fastgen.disabled(), nullcontext()):
+        kept = []
+        hook = models[name].register_forward_hook(lambda module, args, output, kept=kept: kept.append(output))
+        with context:
+            models[name].generate(**padded(9, 5), num_beams=4, do_sample=False, max_new_tokens=6)
+        hook.remove()
+        found.append(kept[-1].past_key_values)
+    assert_plain_and_equal(*found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from capturing import capturing, not_captured_because, replays
 from parity import (
     BEAMS,
     BOTH,
@@ -20,7 +21,6 @@ from parity import (
     run_both,
     token_ids,
 )
-from recording import not_recorded_because, recording, replays
 from torch import nn
 from transformers import (
     DynamicCache,
@@ -78,15 +78,15 @@ def test_windows_and_prompts_of_all_lengths(name, window, arguments):
 
 @BOTH
 @pytest.mark.parametrize("name", MODELS)
-def test_steps_are_recorded_as_long_as_the_window_holds_everything(name, arguments):
+def test_steps_are_captured_as_long_as_the_window_holds_everything(name, arguments):
     tokens = padded(LENGTH, 5)
     arguments = {**arguments, "return_dict_in_generate": False}
     for window, fits in ((LENGTH + 7, False), (99, True)):
         model = model_of(name, window)
-        with recording():
+        with capturing():
             stock, fast, report = run_both(lambda model=model: model.generate(**tokens, **arguments))
         assert torch.equal(stock, fast) and bool(replays(report)) == fits
-        assert fits or not_recorded_because(report, "SLIDING_WINDOW", f"a sliding window of {window} for up to ")
+        assert fits or not_captured_because(report, "SLIDING_WINDOW", f"a sliding window of {window} for up to ")
 
 
 @BOTH

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed
+from capturing import replays
 from parity import PROMPT, Both, is_shared, padded, run_both, tiny
 from peft import LoraConfig, get_peft_model
-from recording import replays
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,7 @@ def process_group() -> Iterator[None]:
 
 
 def generated(model: nn.Module, **options: object) -> Both:
-    """With 24 steps, enough to be recorded where that is possible."""
+    """With 24 steps, enough to be captured where that is possible."""
     samples = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 24, "eos_token_id": None}
     both = run_both(lambda: model.generate(**padded(9, 5), **samples, **options))
     assert torch.equal(both.stock, both.fast)
@@ -58,7 +58,7 @@ def test_fully_sharded_with_full_parameters():
         step(wrapped)
 
 
-def test_steps_of_layers_that_are_sharded_are_not_recorded():
+def test_steps_of_layers_that_are_sharded_are_not_captured():
     model = tiny("llama").train()
     for name, layer in model.model.layers.named_children():
         setattr(

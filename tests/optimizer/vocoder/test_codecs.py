@@ -9,21 +9,20 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from vocoders import FOLDED, ONEDNN, make_loud
+from vocoders import ONEDNN, make_loud, onednn
 
 import fastgen
-from fastgen.optimizer.vocoder import convolutions, faster
-from fastgen.optimizer.vocoder import weights as kept
+from fastgen.optimizer.vocoder import convolutions, forward
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(bool(convolutions.onednn_reasons()), reason="no oneDNN"),
+    pytest.mark.skipif(bool(convolutions.machine_reasons()), reason="no oneDNN"),
 ]
 
-FRAMES = faster.MIN_CODEC_FRAMES
+FRAMES = forward.MIN_CODEC_FRAMES
 SHAPE = {"num_filters": 4, "upsampling_ratios": [3, 2], "codebook_size": 16}
 
 
@@ -92,7 +91,6 @@ def test_waveforms_are_those_of_the_library(build, settings):
     for batch, frames in ((1, FRAMES), (1, 301), (3, FRAMES + 1)):
         found, expected, report = decoded(decoder, states_of(batch, frames))
         assert report.kernels[ONEDNN] == 1, report
-        assert report.kernels[FOLDED] == (build is encodec)
         assert_same(found, expected)
 
 
@@ -108,40 +106,23 @@ def test_codes_are_decoded_to_the_same_audio(build, shape):
 
 
 def test_each_layer_is_computed_in_the_way_that_its_weight_asks_for(monkeypatch):
-    ways = []
-    for way in (convolutions.Torch, convolutions.OneDnn):
-
-        def noting(*args, way=way, convolution=way.convolution, **kwargs):
-            ways.append(way)
-            return convolution(*args, **kwargs)
-
-        monkeypatch.setattr(way, "convolution", noting)
+    ways, pays = [], convolutions.pays
+    monkeypatch.setattr(convolutions, "pays", lambda *given: ways.append(pays(*given)) or ways[-1])
     assert_same(*decoded(decoder_of(encodec()), states_of())[:2])
     changes = [before is not after for before, after in itertools.pairwise(ways)]
-    assert (ways[0], ways[-1], sum(changes)) == (convolutions.Torch, convolutions.OneDnn, 1)
+    assert (ways[0], ways[-1], sum(changes)) == (False, True, 1)
 
 
-def test_weights_are_folded_once_and_changes_are_noticed(monkeypatch):
-    folds, fold = [], kept._fold
-    monkeypatch.setattr(kept, "_fold", lambda norm: folds.append(norm) or fold(norm))
+def test_changes_of_weights_with_norm_are_noticed():
     decoder, states = decoder_of(encodec()), states_of()
     for _ in range(2):
         before = decoded(decoder, states)[0]
-    assert len(folds) == sum(isinstance(one, (nn.Conv1d, nn.ConvTranspose1d)) for one in decoder.modules())
     length = decoder.layers[0].conv.parametrizations.weight.original0
     with torch.no_grad():
         length.mul_(1.5)
     found, expected, _ = decoded(decoder, states)
     assert_same(found, expected)
     assert (found - before).abs().max() > 1e-3
-
-
-def test_folding_alone_changes_no_bit(monkeypatch):
-    monkeypatch.setattr(faster, "OneDnn", convolutions.Torch)
-    for frames in (FRAMES, 301):
-        found, expected, report = decoded(decoder_of(encodec()), states_of(2, frames))
-        assert report.kernels[FOLDED] == 1
-        assert torch.equal(found, expected)
 
 
 def test_weights_without_norm_may_be_written_in():
@@ -163,15 +144,14 @@ def test_weight_norm_may_be_put_on_and_removed(norm):
     for layer in layers:
         norm(layer)
     found, expected, report = decoded(decoder, states)
-    assert report.kernels[FOLDED] == report.kernels[ONEDNN] == 1
+    assert report.kernels[ONEDNN] == 1
     assert_same(found, expected)
     for layer in layers:
         if norm is nn.utils.weight_norm:
             nn.utils.remove_weight_norm(layer)
         else:
             parametrize.remove_parametrizations(layer, "weight")
-    found, expected, report = decoded(decoder, states)
-    assert FOLDED not in report.kernels
+    found, expected, _ = decoded(decoder, states)
     assert_same(found, expected)
     assert_same(found, plain)
 
@@ -179,7 +159,7 @@ def test_weight_norm_may_be_put_on_and_removed(norm):
 def test_the_model_stays_what_it_is():
     model = encodec()
     before = copy.deepcopy(model.state_dict())
-    assert decoded(decoder_of(model), states_of())[2].kernels[FOLDED] == 1
+    assert decoded(decoder_of(model), states_of())[2].kernels[ONEDNN] == 1
     after = model.state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -210,13 +190,22 @@ def left_alone(decoder, states):
 def test_what_codecs_leave_to_the_library_has_a_reason():
     decoder, states = decoder_of(encodec()), states_of()
     assert "too few to gain" in left_alone(decoder, states_of(frames=FRAMES - 1))
-    assert "no more than what a layer pads or trims" in left_alone(decoder, states_of(frames=3))
-    assert "in training mode" in left_alone(decoder.train(), states)
-    decoder.eval()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert "autocast" in left_alone(decoder, states)
     assert "no layer is known" in left_alone(decoder_of(encodec(norm_type="time_group_norm")), states)
     assert "float64" in left_alone(decoder.double(), states.double())
+
+
+def test_inputs_no_longer_than_what_a_layer_pads_become_the_same_waveform():
+    for build in (encodec, mimi):
+        with onednn():
+            found, expected, report = decoded(decoder_of(build()), states_of(frames=3))
+        assert report.kernels[ONEDNN] == 1
+        assert_same(found, expected)
+
+
+def test_codecs_in_training_mode_give_the_same_waveform():
+    assert_same(*decoded(decoder_of(encodec()).train(), states_of())[:2])
 
 
 def test_modules_with_code_of_their_own_are_called():

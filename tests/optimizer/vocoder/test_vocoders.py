@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from vocoders import (
     CLASSES,
-    FOLDED,
     ONEDNN,
     SHAPE,
     assert_same,
@@ -23,12 +22,13 @@ from vocoders import (
 
 import fastgen
 from fastgen.optimizer.decoding import verify_once
-from fastgen.optimizer.vocoder import convolutions, faster
+from fastgen.optimizer.decoding.reasons import VOCODER
+from fastgen.optimizer.vocoder import convolutions, forward
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 TRANSFORMERS = [name for name in CLASSES if "fairseq" not in name]
-needs_onednn = pytest.mark.skipif(bool(convolutions.onednn_reasons()), reason="no oneDNN")
+needs_onednn = pytest.mark.skipif(bool(convolutions.machine_reasons()), reason="no oneDNN")
 
 
 def vocoder_of(name):
@@ -167,24 +167,54 @@ def test_what_is_left_to_the_library_has_a_reason():
     inputs = vocoder.inputs(1, 5)
     with onednn():
         assert waveforms(vocoder, *inputs)[2].kernels[ONEDNN] == 1
-        vocoder.generator.train()
-        assert "in training mode" in left_alone(vocoder, *inputs)
-        vocoder.generator.eval()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert "autocast" in left_alone(vocoder, *inputs)
-        block = vocoder.generator.resblocks[0]
-        handle = block.convs1[0].register_forward_hook(lambda *args: None)
-        assert "a layer has a forward hook" in left_alone(vocoder, *inputs)
+        handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+        assert "no layer is known" in left_alone(vocoder, *inputs)
         handle.remove()
-        handle = block.register_forward_pre_hook(lambda *args: None)
-        assert "a residual block has a forward hook" in left_alone(vocoder, *inputs)
-        handle.remove()
-        block.forward = type(block).forward.__get__(block)
-        assert "a residual block has a forward of its own" in left_alone(vocoder, *inputs)
-        del block.forward
         assert waveforms(vocoder, *inputs)[2].kernels[ONEDNN] == 1
     with onednn(False):
         assert "too few to gain" in left_alone(vocoder, *inputs)
+
+
+def test_a_vocoder_in_training_mode_gives_the_same_waveform():
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    vocoder.generator.train()
+    with onednn():
+        assert_same(*waveforms(vocoder, *vocoder.inputs(1, 5))[:2])
+
+
+@needs_onednn
+def test_hooks_are_called_and_see_the_states_of_the_library():
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    inputs = vocoder.inputs(1, 5)
+    block = vocoder.generator.resblocks[0]
+    for module in (vocoder.generator.conv_pre, block.convs1[0], block, vocoder.generator.upsampler[1]):
+        seen = []
+        handle = module.register_forward_hook(lambda module, args, output, seen=seen: seen.append((*args, output)))
+        with onednn():
+            found, expected, report = waveforms(vocoder, *inputs)
+        handle.remove()
+        assert report.kernels[ONEDNN] == 1
+        assert_same(found, expected)
+        for ours, theirs in zip(*seen, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize("place", ["layer", "block", "class"])
+def test_forwards_of_the_program_are_called(place, monkeypatch):
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    inputs = vocoder.inputs(1, 5)
+    block = vocoder.generator.resblocks[0]
+    owner = {"layer": block.convs1[0], "block": block, "class": type(block)}[place]
+    forward = owner.forward
+    with onednn():
+        before = waveforms(vocoder, *inputs)[0]
+        monkeypatch.setattr(owner, "forward", lambda *args: forward(*args) * 1.5)
+        found, expected, _ = waveforms(vocoder, *inputs)
+    assert_same(found, expected)
+    assert (found - before).abs().max() > 1e-3
 
 
 def test_layers_with_code_of_their_own_are_called():
@@ -193,10 +223,25 @@ def test_layers_with_code_of_their_own_are_called():
             return super().forward(input) * 2
 
     vocoder = vocoder_of("SeamlessM4THifiGan")
-    old = vocoder.generator.conv_pre
-    vocoder.generator.conv_pre = Louder(old.in_channels, old.out_channels, 7, padding=3)
+    inputs = vocoder.inputs(1, 5)
+    for name in ("conv_pre", "conv_post"):
+        old = getattr(vocoder.generator, name)
+        setattr(vocoder.generator, name, Louder(old.in_channels, old.out_channels, 7, padding=3))
+        with onednn():
+            assert_same(*waveforms(vocoder, *inputs)[:2])
+
+
+@needs_onednn
+def test_a_layer_that_changes_the_length_fails_as_in_the_library():
+    vocoder = vocoder_of("SeamlessM4THifiGan")
+    block = vocoder.generator.resblocks[0]
+    block.convs2[0] = nn.Conv1d(8, 8, 4, padding=1)
+    for switch in (onednn(), fastgen.disabled()):
+        with switch, torch.no_grad(), pytest.raises(RuntimeError, match="must match the size"):
+            vocoder.generator(*vocoder.inputs(1, 5))
+    block.convs2[0] = nn.Conv1d(8, 8, 4, stride=100, padding=1)  # one step, which is added to each
     with onednn():
-        assert "a Louder has a forward of its own" in left_alone(vocoder, *vocoder.inputs(1, 5))
+        assert_same(*waveforms(vocoder, *vocoder.inputs(1, 5))[:2])
 
 
 def test_a_subclass_may_call_the_forward_of_the_library():
@@ -239,7 +284,7 @@ def test_double_precision_and_inference_mode():
         assert_same(*waveforms(vocoder, states)[:2])
         vocoder.generator.double()
         found, expected, report = waveforms(vocoder, states.double())
-        assert report.kernels[FOLDED] == 1 and ONEDNN not in report.kernels
+        assert not report.kernels and report.codes(VOCODER) == {"DTYPE"}
         assert_same(found, expected)
 
 
@@ -255,17 +300,17 @@ def test_errors_are_those_of_the_library():
 
 
 @needs_onednn
-@pytest.mark.parametrize("frames", [faster.MIN_FRAMES - 1, faster.MIN_FRAMES])
+@pytest.mark.parametrize("frames", [forward.MIN_FRAMES - 1, forward.MIN_FRAMES])
 def test_short_inputs_are_left_to_the_library(frames):
     vocoder = vocoder_of("SeamlessM4THifiGan")
     found, expected, report = waveforms(vocoder, *vocoder.inputs(1, frames))
     assert_same(found, expected)
-    assert report.kernels[ONEDNN] == (frames == faster.MIN_FRAMES)
+    assert report.kernels[ONEDNN] == (frames == forward.MIN_FRAMES)
 
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypatch, is_right):
-    from fastgen.optimizer.transformers import vocoder as host
+    from fastgen.optimizer.transformers.models import vocoders as host
 
     failed, real = [], host.faster_waveform
     monkeypatch.setattr(verify_once, "_verified", set())

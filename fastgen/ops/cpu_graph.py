@@ -1,0 +1,188 @@
+"""What a CPU has instead of a CUDA graph: the calls of torch's kernels that a function has made, to be made again.
+
+A step of a decoder calls some hundred kernels; the Python between them takes as long as the kernels themselves where
+rows are few. Here every call has its tensors, at addresses that stay, and what only looks at tensors is left out.
+
+    Tracer ──> calls ──> those that are needed ──> repetitions, into memory that tensors share where they can
+
+AMD EPYC (family 25), 2 threads, one step, ms, without and with it: GPT-2 small, one row, 47 and 31; BART-base, 4 beams
+of one input, 46 and 33; T5-base, 32 rows, 190 and 150.
+
+Tests: tests/ops/test_cpu_graph.py
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fastgen.ops.cpu_linear import few_rows
+from fastgen.ops.tracing import Call, Diverged, NotRepeatable, Tracer
+
+# They give memory whose content is not defined: a replay has it already.
+_MAKE_ROOM = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
+
+
+class CpuGraph:
+    """The kernels that `function` calls on a CPU without gradients; the tensors that it reads have to stay.
+
+    output: of the function; overwritten by each replay. nbytes: of the memory that a replay needs for itself. Raises
+    NotRepeatable where a replay would not do the same.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        random = torch.get_rng_state()
+        with Tracer() as tracer:
+            self.output = function()
+        if not torch.equal(random, torch.get_rng_state()):
+            torch.set_rng_state(random)
+            raise NotRepeatable("it draws random numbers")
+        needed, constant = _needed(tracer.calls)
+        returned = memories_of(leaf for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor))
+        share_buffers(tracer.calls, returned | constant)
+        self._repetitions = [repetition_of(call) for call in needed]
+        self._calls = tracer.calls  # so that all tensors stay
+        made = [tensor.untyped_storage() for call in needed for tensor in call.made if not call.writes]
+        self.nbytes = sum(memory.nbytes() for memory in {memory._cdata: memory for memory in made}.values())
+
+    def replay(self) -> Any:
+        """The output, computed from what the tensors hold now. Raises Diverged where the function takes another way."""
+        for function, args, kwargs in self._repetitions:
+            function(*args, **kwargs)
+        return self.output
+
+
+def _needed(calls: list[Call]) -> tuple[list[Call], set[Memory]]:
+    """The calls that a replay has to make, and memories that hold the same numbers at all times.
+
+    Views and what was made from nothing need not be made again.
+    """
+    written = {memory for call in calls if call.writes for memory in memories_of(call.made or call.read)}
+    needed: list[Call] = []
+    constant: set[Memory] = set()
+    for call in calls:
+        read, made = memories_of(call.read), memories_of(call.made)
+        if call.writes or not made:
+            needed.append(call)
+        elif made <= read or call.operation._schema.name in _MAKE_ROOM:
+            continue
+        elif read <= constant and not made & written:
+            constant |= made
+        else:
+            needed.append(call)
+    return needed, constant
+
+
+# Repetitions.
+
+# A function and its arguments.
+Repetition = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
+# Arguments that a form with `out` takes from the tensor that it is given.
+_TOLD_BY_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+
+def repetition_of(call: Call) -> Repetition:
+    """Of a call that computes something, or reads a scalar: Diverged is raised where that has changed."""
+    if not call.made and not call.writes:
+        return functools.partial(_expect, call), (), {}
+    if call.writes:
+        return call.operation._op, call.args, call.kwargs
+    if call.operation in _COPIES:
+        return Tensor.copy_, (call.result, call.args[0]), {}
+    if call.operation._schema.name == few_rows.OPERATION:
+        return few_rows.call_into(call.result, *call.args), (), {}
+    form, outs = _form_with_out(call.operation)
+    if form is None:
+        return functools.partial(_compute_and_copy, call), (), {}
+    known = {argument.name for argument in form._schema.arguments}
+    kwargs = {name: value for name, value in call.kwargs.items() if name in known}
+    return form._op, call.args, kwargs | dict(zip(outs, call.made))
+
+
+def _expect(call: Call) -> None:
+    found = call.operation._op(*call.args, **call.kwargs)
+    if found != call.result:
+        raise Diverged(f"{call.operation} returned {found} on the host instead of {call.result}")
+
+
+def _compute_and_copy(call: Call) -> None:
+    results = call.operation._op(*call.args, **call.kwargs)
+    for mine, found in zip(call.made, (results,) if isinstance(results, Tensor) else results):
+        mine.copy_(found)
+
+
+@functools.cache
+def _form_with_out(operation: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload | None, tuple[str, ...]]:
+    """The form of an operation that writes its results into given tensors, and their names; None if it has none."""
+    results = [str(result.type) for result in operation._schema.returns]
+    wanted = [_described(argument) for argument in operation._schema.arguments if argument.name not in _TOLD_BY_OUT]
+    packet = operation.overloadpacket
+    for form in (getattr(packet, name) for name in packet.overloads()):
+        outs = [argument for argument in form._schema.arguments if argument.is_out]
+        others = [argument for argument in form._schema.arguments if not argument.is_out]
+        if results and [str(out.type) for out in outs] == results and wanted == list(map(_described, others)):
+            return form, tuple(out.name for out in outs)
+    return None, ()
+
+
+def _described(argument: Any) -> tuple[str, str]:
+    return argument.name, str(argument.type)
+
+
+# Memory for the tensors between two kernels: those that are not needed at the same time have the same.
+
+# A buffer is not taken for what needs less than this part of it.
+LEAST_USE = 0.5
+
+# Identity of a storage, unique while the storage is alive.
+Memory = int
+
+
+def memory_of(tensor: Tensor) -> Memory:
+    return tensor.untyped_storage()._cdata
+
+
+def memories_of(tensors: Iterable[Tensor]) -> set[Memory]:
+    return set(map(memory_of, tensors))
+
+
+def share_buffers(calls: list[Call], kept: set[Memory]) -> None:
+    """Moves what the calls have made into buffers that they share, all but the memories `kept`.
+
+    The tensors stay the same objects; their content is lost.
+    """
+    tensors = _made_in_between(calls, kept)
+    last = {memory: number for number, call in enumerate(calls) for memory in memories_of(call.read + call.made)}
+    free: list[torch.UntypedStorage] = []
+    buffers: dict[Memory, torch.UntypedStorage] = {}
+    for number, call in enumerate(calls):
+        used = memories_of(call.read + call.made) & tensors.keys()
+        for memory in used - buffers.keys():
+            needed = tensors[memory][0].untyped_storage().nbytes()
+            fitting = [one for one in free if LEAST_USE * one.nbytes() <= needed <= one.nbytes()]
+            buffer = min(fitting, key=torch.UntypedStorage.nbytes) if fitting else torch.UntypedStorage(needed)
+            buffers[memory], free = buffer, [one for one in free if one is not buffer]
+        free += [buffers[memory] for memory in used if last[memory] == number]
+    for memory, sharing in tensors.items():
+        for tensor in sharing:
+            tensor.set_(buffers[memory], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _made_in_between(calls: list[Call], kept: set[Memory]) -> dict[Memory, list[Tensor]]:
+    """The tensors in each memory that the calls have made, all but `kept`."""
+    given = set(kept)
+    tensors: dict[Memory, dict[int, Tensor]] = {}
+    for call in calls:
+        given |= memories_of(call.read) - tensors.keys()
+        for tensor in (*call.read, *call.made):
+            if memory_of(tensor) not in given:
+                tensors.setdefault(memory_of(tensor), {})[id(tensor)] = tensor
+    return {memory: list(sharing.values()) for memory, sharing in tensors.items()}

@@ -1,0 +1,101 @@
+"""Tracing: notes which kernels of torch a function calls, and tells whether the program traces or transforms them.
+
+Tests: tests/ops/test_cpu_graph.py, tests/optimizer/transformers/test_foreign_code.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class NotRepeatable(Exception):
+    """The function does something that a repetition of its kernels would not do."""
+
+
+class Diverged(Exception):
+    """A scalar read on the host (`.item()`) changed since the capture, so that control flow may differ."""
+
+
+class Call(NamedTuple):
+    """A call of an operation. read: the tensors among its arguments; made: those among its results.
+
+    An operation that makes nothing and writes nothing returns a scalar, on which control flow may depend.
+    """
+
+    operation: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    read: list[Tensor]
+    made: list[Tensor]
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes one of its arguments."""
+        return self.operation._schema.is_mutable
+
+
+class Tracer(TorchDispatchMode):
+    """Inside this context the calls of torch's operations, in their order; raises NotRepeatable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if foreign := set(types) - {Tensor, nn.Parameter}:  # what they do inside would not be seen
+            raise NotRepeatable(f"{func} works on {', '.join(sorted(kind.__name__ for kind in foreign))}")
+        if _has_any_size(func, args) or kwargs.get("generator") is not None:
+            raise NotRepeatable(f"{func} has results of any size or draws numbers")
+        result = func(*args, **kwargs)
+        call = Call(func, args, kwargs, result, _tensors((args, kwargs)), _tensors(result))
+        if not call.made and not call.writes and result != result:
+            raise NotRepeatable(f"{func} returned {result} on the host: control flow cannot be checked")
+        self.calls.append(call)
+        return result
+
+
+def _has_any_size(operation: torch._ops.OpOverload, args: tuple) -> bool:
+    """Whether the size of the result depends on numbers: where masks are indices, but not where places are."""
+    if operation is torch.ops.aten.index.Tensor:
+        return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
+    return torch.Tag.dynamic_output_shape in operation.tags
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+# Whether somebody else watches: then an operation of another name differs.
+
+
+def is_transformed() -> bool:
+    """Inside torch.func, forward-mode AD, torch.jit.trace or a dispatch mode of this thread that is not fastgen's.
+
+    Raises AttributeError where this version of torch does not tell.
+    """
+    for index in range(torch._C._len_torch_dispatch_stack()):
+        if not isinstance(torch._C._get_dispatch_stack_at(index), Tracer):
+            return True
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def is_watched() -> bool:
+    """Whether a mode of the program would miss what it waits for, or keeps what nobody else is to have."""
+    for index in range(torch._C._len_torch_function_stack()):
+        if not isinstance(torch._C._get_function_stack_at(index), DeviceContext):
+            return True
+    return False

@@ -1,0 +1,286 @@
+"""Which modules of a model of fairseq get caches of fastgen, and why a call, or a part of it, is left to fairseq.
+
+Tests: tests/optimizer/fairseq/test_fairseq_foreign_code.py, tests/optimizer/fairseq/test_fairseq_caches.py,
+tests/optimizer/fairseq/test_fairseq_limits.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from fairseq.models.fairseq_incremental_decoder import FairseqIncrementalDecoder
+from fairseq.models.transformer.transformer_decoder import TransformerDecoderBase
+from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
+from fairseq.modules.fairseq_dropout import FairseqDropout
+from fairseq.modules.multihead_attention import MultiheadAttention
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment, SequenceGenerator
+from torch import Tensor, nn
+
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding import checks
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.model_facts import KnownCode, ModelFacts
+from fastgen.optimizer.decoding.reasons import Reason
+from fastgen.provenance import PYTHON, comes_with, packages_of
+
+# What `net_input` may call the source, the first one that it has.
+SOURCES = ("src_tokens", "source", "features")
+
+KNOWN_PACKAGES = PYTHON | {"fairseq", "fastgen", "torch"}
+
+# fairseq's own code may call these.
+_OTHERS = frozenset({"numpy", "apex", "xformers", "fairscale", "omegaconf", "hydra", "einops", "triton"})
+
+KNOWN = KnownCode(
+    packages=KNOWN_PACKAGES | _OTHERS,
+    entries=frozenset({"get_normalized_probs", "get_normalized_probs_scriptable"}),
+)
+
+
+@dataclass
+class ModelPlan:
+    """Which modules of a model get caches of fastgen, and what is left to fairseq.
+
+    reasons: why there are none, if so. others: modules that keep states as in fairseq. by_input: whether the decoder
+    can be given the encoder's output with one row per input; otherwise it gets all rows. watched: whether somebody may
+    see what passes between the layers. user_code: code of the program that a step runs.
+    """
+
+    self_attention: list[MultiheadAttention] = field(default_factory=list)
+    cross_attention: list[MultiheadAttention] = field(default_factory=list)
+    others: list[nn.Module] = field(default_factory=list)
+    reasons: list[Reason] = field(default_factory=list)
+    watched: bool = False
+    user_code: list[str] = field(default_factory=list)
+    by_input: bool = False
+
+    def find_others(self, decoder: nn.Module) -> None:
+        """Notes the modules of this decoder that keep states as in fairseq."""
+        known = {*self.self_attention, *self.cross_attention}
+        self.others = [module for module in decoder.modules() if module not in known and _has_state(module)]
+
+
+def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
+    decoder: Any = getattr(model, "decoder", None)
+    result = ModelPlan(reasons=decoder_reasons(decoder))
+    if any(map(_is_in_decoder, facts.compiled)):
+        result.reasons.append(Reason("COMPILED", "layers of the decoder are compiled"))
+    for what in facts.code.foreign[:1]:
+        result.reasons.append(Reason("USER_CODE", f"{what} is not fairseq's, and may be left out"))
+    if result.reasons:
+        return result
+    attentions = [layer.self_attn for layer in decoder.layers]
+    crosses = _cross_attentions(decoder)
+    result.self_attention = [one for one in attentions if not attention_reasons(one) and one.self_attention]
+    result.cross_attention = [one for one in crosses if not attention_reasons(one) and one.encoder_decoder_attention]
+    if not (result.self_attention or result.cross_attention):
+        found = dict.fromkeys(reason for one in attentions for reason in attention_reasons(one))
+        result.reasons = [*found] or [Reason("ATTENTION", "the decoder has no self-attention")]
+    result.find_others(decoder)
+    result.user_code = [what for name, what in facts.foreign_classes + facts.replaced if _is_in_decoder(name)]
+    result.watched = any(name is None or _is_in_decoder(name) for name, _ in facts.hooks)
+    reorder = getattr(getattr(model, "encoder", None), "reorder_encoder_out", None)
+    result.by_input = not (
+        result.watched
+        or getattr(decoder, "cross_self_attention", False)
+        or len(crosses) > len(result.cross_attention)
+        or reorder is None
+        or not packages_of(decoder.extract_features) | packages_of(reorder) <= KNOWN_PACKAGES
+    )
+    return result
+
+
+def goes_by_states(module: Any) -> bool:
+    """Whether its class, which is not fairseq's, says of itself that it goes by a `DecodingState`.
+
+    The class has `goes_by_states = True`; what inherits from it says nothing. A decoder also has `layers` of this kind,
+    and reads no more of the encoder's output than to hand it on; a layer has `self_attn`, of this kind or fairseq's,
+    and fairseq's `encoder_attn` or None; a self-attention takes its keys and values from `append` of each state that
+    `has_self` of it. In a captured step the state has a `position`, which is the token's, and there are `limit` keys.
+    """
+    return vars(type(module)).get("goes_by_states", False)
+
+
+def decoder_reasons(decoder: Any) -> list[Reason]:
+    """Why nothing inside this decoder is known; empty if its layers are fairseq's Transformer's, or go by states."""
+    if not isinstance(decoder, TransformerDecoderBase) and not goes_by_states(decoder):
+        text = f"decoder {type(decoder).__name__} (supported: fairseq's Transformer decoders)"
+        return [Reason("DECODER", text)]
+    if type(decoder.layers) is not nn.ModuleList:  # it would draw random numbers whenever it is looked through
+        text = f"layers of the decoder in a {type(decoder.layers).__name__} (supported: ModuleList)"
+        return [Reason("DECODER", text)]
+    for name in ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting"):
+        if _is_replaced(decoder, TransformerDecoderBase, name):
+            return [Reason("METHOD_REPLACED", f"decoder {type(decoder).__name__} has a {name} of its own")]
+    if len(set(decoder.layers)) < len(decoder.layers):
+        return [Reason("DECODER", "layers of the decoder are used more than once")]
+    for layer in decoder.layers:
+        is_known = isinstance(layer, TransformerDecoderLayerBase) or goes_by_states(layer)
+        if not is_known or _is_replaced(layer, TransformerDecoderLayerBase, "forward"):
+            text = f"layer {type(layer).__name__} of the decoder (supported: fairseq's Transformer layer)"
+            return [Reason("DECODER", text)]
+        if getattr(layer, "onnx_trace", False):
+            return [Reason("DECODER", "the decoder is prepared for ONNX")]
+    return []
+
+
+def attention_reasons(attention: Any) -> list[Reason]:
+    """Why this attention has to be computed by fairseq; empty if fastgen may."""
+    if type(attention) is not MultiheadAttention and not goes_by_states(attention):
+        text = f"attention {type(attention).__name__} (supported: fairseq's MultiheadAttention)"
+        return [Reason("ATTENTION", text)]
+    found = {
+        "code of its own": any(map(callable, vars(attention).values())),
+        "xFormers": attention.use_xformers,
+        "add_bias_kv": attention.bias_k is not None or attention.bias_v is not None,
+        "add_zero_attn": attention.add_zero_attn,
+        "onnx_trace": attention.onnx_trace,
+    }
+    return [Reason("ATTENTION", f"attention with {name}") for name, is_so in found.items() if is_so]
+
+
+def computes_whole(attention: Any) -> bool:
+    """Whether fastgen may compute this attention without an incremental state, for all positions at once."""
+    return not (
+        attention_reasons(attention)
+        or attention.skip_embed_dim_check  # pruned heads
+        or attention.training
+        or attention.dropout_module.apply_during_inference
+        or any(projection.bias is None for projection in (attention.q_proj, attention.k_proj, attention.v_proj))
+    )
+
+
+def computes_prompt_at_once(generator: Any, plans: list[ModelPlan]) -> bool:
+    """Whether tokens that outputs have to begin with may be computed at once; otherwise they are fed one by one."""
+    return (
+        not generator.model.has_encoder()
+        and generator.lm_model is None
+        and comes_with(generator._prefix_tokens, SequenceGenerator)
+        and not any(one.others or one.user_code or one.watched for one in plans)
+        and all(computes_whole(attention) for one in plans for attention in one.self_attention)
+    )
+
+
+def loop_reasons_sync(
+    call: GenerateCall,
+    generator: SequenceGenerator,
+    plans: list[ModelPlan],
+    max_len: int | None,
+    first_token: int,
+    prefixes: Tensor | None,
+    constraints: Tensor | None,
+) -> list[Reason]:
+    """Why this call is left to fairseq; empty if fastgen's loop gives the same.
+
+    max_len: None where the sample has no source.
+    """
+    ensemble, facts = generator.model, [call.facts_of(model, KNOWN) for model in generator.model.models]
+    modules = [module for one in facts for module in one.modules.values()]
+    replaced = [
+        f"{name} of the ensemble is not that of fairseq"
+        for name in ("reorder_incremental_state", "reorder_encoder_out")
+        if not comes_with(getattr(ensemble, name), SequenceGenerator)
+    ]
+    if not comes_with(generator.finalize_hypos, SequenceGenerator):
+        replaced.append(f"{type(generator).__name__}.finalize_hypos is not that of SequenceGenerator")
+    found = {
+        Reason("UNTESTED", "this version of fairseq is newer than those that fastgen was tested with"): (
+            PATCH_SET.newer_than_tested("fairseq")
+        ),
+        Reason("ENSEMBLE_TYPE", f"models in a {type(ensemble).__name__} (supported: EnsembleModel)"): (
+            type(ensemble) not in (EnsembleModel, EnsembleModelWithAlignment)
+        ),
+        Reason("GRADIENTS", "autograd records, but caches are written in place"): torch.is_grad_enabled(),
+        Reason("STARTS_WITH_PADDING", "the first token is padding"): first_token == generator.pad,
+        Reason("TRAINING", "dropout stays on during inference"): any(
+            isinstance(module, FairseqDropout) and module.p > 0 and module.apply_during_inference for module in modules
+        ),
+        Reason("TRAINING", "a model, or a module of one, is in training mode"): (
+            ensemble.training or any(one.in_training for one in facts)
+        ),
+        Reason("NO_SOURCE", f"net_input without a source (accepted: {', '.join(SOURCES)})"): max_len is None,
+        Reason("MIN_LEN", f"min_len {generator.min_len} is above the longest output"): (
+            max_len is not None and max_len < generator.min_len
+        ),
+        Reason("CONSTRAINTS", f"constraints, which {type(generator.search).__name__} does not support"): (
+            constraints is not None and not generator.search.supports_constraints
+        ),
+        # fairseq brings beams back that had ended where a prefix ends its sentence; their caches hold padding.
+        Reason("PREFIX_ENDS", "a prefix holds the end of the sentence"): (
+            prefixes is not None and bool(prefixes.eq(generator.eos).any())
+        ),
+    }
+    reasons = [Reason("METHOD_REPLACED", text) for text in replaced]
+    reasons += [reason for reason, is_so in found.items() if is_so]
+    return [*dict.fromkeys(reasons + [reason for one in plans for reason in one.reasons])]
+
+
+def can_capture(
+    call: GenerateCall, generator: SequenceGenerator, plans: list[ModelPlan], rows: int, max_len: int
+) -> bool:
+    """Whether a loop of up to `max_len` steps should try to; tells the report why not."""
+    model, user_code = generator.model.single_model, plans[0].user_code[:1]
+    called = [Reason("USER_CODE", f"user code is called in each step: {what}") for what in user_code]
+    reasons = partial(_step_reasons, generator, plans, max_len)
+    return checks.can_capture(call, model, model.decoder, rows, max_len, KNOWN, reasons, lambda: called)
+
+
+def _step_reasons(generator: SequenceGenerator, plans: list[ModelPlan], max_len: int) -> list[Reason]:
+    """Why steps of this generator are not captured, as far as its models tell."""
+    if len(plans) > 1:
+        return [Reason("ENSEMBLE", f"an ensemble of {len(plans)} models")]
+    plan, decoder = plans[0], generator.model.single_model.decoder
+    known, crosses = {*plan.self_attention, *plan.cross_attention}, _cross_attentions(decoder)
+    found = {
+        Reason("METHOD_REPLACED", "forward_decoder of the ensemble is not that of fairseq"): (
+            not comes_with(generator.model.forward_decoder, EnsembleModel)
+        ),
+        Reason("HOOKS", "the decoder has forward hooks"): plan.watched,
+        Reason("MODEL_STATE", "attention of the decoder has states of its own, or is used more than once"): (
+            bool(plan.others) or len(known) != len(decoder.layers) + len(crosses)
+        ),
+        Reason("ENCODER_ROWS", "the decoder gets the encoder's output for each row"): (
+            bool(crosses) and not plan.by_input
+        ),
+    }
+    return [reason for reason, is_so in found.items() if is_so] + _position_reasons(decoder.embed_positions, max_len)
+
+
+def _position_reasons(positions: Any, max_len: int) -> list[Reason]:
+    """Why positions cannot be looked up by a number on the device, see `modules.positions`; empty if they can."""
+    if positions is None:
+        return []
+    if type(positions) is SinusoidalPositionalEmbedding:
+        most = positions.weights.shape[0]
+    elif type(positions) is LearnedPositionalEmbedding and positions.max_norm is None:
+        most = positions.num_embeddings
+    else:
+        return [Reason("POSITIONS", f"positions of a {type(positions).__name__}")]
+    needed = (positions.padding_idx or 0) + max_len + 2
+    text = f"positions up to {needed} in a table of {most}"
+    return [Reason("POSITIONS", text)] if needed > most else []
+
+
+def _cross_attentions(decoder: Any) -> list[Any]:
+    """Those of all layers that have one, whether fastgen knows them or not."""
+    return [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
+
+
+def _is_in_decoder(name: str) -> bool:
+    """Whether the module of this name is run in each step."""
+    return name.partition(".")[0] == "decoder"
+
+
+def _is_replaced(module: nn.Module, base: type, name: str) -> bool:
+    """Whether this method is another than that of `base`, or of the class that goes by states."""
+    is_other = not goes_by_states(module) and getattr(type(module), name) is not getattr(base, name)
+    return is_other or name in vars(module)
+
+
+def _has_state(module: nn.Module) -> bool:
+    reorder = getattr(type(module), "reorder_incremental_state", None)
+    return reorder not in (None, FairseqIncrementalDecoder.reorder_incremental_state)

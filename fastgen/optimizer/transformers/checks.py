@@ -1,0 +1,295 @@
+"""Checks of a call of transformers: why a part of it is left to the library. One function for each part.
+
+    row_reasons       one row of each group of equal rows may stand for the group: prompts, captured steps, compaction
+    loop_reasons      the decoding loop is fastgen's
+    can_capture       its steps are captured
+    by_batch_index    processors that prevent compaction
+
+What only looks at the arguments of a prefill is in prefill.py and row_groups.py, what looks at caches in kv_layers.py.
+
+Tests: tests/optimizer/transformers/test_foreign_code.py, tests/optimizer/transformers/test_replaced_code.py,
+tests/optimizer/transformers/test_training_mode.py, tests/optimizer/transformers/test_captured_steps.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.generation import logits_process as processors_of
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fastgen.ops.tracing import is_watched
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding import checks, model_facts
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.model_facts import KnownCode, ModelFacts, named
+from fastgen.optimizer.decoding.reasons import LOOP, REORDERS_ITSELF, USER_CACHE, Reason
+from fastgen.optimizer.transformers import compat, kv_layers
+from fastgen.optimizer.transformers.constrained import treats_rows_alone
+from fastgen.provenance import PYTHON, comes_with
+
+# Models in which the rows of a batch have an influence on each other.
+COUPLED_MODELS = {
+    "nllb-moe": "the capacity of its experts depends on the number of rows",
+    "big_bird": "its sparse attention draws random numbers for each row",
+}
+
+# Models whose steps read no device with the positions of models/seamless.py, whatever the library says.
+READ_FREE = ("seamless_m4t", "seamless_m4t_v2")
+
+# Values of cache_implementation for which no version of transformers compiles.
+_NEVER_COMPILED = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
+
+_REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, compat.EXPERTS_FUNCTIONS)
+_REGISTERED_AS = ("_attn_implementation", "_experts_implementation")
+
+
+def _registered_names(modules: Iterable[nn.Module]) -> frozenset[str]:
+    """Under which names modules call functions of the library's registries: attention, masks, experts."""
+    configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
+    return frozenset(str(getattr(config, name, None)) for config in configs.values() for name in _REGISTERED_AS)
+
+
+def _registered_functions(names: frozenset[str]) -> tuple[Callable, ...]:
+    found = (functions.get(name) for functions in _REGISTRIES for name in sorted(names))
+    return tuple(function for function in found if function is not None)
+
+
+KNOWN = KnownCode(
+    # Packages whose modules and forwards treat every row alike, and what the library itself calls.
+    packages=PYTHON | {
+        "transformers", "torch", "torchvision", "torchaudio", "timm", "peft", "accelerate", "bitsandbytes", "torchao",
+        "optimum", "hqq", "gptqmodel", "auto_gptq", "awq", "kernels", "liger_kernel", "trl", "fastgen", "numpy",
+        "einops", "flash_attn", "causal_conv1d", "mamba_ssm", "deepspeed", "huggingface_hub", "packaging",
+        "safetensors", "scipy", "tokenizers",
+    },
+    # Captured outputs, weight norms, pruning, moves to a device, partials of these.
+    hooks=frozenset({"transformers", "torch", "accelerate", "functools", "trl"}),
+    entries=frozenset({"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"}),
+    keys=_registered_names,
+    registered=_registered_functions,
+)  # fmt: skip
+
+
+def is_known_class(model: Any) -> bool:
+    """Whether the model's class is of transformers or of fastgen, whose parity the tests compare."""
+    return type(model).__module__.partition(".")[0] in ("transformers", "fastgen")
+
+
+def is_tested(model: Any) -> bool:
+    """Whether the model is one of transformers' or fastgen's own, and transformers no newer than the tests."""
+    return is_known_class(model) and not PATCH_SET.newer_than_tested("transformers")
+
+
+def facts_of(call: GenerateCall, model: Any) -> ModelFacts:
+    return call.facts_of(model, KNOWN)
+
+
+def row_reasons(call: GenerateCall, model: Any) -> list[Reason]:
+    """What in the model or around it lets rows depend on each other, or is made for its rows; empty if nothing is.
+
+    Otherwise a forward of some of the rows gives them what a forward of all rows would.
+    """
+    facts = facts_of(call, model)
+    reasons: list[Reason] = []
+    if torch.is_grad_enabled():
+        reasons.append(Reason("GRADIENTS", "autograd records, but shared caches are written in place"))
+    if facts.training is not None:
+        reasons.append(Reason("TRAINING", facts.training))
+    elif (name := facts.foreign_in_training) is not None:
+        reasons.append(Reason("TRAINING", f"{named(name)}, of a class of the program's, is in training mode"))
+    for _, hook in facts.hooks[:1]:
+        reasons.append(Reason("HOOKS", f"the model has a forward hook, which would see fewer rows: {hook}"))
+    if is_watched() or torch._C._len_torch_dispatch_stack():
+        reasons.append(Reason("TORCH_MODE", "a mode of torch that the program has entered would see fewer rows"))
+    foreign = [what for _, what in facts.replaced]
+    if is_known_class(model):  # other classes are verified
+        foreign += [what for _, what in facts.foreign_classes] + _foreign_functions(facts.keys) + facts.code.foreign
+    for code in foreign[:1]:
+        reasons.append(Reason("USER_CODE", f"{code} is not the library's, and may treat rows differently"))
+    reasons += compiled_reasons(call, model)
+    if model.config.model_type in COUPLED_MODELS:
+        text = f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}"
+        reasons.append(Reason("ROWS_COUPLED", text))
+    return reasons + (model_facts.row_states(model) or [])
+
+
+def compiled_reasons(call: GenerateCall, model: Any) -> list[Reason]:
+    """What of the model is compiled, and so made for the library's caches; else empty."""
+    return [Reason("COMPILED", f"{named(name)} is compiled") for name in facts_of(call, model).compiled[:1]]
+
+
+def compiling_reasons(model: Any, args: tuple, kwargs: dict[str, Any]) -> list[Reason]:
+    """Why this call of `generate` may compile the model, as it does for the caches that have a static shape."""
+    configs = [kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)]
+    asked = [kwargs.get("cache_implementation"), *(getattr(one, "cache_implementation", None) for one in configs)]
+    texts = [f"cache_implementation {name}" for name in asked if name not in _NEVER_COMPILED]
+    cache = kwargs.get("past_key_values")
+    texts += [f"a {type(cache).__name__}"] if getattr(cache, "is_compileable", False) else []
+    return [Reason("COMPILED", text) for text in texts]
+
+
+def learn_row_states(
+    call: GenerateCall, model: Any, before: dict[tuple[int, str], Tensor], inputs: int
+) -> list[Reason]:
+    """Notes what a prefill of `inputs` rows has left in modules, which no cache can give more rows; returns it.
+
+    Some models do so (RecurrentGemma's recurrent states, the rope_deltas of Qwen2-VL). before: `facts.row_tensors()`.
+    """
+    names = {
+        name
+        for (module, name), value in facts_of(call, model).row_tensors().items()
+        if before.get((module, name)) is not value and inputs in value.shape[:2]
+    }
+    return model_facts.remember_row_states(model, [_keeps(name) for name in sorted(names)])
+
+
+def row_state_reasons(call: GenerateCall, model: Any, sizes: set[int]) -> list[Reason]:
+    """What the model's modules hold that may be of the rows: tensors that are as long as one of `sizes`."""
+    tensors = facts_of(call, model).row_tensors()
+    names = {name for (_, name), value in tensors.items() if sizes.intersection(value.shape[:2])}
+    return [_keeps(name) for name in sorted(names)]
+
+
+def _keeps(name: str) -> Reason:
+    return Reason("MODEL_STATE", f"the model keeps states of its rows in {name}")
+
+
+def _foreign_functions(names: frozenset[str]) -> list[str]:
+    """The names of functions that the program has registered, if a module is set to them."""
+    return sorted(
+        f"registered function {name}"
+        for name in names
+        if not all(KNOWN.has(functions.get(name)) for functions in _REGISTRIES)
+    )
+
+
+# The loop.
+
+
+def loop_reasons(
+    call: GenerateCall,
+    model: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool,
+    arguments: dict[str, Any],
+    methods: tuple[str, ...] = (),
+) -> list[Reason]:
+    """Why a loop of the library cannot be replaced by one of fastgen, as the report tells; empty if it can.
+
+    arguments: the `model_kwargs` of the loop. methods: those that the library's loop calls, and fastgen's does not.
+    """
+    reasons: list[Reason] = []
+    for name in ("_has_unfinished_sequences", *methods):
+        if not comes_with(getattr(model, name, None), GenerationMixin):
+            reasons.append(Reason("METHOD_REPLACED", f"{name} is not that of GenerationMixin"))
+    if (cache := kv_layers.cache_of(arguments)) is not None:
+        reasons += kv_layers.unsupported_types(cache)
+    if call.user_code or not is_tested(model):
+        reasons.append(Reason("UNTESTED", "the model's code, or this version of transformers, was not tested"))
+    elif call.user_cache:
+        reasons.append(USER_CACHE)
+    if not compat.STEPS_ARE_KNOWN:
+        reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way"))
+    if synced_gpus:
+        reasons.append(Reason("SYNCED_GPUS", "synced_gpus is set"))
+    if generation_config.return_dict_in_generate:
+        reasons.append(Reason("RETURN_DICT", "return_dict_in_generate is set"))
+    if getattr(generation_config, "is_assistant", False):
+        reasons.append(Reason("ASSISTANT", "the model is the assistant of another"))
+    if any(type(criterion) not in (EosTokenCriteria, MaxLengthCriteria) for criterion in stopping_criteria):
+        text = "a stopping criterion other than length and end tokens"
+        reasons.append(Reason("STOPPING_CRITERION", text))
+    call.report.add_reasons(LOOP, reasons)
+    return reasons
+
+
+# Its steps.
+
+
+def can_capture(
+    call: GenerateCall, model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]
+) -> bool:
+    """Whether a loop that begins with these `model_kwargs` should try to; tells the report why not."""
+    most, (rows, length) = generation_config.max_length or 0, input_ids.shape
+
+    def host_reasons() -> list[Reason]:
+        return _step_reasons(model, most, arguments)
+
+    return checks.can_capture(
+        call, model, model, rows, most - length, KNOWN, host_reasons, lambda: row_reasons(call, model)
+    )
+
+
+def _step_reasons(model: Any, most: int, arguments: dict[str, Any]) -> list[Reason]:
+    """Why steps up to position `most` are not captured, as far as arguments and configuration tell."""
+    reasons: list[Reason] = []
+    if not compat.LAYERS_ARE_KNOWN:
+        reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches"))
+    if not arguments.get("use_cache"):
+        reasons.append(Reason("NO_CACHE", "use_cache is not set"))
+    if not getattr(model, "_can_compile_fullgraph", False) and model.config.model_type not in READ_FREE:
+        text = f"{type(model).__name__}.forward may synchronise with the device (not _can_compile_fullgraph)"
+        reasons.append(Reason("MAY_SYNC", text))
+    if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):
+        reasons.append(Reason("ATTENTION", f"attention {attention} (supported: sdpa, eager)"))
+    if getattr(model, "hf_quantizer", None) is not None:
+        reasons.append(Reason("QUANTIZED", "the model is quantized"))
+    if (cache := arguments.get("past_key_values")) is not None:
+        reasons += kv_layers.layer_reasons(cache, most)
+    reasons += _position_reasons(model, most)
+    if hasattr(model, "_reorder_cache"):
+        reasons.append(REORDERS_ITSELF)
+    return reasons
+
+
+def _position_reasons(model: Any, most: int) -> list[Reason]:
+    """Why steps up to position `most` are not captured: a table of positions would have to grow, which M2M100's may."""
+    embedding: Any = getattr(model.get_decoder(), "embed_positions", None)
+    table = getattr(embedding, "weights", None)
+    if isinstance(table, Tensor) and most + embedding.padding_idx + 1 > len(table):
+        return [Reason("POSITIONS", f"{most} positions, and the table has {len(table)}")]
+    return []
+
+
+# Finished inputs.
+
+# Processors that treat every row for itself, from what it holds.
+BY_ROW = (
+    processors_of.MinLengthLogitsProcessor,
+    processors_of.MinNewTokensLengthLogitsProcessor,
+    processors_of.TemperatureLogitsWarper,
+    processors_of.TopKLogitsWarper,
+    processors_of.TopPLogitsWarper,
+    processors_of.MinPLogitsWarper,
+    processors_of.TypicalLogitsWarper,
+    processors_of.EpsilonLogitsWarper,
+    processors_of.EtaLogitsWarper,
+    processors_of.RepetitionPenaltyLogitsProcessor,
+    processors_of.NoRepeatNGramLogitsProcessor,
+    processors_of.SequenceBiasLogitsProcessor,
+    processors_of.NoBadWordsLogitsProcessor,
+    processors_of.ForcedBOSTokenLogitsProcessor,
+    processors_of.ForcedEOSTokenLogitsProcessor,
+    processors_of.InfNanRemoveLogitsProcessor,
+    processors_of.ExponentialDecayLengthPenalty,
+    processors_of.LogitNormalization,
+    processors_of.SuppressTokensAtBeginLogitsProcessor,
+    processors_of.SuppressTokensLogitsProcessor,
+    processors_of.WhisperTimeStampLogitsProcessor,
+)
+
+
+def by_batch_index(processors: Iterable[Any]) -> list[Reason]:
+    """The processors that may know rows by their batch index, and not only by what each holds."""
+    others = (one for one in processors if type(one) not in BY_ROW and not treats_rows_alone(one))
+    return [
+        Reason("PROCESSOR_BY_ROW", f"{type(one).__name__} may know the rows by their batch index") for one in others
+    ]

@@ -1,0 +1,54 @@
+"""Multi-head latent attention (DeepSeek-V2, -V3 and those after them): shared latents are expanded once per input.
+
+The cache keeps latents, which every step expands into the keys and values of all heads. The attention's `expand_kv`
+does that for each position by itself, so each segment can be expanded apart from the others.
+
+Tests: tests/optimizer/transformers/test_latent_attention.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor, nn
+
+from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
+from fastgen.provenance import packages_of
+
+NAME = "expand_kv"
+
+
+@contextmanager
+def expanding_in_parts(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside this context the model's latents in segments become keys and values in segments.
+
+    A second thread that generates on the model may find it without this once the first has left: then its latents are
+    expanded for each row, as the library does.
+    """
+    found = [module for module in modules if packages_of(getattr(type(module), NAME, None)) == {"transformers"}]
+    chosen = [module for module in found if NAME not in vars(module)]
+    for module in chosen:
+        setattr(module, NAME, Expansion(module))
+    try:
+        yield
+    finally:
+        for module in chosen:
+            vars(module).pop(NAME, None)
+
+
+class Expansion:
+    """The `expand_kv` of one module, in segments where its latents are in segments."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[rows, heads, length, …]` of the module's two latents `[rows, 1, length, …]`."""
+        expand = partial(getattr(type(self.module), NAME), self.module)
+        if not all(isinstance(states, SegmentedKV) and states.is_segmented for states in latents):
+            return expand(*latents)
+        expanded = [expand(*segments) for segments in zip(*(states.segments for states in latents))]
+        keys, values = (SegmentedKV(segments, latents[0].rows, latents[0].usage) for segments in zip(*expanded))
+        return keys, values

@@ -1,0 +1,219 @@
+"""ProphetNet's decode steps: mended, with the first predict stream only, and with keys that stay in segments.
+
+A step computes the main stream, whose keys the next steps need, and the first predict stream, which the next token
+comes from (Qi et al., 2020, §2.1 and §2.2). The other predict streams look at the main stream and at themselves only,
+so what they give beyond a training loss, `logits_ngram`, is not computed.
+
+The numbers are those of the library's own step with its cache, but for two things that the library gets wrong there:
+it raises ValueError where `pad_token_id` is not 0, because it takes positions, which begin behind it, for numbers of
+keys; and it forgets the attention mask of the decoder's tokens, so that the padding of a prompt is seen. Prompts stay
+the library's, and so does everything outside of `generate`, all training, and calls that ask for more than logits.
+
+Tests: tests/optimizer/transformers/test_prophetnet.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.models.prophetnet import modeling_prophetnet
+from transformers.models.prophetnet.modeling_prophetnet import (
+    ProphetNetDecoderLMOutput,
+    ProphetNetSeq2SeqLMOutput,
+)
+
+from fastgen.optimizer.decoding.call import GenerateCall, count, current_call
+from fastgen.optimizer.transformers import checks, kv_layers
+
+KERNEL = "ProphetNet's step, first predict stream"
+STREAMS = 2  # the main one and the first that predicts
+
+# The names of modules that see two streams in a step, or are not called.
+_SKIPPED = re.compile(r"prophetnet(\.decoder(\.layers\.\d+(\.(self|cross)_attn)?)?)?")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all layers of one step have in common; `length` keys of the main stream, with that of this step.
+
+    buckets: int64 `[1, 1, 2, length + 1]`, of the distance of each stream to each key of the main stream and, last, to
+        the predict stream's own.
+    bias: `[1 or rows, 1, 2, length + 1]`, added to scores: hides the own key from the main stream, and padding.
+    encoder_bias: `[rows, 1, 1, encoder_length]`, added to scores of the cross-attention; None where nothing is hidden.
+    """
+
+    buckets: Tensor
+    bias: Tensor
+    encoder_bias: Tensor | None
+
+
+def conditional_generation(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`ProphetNetForConditionalGeneration.forward`; in a step `logits` is `[rows, 1, vocabulary_size]`."""
+    encoded = kwargs.get("encoder_outputs")
+    if encoded is None or not _is_step(self, args, kwargs, "decoder_"):
+        return original(self, *args, **kwargs)
+    logits = self.lm_head(_hidden_states(self, kwargs, "decoder_", encoded[0], kwargs.get("attention_mask")))
+    return ProphetNetSeq2SeqLMOutput(
+        logits=logits, past_key_values=kwargs["past_key_values"], encoder_last_hidden_state=encoded[0]
+    )
+
+
+def causal_lm(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`ProphetNetForCausalLM.forward`; in a step `logits` is `[rows, 1, vocabulary_size]`."""
+    if not _is_step(self, args, kwargs, ""):
+        return original(self, *args, **kwargs)
+    encoded, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
+    logits = self.lm_head(_hidden_states(self, kwargs, "", encoded, mask))
+    return ProphetNetDecoderLMOutput(logits=logits, past_key_values=kwargs["past_key_values"])
+
+
+def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bool:
+    """Whether this forward is a decode step of which nothing but logits and cache is read.
+
+    prefix: of the names of the decoder's arguments.
+    """
+    call = current_call()
+    if call is None or call.user_code or args or model.training or torch.is_grad_enabled():
+        return False
+    unread = ("labels", f"{prefix}inputs_embeds", "output_attentions", "output_hidden_states")
+    if any(kwargs.get(name) is not None and kwargs[name] is not False for name in unread):
+        return False
+    config: Any = model.config
+    cache: Any = kwargs.get("past_key_values")
+    if config.output_attentions or config.output_hidden_states or not kwargs.get("return_dict", config.return_dict):
+        return False
+    input_ids = kwargs.get(f"{prefix}input_ids")
+    if input_ids is None or input_ids.shape[1] != 1 or not _is_filled(cache, model, kwargs):
+        return False
+    mask = kwargs.get(f"{prefix}attention_mask")
+    if mask is not None and tuple(mask.shape) != (input_ids.shape[0], cache.get_seq_length() + 1):
+        return False
+    return not _is_altered(call, model)
+
+
+def _is_filled(cache: Any, model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this is a cache of growing layers that holds a prompt and, if there is an encoder, its keys."""
+    if not isinstance(cache, Cache) or kv_layers.unsupported_types(cache) or not cache.get_seq_length():
+        return False
+    if kwargs.get("encoder_outputs") is None and kwargs.get("encoder_hidden_states") is None:
+        return True
+    layers = range(model.config.num_decoder_layers)  # the library makes as many in the cache as the encoder has
+    return isinstance(cache, EncoderDecoderCache) and all(map(cache.is_updated.get, layers))
+
+
+def _is_altered(call: GenerateCall, model: Any) -> bool:
+    """Whether one of the `_SKIPPED` modules runs code of the program."""
+    altered = checks.facts_of(call, model).altered
+    return None in altered or any(_SKIPPED.fullmatch(name) for name in altered if name is not None)
+
+
+def _hidden_states(
+    model: Any, kwargs: dict[str, Any], prefix: str, encoded: Tensor | None, encoder_mask: Tensor | None
+) -> Tensor:
+    """The last hidden states of the first predict stream in this step, `[rows, 1, hidden_size]`.
+
+    encoded, encoder_mask: `[rows, encoder_length, hidden_size]`, and ones and zeros `[rows, encoder_length]`.
+    """
+    count(KERNEL)
+    decoder, cache = model.prophetnet.decoder, kwargs["past_key_values"]
+    length = cache.get_seq_length() + 1
+    step = _step(decoder, length, kwargs.get(f"{prefix}attention_mask"), encoder_mask)
+    hidden_states = decoder.embeddings_layer_norm(_embedded(decoder, kwargs[f"{prefix}input_ids"], length))
+    for layer in decoder.layers:
+        # Layers hand the step and the cache to their attention as they are.
+        hidden_states = layer(
+            hidden_states,  # [rows, 2, hidden_size]
+            None,
+            encoded,
+            encoder_attn_mask=step,
+            main_relative_position_buckets=step,
+            past_key_values=cache,
+        )[0]
+    return hidden_states[:, 1:]
+
+
+def _embedded(decoder: Any, input_ids: Tensor, length: int) -> Tensor:
+    """Main and predict stream before their normalization, `[rows, 2, hidden_size]`."""
+    positions = decoder.position_embeddings
+    first = positions.padding_idx + length
+    main, predict = positions._forward(torch.arange(first, first + 2, device=input_ids.device))  # [width] each
+    main = decoder.word_embeddings(input_ids) + main
+    predict = (decoder.ngram_embeddings.weight[-1] + predict).expand_as(main)  # the library's order begins at the end
+    return torch.cat([main, predict], dim=1)
+
+
+def _step(decoder: Any, length: int, mask: Tensor | None, encoder_mask: Tensor | None) -> Step:
+    """mask, encoder_mask: ones and zeros `[rows, length]`, `[rows, encoder_length]`, zero where a key is padding."""
+    device, dtype = decoder.word_embeddings.weight.device, decoder.dtype
+    to_main = torch.arange(1 - length, 2, device=device).clamp(max=0)  # the last is hidden
+    to_predict = torch.arange(-length, 1, device=device)
+    distances = torch.stack([to_main, to_predict])
+    compute = modeling_prophetnet.compute_relative_buckets  # looked up now: a program may have replaced it at import
+    buckets = compute(decoder.num_buckets, decoder.relative_max_distance, distances)
+    bias = torch.zeros(1, 1, STREAMS, length + 1, dtype=dtype, device=device)
+    bias[0, 0, 0, -1] = float("-inf")
+    if mask is not None:
+        bias = bias + nn.functional.pad(_additive(mask, dtype), (0, 1))
+    encoder_bias = None if encoder_mask is None else _additive(encoder_mask, dtype)
+    return Step(buckets[None, None].long(), bias, encoder_bias)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros for ones, and the smallest number for zeros: `[rows, length]` to `[rows, 1, 1, length]`."""
+    return (1.0 - mask[:, None, None, :].to(dtype)) * torch.finfo(dtype).min
+
+
+def self_attention(original: Callable, self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`ProphetNetNgramSelfAttention.forward`; in a step of `[rows, 2, hidden_size]`, and without weights."""
+    step = kwargs.get("main_relative_position_buckets")
+    if not isinstance(step, Step):
+        return original(self, hidden_states, *args, **kwargs)
+    query, key, value = (
+        _heads(project(hidden_states), self.num_attn_heads)
+        for project in (self.query_proj, self.key_proj, self.value_proj)
+    )  # [rows, heads, 2, head_dim] each
+    query = query / self.head_dim**0.5
+    cache = kv_layers.parts(kwargs["past_key_values"])[0]
+    keys, values = cache.update(key[:, :, :1], value[:, :, :1], self.layer_idx)
+    own_key, own_value = key[:, :, 1:], value[:, :, 1:]
+    scores = torch.cat([torch.matmul(query, keys.transpose(2, 3)), torch.matmul(query, own_key.transpose(2, 3))], -1)
+    scores = scores + _relative(self, hidden_states, step.buckets) + step.bias
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).type_as(scores)  # as in the library
+    result = torch.matmul(weights[..., :-1], values) + weights[..., -1:] * own_value
+    return self.out_proj(_joined(result)), None, None
+
+
+def _relative(attention: Any, hidden_states: Tensor, buckets: Tensor) -> Tensor:
+    """What is added to scores for their distances, `[rows, heads, 2, length + 1]`."""
+    by_bucket = attention.relative_pos_embeddings(hidden_states)  # [rows, 2, buckets * heads]
+    by_bucket = by_bucket.unflatten(2, (attention.num_buckets, attention.num_attn_heads)).permute(0, 3, 1, 2)
+    return torch.gather(by_bucket, 3, buckets.expand(*by_bucket.shape[:3], -1))
+
+
+def cross_attention(original: Callable, self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`ProphetNetAttention.forward`; in a step with the keys of the cache, which may be stored once per input."""
+    step = kwargs.get("attention_mask")
+    if not isinstance(step, Step):
+        return original(self, hidden_states, *args, **kwargs)
+    layer = kwargs["past_key_values"].cross_attention_cache.layers[self.layer_idx]
+    query = _heads(self.query_proj(hidden_states) / self.head_dim**0.5, self.num_attn_heads)
+    scores = torch.matmul(query, layer.keys.transpose(2, 3))
+    scores = scores if step.encoder_bias is None else scores + step.encoder_bias
+    result = torch.matmul(nn.functional.softmax(scores, dim=-1), layer.values)
+    return self.out_proj(_joined(result)), None
+
+
+def _heads(states: Tensor, heads: int) -> Tensor:
+    """`[rows, length, heads * head_dim]` to `[rows, heads, length, head_dim]`."""
+    return states.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def _joined(states: Tensor) -> Tensor:
+    """The opposite."""
+    return states.transpose(1, 2).flatten(2)

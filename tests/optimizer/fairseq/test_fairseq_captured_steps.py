@@ -1,0 +1,267 @@
+"""fairseq's decoder in captured steps: what it gives is what the unpatched library gives."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from capturing import capturing, replays
+from fairseq.models.transformer import TransformerDecoder
+from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
+from fairseq.modules.transformer_layer import TransformerDecoderLayer
+from fairseq.search import BeamSearch
+from fairseq.sequence_generator import EnsembleModel
+from fairseq_generation import assert_same_hypotheses, compare, generate, run_both, token_lists
+from fairseq_models import CASES, language_model, pair_sample, source_sample
+from sharing import sharing
+from torch import nn
+
+import fastgen
+from fastgen.optimizer.decoding import graphs
+from fastgen.optimizer.decoding.reasons import STEPS
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "beams": {},
+    "one beam": {"beam": 1},
+    "outgrown buffers": {"max_len_b": 40, "min_len": 30},
+    "temperature": {"temperature": 1.9},
+    "sampling": {"sampling": True, "sampling_topk": 4},
+    "diverse beams": {"beam": 4, "diverse_beam_groups": 2},
+    "n-grams": {"no_repeat_ngram_size": 2},
+}
+CAPTURED = ("transformer", "bart", "transformer_lm")
+
+
+@pytest.fixture(autouse=True)
+def captured():
+    with capturing():
+        yield
+
+
+def graphs_of(model: nn.Module) -> graphs.GraphCache:
+    return graphs._known[model]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_gives_the_same(name):
+    compare(CASES[name]())
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_give_the_same_in_replayed_steps(name, option):
+    assert replays(compare(CASES[name](), **{"min_len": 6, **OPTIONS[option]}).report) > 2
+
+
+@pytest.mark.parametrize("name", ("transformer", "bart", "transformer_align"))
+def test_weights_of_the_attention_come_without_the_padding(name):
+    assert replays(compare(CASES[name](), print_alignment="hard").report) > 3
+
+
+@pytest.mark.parametrize("share", ("always", "never"))
+def test_prompt_lies_before_the_generated_keys(share):
+    with sharing(share):
+        assert replays(compare(CASES["transformer_lm"](), max_len_b=30).report) > 3
+
+
+def test_a_graph_serves_sources_of_other_lengths():
+    case, options = CASES["transformer"](), {"min_len": 6, "max_len_b": 6}  # all sentences stay to the end
+    compare(case, source_sample(case.task, (7, 5, 6)), **options)
+    made = list(graphs_of(case.models[0])._graphs)
+    assert len(made) == 1
+    report = compare(case, source_sample(case.task, (6, 4, 4), seed=5), **options).report
+    assert replays(report) == 7 and list(graphs_of(case.models[0])._graphs) == made
+
+
+def test_when_sentences_leave_the_others_go_on():
+    case = CASES["transformer"]()
+    both = compare(case, max_len_b=40)
+    lengths = {len(sentence[0]["tokens"]) for sentence in both.stock}
+    assert len(lengths) > 1 and replays(both.report) > 3
+
+
+def test_weights_that_change_are_used():
+    case = CASES["transformer"]()
+    compare(case)
+    with torch.no_grad():
+        for parameter in case.models[0].decoder.parameters():
+            parameter.mul_(0.9)
+    assert replays(compare(case).report) > 3
+    layer = case.models[0].decoder.layers[0]
+    layer.fc1.weight = nn.Parameter(layer.fc1.weight * 0.5)
+    assert replays(compare(case).report) > 3
+
+
+@pytest.mark.parametrize("name", ("ensemble", "lstm"))
+def test_what_is_not_captured(name):
+    assert not replays(compare(CASES[name]()).report)
+
+
+def test_code_of_the_program_is_called_in_each_step():
+    class Counted(nn.Linear):
+        calls = 0
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            Counted.calls += 1
+            return super().forward(rows)
+
+    case = CASES["transformer"]()
+    for layer in case.models[0].decoder.layers:
+        layer.fc1.__class__ = Counted
+    report = compare(case).report
+    assert not replays(report)
+    assert "USER_CODE" in report.codes(STEPS)
+
+
+class OwnFeatures(TransformerDecoder):
+    """Does something else from the thirteenth token on, which a graph would not see."""
+
+    def extract_features(self, tokens, *args, **kwargs):
+        features, extra = super().extract_features(tokens, *args, **kwargs)
+        return (-features if tokens.shape[1] > 12 else features), extra
+
+
+class OwnConnection(TransformerDecoderLayer):
+    def residual_connection(self, x, residual):
+        return residual + x * 0.5
+
+
+@pytest.mark.parametrize("part", ("decoder", "layer", "activation"))
+def test_methods_and_functions_of_the_program_are_called_in_each_step(part):
+    case = CASES["transformer_lm"]()
+    decoder = case.models[0].decoder
+    if part == "decoder":
+        decoder.__class__ = OwnFeatures
+    elif part == "layer":
+        decoder.layers[0].__class__ = OwnConnection
+    else:
+        decoder.layers[0].activation_fn = lambda rows: rows.relu() * 2
+    report = compare(case, max_len_b=30, min_len=20).report
+    assert not replays(report) and "USER_CODE" in report.codes(STEPS)
+
+
+class Keeping(BeamSearch):
+    """Remembers what it was given."""
+
+    def __init__(self, dictionary):
+        super().__init__(dictionary)
+        self.seen = []
+
+    def step(self, step, lprobs, *args, **kwargs):
+        self.seen.append(lprobs)
+        return super().step(step, lprobs, *args, **kwargs)
+
+
+class Cooling(BeamSearch):
+    """Changes the temperature in the middle of a call."""
+
+    def step(self, step, *args, **kwargs):
+        self.generator.temperature = 1.0 + step / 5
+        return super().step(step, *args, **kwargs)
+
+
+def generated_with(search, case) -> tuple[list, BeamSearch]:
+    generator = case.task.build_generator(case.models, Namespace(beam=3, max_len_b=20, min_len=12))
+    generator.search = search(case.task.target_dictionary)
+    generator.search.generator = generator
+    return case.task.inference_step(generator, case.models, case.sample), generator.search
+
+
+@pytest.mark.parametrize("search", (Keeping, Cooling))
+def test_searches_of_the_program_see_what_they_would(search):
+    case = CASES["transformer"]()
+    both = run_both(lambda: generated_with(search, case))
+    assert_same_hypotheses(both.stock[0], both.fast[0])
+    assert replays(both.report) > (3 if search is Keeping else 0)
+    assert ("TEMPERATURE_CHANGED" in both.report.codes()) == (search is Cooling)
+    if search is Keeping:
+        for expected, found in zip(both.stock[1].seen, both.fast[1].seen, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", (LearnedPositionalEmbedding, SinusoidalPositionalEmbedding))
+def test_positional_embeddings_outside_of_a_generation_take_all_their_arguments(kind):
+    embedding, tokens = kind(10, 4, 1) if kind is LearnedPositionalEmbedding else kind(4, 1, 12), torch.tensor([[2, 3]])
+    with fastgen.disabled():
+        expected = embedding(tokens, positions=None)
+    assert torch.equal(embedding(tokens, positions=None), expected)
+
+
+def test_two_threads_replay_steps_of_one_model():
+    case = CASES["transformer"]()
+    expected = token_lists(generate(case, max_len_b=30))
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: token_lists(generate(case, max_len_b=30)), range(6)))
+    assert all(one == expected for one in found)
+    assert not graphs_of(case.models[0]).in_use.locked()
+
+
+def test_a_second_language_model_is_asked_in_each_step():
+    case, extra = CASES["transformer"](), {"lm_model": language_model(18, 1.5).models[0], "lm_weight": 0.5}
+
+    def call():
+        options = Namespace(beam=3, max_len_b=20, min_len=12)
+        generator = case.task.build_generator(case.models, options, extra_gen_cls_kwargs=extra)
+        return case.task.inference_step(generator, case.models, case.sample)
+
+    both = run_both(call)
+    assert_same_hypotheses(both.stock, both.fast)
+    assert replays(both.report) > 3
+
+
+def test_an_ensemble_with_a_decoder_call_of_its_own(monkeypatch):
+    forward = EnsembleModel.forward_decoder
+    monkeypatch.setattr(EnsembleModel, "forward_decoder", lambda *args, **kwargs: forward(*args, **kwargs))
+    assert not replays(compare(CASES["transformer"]()).report)
+
+
+def test_positions_beyond_the_table_are_not_captured():
+    case = CASES["transformer"]()
+    positions = case.models[0].decoder.embed_positions
+    positions.weights, positions.auto_expand = positions.weights[:10].clone(), False
+    report = compare(case, max_len_b=24).report
+    assert not replays(report) and any("in a table of 10" in reason for reason in report.fallbacks)
+
+
+def test_after_an_error_fairseq_does_the_work_and_nothing_is_kept(monkeypatch):
+    case = CASES["transformer"]()
+    compare(case)
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setenv("FASTGEN_STRICT", "0")
+    monkeypatch.setattr("fastgen.optimizer.fairseq.decode_step.FairseqDecodeStep.reorder", broken)
+    with fastgen.disabled():
+        expected = generate(case)
+    with pytest.raises(RuntimeError) if fastgen.config.CONFIG.strict else pytest.warns(RuntimeWarning):
+        assert len(generate(case)) == len(expected)
+    cached = graphs_of(case.models[0])
+    assert not len(cached) and not cached.in_use.locked()
+
+
+def test_a_model_of_fairseq_that_is_gone_leaves_nothing_behind():
+    case = CASES["transformer"]()
+    generate(case)
+    buffers = weakref.ref(next(iter(graphs_of(case.models[0])._graphs.values())).cache)
+    alive = weakref.ref(case.models[0])
+    del case
+    gc.collect()
+    assert alive() is None and buffers() is None
+
+
+def test_one_model_for_translation_with_targets():
+    case = CASES["transformer"]()
+    compare(case, pair_sample(case.task))
+
+
+def test_language_model_of_other_shapes():
+    compare(language_model(4, 1.0))

@@ -1,0 +1,54 @@
+"""Whose code a function, a class or an object is, however it was wrapped."""
+
+from __future__ import annotations
+
+import functools
+import types
+from json import JSONDecoder, JSONEncoder
+
+import pytest
+import wrapt
+
+from fastgen.provenance import comes_with, packages_of
+
+OURS = __name__.partition(".")[0]
+METHOD = JSONDecoder.decode
+
+
+class Wrapper:
+    """An object that says that it is what it wraps."""
+
+    def __init__(self) -> None:
+        functools.update_wrapper(self, METHOD)
+
+    def __call__(self, *args: object) -> object:
+        return METHOD(*args)
+
+
+WRAPPED = {
+    "functools.wraps": (functools.wraps(METHOD)(lambda *args: METHOD(*args)), {OURS, "json"}),
+    "functools.partial": (functools.partial(METHOD), {"functools", "json"}),
+    "functools.cache": (functools.cache(METHOD), {"functools", "json"}),
+    "another function": (lambda *args: METHOD(*args), {OURS}),
+    "an object": (Wrapper(), {OURS, "json"}),
+    "wrapt": (wrapt.FunctionWrapper(METHOD, print), {wrapt.FunctionWrapper.__module__, "json"}),
+}
+
+
+@pytest.mark.parametrize(("method", "packages"), WRAPPED.values(), ids=WRAPPED.keys())
+def test_what_is_put_around_a_method_is_seen(method, packages):
+    assert packages_of(method) == packages and not comes_with(method, JSONDecoder)
+
+
+@pytest.mark.parametrize("method", [METHOD, JSONDecoder().decode, types.MethodType(METHOD, object())])
+def test_a_method_comes_with_its_class_bound_or_not(method):
+    assert packages_of(method) == {"json"} and comes_with(method, JSONDecoder)
+
+
+def test_a_method_of_another_module_of_the_same_package_does_not_come_with_the_class():
+    assert packages_of(JSONEncoder.encode) == {"json"} and not comes_with(JSONEncoder.encode, JSONDecoder)
+
+
+def test_classes_builtin_functions_and_none():
+    assert [packages_of(code) for code in (JSONDecoder, Wrapper, len, None)] == [{"json"}, {OURS}, {"builtins"}, set()]
+    assert not comes_with(None, JSONDecoder)

@@ -77,7 +77,8 @@ class DecodeStep(ABC):
         self.captures = captures
         self.steps = self.since = self.most = 0
         self.graph: CapturedGraph | None = None
-        self._graphs: GraphCache | None = None  # held by this call
+        self._graphs: GraphCache
+        self._holds_graphs = False  # no other call does
         self._key: tuple = ()
         self.variant: Hashable = None
         if captures:
@@ -143,7 +144,7 @@ class DecodeStep(ABC):
         if self.graph is not None and self.runs_user_code and self.call.has_changed(self.model):
             self.leave_captures()
         if self.graph is not None:
-            return self._static_step(tokens)
+            return self._static_step(self.graph, tokens)
         outputs = self.prefill(tokens) if is_first else self.forward(self.model, self.inputs(tokens, None), None)
         if is_first and not self.prefill_is_a_step:
             return outputs
@@ -152,27 +153,23 @@ class DecodeStep(ABC):
             self._start_captures(tokens, self.logits_of(outputs))
         return outputs
 
-    def reorder(self, beam_idx: Tensor) -> None:
-        """Row i goes on with the keys of row `beam_idx[i]`, a row of the same input."""
-        self.graph.cache.reorder(beam_idx)
-
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both)."""
         self.rows, self.since = rows.shape[0], 0
         if self.graph is not None:
-            self._change_to(self.graph.cache.content(batch_index, rows))
+            self._change_to(self.graph, self.graph.cache.content(batch_index, rows))
 
     def end(self) -> None:
         """The call is over: other calls may use its graphs."""
-        if self._graphs is not None:
+        if self._holds_graphs:
             if self.graph is not None:
                 self._graphs.put(self._key, self.graph)
             self._graphs.in_use.release()
-            self._graphs = self.graph = None
+            self._holds_graphs, self.graph = False, None
 
     def abandon(self) -> None:
         """The loop has failed: the graphs give their memory back."""
-        if self._graphs is not None:
+        if self._holds_graphs:
             self._graphs.clear()
             self.graph = None
             self.end()
@@ -197,12 +194,12 @@ class DecodeStep(ABC):
         if cache is not None and cache.nbytes > graphs.most_bytes:
             text = f"keys and values of more than {graphs.most_bytes >> 20} MB"
             reasons = [Reason("KV_CACHE_TOO_LARGE", text)]
-        if not reasons and self._graphs is None:
+        if not reasons and not self._holds_graphs:
             if graphs.in_use.acquire(blocking=False):
-                self._graphs = graphs
+                self._graphs, self._holds_graphs = graphs, True
             else:
                 reasons = [Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")]
-        if not reasons:
+        if cache is not None and not reasons:
             self.most = cache.generated_length + left
             try:
                 reasons = self._first_capture(cache.content(drop_last=True), tokens, expected, wants_new)
@@ -225,39 +222,38 @@ class DecodeStep(ABC):
         graphs.set_state(self.call.facts_of(self.model, self.known).fingerprint)
         if not wants_new and self._key_of(content) not in graphs:
             return []
-        self._fill(content)
+        graph = self._fill(content)
         try:
-            inputs = self.inputs(tokens, self.graph.view)
+            inputs = self.inputs(tokens, graph.view)
         except CannotPad:
             graphs.has_exact_lengths = True
-            self._fill(content)
-            inputs = self.inputs(tokens, self.graph.view)
-        outputs = self._captured(inputs)
+            graph = self._fill(content)
+            inputs = self.inputs(tokens, graph.view)
+        outputs = self._captured(graph, inputs)
         if outputs is not None and differs_sync(self.logits_of(outputs), expected):
-            self._refuse("logits with static buffers differ from eager")
+            self._refuse(graph, "logits with static buffers differ from eager")
         if outputs is None or graphs.refused:
             self.graph = None
             return graphs.refused or [INPUTS_CHANGED]
-        self.graph.cache.advance()
-        self.use(self.graph.cache)
+        graph.cache.advance()
+        self.use(graph.cache)
         return []
 
     def leave_captures(self, reason: Reason = MODEL_CHANGED) -> None:
         """The rest of the call is the host's own: who changes a model within a call may look at everything."""
         self.call.report.add_reasons(STEPS, [reason])
         self.captures = False
-        self.leave(self.graph.cache)
+        if self.graph is not None:
+            self.leave(self.graph.cache)
         self.end()
 
-    def _static_step(self, tokens: Tensor) -> Any:
-        cache = self.graph.cache
-        if cache.generated_length == cache.capacity:
-            self._change_to(cache.content())
-        graph = self.graph
+    def _static_step(self, graph: CapturedGraph, tokens: Tensor) -> Any:
+        if graph.cache.generated_length == graph.cache.capacity:
+            graph = self._change_to(graph, graph.cache.content())
         inputs = self.inputs(tokens, graph.view)
         self.since += 1
         captures = graph.structure is not None or self._wants_new_graph(self.most - graph.cache.generated_length)
-        outputs = self._captured(inputs) if captures else None
+        outputs = self._captured(graph, inputs) if captures else None
         if outputs is None:
             outputs = graph.function(inputs)
         graph.cache.advance()
@@ -268,9 +264,9 @@ class DecodeStep(ABC):
         costs, size = self.call.costs, size_of(self.decoder)
         return self.since >= costs.steps_before_capture and costs.should_capture(size, self.rows, left, False)
 
-    def _captured(self, inputs: dict[str, Any]) -> Any:
+    def _captured(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
         """The outputs of a replay, or of the forward that is captured; None if they cannot be had or trusted."""
-        graph, graphs = self.graph, self._graphs
+        graphs = self._graphs
         if graphs.refused or (graph.structure is not None and not graph.is_captured):
             return None
         try:
@@ -284,43 +280,44 @@ class DecodeStep(ABC):
         except torch.cuda.OutOfMemoryError:
             raise
         except NotRepeatable as reason:
-            self._refuse(str(reason), is_expected=True)
+            self._refuse(graph, str(reason), is_expected=True)
             return None
         except Diverged as reason:
             if not graph.is_proven:  # it does so at every step
-                self._refuse(str(reason), is_expected=True)
+                self._refuse(graph, str(reason), is_expected=True)
             else:
                 graph.drop()
             return None
         except Exception as error:
-            self._refuse(f"{type(error).__name__}: {error}")
+            self._refuse(graph, f"{type(error).__name__}: {error}")
             return None
         if outputs is None:
             return None
         if expected is not None and differs_sync(self.logits_of(outputs), expected):
-            self._refuse("a replay gave other logits than the forward")
+            self._refuse(graph, "a replay gave other logits than the forward")
             return None
         graph.is_proven = True
         self.call.report.usages[0][graphs.capture.name] += 1
         return outputs
 
-    def _refuse(self, reason: str, is_expected: bool = False) -> None:
+    def _refuse(self, graph: CapturedGraph, reason: str, is_expected: bool = False) -> None:
         """Captures this model's steps no more; is_expected: nothing is wrong, and a report tells it."""
-        self.graph.drop()
+        graph.drop()
         self._graphs.clear()
         self._graphs.refused = [Reason("CAPTURE_REFUSED", f"{type(self.model).__name__}: {reason}")]
         if not is_expected:
             warn(f"fastgen does not capture the decode steps of a model: {self._graphs.refused[0]}")
 
-    def _change_to(self, content: KVCache) -> None:
-        """Goes on with this content in a static cache for it: a larger one, or one of fewer rows."""
-        key, graph = self._key, self.graph
-        self._fill(content)
+    def _change_to(self, graph: CapturedGraph, content: KVCache) -> CapturedGraph:
+        """Goes on with this content in a static cache for it, a larger one or one of fewer rows; returns its graph."""
+        key = self._key
+        new = self._fill(content)
         self._graphs.put(key, graph)
-        self.use(self.graph.cache)
+        self.use(new.cache)
+        return new
 
-    def _fill(self, content: KVCache) -> None:
-        """Copies the content to the static cache of a graph with room for more."""
+    def _fill(self, content: KVCache) -> CapturedGraph:
+        """Copies the content to the static cache of a graph with room for more, which is the loop's from now on."""
         key = self._key_of(content)
         graph = self._graphs.take(key)
         if graph is None:
@@ -329,6 +326,7 @@ class DecodeStep(ABC):
             graph = CapturedGraph(lambda inputs: forward(model(), inputs, view), static, view)
         self._key, self.graph = key, graph
         graph.cache.load(content)
+        return graph
 
     def _key_of(self, content: KVCache) -> tuple:
         return self.variant, torch_settings(), content.spec(self.most, self._graphs.has_exact_lengths)

@@ -87,12 +87,12 @@ class CapturedGraph:
     It owns no KV buffers: those are of `cache`, which it keeps alive and neither makes, fills, moves nor grows. It
     decides nothing: `DecodeStep` says when to capture, replay or drop it, and whether its output can be trusted.
 
-    function: of nested inputs, adds one position to `cache`. cache: a static cache, None where the function has none.
+    function: of nested inputs, adds one position to `cache`. cache: a static cache.
     view: what a host sees of the cache. is_proven: a replay gave the function's output for other inputs than those of
     the capture.
     """
 
-    def __init__(self, function: Callable[[Any], Any], cache: KVCache | None = None, view: Any = None) -> None:
+    def __init__(self, function: Callable[[Any], Any], cache: KVCache, view: Any = None) -> None:
         self.function, self.cache, self.view = function, cache, view
         self.buffers: list[Any] = []  # the leaves of the inputs
         self.structure: Hashable = None
@@ -108,8 +108,7 @@ class CapturedGraph:
     @property
     def nbytes(self) -> int:
         tensors = [leaf for leaf in self.buffers if isinstance(leaf, Tensor)]
-        tensors += [] if self.cache is None else self.cache.tensors
-        return sum(tensor.nbytes for tensor in tensors) + self._bytes_of_replay
+        return sum(tensor.nbytes for tensor in [*tensors, *self.cache.tensors]) + self._bytes_of_replay
 
     def capture(self, inputs: Any, capture: CpuCapture | CudaCapture) -> Any:
         """Captures the function with inputs like these; returns what it gives for them."""
@@ -146,14 +145,13 @@ class CapturedGraph:
         """Whether this very tensor, such as the states of an encoder, is there already; otherwise notes that it is."""
         if leaf.is_inference():  # does not tell whether it was written since
             return False
-        source, version = self._copied.get(index, (lambda: None, 0))
+        known = self._copied.get(index)
         self._copied[index] = ref(leaf), leaf._version
-        return source() is leaf and version == leaf._version
+        return known is not None and known[1] == leaf._version and known[0]() is leaf
 
     def rewind(self) -> None:
         """Whatever was tried, the position that it was to add is added next."""
-        if self.cache is not None:
-            self.cache.rewind()
+        self.cache.rewind()
 
 
 class GraphCache:

@@ -161,8 +161,8 @@ class KVCache:
         self._paddings: list[int] = []
         self.is_static = False
         self.padding = self.prompt_length = self.capacity = 0
-        self.write_position: Tensor | None = None
-        self.seq_lengths: Tensor | None = None
+        self.write_position: Tensor  # of a static cache
+        self.seq_lengths: Tensor
 
     def add_layers(self, prompts: Sequence[tuple[KV, ...]], limit: int | None, is_static: bool = False) -> list[int]:
         """Adds layers that are alike, with these prompts; returns their numbers. Those without a limit come last.
@@ -215,9 +215,9 @@ class KVCache:
 
     def read(self, layer: int) -> KV:
         """Keys and values `[rows, kv_heads, length, head_dim]`; the same tensors until the next change."""
-        if self._views[layer] is not None:
+        if (present := self._views[layer]) is not None:
             if not self.was_materialized(layer):
-                return self._views[layer]
+                return present
             self._invalidate(layer)
         segments = self.segments(layer)
         if len(segments) == 1 and segments[0][0].shape[0] == self.rows:
@@ -330,7 +330,7 @@ class KVCache:
         drop_last: without the position that was added last.
         """
         chosen = KVCache(self.rows // self.rows_per_input, self.rows_per_input)
-        growing = [layer for layer, slot in enumerate(self._slots) if slot is not None]
+        growing = [slot for slot in self._slots if slot is not None]
         prompts, pairs = [], []
         for layer, slot in enumerate(self._slots):
             present = self._present(layer)
@@ -346,7 +346,7 @@ class KVCache:
         generated = chosen.generated[0]
         if pairs:
             generated.by_layer, generated.lengths = pairs, [pairs[0][0].shape[2]] * len(pairs)
-            generated.unmoved = self._slots[0][0].unmoved
+            generated.unmoved = growing[0][0].unmoved
         return chosen
 
     def spec(self, most: int, exact_lengths: bool = False) -> Spec:

@@ -124,7 +124,7 @@ class BeamSearch:
         self.stops_when_full = config.early_stopping is True
         self.batch_index = torch.arange(inputs, device=device)
         self.numbers = torch.arange(self.num_beams, device=device)
-        self.results: tuple[Tensor, ...] | None = None  # of all inputs: best, lengths and best_scores
+        self.results: tuple[Tensor, ...] | None = None  # of all inputs, once some have left
         self.late_stop = LateStopCheck(device) if step.stops_late else None
         self.has_ended = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -136,8 +136,7 @@ class BeamSearch:
             left = self.config.max_length - self.input_ids.shape[1]
             if not stop and any(is_final) and self.step.should_compact(sum(is_final), len(is_final), left):
                 self.compact([index for index, final in enumerate(is_final) if not final])
-        self.store()
-        best, lengths, scores = self.results
+        best, lengths, scores = self.stored()
         self.step.call.beam_scores = scores
         returned = self.config.num_return_sequences
         length = self.prompt_length + int(lengths[:, :returned].max())
@@ -258,7 +257,7 @@ class BeamSearch:
 
     def compact(self, remaining: list[int]) -> None:
         """Drops the inputs that are not among these."""
-        self.store()
+        self.results = self.stored()
         kept = torch.tensor(remaining, device=self.batch_index.device)
         rows = rows_of(kept, self.num_beams)
         self.step.compact(kept, rows)
@@ -266,10 +265,11 @@ class BeamSearch:
         for name in ("scores", "best", "best_scores", "lengths", "complete", "can_improve", "batch_index"):
             setattr(self, name, getattr(self, name).index_select(0, kept))
 
-    def store(self) -> None:
-        """Puts what was found into the results."""
+    def stored(self) -> tuple[Tensor, ...]:
+        """Best, lengths and best_scores of all inputs, with what was found for those that are there."""
+        found = self.best, self.lengths, self.best_scores
         if self.results is None:  # all inputs are there
-            self.results = self.best, self.lengths, self.best_scores
-        else:
-            for results, found in zip(self.results, (self.best, self.lengths, self.best_scores)):
-                results[self.batch_index] = found
+            return found
+        for results, values in zip(self.results, found):
+            results[self.batch_index] = values
+        return self.results

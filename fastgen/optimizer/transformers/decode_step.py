@@ -90,7 +90,7 @@ class TransformersDecodeStep(DecodeStep):
         arguments = self.arguments if view is None else {**self.arguments, NAME: view}
         length = 1 if arguments["use_cache"] else None
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
-        if view is None:
+        if self.graph is None:
             return inputs
         del inputs[NAME]
         padding = self.graph.cache.padding
@@ -166,7 +166,7 @@ class TransformersDecodeStep(DecodeStep):
     def reorder(self, beam_idx: Tensor) -> None:
         """Row i goes on with the keys of row `beam_idx[i]`; ValueError where the library raises it, too."""
         if self.graph is not None:
-            super().reorder(beam_idx)
+            self.graph.cache.reorder(beam_idx)
             return
         name = next((name for name in compat.MOVED_CACHES if name in self.arguments), None)
         if name is None:

@@ -111,7 +111,7 @@ class TokenLoop:
                 if self.compacts:
                     self.compact()
                 logits = self.step.logits(self.input_ids)
-        if not self.finished:
+        if self.pad is None or not self.finished:  # without padding no row ends before the others
             return self.input_ids
         output = self.pad.repeat(len(self.finished[0][0]), self.input_ids.shape[1])
         for rows, found in [*self.finished, (self.batch_index, self.input_ids)]:

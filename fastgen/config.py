@@ -7,6 +7,7 @@ FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as witho
 FASTGEN_CUDA_GRAPHS=auto  capture decode steps on a CPU where that pays, and none on a GPU, where it has not run yet (as
                    without it); or off; or on: wherever the model allows it, on a GPU as CUDA graphs.
 FASTGEN_CUDA_KERNELS=1  use fastgen's CUDA and Triton kernels on a GPU, where they have not run yet.
+FASTGEN_REPEATABLE=1  a call's scores do not depend on calls before it, not even in their last bits.
 FASTGEN_CACHE=DIR  the folder that keeps what was measured on this machine (~/.cache/fastgen without it).
 FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a line for each `generate`), info,
                    warning or error.
@@ -45,6 +46,7 @@ class Config:
     share: str = "auto"
     cuda_graphs: str = "auto"
     cuda_kernels: bool = False
+    repeatable: bool = False
     cache: str | None = None
     log: str | None = None
 

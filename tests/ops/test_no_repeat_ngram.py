@@ -104,7 +104,7 @@ def test_many_rows_on_the_threads_of_torch(four_threads, monkeypatch):
     case = Case(wrapped([0, 1, 2, 1, 3], 13, 1 << 15, torch.int64, shift=1), torch.zeros(13, 5), 3)
     expected = case.expected()
     assert same(no_repeat_ngram_(*case.arguments()), expected)
-    assert asked == [4] or load_reasons(native.CPU)
+    assert set(asked) == {4} or load_reasons(native.CPU)
 
 
 ACCEPTED = (

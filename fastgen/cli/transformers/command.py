@@ -47,6 +47,7 @@ from fastgen.cli.transformers.records import (
 )
 from fastgen.cli.transformers.signature import signature, with_commit
 from fastgen.cli.transformers.tasks import Task, task_for
+from fastgen.config import CONFIG
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,7 +100,7 @@ def _run(args: RunConfig) -> int:
         fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
         stock = fastgen.disabled() if args.without_fastgen_opt else nullcontext()
         only_records = redirect_stdout(sys.stderr) if args.output == STREAM else nullcontext()
-        with _said_once(args.quiet), stock, only_records:
+        with _said_once(args.quiet), stock, only_records, _repeatable():
             return _generate(task, surveyed, references, output)
     finally:
         output.leave()
@@ -114,6 +115,17 @@ def _recognized(args: RunConfig) -> RunConfig:
         if "text" not in record and is_openai(record):
             return completed(replace(args, input_format="openai"))
     return args
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """What is generated for a batch does not depend on those before it, which --resume does not generate again."""
+    before = CONFIG.repeatable
+    fastgen.configure(repeatable=True)
+    try:
+        yield
+    finally:
+        fastgen.configure(repeatable=before)
 
 
 def _as_before(args: RunConfig, before: dict[str, Any]) -> RunConfig:

@@ -55,7 +55,7 @@ class GenerateCall:
     started: float = field(default_factory=time.perf_counter)
     beam_scores: Any = None
     staged_seconds: float = 0.0
-    costs: CostModel = field(default_factory=lambda: cost_model.DEFAULT)
+    costs: CostModel = field(default_factory=cost_model.of_new_call)
     facts: dict[Any, ModelFacts] = field(default_factory=dict)
     _outer: GenerateCall | None = None
 
@@ -153,7 +153,7 @@ def current_call() -> GenerateCall | None:
 def costs() -> CostModel:
     """The cost model of the call that runs, or of those that begin now."""
     call = _current.get()
-    return cost_model.DEFAULT if call is None else call.costs
+    return cost_model.of_new_call() if call is None else call.costs
 
 
 def count(kernel: str) -> None:

@@ -36,7 +36,8 @@ class CostModel:
     place instead of copying all keys at every step (beams break even near 0.2 million, samples near 0.03 million).
 
     min_capture_steps: shorter calls are not asked whether their steps can be captured, which takes the time of some
-    steps. steps_before_capture: of a call, because many end early. capture_steps: that a new graph takes.
+    steps. steps_before_capture: of a call, because many end early. looks_back: earlier calls count as well, which had
+    too few steps for a graph, or have left one. capture_steps: that a new graph takes.
     saved_per_module: work that a replayed step saves, in Python, per module (ops/cpu_graph.py). rows_of_one_read: steps
     of fewer rows take as long, since they read all weights.
 
@@ -54,6 +55,7 @@ class CostModel:
     min_elements_in_place: int = 1 << 17
     min_capture_steps: int = 16
     steps_before_capture: int = 8
+    looks_back: bool = True
     capture_steps: int = 3
     saved_per_module: int = 1 << 21
     rows_of_one_read: int = 8
@@ -123,5 +125,11 @@ class CostModel:
         return leaving >= self.min_leaving * inputs and self.should_prefill_once(size, leaving * rows_per_input * steps)
 
 
-# Of calls that begin.
+# Of calls that begin; REPEATABLE: with FASTGEN_REPEATABLE=1. There a call goes over to a static cache at the same step
+# whatever was called before, since attention over its padding differs from attention without in the last bits.
 DEFAULT = CostModel()
+REPEATABLE = CostModel(steps_before_capture=1, looks_back=False)
+
+
+def of_new_call() -> CostModel:
+    return REPEATABLE if CONFIG.repeatable else DEFAULT

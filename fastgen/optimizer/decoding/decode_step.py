@@ -182,11 +182,12 @@ class DecodeStep(ABC):
             return
         left, rows = self.max_length - tokens.shape[1], self.rows
         graphs = graphs_of(self.model, first_weight(self.decoder))
-        wants_new = self._wants_new_graph(left + graphs.steps_without[rows])
-        if self.since >= self.call.costs.steps_before_capture and not wants_new:
+        costs, is_last = self.call.costs, self.since >= self.call.costs.steps_before_capture
+        wants_new = self._wants_new_graph(left + (graphs.steps_without[rows] if costs.looks_back else 0))
+        if is_last and not wants_new:
             graphs.steps_without[rows] += left
-        if not wants_new and not len(graphs):
-            if self.since >= self.call.costs.steps_before_capture:
+        if not wants_new and not (costs.looks_back and len(graphs)):
+            if is_last:
                 reason = Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")
                 self.call.report.add_reasons(STEPS, [reason])
             return

@@ -20,7 +20,7 @@ def restored():
 
 def test_nothing_set_means_the_defaults():
     assert Config.from_environ({}) == Config(
-        disable=False, auto=True, strict=False, share="auto", cuda_graphs="auto", cuda_kernels=False
+        disable=False, auto=True, strict=False, share="auto", cuda_graphs="auto", cuda_kernels=False, repeatable=False
     )
     empty = dict.fromkeys(("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_SHARE", "FASTGEN_CACHE", "FASTGEN_LOG"), "")
     assert Config.from_environ(empty) == Config()

@@ -104,14 +104,17 @@ def configure(**settings: bool | str | os.PathLike[str]) -> None:
 
 
 def read(environ: Mapping[str, str]) -> Config:
-    """The configuration; a variable that cannot be read is left at its default with a warning.
+    """The configuration; a variable that cannot be read, or is misspelt, is ignored with a warning.
 
     A typing error in a shell profile must not stop a program that only imports fastgen.
     """
+    known = [_variable(name) for name in _names()]
     readable: dict[str, str] = {}
-    for variable in sorted(environ.keys() & {_variable(name) for name in _names()}):
+    for variable in sorted(name for name in environ if name.startswith(_variable(""))):
         one = {variable: environ[variable]}
         try:
+            if variable not in known:
+                raise ValueError(f"{variable}, which it does not know (accepted: {', '.join(known)})")
             Config.from_environ(one)
         except ValueError as error:
             warnings.warn(f"fastgen ignores {error}", RuntimeWarning, stacklevel=2)

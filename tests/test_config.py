@@ -69,6 +69,11 @@ def test_an_unreadable_variable_warns_and_leaves_the_others_in_effect():
     assert config == Config(disable=True)
 
 
+def test_a_misspelt_variable_warns():
+    with pytest.warns(RuntimeWarning, match=r"ignores FASTGEN_SHRAE, .* \(accepted: .*FASTGEN_SHARE.*\)"):
+        assert read({"FASTGEN_SHRAE": "never", "FASTGEN_STRICT": "1"}) == Config(strict=True)
+
+
 def test_an_unreadable_variable_does_not_stop_the_import():
     done = run_python("-c", "import fastgen; print(len(fastgen.status()))", FASTGEN_STRICT="perhaps")
     assert done.returncode == 0 and int(done.stdout) > 0

@@ -6,9 +6,10 @@ tests/optimizer/fairseq/test_fairseq_limits.py, tests/optimizer/fairseq/test_fai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from fairseq.models.fairseq_incremental_decoder import FairseqIncrementalDecoder
@@ -39,6 +40,44 @@ KNOWN = KnownCode(
     packages=KNOWN_PACKAGES | _OTHERS,
     entries=frozenset({"get_normalized_probs", "get_normalized_probs_scriptable"}),
 )
+
+
+class HostEnsemble(Protocol):
+    """What is asked of fairseq's `EnsembleModel`."""
+
+    models: Any
+    single_model: Any
+    training: bool
+    has_encoder: Callable[[], bool]
+    forward_encoder: Callable[[dict[str, Any]], Any]
+    forward_decoder: Callable[[Tensor, Any, Any, float], tuple[Tensor, Any]]
+
+
+class HostGenerator(Protocol):
+    """What is asked of a `SequenceGenerator` or a subclass of it."""
+
+    model: HostEnsemble
+    lm_model: Any
+    lm_weight: float
+    search: Any
+    repeat_ngram_blocker: Any
+    beam_size: int
+    vocab_size: int
+    pad: int
+    unk: int
+    eos: int
+    max_len: int
+    max_len_a: float
+    max_len_b: int
+    min_len: int
+    match_source_len: bool
+    temperature: float
+    unk_penalty: float
+    should_set_src_lengths: bool
+    token_indices_to_suppress: Any
+    _prefix_tokens: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    finalize_hypos: Callable[..., Any]
+    generate: Callable[..., Any]
 
 
 @dataclass
@@ -154,7 +193,7 @@ def computes_whole(attention: Any) -> bool:
     )
 
 
-def computes_prompt_at_once(generator: Any, plans: list[ModelPlan]) -> bool:
+def computes_prompt_at_once(generator: HostGenerator, plans: list[ModelPlan]) -> bool:
     """Whether tokens that outputs have to begin with may be computed at once; otherwise they are fed one by one."""
     return (
         not generator.model.has_encoder()
@@ -167,7 +206,7 @@ def computes_prompt_at_once(generator: Any, plans: list[ModelPlan]) -> bool:
 
 def loop_reasons_sync(
     call: GenerateCall,
-    generator: SequenceGenerator,
+    generator: HostGenerator,
     plans: list[ModelPlan],
     max_len: int | None,
     first_token: int,
@@ -219,9 +258,7 @@ def loop_reasons_sync(
     return [*dict.fromkeys(reasons + [reason for one in plans for reason in one.reasons])]
 
 
-def can_capture(
-    call: GenerateCall, generator: SequenceGenerator, plans: list[ModelPlan], rows: int, max_len: int
-) -> bool:
+def can_capture(call: GenerateCall, generator: HostGenerator, plans: list[ModelPlan], rows: int, max_len: int) -> bool:
     """Whether a loop of up to `max_len` steps should try to; tells the report why not."""
     model, user_code = generator.model.single_model, plans[0].user_code[:1]
     called = [Reason("USER_CODE", f"user code is called in each step: {what}") for what in user_code]
@@ -229,7 +266,7 @@ def can_capture(
     return checks.can_capture(call, model, model.decoder, rows, max_len, KNOWN, reasons, lambda: called)
 
 
-def _step_reasons(generator: SequenceGenerator, plans: list[ModelPlan], max_len: int) -> list[Reason]:
+def _step_reasons(generator: HostGenerator, plans: list[ModelPlan], max_len: int) -> list[Reason]:
     """Why steps of this generator are not captured, as far as its models tell."""
     if len(plans) > 1:
         return [Reason("ENSEMBLE", f"an ensemble of {len(plans)} models")]

@@ -27,7 +27,7 @@ from fastgen.optimizer.decoding.decode_step import DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KV, KVCache, rounded
 from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.decoding.user_code import is_user_code
-from fastgen.optimizer.fairseq.checks import KNOWN, ModelPlan
+from fastgen.optimizer.fairseq.checks import KNOWN, HostGenerator, ModelPlan
 from fastgen.patching import SwitchedOff
 
 # What a model gives for a step: log-probabilities `[rows, vocabulary]`, and weights `[rows, source_length]` or None.
@@ -174,7 +174,7 @@ class FairseqDecodeStep(DecodeStep):
     prefill_is_a_step = True  # a prompt is computed before the loop begins, see prompt.py
 
     def __init__(
-        self, call: GenerateCall, generator: Any, states: list[DecodingState], max_len: int, captures: bool
+        self, call: GenerateCall, generator: HostGenerator, states: list[DecodingState], max_len: int, captures: bool
     ) -> None:
         model, rows = generator.model.single_model, states[0].kv.rows
         super().__init__(call, model, model.decoder, rows, states[0].rows_per_input, max_len + 1, captures, KNOWN)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
@@ -19,7 +18,15 @@ from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import LOOP, Reason
 from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.decoding.verify_once import RandomStates
-from fastgen.optimizer.fairseq.checks import KNOWN, SOURCES, ModelPlan, can_capture, loop_reasons_sync, plan
+from fastgen.optimizer.fairseq.checks import (
+    KNOWN,
+    SOURCES,
+    HostGenerator,
+    ModelPlan,
+    can_capture,
+    loop_reasons_sync,
+    plan,
+)
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.optimizer.fairseq.loop import Hypothesis, Loop
 from fastgen.optimizer.fairseq.prompt import prefill_sync
@@ -28,7 +35,7 @@ from fastgen.provenance import is_from_elsewhere
 
 def generate(
     original: Callable,
-    self: SequenceGenerator,
+    self: HostGenerator,
     sample: dict[str, Any],
     prefix_tokens: Tensor | None = None,
     constraints: Tensor | None = None,
@@ -81,7 +88,7 @@ def _undone(call: GenerateCall) -> Iterator[None]:
 
 def decode_step(
     call: GenerateCall,
-    generator: SequenceGenerator,
+    generator: HostGenerator,
     plans: list[ModelPlan],
     net_input: dict[str, Any],
     row_inputs: Tensor,
@@ -96,7 +103,7 @@ def decode_step(
     return FairseqDecodeStep(call, generator, states, max_len, captures)
 
 
-def source_of(generator: SequenceGenerator, net_input: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+def source_of(generator: HostGenerator, net_input: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """What is given to the encoder (tokens, frames or samples), `[inputs, source_length, …]`, and lengths `[inputs]`.
 
     Lengths are those without padding; of tokens without the end of the sentence, unless they are given.
@@ -115,7 +122,7 @@ def source_of(generator: SequenceGenerator, net_input: dict[str, Any]) -> tuple[
     return source, padding.shape[-1] - padding.sum(-1)
 
 
-def max_len_sync(generator: SequenceGenerator, source: Tensor, lengths: Tensor) -> int:
+def max_len_sync(generator: HostGenerator, source: Tensor, lengths: Tensor) -> int:
     """The largest number of tokens before the end; reads the device only if outputs are as long as their sources."""
     if generator.match_source_len:
         return int(lengths.max())

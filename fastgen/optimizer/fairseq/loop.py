@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastgen.optimizer.decoding import loop_state
 from fastgen.optimizer.decoding.loop_state import StepHistory
+from fastgen.optimizer.fairseq.checks import HostGenerator
 from fastgen.optimizer.fairseq.decode_step import FairseqDecodeStep
 from fastgen.optimizer.fairseq.prompt import Prompt
 from fastgen.provenance import comes_with
@@ -38,7 +39,7 @@ class Loop:
 
     def __init__(
         self,
-        generator: SequenceGenerator,
+        generator: HostGenerator,
         step: FairseqDecodeStep,
         max_len: int,
         first_token: int,

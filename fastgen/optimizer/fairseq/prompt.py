@@ -17,7 +17,7 @@ from fairseq import search
 from torch import Tensor
 
 from fastgen.optimizer.decoding.loop_state import sum_in_order
-from fastgen.optimizer.fairseq.checks import computes_prompt_at_once
+from fastgen.optimizer.fairseq.checks import HostGenerator, computes_prompt_at_once
 from fastgen.optimizer.fairseq.decode_step import DecodingState
 
 # Log-probabilities of all words are needed at all positions of the prompt, but not at once.
@@ -51,13 +51,13 @@ class Prompt:
         beams[:, 0] = sum_in_order(self.forced)
         return beams.flatten(0, 1).to(self.forced.dtype)
 
-    def skips_search(self, generator: Any) -> bool:
+    def skips_search(self, generator: HostGenerator) -> bool:
         """Whether the search can be told the outcome of forced tokens: it draws nothing and keeps no state."""
         return type(generator.search) is search.BeamSearch and generator.repeat_ngram_blocker is None
 
 
 def prefill_sync(
-    generator: Any, prefixes: Tensor | None, first_token: int, states: list[DecodingState], max_len: int
+    generator: HostGenerator, prefixes: Tensor | None, first_token: int, states: list[DecodingState], max_len: int
 ) -> Prompt | None:
     """Computes at once what all outputs begin with, and leaves its keys and values in the states of all models.
 
@@ -82,7 +82,7 @@ def prefill_sync(
     return Prompt(tokens, known, _log_probs(generator, outputs, slice(length, length + 1))[:, -1])
 
 
-def _log_probs(generator: Any, outputs: list[tuple[Tensor, Any]], positions: slice) -> Tensor:
+def _log_probs(generator: HostGenerator, outputs: list[tuple[Tensor, Any]], positions: slice) -> Tensor:
     """The logarithm of the mean of the models' probabilities, `[inputs, positions, vocabulary]`."""
     found = []
     for model, (features, extra) in zip(generator.model.models, outputs):

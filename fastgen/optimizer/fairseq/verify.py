@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen.optimizer.decoding.verify_once import Difference
+from fastgen.optimizer.fairseq.checks import HostGenerator
 
 # How far scores of one hypothesis may lie apart.
 TOLERANCE = 1e-4
@@ -17,7 +18,7 @@ TOLERANCE = 1e-4
 class FairseqCall:
     """`generator.generate(models, sample, **kwargs)`: hypotheses of each sentence, the best first."""
 
-    generator: Any
+    generator: HostGenerator
     sample: dict[str, Any]
     kwargs: dict[str, Any]
     host: str = "fairseq"

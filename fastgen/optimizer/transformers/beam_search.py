@@ -54,7 +54,7 @@ METHODS = (
 @drop_unused_outputs
 def beam_search(
     original: Callable,
-    self: Any,
+    self: checks.HostModel,
     input_ids: Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -74,7 +74,7 @@ def beam_search(
 
 
 def _reasons(
-    call: GenerateCall, model: Any, criteria: Any, config: Any, synced_gpus: bool, kwargs: dict
+    call: GenerateCall, model: checks.HostModel, criteria: Any, config: Any, synced_gpus: bool, kwargs: dict
 ) -> list[Reason]:
     """Why this search is left to the library, as the report tells."""
     reasons = []

@@ -14,7 +14,7 @@ tests/optimizer/transformers/test_training_mode.py, tests/optimizer/transformers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,21 +77,38 @@ KNOWN = KnownCode(
 )  # fmt: skip
 
 
-def is_known_class(model: Any) -> bool:
+class HostModel(Protocol):
+    """What is asked of a model with the library's `GenerationMixin`, besides what every module has."""
+
+    config: Any
+    generation_config: Any
+    device: torch.device
+    dtype: torch.dtype
+    generate: Callable[..., Any]
+    __call__: Callable[..., Any]
+    modules: Callable[[], Iterable[nn.Module]]
+    get_decoder: Callable[[], Any]
+    prepare_inputs_for_generation: Callable[..., dict[str, Any]]
+    _prefill: Callable[..., Any]
+    _update_model_kwargs_for_generation: Callable[..., dict[str, Any]]
+    _update_finished_beams: Callable[..., Any]
+
+
+def is_known_class(model: object) -> bool:
     """Whether the model's class is of transformers or of fastgen, whose parity the tests compare."""
     return type(model).__module__.partition(".")[0] in ("transformers", "fastgen")
 
 
-def is_tested(model: Any) -> bool:
+def is_tested(model: HostModel) -> bool:
     """Whether the model is one of transformers' or fastgen's own, and transformers no newer than the tests."""
     return is_known_class(model) and not PATCH_SET.newer_than_tested("transformers")
 
 
-def facts_of(call: GenerateCall, model: Any) -> ModelFacts:
+def facts_of(call: GenerateCall, model: HostModel) -> ModelFacts:
     return call.facts_of(model, KNOWN)
 
 
-def row_reasons(call: GenerateCall, model: Any) -> list[Reason]:
+def row_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
     """What in the model or around it lets rows depend on each other, or is made for its rows; empty if nothing is.
 
     Otherwise a forward of some of the rows gives them what a forward of all rows would.
@@ -120,12 +137,12 @@ def row_reasons(call: GenerateCall, model: Any) -> list[Reason]:
     return reasons + (model_facts.row_states(model) or [])
 
 
-def compiled_reasons(call: GenerateCall, model: Any) -> list[Reason]:
+def compiled_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
     """What of the model is compiled, and so made for the library's caches; else empty."""
     return [Reason("COMPILED", f"{named(name)} is compiled") for name in facts_of(call, model).compiled[:1]]
 
 
-def compiling_reasons(model: Any, args: tuple, kwargs: dict[str, Any]) -> list[Reason]:
+def compiling_reasons(model: HostModel, args: tuple, kwargs: dict[str, Any]) -> list[Reason]:
     """Why this call of `generate` may compile the model, as it does for the caches that have a static shape."""
     configs = [kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)]
     asked = [kwargs.get("cache_implementation"), *(getattr(one, "cache_implementation", None) for one in configs)]
@@ -136,7 +153,7 @@ def compiling_reasons(model: Any, args: tuple, kwargs: dict[str, Any]) -> list[R
 
 
 def learn_row_states(
-    call: GenerateCall, model: Any, before: dict[tuple[int, str], Tensor], inputs: int
+    call: GenerateCall, model: HostModel, before: dict[tuple[int, str], Tensor], inputs: int
 ) -> list[Reason]:
     """Notes what a prefill of `inputs` rows has left in modules, which no cache can give more rows; returns it.
 
@@ -150,7 +167,7 @@ def learn_row_states(
     return model_facts.remember_row_states(model, [_keeps(name) for name in sorted(names)])
 
 
-def row_state_reasons(call: GenerateCall, model: Any, sizes: set[int]) -> list[Reason]:
+def row_state_reasons(call: GenerateCall, model: HostModel, sizes: set[int]) -> list[Reason]:
     """What the model's modules hold that may be of the rows: tensors that are as long as one of `sizes`."""
     tensors = facts_of(call, model).row_tensors()
     names = {name for (_, name), value in tensors.items() if sizes.intersection(value.shape[:2])}
@@ -175,7 +192,7 @@ def _foreign_functions(names: frozenset[str]) -> list[str]:
 
 def loop_reasons(
     call: GenerateCall,
-    model: Any,
+    model: HostModel,
     stopping_criteria: Any,
     generation_config: Any,
     synced_gpus: bool,
@@ -215,7 +232,7 @@ def loop_reasons(
 
 
 def can_capture(
-    call: GenerateCall, model: Any, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]
+    call: GenerateCall, model: HostModel, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]
 ) -> bool:
     """Whether a loop that begins with these `model_kwargs` should try to; tells the report why not."""
     most, (rows, length) = generation_config.max_length or 0, input_ids.shape
@@ -228,7 +245,7 @@ def can_capture(
     )
 
 
-def _step_reasons(model: Any, most: int, arguments: dict[str, Any]) -> list[Reason]:
+def _step_reasons(model: HostModel, most: int, arguments: dict[str, Any]) -> list[Reason]:
     """Why steps up to position `most` are not captured, as far as arguments and configuration tell."""
     reasons: list[Reason] = []
     if not compat.LAYERS_ARE_KNOWN:
@@ -250,7 +267,7 @@ def _step_reasons(model: Any, most: int, arguments: dict[str, Any]) -> list[Reas
     return reasons
 
 
-def _position_reasons(model: Any, most: int) -> list[Reason]:
+def _position_reasons(model: HostModel, most: int) -> list[Reason]:
     """Why steps up to position `most` are not captured: a table of positions would have to grow, which M2M100's may."""
     embedding: Any = getattr(model.get_decoder(), "embed_positions", None)
     table = getattr(embedding, "weights", None)

@@ -39,10 +39,12 @@ class TransformersDecodeStep(DecodeStep):
     arguments: the `model_kwargs` of the library's loops.
     """
 
+    model: checks.HostModel
+
     def __init__(
         self,
         call: GenerateCall,
-        model: Any,
+        model: checks.HostModel,
         generation_config: Any,
         processors: Any,
         arguments: dict[str, Any],
@@ -97,7 +99,7 @@ class TransformersDecodeStep(DecodeStep):
         return self._pad(inputs, padding) if padding else inputs
 
     @staticmethod
-    def forward(model: Any, inputs: dict[str, Any], view: Any) -> Any:
+    def forward(model: checks.HostModel, inputs: dict[str, Any], view: Any) -> Any:
         cache = {} if view is None else {NAME: view}
         return model(**inputs, **cache, return_dict=True)
 

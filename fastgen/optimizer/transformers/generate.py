@@ -33,7 +33,7 @@ from fastgen.optimizer.transformers import checks, verification
 from fastgen.patching import disabled
 
 
-def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: Any) -> Any:
     with generate_call(type(self).__name__) as call:
         if reasons := verification.refused_reasons(self):
             call.report.add_reasons(PREFILL, reasons)
@@ -59,7 +59,7 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _faster_forwards(
-    model: Any, args: tuple, kwargs: dict[str, Any], call: GenerateCall
+    model: checks.HostModel, args: tuple, kwargs: dict[str, Any], call: GenerateCall
 ) -> AbstractContextManager[None]:
     """Products and activations inside this call, of models so large that it pays to look at all their modules."""
     if not call.costs.should_swap_forwards(size_of(model)):

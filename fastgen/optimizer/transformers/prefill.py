@@ -41,7 +41,7 @@ ONE_ROW = Reason("ONE_ROW_PER_INPUT", "one row per input")
 
 def prefill(
     original: Callable,
-    self: Any,
+    self: checks.HostModel,
     input_ids: Tensor,
     generation_config: Any,
     model_kwargs: dict[str, Any],
@@ -85,7 +85,7 @@ def prefill(
 
 
 def groups_of_equal_rows(
-    call: GenerateCall, model: Any, arguments: dict[str, Any], generation_config: Any
+    call: GenerateCall, model: checks.HostModel, arguments: dict[str, Any], generation_config: Any
 ) -> tuple[RowGroups, bool, list[Reason]]:
     """Which consecutive rows are equal: those of beams, of samples, or repeated by the caller.
 
@@ -114,7 +114,9 @@ def groups_of_equal_rows(
     )
 
 
-def too_small_reasons(call: GenerateCall, model: Any, arguments: dict[str, Any], kept: int) -> list[Reason]:
+def too_small_reasons(
+    call: GenerateCall, model: checks.HostModel, arguments: dict[str, Any], kept: int
+) -> list[Reason]:
     """Why a prefill of `kept` rows instead of all would not save what it costs; empty if it does."""
     row_count, length = arguments["input_ids"].shape
     embeds, encoded = arguments.get("inputs_embeds"), arguments.get("encoder_outputs")
@@ -133,7 +135,7 @@ def too_small_reasons(call: GenerateCall, model: Any, arguments: dict[str, Any],
 
 
 def _expand_or_reasons(
-    model: Any,
+    model: checks.HostModel,
     outputs: ModelOutput,
     generation_config: Any,
     arguments: dict[str, Any],
@@ -156,7 +158,12 @@ def _expand_or_reasons(
 
 
 def expand(
-    model: Any, outputs: ModelOutput, given: Cache | None, groups: RowGroups, limit: int, call: GenerateCall
+    model: checks.HostModel,
+    outputs: ModelOutput,
+    given: Cache | None,
+    groups: RowGroups,
+    limit: int,
+    call: GenerateCall,
 ) -> None:
     """Makes the outputs of a forward of one row per group those of all rows, and tells the report.
 
@@ -189,7 +196,7 @@ def expand(
 
 
 def unsupported_reasons(
-    model: Any,
+    model: checks.HostModel,
     arguments: dict[str, Any],
     generation_config: Any,
     groups: RowGroups,

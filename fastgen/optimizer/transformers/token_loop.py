@@ -29,7 +29,7 @@ from fastgen.optimizer.transformers.requested_outputs import drop_unused_outputs
 @drop_unused_outputs
 def sample(
     original: Callable,
-    self: Any,
+    self: checks.HostModel,
     input_ids: Tensor,
     logits_processor: Any,
     stopping_criteria: Any,

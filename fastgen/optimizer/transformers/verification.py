@@ -39,7 +39,7 @@ from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.reasons import Reason, with_code
 from fastgen.optimizer.decoding.verify_once import Difference, NotComparable, RandomStates, is_verified, verify_once
 from fastgen.optimizer.transformers import checks
-from fastgen.optimizer.transformers.checks import is_known_class, is_tested
+from fastgen.optimizer.transformers.checks import HostModel, is_known_class, is_tested
 from fastgen.patching import disabled, warn
 
 STEPS = 4
@@ -69,17 +69,17 @@ _COMPARING = threading.Lock()
 class HostCall:
     """What a call of `generate` was given, and the unpatched `generate`."""
 
-    model: Any
+    model: HostModel
     arguments: dict[str, Any]
     original: Callable
 
 
-def refused_reasons(model: Any) -> list[Reason]:
+def refused_reasons(model: HostModel) -> list[Reason]:
     """What differed when the model's class was compared; empty if nothing did, or if it was not compared yet."""
     return [Reason("DIFFERS", _refused[type(model)])] if type(model) in _refused else []
 
 
-def call_to_verify(original: Callable, model: Any, args: tuple, kwargs: dict[str, Any]) -> HostCall | None:
+def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: dict[str, Any]) -> HostCall | None:
     """What `first_use_reasons` needs to know of a call of `generate`; None for models that nobody has to compare."""
     if is_tested(model):
         return None
@@ -89,7 +89,7 @@ def call_to_verify(original: Callable, model: Any, args: tuple, kwargs: dict[str
     return HostCall(model, arguments, original)
 
 
-def first_use_reasons(model: Any, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
+def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
     host_call = call.to_verify
     if is_tested(model) or (host_call is None and call.share is not None):  # the latter in `_compare_first_steps`
@@ -165,7 +165,7 @@ def _compare_first_steps(key: tuple, host_call: HostCall) -> list[str]:
     return []
 
 
-def _refuse(model: Any, difference: Difference) -> None:
+def _refuse(model: HostModel, difference: Difference) -> None:
     """Leaves the model's class alone, or all classes where it is one of the library's."""
     _refused[type(model)] = reason = f"{_subject(model)}: {difference}"
     if is_known_class(model):
@@ -174,7 +174,7 @@ def _refuse(model: Any, difference: Difference) -> None:
         warn(f"fastgen leaves this model class alone: {reason}")
 
 
-def first_difference(found: Any, expected: Any, model: Any) -> Difference | None:
+def first_difference(found: Any, expected: Any, model: HostModel) -> Difference | None:
     """Between the outputs of two calls of `generate` with their logits; None if there is none.
 
     In half precision rounding may change tokens, and all that follows them.
@@ -197,7 +197,7 @@ def first_difference(found: Any, expected: Any, model: Any) -> Difference | None
     )
 
 
-def generated_from(model: Any, output: Any) -> int:
+def generated_from(model: HostModel, output: Any) -> int:
     """The column of the sequences with the first generated token, of a call that returns logits."""
     return output.sequences.shape[1] - len(output.logits)
 
@@ -247,7 +247,7 @@ def _has_state(value: Any) -> bool:
     return value is not None and not isinstance(value, (bool, int, float, str, Tensor, GenerationConfig))
 
 
-def _subject(model: Any) -> str:
+def _subject(model: HostModel) -> str:
     return f"{type(model).__module__}.{type(model).__name__} on transformers {transformers_version}"
 
 
@@ -258,7 +258,7 @@ def _subject(model: Any) -> str:
 class TransformersCall:
     """`model.generate(inputs, **kwargs)`, or `model.generate(**inputs, **kwargs)` where inputs are a mapping."""
 
-    model: Any
+    model: HostModel
     inputs: Any
     kwargs: dict[str, Any]
     host: str = "transformers"

@@ -123,24 +123,28 @@ def shared_attention(
     """
     rows, heads, length, width = query.shape
     scale = width**-0.5 if scale is None else scale
+    one_width = width == values[0].shape[-1]
     if len(keys) > 1:
-        weights, hidden = _softmax(query_key_scores(query * scale, keys), attn_mask, query.dtype)
+        weights, hidden = _softmax(query_key_scores(query * scale, keys), attn_mask, query.dtype, one_width)
         return weighted_values(weights, values).masked_fill_(hidden, 0.0)
     copies, kv_heads = keys[0].shape[:2]
     folded = fold(query, rows // copies, kv_heads)
     if attn_mask is not None:
         attn_mask = fold_mask(attn_mask, rows // copies, kv_heads, heads, length)
     if _is_skinny(folded, keys[0]):
-        weights, hidden = _softmax(_products(folded * scale, keys[0]), attn_mask, query.dtype)
+        weights, hidden = _softmax(_products(folded * scale, keys[0]), attn_mask, query.dtype, one_width)
         output = (weights @ values[0]).masked_fill_(hidden, 0.0)
     else:
         output = functional.scaled_dot_product_attention(folded, keys[0], values[0], attn_mask=attn_mask, scale=scale)
     return unfold(output, rows // copies, heads)
 
 
-def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Weights from scores `[…, L, S]`, which it overwrites; and which queries see nothing, `[…, L, 1]`."""
-    if attn_mask is None and _hides_nan(scores):
+def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype, one_width: bool) -> tuple[Tensor, Tensor]:
+    """Weights from scores `[…, L, S]`, which it overwrites; and which queries see nothing, `[…, L, 1]`.
+
+    `one_width`: whether heads of keys and values have one width.
+    """
+    if attn_mask is None and one_width and _hides_nan(scores):
         hidden = ~(scores > float("-inf")).any(dim=-1, keepdim=True)
         return scores.softmax(dim=-1, dtype=torch.float32).to(dtype), hidden
     if attn_mask is not None:
@@ -155,8 +159,8 @@ def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype) -> tu
 def _hides_nan(scores: Tensor) -> bool:
     """Whether torch's own attention takes rows of scores `[…, S]` without a number for hidden ones: it gives zeros.
 
-    On a CPU, without a mask, for fewer keys than a vector of the machine has numbers: there the largest score is found
-    with comparisons, which are false for NaN.
+    Its flash attention does: on a CPU, for keys and values of one width, without a mask, for fewer keys than a vector
+    of the machine has numbers. There the largest score is found with comparisons, which are false for NaN.
     """
     few = scores.device.type == "cpu" and scores.shape[-1] < MOST_NUMBERS_OF_A_VECTOR
     return few and _gives_zeros_for_nan(scores.shape[-1], scores.dtype, torch.backends.cuda.flash_sdp_enabled())

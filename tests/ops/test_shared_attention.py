@@ -90,9 +90,10 @@ NO_NUMBERS = ("every query", "queries of a row", "every key", "a key", "a key an
 @pytest.mark.parametrize("own_length", (1, 8, 9, 40), ids="{} generated".format)
 @pytest.mark.parametrize("which", (*NO_NUMBERS, "infinite queries of a row"))
 @pytest.mark.parametrize("masked", (False, True), ids=("no mask", "mask"))
-def test_queries_and_keys_that_are_no_numbers_give_what_torch_gives(which, own_length, masked):
-    query, keys, values = torch.randn(4, 6, 1, 8).abs(), torch.randn(2, 3, 7, 8).abs(), torch.randn(2, 3, 7, 8)
-    own_keys, own_values = torch.randn(4, 3, own_length, 8).abs(), torch.randn(4, 3, own_length, 8)
+@pytest.mark.parametrize("width", (8, 4), ids="values of {}".format)
+def test_queries_and_keys_that_are_no_numbers_give_what_torch_gives(which, own_length, masked, width):
+    query, keys, values = torch.randn(4, 6, 1, 8).abs(), torch.randn(2, 3, 7, 8).abs(), torch.randn(2, 3, 7, width)
+    own_keys, own_values = torch.randn(4, 3, own_length, 8).abs(), torch.randn(4, 3, own_length, width)
     if "infinite" in which:  # all its scores are -inf
         query[1:2, :, :, 0], keys[..., 0], own_keys[..., 0] = torch.inf, -1, -1
     elif "quer" in which:

@@ -345,18 +345,26 @@ def test_recordings_fail_their_benchmark_below_a_floor(monkeypatch, capsys):
     assert "--seconds 30: Whisper hears that at once (accepted: more than 30)" in capsys.readouterr().err
 
 
-def test_rollouts_below_a_floor_fail_their_benchmark_by_name(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(("name", "case"), (("bench_rollouts", "g8"), ("bench_prefix", "greedy16")))
+def test_shared_prompts_below_a_floor_fail_their_benchmark_by_name(name, case, monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    bench, floors = importlib.import_module("bench_rollouts"), importlib.import_module("floors")
-    assert floors.read_floors(str(BENCHMARKS / "floors_rollouts.json"), bench.CASES)
+    bench, floors = importlib.import_module(name), importlib.import_module("floors")
+    assert floors.read_floors(str(BENCHMARKS / name.replace("bench", "floors")) + ".json", bench.CASES)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    monkeypatch.setattr(bench, "llama_like", lambda: (LlamaForCausalLM(LlamaConfig(vocab_size=60, **sizes)), {}))
-    monkeypatch.setattr(bench, "LENGTH", 12)
+
+    def small() -> tuple[LlamaForCausalLM, dict]:
+        return LlamaForCausalLM(LlamaConfig(vocab_size=60, **sizes)), {}
+
+    if name == "bench_rollouts":
+        monkeypatch.setattr(bench, "llama_like", small)
+        monkeypatch.setattr(bench, "LENGTH", 12)
+    else:
+        monkeypatch.setitem(bench.CASES, case, bench.CASES[case]._replace(model=small, prefix=12, inputs=2))
     wanted = tmp_path / "floors.json"
     for floor, status in ((0, 0), (1e9, 1)):
-        wanted.write_text(json.dumps({"g8": {"stock": floor, "memory": 0}}))
-        assert bench.main(["g8", "--repeats", "1", "--floors", str(wanted)]) == status
-    assert capsys.readouterr().out.splitlines()[-1].startswith("g8: ")
+        wanted.write_text(json.dumps({case: {"stock": floor, "memory": 0}}))
+        assert bench.main([case, "--repeats", "1", "--floors", str(wanted)]) == status
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{case}: ")
 
 
 def test_floors_of_evaluations_that_are_checked_in_name_cases(monkeypatch):

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 FEW_QUERIES = 8
 MOST_NUMBERS_OF_A_VECTOR = 16  # 512 bits of fp32
 MANY_KEYS = 256
+MOST_SCORES = 1 << 24  # at once; 64 MB in fp32
 
 
 def fold(rows: Tensor, rows_per_copy: int, kv_heads: int) -> Tensor:
@@ -123,6 +124,13 @@ def shared_attention(
     """
     rows, heads, length, width = query.shape
     scale = width**-0.5 if scale is None else scale
+    if len(keys) > 1 and length > (most := _most_queries(query, keys)):
+        parts = query.split(most, dim=2)
+        masks = [attn_mask] * len(parts)
+        if attn_mask is not None and attn_mask.shape[-2:-1] == (length,):
+            masks = attn_mask.split(most, dim=-2)
+        found = (shared_attention(part, keys, values, mask, scale) for part, mask in zip(parts, masks))
+        return torch.cat(tuple(found), dim=2)
     one_width = width == values[0].shape[-1]
     if len(keys) > 1:
         weights, hidden = _softmax(query_key_scores(query * scale, keys), attn_mask, query.dtype, one_width)
@@ -137,6 +145,12 @@ def shared_attention(
     else:
         output = functional.scaled_dot_product_attention(folded, keys[0], values[0], attn_mask=attn_mask, scale=scale)
     return unfold(output, rows // copies, heads)
+
+
+def _most_queries(query: Tensor, keys: Sequence[Tensor]) -> int:
+    """Of each row, for whose scores there is memory: of a long prompt behind a common prefix."""
+    of_one_query = query.shape[0] * query.shape[1] * sum(segment.shape[2] for segment in keys)
+    return max(MOST_SCORES // of_one_query, 1)
 
 
 def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype, one_width: bool) -> tuple[Tensor, Tensor]:

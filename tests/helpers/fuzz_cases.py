@@ -215,6 +215,8 @@ def _draw_inputs(random: Random, case: Case) -> None:
     usual = "left" if case.kind == "causal" else "right"
     side = usual if random.random() < 0.7 else random.choice(("left", "right"))
     inputs = padded(*lengths, side=side, seed=case.seed)
+    if case.kind == "causal" and rows > 1 and random.random() < 0.5:
+        inputs = _with_prefix(random, case, inputs, lengths)
     if random.random() < 0.08:
         inputs["attention_mask"][random.randrange(rows)] = 0
         case.words.append("(a row whose mask is all zero)")
@@ -229,3 +231,27 @@ def _draw_inputs(random: Random, case: Case) -> None:
     if case.kind == "seq2seq" and random.random() < 0.1:
         inputs["decoder_input_ids"] = token_ids(inputs["input_ids"].shape[0], 3, seed=case.seed)
     case.inputs = inputs
+
+
+def _with_prefix(
+    random: Random, case: Case, inputs: dict[str, torch.Tensor], lengths: list[int]
+) -> dict[str, torch.Tensor]:
+    """The same prompts behind a common prefix, of which some of the rows may have more in common."""
+    common = random.choice((2, 3, 9, 20))
+    prefix = token_ids(1, common + 4, seed=case.seed + 1)[0]
+    more = [random.choice((0, 4)) for _ in lengths] if random.random() < 0.3 else [0] * len(lengths)
+    texts = [
+        torch.cat([prefix[: common + extra], ids[mask.bool()]])
+        for extra, ids, mask in zip(more, inputs["input_ids"], inputs["attention_mask"])
+    ]
+    longest = max(map(len, texts))
+    left = bool(inputs["attention_mask"][:, -1].all())
+    found = {
+        "input_ids": torch.full((len(texts), longest), 1),
+        "attention_mask": torch.zeros(len(texts), longest).long(),
+    }
+    for row, text in enumerate(texts):
+        place = slice(longest - len(text), None) if left else slice(len(text))
+        found["input_ids"][row, place], found["attention_mask"][row, place] = text, 1
+    case.words.append(f"(common prefix of {common})")
+    return found

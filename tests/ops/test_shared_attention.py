@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -147,3 +149,18 @@ def test_half_precision_takes_its_softmax_in_fp32(dtype):
     assert found.dtype == dtype
     exact = shared_attention(query.double(), [keys.double(), own.double()], [keys.double(), own.double()])
     torch.testing.assert_close(found.double(), exact, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("mask_of", ("each query", "all queries", "nobody"))
+def test_many_queries_get_their_scores_in_parts(mask_of, monkeypatch):
+    query = torch.randn(4, 6, 11, 8)
+    keys, values = ([torch.randn(1, 2, 7, 8), torch.randn(4, 2, 11, 8)] for _ in range(2))
+    mask = {"each query": torch.ones(4, 1, 11, 18), "all queries": torch.ones(1, 1, 1, 18)}.get(mask_of)
+    mask = None if mask is None else torch.randn_like(mask) > -1
+    expected = functional.scaled_dot_product_attention(query, whole(keys, 4, 3), whole(values, 4, 3), attn_mask=mask)
+    module, at_once = sys.modules[shared_attention.__module__], []
+    softmax = module._softmax
+    monkeypatch.setattr(module, "MOST_SCORES", 3 * 4 * 6 * 18)
+    monkeypatch.setattr(module, "_softmax", lambda *args: at_once.append(args[0].shape[2]) or softmax(*args))
+    torch.testing.assert_close(shared_attention(query, keys, values, mask), expected)
+    assert at_once == [3, 3, 3, 2]

@@ -79,6 +79,13 @@ class CostModel:
             return self.shares
         return size.weights * saved_tokens >= self.overhead_of_prefill_once(size)
 
+    def should_split_prefix(self, size: ModelSize, saved_tokens: int) -> bool:
+        """Whether a forward more, which computes a common prefix once, and so `saved_tokens` fewer, is worth it."""
+        if self.shares is not None:
+            return self.shares
+        forward = size.step * self.rows_of_one_read + self.saved_per_module * size.modules
+        return size.weights * saved_tokens >= self.overhead_of_prefill_once(size) + forward
+
     def should_share(self, keys: Tensor, rows_per_input: int, is_cross: bool = False) -> bool:
         """Whether attention is faster with these keys `[inputs, kv_heads, length, head_dim]` stored once per input.
 

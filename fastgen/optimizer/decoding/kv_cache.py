@@ -190,6 +190,34 @@ class KVCache:
             slot[0].append(slot[1], *repeated)
             slot[0].unmoved = repeated[0].shape[2]
 
+    def expand(self, rows_per_input: int, shares: bool, limit: int) -> None:
+        """Makes an input of each row: `rows_per_input` rows, which have in common what was added to it.
+
+        shares: that is a segment of the prompt from now on; otherwise it is stored for each of the rows. limit: how
+        many positions can be added to each.
+        """
+        self.rows_per_input = rows_per_input
+        if rows_per_input == 1:
+            return
+        self.rows *= rows_per_input
+        expanded: dict[Generated, Generated] = {}
+        for layer, slot in enumerate(self._slots):
+            if self._views[layer] is not None:
+                self._invalidate(layer)
+            if slot is None:
+                continue
+            added, index = slot
+            pair = tuple(states.contiguous() for states in added.read(index))
+            if added not in expanded:
+                expanded[added] = Generated(len(added.lengths), limit + (0 if shares else added.lengths[index]))
+            self._slots[layer] = expanded[added], index
+            if shares:
+                self.prompts[layer] += (pair,)
+            else:
+                expanded[added].append(index, *(states.repeat_interleave(rows_per_input, 0) for states in pair))
+                expanded[added].unmoved = pair[0].shape[2]
+        self.generated = list(expanded.values())
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Adds what each row has computed, `[rows, kv_heads, new_length, head_dim]`; one position if static."""
         if self._views[layer] is not None:

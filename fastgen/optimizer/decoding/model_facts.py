@@ -90,8 +90,11 @@ class ModelFacts:
     Each with the name of its module: hooks: forward hooks that may care how many rows they see, None for those of all
     modules; hooked: with any hook but weight norm's; foreign_classes: modules of the program's own classes; replaced:
     what the program has put in the place of the library's functions on single modules. What it has put into the
-    library's classes and files: `code.foreign`.
+    library's classes and files: `code.foreign`. prefix_reasons: why the beginning of a prompt cannot be computed
+    apart from the rest; None until a host has tried.
     """
+
+    prefix_reasons: list[Reason] | None = None
 
     def __init__(self, model: nn.Module, known: KnownCode) -> None:
         modules = dict(model.named_modules())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 # What the reasons are about: the parts of a call.
 PREFILL = "prompt sharing"
+PREFIX = "common prefix"
 KV_CACHE = "KV cache"
 LOOP = "decoding loop"
 STEPS = "decode steps"
@@ -31,6 +32,7 @@ DECISIONS = frozenset(
         "GPU_OPT_IN",
         "NOT_WORTH_CAPTURING",
         "ONE_ROW_PER_INPUT",
+        "PREFIX_SHORT",
         "SHARE_NEVER",
         "TOO_SMALL",
     }

@@ -58,6 +58,13 @@ class Report:
     usages: list[Counter[str]] = field(default_factory=lambda: [Counter()])
     seconds: float = 0.0
     stages: list[Stage] = field(default_factory=list)
+    prefix_length: int = 0
+    prefix_tokens_saved: int = 0
+
+    def set_prefix(self, length: int, saved: int) -> None:
+        """Notes that all inputs begin with `length` equal tokens, computed once, and so `saved` fewer."""
+        self.prefix_length, self.prefix_tokens_saved = length, saved
+        self.shared.append(f"common prefix: {length} tokens of all inputs, {saved} not computed")
 
     @property
     def kernels(self) -> Counter[str]:
@@ -115,8 +122,10 @@ class Report:
 
     def _prompts_verdict(self) -> str:
         why = self._reason_for(PREFILL) or (None if self.shared else self._reason_for(LOOP))
-        if why is None and self.rows > self.inputs:
-            return "prompts shared"
+        done = ["prompts"] if why is None and self.rows > self.inputs else []
+        done += [f"a prefix of {self.prefix_length} tokens"] if self.prefix_length else []
+        if done:
+            return " and ".join(done) + " shared"
         return "prompts not shared: " + (why.text if why else "one row per input")
 
     def _reason_for(self, part: str) -> Reason | None:
@@ -135,6 +144,8 @@ class Report:
             "inputs": self.inputs,
             "rows": self.rows,
             "shared": list(self.shared),
+            "prefix_length": self.prefix_length,
+            "prefix_tokens_saved": self.prefix_tokens_saved,
             "replayed_steps": self.replays,
             "kernels": dict(sorted(self.kernels.items())),
             "unused_kernels": self.unused_kernels,

@@ -40,6 +40,8 @@ from fastgen.optimizer.transformers.row_groups import RowGroups
 # Under which of these a model has its cache.
 NAMES = ("past_key_values", "cache_params")
 
+PROMPT_ONCE = "the prompt's keys and values: once per input"
+
 
 class KVLayer(DynamicLayer):
     """Layer `index` of `kv` in the place of `layer`.
@@ -207,21 +209,27 @@ def _is_filled(cache: Any) -> bool:
 # Adoption after a prefill, and the return.
 
 
-def adopt(cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall) -> bool:
+def adopt(
+    cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall, is_prefix: bool = False
+) -> bool:
     """Makes a cache of `inputs` rows one of `inputs * rows_per_input` rows; whether it is in a `KVCache` now.
 
     What the rows of an input have in common is stored once where that pays. Where nothing gains by it, layers stay the
     library's; those of other classes (linear attention, …) are repeated row by row, as the library would have filled
-    them. limit: the number of positions that can be added to each row. Tells the report.
+    them. What is adopted already, behind a common prefix, goes on in its `KVCache`. limit: the number of positions that
+    can be added to each row. is_prefix: the rows of an input are those of the batch. Tells the report.
     """
     share = False if rows_per_input == 1 else call.share
     others: Counter[str] = Counter()
     told: Counter[str] = Counter()
     kinds: dict[tuple, list[tuple[Cache, int]]] = {}
+    adopted: dict[KVCache, Tensor] = {}
     in_place = False
     for part, is_cross in zip(parts(cache), (False, True)):
         for index, layer in enumerate(part.layers):
-            if not _can_adopt(layer):
+            if isinstance(layer, KVLayer):
+                adopted.setdefault(layer.kv, layer.kv.segments(layer.index)[-1][0])
+            elif not _can_adopt(layer):
                 _take(layer, torch.arange(inputs).repeat_interleave(rows_per_input))
                 others[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
@@ -243,11 +251,15 @@ def adopt(cache: Cache, inputs: int, rows_per_input: int, limit: int, call: Gene
         else:
             for part, index in places:
                 part.layers[index].batch_repeat_interleave(rows_per_input)
-    _tell(call, told, others)
+    for known, keys in adopted.items():
+        shares = call.costs.should_share(keys, rows_per_input) if share is None else share
+        known.expand(rows_per_input, shares, limit)
+        told["prompt"] += shares and len(known.prompts)
+    _tell(call, told, others, is_prefix)
     if gains:
         call.report.usages.append(kv.usage)
         call.on_exit.callback(give_back, ref(cache))
-    return gains
+    return gains or bool(adopted)
 
 
 def _put_in(kv: KVCache, places: list[tuple[Cache, int]], shares: bool, limit: int | None, user_code: bool) -> None:
@@ -266,11 +278,12 @@ def _put_in(kv: KVCache, places: list[tuple[Cache, int]], shares: bool, limit: i
         part.layers[index] = ADOPTED[type(layer)](layer, kv, number, user_code)
 
 
-def _tell(call: GenerateCall, told: Counter[str], others: Counter[str]) -> None:
+def _tell(call: GenerateCall, told: Counter[str], others: Counter[str], is_prefix: bool) -> None:
     if told["cross"]:
         call.report.shared.append(f"cross-attention keys and values: once per input, {told['cross']} layers")
     if told["prompt"]:
-        call.report.shared.append(f"the prompt's keys and values: once per input, {told['prompt']} layers")
+        what = "the prefix's keys and values: once for all rows" if is_prefix else PROMPT_ONCE
+        call.report.shared.append(f"{what}, {told['prompt']} layers")
     reasons = [
         Reason("LAYER_TYPE", f"{number} layers of {name} stored for each row")
         for name, number in sorted(others.items())

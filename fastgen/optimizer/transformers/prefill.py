@@ -24,15 +24,11 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, USER_CACHE, Reason
-from fastgen.optimizer.transformers import (
-    checks,
-    kv_layers,
-    row_groups,
-    verification,
-)
+from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, PREFIX, USER_CACHE, Reason
+from fastgen.optimizer.transformers import checks, kv_layers, prefixes, row_groups, verification
 from fastgen.optimizer.transformers.models import images
 from fastgen.optimizer.transformers.models.latent_attention import expanding_in_parts
+from fastgen.optimizer.transformers.prefixes import CommonPrefix
 from fastgen.optimizer.transformers.row_groups import RowGroups
 
 STATIC_CACHE = Reason("STATIC_CACHE", "a StaticCache holds keys and values of each row")
@@ -54,23 +50,43 @@ def prefill(
     if not call.rows and self.config.is_encoder_decoder:
         call.end_stage("encoder")
     arguments = {"input_ids": input_ids, **model_kwargs}
+    limit = max((generation_config.max_length or 0) - input_ids.shape[1], 1)  # of tokens that can be generated
     groups, compared, reasons = groups_of_equal_rows(call, self, arguments, generation_config)
     call.set_rows(groups.inputs, groups.rows)
+    each_alone, prefix = len(groups) == groups.rows, None
+    if each_alone or not reasons:
+        firsts = arguments if each_alone else row_groups.one_per_group(arguments, groups)
+        prefix = prefixes.common_prefix_sync(call, self, firsts, generation_config)
+    if each_alone and prefix is not None:
+        reasons, compared = [], True
     # Looking at all modules of the model comes last: it takes longest.
     reasons = reasons or unsupported_reasons(self, arguments, generation_config, groups, compared, call)
     reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], call)
     if not reasons:
-        given = images.with_one_row_per_group(row_groups.one_per_group(arguments, groups), groups)
-        used = {name: value for name, value in given.items() if name != "input_ids"}
+        given = images.with_one_row_per_group(firsts, groups)
         given_cache = kv_layers.cache_of(arguments)
         empty = None if given_cache is None else kv_layers.undo_of(given_cache)
         before = checks.facts_of(call, self).row_tensors() if model_facts.row_states(self) is None else None
-        with kv_layers.filling_all_rows(given_cache, groups):
-            outputs = original(self, given["input_ids"], generation_config, used, *args, **kwargs)
-        reasons = [] if before is None else checks.learn_row_states(call, self, before, len(groups))
+
+        def forward(arguments: dict[str, Any]) -> ModelOutput:
+            return original(self, arguments.pop("input_ids"), generation_config, arguments, *args, **kwargs)
+
+        if prefix is not None:
+            found = prefixes.model_reasons(checks.facts_of(call, self), forward, prefix, given)
+            call.report.add_reasons(PREFIX, found)
+            if found:
+                prefix, reasons = None, [ONE_ROW] if each_alone else []
+        used = dict(given) if prefix is None else prefix.in_order(given)
+        if prefix is not None:
+            forward(prefix.of_prefix(given))
+            reasons = _done_or_reasons(self, lambda: expand_prefix(self, given_cache, prefix, groups, limit, call))
+        if not reasons:
+            with kv_layers.filling_all_rows(given_cache, groups):
+                outputs = forward(used)
+            reasons = [] if before is None else checks.learn_row_states(call, self, before, len(groups))
         if not reasons and _leaves_cache_to_model(arguments):
             reasons = model_facts.remember_row_states(self, returned_cache_reasons(outputs))
-        reasons = reasons or _expand_or_reasons(self, outputs, generation_config, arguments, groups, call)
+        reasons = reasons or _done_or_reasons(self, lambda: expand(self, outputs, given_cache, groups, limit, call))
         if reasons and empty is not None:
             empty()
     if reasons:
@@ -134,18 +150,10 @@ def too_small_reasons(
     return [Reason("TOO_SMALL", "the model is too small to gain", detail)]
 
 
-def _expand_or_reasons(
-    model: checks.HostModel,
-    outputs: ModelOutput,
-    generation_config: Any,
-    arguments: dict[str, Any],
-    groups: RowGroups,
-    call: GenerateCall,
-) -> list[Reason]:
-    """Expands the outputs in place; if that fails, switches the patches off and returns why."""
-    limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
+def _done_or_reasons(model: checks.HostModel, change: Callable[[], None]) -> list[Reason]:
+    """Changes caches and outputs in place; if that fails, switches the patches off and returns why."""
     try:
-        expand(model, outputs, kv_layers.cache_of(arguments), groups, limit, call)
+        change()
     except torch.cuda.OutOfMemoryError:
         raise  # the original would need more
     except Exception as error:
@@ -155,6 +163,16 @@ def _expand_or_reasons(
         PATCH_SET.fail("transformers.shared_caches", reason)
         return [Reason("ERROR", reason)]
     return []
+
+
+def expand_prefix(
+    model: checks.HostModel, cache: Cache, prefix: CommonPrefix, groups: RowGroups, limit: int, call: GenerateCall
+) -> None:
+    """Makes a cache with the prefix one of a row for each group, to which what follows can be added."""
+    rest = prefix.columns_behind + (limit if groups.rows_per_input == 1 else 0)
+    if kv_layers.adopt(cache, 1, len(groups), rest, call, is_prefix=True):
+        call.on_exit.enter_context(expanding_in_parts(checks.facts_of(call, model).modules.values()))
+    call.report.set_prefix(prefix.length, prefix.length * (len(groups) - 1))
 
 
 def expand(
@@ -172,7 +190,9 @@ def expand(
     """
     report = call.report
     call.is_accelerated = True
-    report.shared.append(f"prefill: {'one row per input' if groups.are_inputs else 'one of each group of equal rows'}")
+    if len(groups) < groups.rows:
+        what = "one row per input" if groups.are_inputs else "one of each group of equal rows"
+        report.shared.append(f"prefill: {what}")
     caches = [value for value in outputs.values() if isinstance(value, Cache)]
     if given is not None and not any(given in (cache, *kv_layers.parts(cache)) for cache in caches):
         caches.append(given)
@@ -186,7 +206,7 @@ def expand(
         is_adopted |= kv_layers.adopt(cache, groups.inputs, groups.rows_per_input, limit, call)
     if is_adopted:  # otherwise the library may compile the model's forward as it finds it
         call.on_exit.enter_context(expanding_in_parts(checks.facts_of(call, model).modules.values()))
-    if groups.rows_per_input == 1:
+    if not groups.are_inputs and groups.rows_per_input == 1:
         sizes = ", ".join(map(str, groups.sizes[:8]))
         text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"
         report.add_reasons(KV_CACHE, [Reason("GROUP_SIZES_DIFFER", text)])

@@ -1,0 +1,244 @@
+"""What the prompts of a batch begin with in common: computed once, stored once for all rows.
+
+    row 0   | padding | prefix | rest 0 |          row 0   | prefix | padding | rest 0 | generated 0 |
+    row 1   |  prefix |     rest 1      |   ──>    row 1   | prefix |     rest 1       | generated 1 |
+
+The prefix goes through the model as one row, the rests as one forward of all rows behind it. The columns of a row whose
+padding is on the left change places, so that the prefix is in the same columns of all rows: masks and positions go
+along, and attention does not depend on the order of its keys. Hydragen (arXiv 2402.05099) and ChunkAttention (arXiv
+2402.15220) do the same for attention alone.
+
+Tests: tests/optimizer/transformers/test_common_prefixes.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
+from fastgen.optimizer.decoding.reasons import PREFIX, Reason
+from fastgen.optimizer.transformers import checks, compat, kv_layers
+
+TOKENS, EMBEDS, MASK, POSITIONS = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
+
+# Arguments of a prefill with a value for each column: `[rows, length]`, or `[rows, length, width]`. Of positions there
+# may be one row for all.
+COLUMNS = (TOKENS, EMBEDS, MASK, POSITIONS, "token_type_ids")
+
+# Rotary positions that are scaled by the longest prompt seen.
+_GROWING_ROPE = {"dynamic", "longrope"}
+
+# Models in which a key's column counts beside its position.
+COLUMN_MODELS = {
+    "gpt_neo": "its local attention counts columns",
+    "mpt": "its attention biases count columns",
+}
+
+
+@dataclass(frozen=True)
+class CommonPrefix:
+    """length: columns that all rows have in common; columns_behind: those that follow. order: int64 `[rows, length of
+    the prompt]`, the order of the columns that puts the prefix first; None where it is that already, because no row has
+    padding on the left."""
+
+    length: int
+    columns_behind: int
+    order: Tensor | None
+
+    def of_prefix(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """These arguments of a prefill, for one row that holds the prefix."""
+        ordered, names = self.in_order(arguments), column_names(arguments)
+        return {
+            name: value[:1, : self.length] if name in names else value[:1] if name == TOKENS else value
+            for name, value in ordered.items()
+        }
+
+    def in_order(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """These arguments with the columns of all rows in the order that puts the prefix first."""
+        if self.order is None:
+            return dict(arguments)
+        names = column_names(arguments)
+        return {name: _take(value, self.order) if name in names else value for name, value in arguments.items()}
+
+
+def column_names(arguments: dict[str, Any]) -> list[str]:
+    """The arguments with a value for each column of the prompt; not tokens which embeddings stand for."""
+    names = [name for name in COLUMNS if arguments.get(name) is not None]
+    return names[1:] if EMBEDS in names and names[0] == TOKENS else names
+
+
+def common_prefix_sync(
+    call: GenerateCall, model: checks.HostModel, arguments: dict[str, Any], generation_config: Any
+) -> CommonPrefix | None:
+    """What the rows of a prefill's arguments begin with in common, if computing it once gains something.
+
+    The last column of each row stays outside, because its logits are wanted. Tells the report why a prefix is not used.
+    Reads the device.
+    """
+    prompt = arguments[TOKENS] if arguments.get(EMBEDS) is None else arguments[EMBEDS]
+    rows, length = prompt.shape[:2]
+    size, costs = size_of(model), call.costs
+    if rows == 1 or model.config.is_encoder_decoder or not costs.should_split_prefix(size, (rows - 1) * (length - 1)):
+        return None
+    prefix = _longest_sync(arguments, prompt)
+    if prefix is None:
+        return None
+    tokens = (rows - 1) * prefix.length
+    reasons = [] if costs.should_split_prefix(size, tokens) else [_too_short(prefix.length, tokens)]
+    reasons = reasons or unsupported_reasons(model, arguments, generation_config, prefix)
+    call.report.add_reasons(PREFIX, reasons)
+    return None if reasons else prefix
+
+
+def model_reasons(
+    facts: ModelFacts, forward: Callable[[dict[str, Any]], Any], prefix: CommonPrefix, arguments: dict[str, Any]
+) -> list[Reason]:
+    """Why this model cannot compute a prefix apart from the rest, tried once: with two tokens, and another second one.
+
+    Encoders that serve as decoders cannot, nor can models that see a prompt from both sides. forward: a prefill, which
+    fills the empty cache among the arguments.
+    """
+    if facts.prefix_reasons is None:
+        names = column_names(arguments)
+        two = {name: value[:, :2] if name in names else value for name, value in prefix.of_prefix(arguments).items()}
+        two = {name: torch.cat([value, value]) if name in (TOKENS, *names) else value for name, value in two.items()}
+        prompt = two[names[0]]
+        prompt[1, 1] = prompt[1, 1] + 1 if names[0] == EMBEDS else torch.where(prompt[1, 1] > 0, prompt[1, 1] - 1, 1)
+        cache: Any = kv_layers.cache_of(arguments)
+        empty = kv_layers.undo_of(cache)
+        forward(two)
+        facts.prefix_reasons = _tried(cache.layers)
+        empty()
+    return facts.prefix_reasons
+
+
+def _tried(layers: list[Any]) -> list[Reason]:
+    if not layers or not all(layer.is_initialized for layer in layers):
+        return [Reason("NO_CACHE", "the model fills no cache")]
+    first = (states[:, :, 0] for layer in layers for states in (layer.keys, layer.values))
+    if all(torch.allclose(*rows, atol=1e-5, equal_nan=True) for rows in first):
+        return []
+    return [Reason("NOT_CAUSAL", "what the model computes for a token depends on those behind it")]
+
+
+def _too_short(length: int, tokens: int) -> Reason:
+    detail = f"{length} tokens, {tokens} of which need not be computed"
+    return Reason("PREFIX_SHORT", "too short to gain", detail)
+
+
+def unsupported_reasons(
+    model: checks.HostModel, arguments: dict[str, Any], generation_config: Any, prefix: CommonPrefix
+) -> list[Reason]:
+    """Why this prefix cannot be computed apart from what follows; empty if it can."""
+    reasons: list[Reason] = []
+    if not compat.LAYERS_ARE_KNOWN:
+        reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.17 goes on from a cache in another way"))
+    if not checks.is_tested(model):
+        reasons.append(Reason("UNTESTED", "the model's code, or this version of transformers, was not tested"))
+    if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):
+        reasons.append(Reason("ATTENTION", f"attention {attention} (supported: sdpa, eager)"))
+    if (cache := kv_layers.cache_of(arguments)) is None or kv_layers.is_static(cache):
+        reasons.append(Reason("CACHE_TYPE", "there is no DynamicCache"))
+    else:
+        reasons += kv_layers.layer_reasons(cache, generation_config.max_length or 0)
+    if growing := _GROWING_ROPE & set(_rope_types(getattr(model.config, "rope_parameters", None))):
+        reasons.append(Reason("POSITIONS", f"rope_type {growing.pop()}: positions depend on the length of the prompt"))
+    if generation_config.prefill_chunk_size is not None:
+        reasons.append(Reason("CHUNKED_PREFILL", "prefill_chunk_size is set"))
+    if asked := [name for name in ("output_attentions", "output_hidden_states") if _asks_for(name, model, arguments)]:
+        reasons.append(Reason("OUTPUTS", f"{asked[0]} is set, which are those of all columns"))
+    known = (type(None), bool, int, float, str, Cache)
+    names = column_names(arguments)
+    foreign = [name for name, value in arguments.items() if not (name in COLUMNS or isinstance(value, known))]
+    if foreign := foreign or _have_other_shapes(arguments, names, prefix.order is not None):
+        reasons.append(Reason("ARGUMENT_COLUMNS", f"argument {foreign[0]}: its columns are not known"))
+    if prefix.order is not None:
+        reasons += _order_reasons(model, arguments, generation_config)
+    return reasons
+
+
+def _order_reasons(model: checks.HostModel, arguments: dict[str, Any], generation_config: Any) -> list[Reason]:
+    """Why the columns of a row cannot change places; empty if they can."""
+    reasons = []
+    if generation_config.return_dict_in_generate:
+        reasons.append(Reason("RETURN_DICT", "the returned cache would hold padding in other columns"))
+    if arguments.get(POSITIONS) is None:
+        reasons.append(Reason("POSITIONS", "the model is not told the positions of left-padded tokens"))
+    if (kind := model.config.model_type) in COLUMN_MODELS:
+        reasons.append(Reason("POSITIONS", f"{kind}: {COLUMN_MODELS[kind]}"))
+    return reasons
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Those of all layers: parameters are a dictionary, or one for each type of layer."""
+    if isinstance(parameters, dict):
+        yield str(parameters.get("rope_type"))
+        for inner in parameters.values():
+            yield from _rope_types(inner)
+
+
+def _asks_for(name: str, model: checks.HostModel, arguments: dict[str, Any]) -> bool:
+    return bool(arguments.get(name) or getattr(model.config, name, False))
+
+
+def _have_other_shapes(arguments: dict[str, Any], names: list[str], moves: bool) -> list[str]:
+    """Which of these are none `[rows, length]`: M-RoPE has positions on several axes."""
+    rows, length = arguments[EMBEDS if EMBEDS in names else TOKENS].shape[:2]
+    found = []
+    for name in names:
+        shapes = [(rows, length)] if moves or name != POSITIONS else [(rows, length), (1, length)]
+        if arguments[name].shape[:2] not in shapes or arguments[name].dim() != (3 if name == EMBEDS else 2):
+            found.append(name)
+    return found
+
+
+def _longest_sync(arguments: dict[str, Any], prompt: Tensor) -> CommonPrefix | None:
+    """The longest common prefix of what the mask does not hide."""
+    rows, length = prompt.shape[:2]
+    mask = arguments.get(MASK)
+    columns, most = None, length - 1
+    if mask is not None and mask.shape == (rows, length):
+        padding = (mask != 0).long().argmax(dim=1)  # on the left of each row
+        if (largest := int(padding.max())) > 0:
+            columns = torch.arange(length, device=prompt.device) + padding[:, None]
+            columns = columns.clamp_(max=length - 1)
+            most -= largest
+    if most < 1:
+        return None
+    equal = torch.ones(most, dtype=torch.bool, device=prompt.device)
+    for name in column_names(arguments):
+        value = arguments[name]
+        if value.shape[:2] != (rows, length):
+            continue
+        if columns is not None:
+            value = _take(value, columns)
+        same = (value[1:, :most] == value[:1, :most]).all(dim=0)
+        equal &= same.all(dim=1) if same.dim() == 2 else same
+        if name == MASK:
+            equal &= value[0, :most] != 0
+    common = int(equal.long().cumprod(dim=0).sum())
+    if common < 2:  # one may be the beginning of every text
+        return None
+    return CommonPrefix(common, length - common, None if columns is None else _order(padding, common, length))
+
+
+def _order(padding: Tensor, prefix: int, length: int) -> Tensor:
+    """The order of the columns `[rows, length]`: the prefix, the padding `[rows]` on the left of it, the rest."""
+    columns = torch.arange(length, device=padding.device).expand(len(padding), length)
+    padding = padding[:, None]
+    behind = torch.where(columns < prefix + padding, columns - prefix, columns)
+    return torch.where(columns < prefix, columns + padding, behind)
+
+
+def _take(value: Tensor, columns: Tensor) -> Tensor:
+    """`[rows, length, …]` with the columns of each row in this order."""
+    if value.dim() == 3:
+        columns = columns[:, :, None].expand(-1, -1, value.shape[2])
+    return value.gather(1, columns)

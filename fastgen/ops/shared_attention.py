@@ -134,14 +134,14 @@ def shared_attention(
     one_width = width == values[0].shape[-1]
     if len(keys) > 1:
         weights, hidden = _softmax(query_key_scores(query * scale, keys), attn_mask, query.dtype, one_width)
-        return weighted_values(weights, values).masked_fill_(hidden, 0.0)
+        return _without(hidden, weighted_values(weights, values))
     copies, kv_heads = keys[0].shape[:2]
     folded = fold(query, rows // copies, kv_heads)
     if attn_mask is not None:
         attn_mask = fold_mask(attn_mask, rows // copies, kv_heads, heads, length)
     if _is_skinny(folded, keys[0]):
         weights, hidden = _softmax(_products(folded * scale, keys[0]), attn_mask, query.dtype, one_width)
-        output = (weights @ values[0]).masked_fill_(hidden, 0.0)
+        output = _without(hidden, weights @ values[0])
     else:
         output = functional.scaled_dot_product_attention(folded, keys[0], values[0], attn_mask=attn_mask, scale=scale)
     return unfold(output, rows // copies, heads)
@@ -153,14 +153,21 @@ def _most_queries(query: Tensor, keys: Sequence[Tensor]) -> int:
     return max(MOST_SCORES // of_one_query, 1)
 
 
-def _softmax(scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype, one_width: bool) -> tuple[Tensor, Tensor]:
+def _without(hidden: Tensor | None, output: Tensor) -> Tensor:
+    return output if hidden is None else output.masked_fill_(hidden, 0.0)
+
+
+def _softmax(
+    scores: Tensor, attn_mask: Tensor | None, dtype: torch.dtype, one_width: bool
+) -> tuple[Tensor, Tensor | None]:
     """Weights from scores `[…, L, S]`, which it overwrites; and which queries see nothing, `[…, L, 1]`.
 
-    `one_width`: whether heads of keys and values have one width.
+    None for the latter where their weights are 0, which gives NaN for values of NaN as in torch: of few keys. Of many
+    that takes as long as the softmax. `one_width`: whether heads of keys and values have one width.
     """
     if attn_mask is None and one_width and _hides_nan(scores):
         hidden = ~(scores > float("-inf")).any(dim=-1, keepdim=True)
-        return scores.softmax(dim=-1, dtype=torch.float32).to(dtype), hidden
+        return scores.softmax(dim=-1, dtype=torch.float32).to(dtype).masked_fill_(hidden, 0.0), None
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             scores.masked_fill_(~attn_mask, float("-inf"))

@@ -86,7 +86,7 @@ def test_attention_sinks_take_their_part_of_the_weights_of_all_segments(copies):
     torch.testing.assert_close(found, attended(scores) @ whole(values, 6, 2))
 
 
-NO_NUMBERS = ("every query", "queries of a row", "every key", "a key", "a key and a value")
+NO_NUMBERS = ("every query", "queries of a row", "every key", "a key", "a key and a value", "every query and a value")
 
 
 @pytest.mark.parametrize("own_length", (1, 8, 9, 40), ids="{} generated".format)
@@ -100,6 +100,7 @@ def test_queries_and_keys_that_are_no_numbers_give_what_torch_gives(which, own_l
         query[1:2, :, :, 0], keys[..., 0], own_keys[..., 0] = torch.inf, -1, -1
     elif "quer" in which:
         query[slice(None) if which.startswith("every") else slice(1, 2)] = torch.nan
+        values[0, :, 3, 1] = torch.nan if "value" in which else 0.5
     elif which == "every key":
         keys[:], own_keys[:] = torch.nan, torch.nan
     else:

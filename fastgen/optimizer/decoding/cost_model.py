@@ -44,7 +44,7 @@ class CostModel:
     min_large_per_module: elements of large weights, per module, from which large products are so much of the work that
     a microsecond for every call of torch does not matter; min_large: of all modules.
 
-    min_leaving: the part of the inputs that has to be finished for a batch to be compacted. min_steps_expected: for
+    min_leaving: the part of the rows that has to be finished for a batch to be compacted. min_steps_expected: for
     which a batch is expected to go on.
     """
 
@@ -121,15 +121,13 @@ class CostModel:
         """Whether large products that oneDNN may compute are what the model's time goes into."""
         return size.large >= max(self.min_large_per_module * size.modules, self.min_large)
 
-    def should_compact(
-        self, size: ModelSize, leaving: int, inputs: int, rows_per_input: int, steps_done: int, steps_left: int
-    ) -> bool:
-        """Whether `leaving` of `inputs` inputs, which are finished, should leave the batch now.
+    def should_compact(self, size: ModelSize, leaving: int, rows: int, steps_done: int, steps_left: int) -> bool:
+        """Whether `leaving` of `rows` rows, which are finished, should leave the batch now.
 
         steps_left: at most; how many there will be is guessed from `steps_done`.
         """
         steps = min(steps_left, max(steps_done, self.min_steps_expected))
-        return leaving >= self.min_leaving * inputs and self.should_prefill_once(size, leaving * rows_per_input * steps)
+        return leaving >= self.min_leaving * rows and self.should_prefill_once(size, leaving * steps)
 
 
 # Of calls that begin; REPEATABLE: with FASTGEN_REPEATABLE=1. There a call goes over to a static cache at the same step

@@ -154,8 +154,11 @@ class DecodeStep(ABC):
         return outputs
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
-        """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both)."""
+        """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both).
+
+        All inputs that stay have equally many of these rows, which are next to each other."""
         self.rows, self.since = rows.shape[0], 0
+        self.rows_per_input = rows.shape[0] // batch_index.shape[0]
         if self.graph is not None:
             self._change_to(self.graph, self.graph.cache.content(batch_index, rows))
 

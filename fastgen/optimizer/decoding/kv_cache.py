@@ -293,14 +293,17 @@ class KVCache:
             slot[0].reorder(beam_idx, slice(slot[1], slot[1] + 1))
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
-        """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both)."""
+        """Drops the inputs that are not at `batch_index`; row i becomes what row `rows[i]` was (int64 both).
+
+        All inputs that stay have equally many of these rows, which are next to each other.
+        """
         for layer, view in enumerate(self._views):
             if view is not None:
                 self._invalidate(layer)
             self.prompts[layer] = tuple(self._of_rows(pair, batch_index, rows) for pair in self.prompts[layer])
         for generated in self.generated:
             generated.compact(rows)
-        self.rows = rows.shape[0]
+        self.rows, self.rows_per_input = rows.shape[0], rows.shape[0] // batch_index.shape[0]
 
     def _of_rows(self, pair: KV, batch_index: Tensor, rows: Tensor) -> KV:
         copies = pair[0].shape[0]
@@ -368,7 +371,8 @@ class KVCache:
                 pairs.append(tuple(states[:, :, :-1] for states in present[-1]) if drop_last else present[-1])
                 present = present[:-1]
             prompts.append(present)
-        chosen.rows = self.rows if rows is None else rows.shape[0]
+        if batch_index is not None and rows is not None:
+            chosen.rows, chosen.rows_per_input = rows.shape[0], rows.shape[0] // batch_index.shape[0]
         chosen.add_layers(prompts[: len(growing)], 0)
         chosen.add_layers(prompts[len(growing) :], None)
         generated = chosen.generated[0]

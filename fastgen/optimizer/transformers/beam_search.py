@@ -134,7 +134,7 @@ class BeamSearch:
         while not stop:
             stop, is_final = self.advance(*self.candidates(), stopping_criteria)
             left = self.config.max_length - self.input_ids.shape[1]
-            if not stop and any(is_final) and self.step.should_compact(sum(is_final), len(is_final), left):
+            if not stop and any(is_final) and self.step.should_compact(sum(is_final) * self.step.rows_per_input, left):
                 self.compact([index for index, final in enumerate(is_final) if not final])
         best, lengths, scores = self.stored()
         self.step.call.beam_scores = scores

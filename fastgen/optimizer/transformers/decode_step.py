@@ -188,12 +188,12 @@ class TransformersDecodeStep(DecodeStep):
         """Why fastgen cannot move the rows of the cache; asked after the first step, when it has its layers."""
         return kv_layers.unsupported_types(kv_layers.cache_of(self.arguments))
 
-    def should_compact(self, leaving: int, inputs: int, steps_left: int) -> bool:
-        """Whether `leaving` of `inputs` inputs, which are finished, leave the batch; `steps_left`: at most to come."""
+    def should_compact(self, leaving: int, steps_left: int) -> bool:
+        """Whether `leaving` rows, which are finished, leave the batch; `steps_left`: at most to come."""
         costs, size = self.call.costs, size_of(self.model)
         if not self.arguments.get("use_cache"):
             return False
-        if not costs.should_compact(size, leaving, inputs, self.rows_per_input, self.steps, steps_left):
+        if not costs.should_compact(size, leaving, self.rows, self.steps, steps_left):
             return False
         return not self.compaction_reasons
 
@@ -215,7 +215,7 @@ class TransformersDecodeStep(DecodeStep):
         return reasons
 
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
-        """Drops the inputs that are not at `batch_index` (int64) among those that are there; `rows` are theirs."""
+        """Row i becomes what row `rows[i]` was, of the inputs at `batch_index` (int64 both); the others are dropped."""
         self.arguments = row_groups.take(self.arguments, self.rows, rows)
         if self.graph is None:
             for name in kv_layers.NAMES:

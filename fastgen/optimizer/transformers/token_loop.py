@@ -1,12 +1,14 @@
-"""`GenerationMixin._sample`: captured steps, and greedy decoding with compaction on a CPU.
+"""`GenerationMixin._sample`: captured steps, and compaction on a CPU. All other calls go to the library's loop.
 
-Where tokens are drawn all rows stay, so that a seed gives the same ones. All other calls go to the library's loop.
+Rows that have ended leave the batch. Where tokens are drawn, random numbers are drawn for all rows all the same, as the
+library does, so that a seed gives the same samples.
 
 Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_captured_steps.py
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
@@ -21,7 +24,7 @@ from fastgen.optimizer.decoding.checks import unwanted_reasons
 from fastgen.optimizer.decoding.loop_state import LateStopCheck
 from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
 from fastgen.optimizer.transformers import checks
-from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, rows_of
+from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
 from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 from fastgen.optimizer.transformers.requested_outputs import drop_unused_outputs
 
@@ -80,14 +83,14 @@ def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bo
     """Whether some of several rows may end before others, on a CPU."""
     has_end = any(type(criterion) is EosTokenCriteria for criterion in stopping_criteria)
     several = input_ids.shape[0] > 1 and input_ids.device.type == "cpu"
-    return has_end and several and not config.do_sample
+    return has_end and several and (not config.do_sample or _draws_as_torch())
 
 
 class TokenLoop:
     """Rows that get one token at each step, greedy or drawn.
 
-    input_ids: of the rows that are there, `[rows, length]`; going_on: those that have not ended; batch_index: which of
-    all rows they are. finished: before inputs left, the indices and tokens of those that were there. late_stop:
+    input_ids: of the rows that are there, `[rows, length]`; going_on: those that have not ended; row_index: which of
+    all rows they are. finished: before rows left, the indices and tokens of those that were there. late_stop:
     where the end is read one step late, because the host is not to wait for the device.
     """
 
@@ -97,7 +100,7 @@ class TokenLoop:
         self.input_ids = input_ids
         self.pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
         self.going_on = torch.ones(rows, dtype=torch.bool, device=device)
-        self.batch_index = torch.arange(rows, device=device)
+        self.row_index = torch.arange(rows, device=device)
         self.finished: list[tuple[Tensor, Tensor]] = []
         self.late_stop = LateStopCheck(device) if step.stops_late else None
         is_cuda = device.type == "cuda"
@@ -114,7 +117,7 @@ class TokenLoop:
         if self.pad is None or not self.finished:  # without padding no row ends before the others
             return self.input_ids
         output = self.pad.repeat(len(self.finished[0][0]), self.input_ids.shape[1])
-        for rows, found in [*self.finished, (self.batch_index, self.input_ids)]:
+        for rows, found in [*self.finished, (self.row_index, self.input_ids)]:
             output[rows, : found.shape[1]] = found
         return output
 
@@ -123,7 +126,7 @@ class TokenLoop:
         scores = self.step.process(self.input_ids, logits.clone()) if self.step.processors else logits
         draws = self.config.do_sample
         before = self.random.get_state() if draws and self.late_stop is not None else None
-        tokens = _drawn(scores) if draws else scores.argmax(dim=-1)
+        tokens = self._drawn(scores) if draws else scores.argmax(dim=-1)
         if self.pad is not None:
             tokens = torch.where(self.going_on, tokens, self.pad)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)
@@ -139,22 +142,49 @@ class TokenLoop:
         return self.input_ids.shape[1] >= self.config.max_length
 
     def compact(self) -> None:
-        """Drops the inputs of which all rows have ended, where that pays."""
+        """Drops rows that have ended, where that pays.
+
+        All inputs that stay keep as many rows as the one of which most go on, for keys that they share.
+        """
         step = self.step
         if step.call.rows and step.steps == 1:
             step.rows_per_input = step.call.rows_per_input
-        by_input = self.going_on.view(-1, step.rows_per_input).any(dim=1)
-        kept = by_input.nonzero().flatten()
+        going_on = self.going_on.view(-1, step.rows_per_input)  # [inputs, rows_per_input]
+        counts = going_on.sum(dim=1)
+        kept, most = counts.nonzero().flatten(), int(counts.max())
         left = self.config.max_length - self.input_ids.shape[1]
-        if len(kept) == len(by_input) or not step.should_compact(len(by_input) - len(kept), len(by_input), left):
+        leaving = len(self.input_ids) - len(kept) * most
+        if not leaving or not step.should_compact(leaving, left):
             return
-        self.finished.append((self.batch_index, self.input_ids))
-        rows = rows_of(kept, step.rows_per_input)
+        self.finished.append((self.row_index, self.input_ids))
+        chosen = going_on[kept].long().argsort(dim=1, descending=True, stable=True)[:, :most].sort(dim=1).values
+        rows = (chosen + kept[:, None] * step.rows_per_input).flatten()
         step.compact(kept, rows)
         self.input_ids, self.going_on = self.input_ids[rows], self.going_on[rows]
-        self.batch_index = self.batch_index[rows]
+        self.row_index = self.row_index[rows]
+
+    def _drawn(self, scores: Tensor) -> Tensor:
+        """Tokens `[rows]`, with the operations of the library's loop; with the random numbers of all rows."""
+        probs = functional.softmax(scores, dim=-1)
+        if not self.finished or not probs.sum().isfinite():  # torch's own raises an error then
+            return torch.multinomial(probs, num_samples=1).squeeze(1)
+        return _draw(probs, len(self.finished[0][0]), self.row_index)
 
 
-def _drawn(scores: Tensor) -> Tensor:
-    """Tokens `[rows]`, with the operations of the library's loop."""
-    return torch.multinomial(functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
+    """What `torch.multinomial` draws, of probabilities `[rows, vocabulary_size]`, for these of the rows (int64)."""
+    noise = torch.empty((rows, probs.shape[1]), dtype=probs.dtype).exponential_(1)
+    return (probs / noise[row_index]).argmax(dim=-1)
+
+
+@functools.cache
+def _draws_as_torch() -> bool:
+    """Whether this version of torch draws one sample of each row as `_draw` does."""
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _disable_current_modes():
+        probs = torch.rand(5, 300, device="cpu").softmax(dim=-1)
+        state = torch.get_rng_state()
+        expected = torch.multinomial(probs, num_samples=1).squeeze(1)
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        found = _draw(probs, 5, torch.arange(5, device="cpu"))
+        return torch.equal(found, expected) and torch.equal(torch.get_rng_state(), after)

@@ -138,13 +138,12 @@ def test_on_a_cpu_elements_of_keys_count(dtype, is_cross, least):
         assert not COSTS.should_share(fake_keys(4, 8, length - 1, 16, dtype=dtype), rows_per_input=2, is_cross=is_cross)
 
 
-def test_a_batch_is_compacted_where_many_inputs_leave_and_many_steps_are_left():
+def test_a_batch_is_compacted_where_many_rows_leave_and_many_steps_are_left():
     size = ModelSize(modules=10, weights=1_000_000, step=0, large=0, bytes=0)  # the overhead is that of 15 tokens
-    arguments = {"inputs": 16, "rows_per_input": 2}
-    assert COSTS.should_compact(size, leaving=2, steps_done=20, steps_left=20, **arguments)
-    assert not COSTS.should_compact(size, leaving=1, steps_done=20, steps_left=20, **arguments)
-    assert not COSTS.should_compact(size, leaving=2, steps_done=20, steps_left=3, **arguments)
-    assert COSTS.should_compact(size, leaving=2, steps_done=1, steps_left=20, **arguments)  # eight steps are expected
+    assert COSTS.should_compact(size, leaving=4, rows=32, steps_done=20, steps_left=20)
+    assert not COSTS.should_compact(size, leaving=3, rows=32, steps_done=20, steps_left=20)
+    assert not COSTS.should_compact(size, leaving=4, rows=32, steps_done=20, steps_left=3)
+    assert COSTS.should_compact(size, leaving=4, rows=32, steps_done=1, steps_left=20)  # eight steps are expected
 
 
 def test_keys_are_written_in_place_where_they_are_many():

@@ -1,4 +1,4 @@
-"""Finished inputs leave the batch in beam search and greedy decoding; the outputs stay those of the library."""
+"""Finished inputs, samples and rows leave the batch; the outputs stay those of the library, with its random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP
-from fastgen.optimizer.transformers import decode_step
+from fastgen.optimizer.transformers import decode_step, token_loop
 from fastgen.optimizer.transformers.beam_search import BeamSearch
 
 LEFT = "finished inputs: removed from the batch"
@@ -87,6 +87,66 @@ def test_options(name, options):
         assert torch.equal(stock, fast)
         left += LEFT in report.shared
     assert left
+
+
+SAMPLES = (
+    {"num_return_sequences": 4},
+    {"num_return_sequences": 4, "temperature": 1.4, "top_p": 0.9},
+    {"num_return_sequences": 3, "repetition_penalty": 1.4, "top_k": 0},
+    {"num_return_sequences": 1},
+)
+
+
+@pytest.mark.parametrize("options", SAMPLES, ids=str)
+@pytest.mark.parametrize("name", ["bart", "llama", "gemma2"])
+@pytest.mark.parametrize("captures", (False, True), ids=("eager", "captured"))
+def test_samples_leave_one_by_one_and_a_seed_gives_the_same(name, options, captures):
+    model, left = tiny(name, kind(name)), 0
+    arguments = {**ENDS, "do_sample": True, "max_new_tokens": 40, **options}
+    with capturing() if captures else capturing("off"):
+        for seed in range(5):
+            stock, fast, report = run_both(lambda seed=seed: model.generate(**inputs_of(name, seed), **arguments))
+            assert torch.equal(stock, fast)
+            left += LEFT in report.shared
+    assert left
+
+
+def test_steps_get_as_many_samples_of_each_input_as_one_has_left():
+    rows, compacted = [], decode_step.TransformersDecodeStep.compact
+
+    def counted(self: decode_step.TransformersDecodeStep, batch_index: torch.Tensor, kept: torch.Tensor) -> None:
+        compacted(self, batch_index, kept)
+        rows.append((self.rows, self.rows_per_input, len(batch_index)))
+
+    with mock.patch.object(decode_step.TransformersDecodeStep, "compact", counted):
+        stock, fast, _ = run_both(
+            lambda: tiny("llama").generate(**inputs_of("llama"), **ENDS | {"do_sample": True}, num_return_sequences=8)
+        )
+    assert torch.equal(stock, fast)
+    assert rows and all(count == per_input * inputs for count, per_input, inputs in rows)
+    assert any(per_input < 8 for _, per_input, _ in rows) and rows == sorted(rows, reverse=True)
+
+
+def test_where_torch_draws_in_another_way_all_samples_stay(monkeypatch):
+    monkeypatch.setattr(token_loop, "_draws_as_torch", lambda: False)
+    model = tiny("llama")
+    arguments = {**ENDS, "do_sample": True, "num_return_sequences": 4}
+    stock, fast, report = run_both(lambda: model.generate(**inputs_of("llama"), **arguments))
+    assert torch.equal(stock, fast) and LEFT not in report.shared
+
+
+def test_a_library_that_refuses_to_draw_raises_its_error_after_rows_have_left(monkeypatch):
+    model = tiny("llama")
+    real = token_loop.TokenLoop.compact
+
+    def broken(self: token_loop.TokenLoop) -> None:
+        real(self)
+        if self.finished:
+            model.lm_head.weight.data[5] = torch.nan
+
+    monkeypatch.setattr(token_loop.TokenLoop, "compact", broken)
+    with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan` or element < 0"):
+        model.generate(**inputs_of("llama"), **ENDS | {"do_sample": True}, num_return_sequences=8)
 
 
 class ByPlace(LogitsProcessor):

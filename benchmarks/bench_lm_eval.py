@@ -1,11 +1,17 @@
-"""lm-evaluation-harness with 16 samples of each question: transformers against fastgen, on a model made for it.
+"""lm-evaluation-harness on tasks of local data: transformers against fastgen, on a model made for it.
 
-    python benchmarks/bench_lm_eval.py [repeats16] [--repeats 3] [--floors FILE] [--json FILE]
+    python benchmarks/bench_lm_eval.py [CASE ...] [--repeats 3] [--floors FILE] [--json FILE]
 
-A task of local data, 6 questions of about 400 tokens, 32 new tokens each, batches of 16 rows; a Llama-like model with
-random weights (6 layers of width 512). Both evaluate in turns in one process, from the same seed; seconds are medians,
-ratios medians of those of a turn, and all answers are compared. --floors takes a file of the ratios to reach
-(floors_lm_eval.json); the status is 1 where one is missed, or where an answer differs. Needs `pip install lm-eval`.
+| case | what it is |
+|---|---|
+| repeats16 | 6 questions of about 400 tokens, 16 samples of 32 new tokens each |
+| shots5 | 48 questions of about 60 tokens behind the same 5 examples of 600 tokens together, 32 new tokens |
+| choice4, choice4-shots5 | 64 questions of about 300 tokens, 4 options of 3 tokens; and behind those examples |
+
+Batches of 16 rows; a Llama-like model with random weights (6 layers of width 512). Both evaluate in turns in one
+process, from the same seed; seconds are medians, ratios medians of those of a turn, and all answers are compared.
+--floors takes a file of the ratios to reach (floors_lm_eval.json); the status is 1 where one is missed, or where an
+answer differs. Needs `pip install lm-eval`.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from clock import in_turns, medians, times_as_fast
@@ -27,7 +33,23 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import fastgen
 
-CASES = {"repeats16": 16}
+
+class Case(NamedTuple):
+    """questions of about `length` tokens, behind `shots` tokens of examples; options: of multiple choice."""
+
+    questions: int
+    length: int
+    shots: int = 0
+    repeats: int = 1
+    options: int = 0
+
+
+CASES = {
+    "repeats16": Case(6, 400, repeats=16),
+    "shots5": Case(48, 60, shots=600),
+    "choice4": Case(64, 300, options=4),
+    "choice4-shots5": Case(64, 300, shots=600, options=4),
+}
 TASK = "local_questions"
 WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(1997))]
 
@@ -43,40 +65,49 @@ def write_model(folder: Path, **sizes: int) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **sizes, **ends)).save_pretrained(folder)
 
 
-def write_task(folder: Path, questions: int, length: int, new_tokens: int, repeats: int) -> None:
-    """A task `local_questions` of so many questions, of about `length` words each, answered `repeats` times."""
+def write_task(folder: Path, case: Case, new_tokens: int = 32) -> None:
+    """A task `local_questions`; a word is a token."""
     lines = [
-        {"question": " ".join(f"w{(31 * line + word * word) % 1997}" for word in range(length + line)), "answer": "w1"}
-        for line in range(questions)
+        {
+            "question": " ".join(f"w{(31 * line + word * word) % 1997}" for word in range(case.length + line % 9)),
+            "answer": "w1",
+        }
+        for line in range(case.questions)
     ]
     data = folder / "questions.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    task = {
+    task: dict[str, Any] = {
         "task": TASK,
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(data)}},
         "test_split": "test",
-        "output_type": "generate_until",
+        "description": "".join(f"w{(17 * word) % 1997} " for word in range(case.shots)),
         "doc_to_text": "{{question}}",
         "doc_to_target": "{{answer}}",
-        "repeats": repeats,
-        "generation_kwargs": {"do_sample": True, "temperature": 0.8, "max_gen_toks": new_tokens, "until": ["</s>"]},
-        "filter_list": [{"name": "first", "filter": [{"function": "take_first"}]}],
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
+    sampled = {"do_sample": case.repeats > 1} | ({"temperature": 0.8} if case.repeats > 1 else {})
+    if case.options:
+        options = [f"w{7 * option} w{option} w{option + 9}" for option in range(case.options)]
+        task |= {"output_type": "multiple_choice", "doc_to_choice": options, "doc_to_target": 0}
+        task["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+    else:
+        task |= {"output_type": "generate_until", "repeats": case.repeats}
+        task["generation_kwargs"] = {"max_gen_toks": new_tokens, "until": ["</s>"], **sampled}
+        task["filter_list"] = [{"name": "first", "filter": [{"function": "take_first"}]}]
+        task["metric_list"] = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
     (folder / f"{TASK}.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
 
 
 class Evaluation:
     """One task on one model, loaded once."""
 
-    def __init__(self, repeats: int, folder: Path) -> None:
+    def __init__(self, case: Case, folder: Path) -> None:
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
         sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
         write_model(folder / "model", **sizes, num_attention_heads=8, num_key_value_heads=2)
-        write_task(folder, questions=6, length=400, new_tokens=32, repeats=repeats)
+        write_task(folder, case)
         self.tasks = TaskManager(include_path=str(folder), include_defaults=False)
         self.model = HFLM(pretrained=str(folder / "model"), dtype="float32", device="cpu", batch_size=16)
 
@@ -87,6 +118,13 @@ class Evaluation:
         return [sample["resps"] for sample in found["samples"][TASK]]
 
 
+def are_equal(stock: Any, fast: Any) -> bool:
+    """Whether answers are: texts exactly, log-probabilities to 1e-4."""
+    if isinstance(stock, (list, tuple)):
+        return len(stock) == len(fast) and all(map(are_equal, stock, fast))
+    return abs(stock - fast) <= 1e-4 if isinstance(stock, float) else stock == fast
+
+
 def measure(name: str, repeats: int) -> dict[str, Any]:
     """Median seconds of each way, the median ratio, and whether all answers are equal."""
     turns, equal = [], True
@@ -95,7 +133,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
         ways = {"fastgen": evaluation.answers, "stock": fastgen.disabled()(evaluation.answers)}
         for seconds, answers in in_turns(ways, repeats + 1):
             turns.append(seconds)
-            equal = equal and answers["stock"] == answers["fastgen"]
+            equal = equal and are_equal(answers["stock"], answers["fastgen"])
     turns = turns[1:]  # the first warms up
     return {"case": name, "seconds": medians(turns), "ratio": times_as_fast(turns), "equal": equal}
 

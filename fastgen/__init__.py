@@ -22,7 +22,7 @@ from fastgen.patching.import_hooks import explain_failure
 
 TYPE_CHECKING = False  # type checkers take it for true; importing typing takes a quarter of `import fastgen`
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
     from fastgen.cli.transformers.generator import TextGenerator
@@ -40,6 +40,7 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "log_likelihoods",
     "status",
     "verify",
 ]
@@ -119,6 +120,23 @@ def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
     from fastgen.optimizer import verify
 
     return verify.verify(model, inputs, **generate_kwargs)
+
+
+def log_likelihoods(
+    model: Any, contexts: Sequence[Any], continuations: Sequence[Any], tokenizer: Any = None, **options: Any
+) -> list[tuple[float, bool]]:
+    """For each context and its continuation the sum of log-probabilities, and whether it is the greedy continuation.
+
+        fastgen.log_likelihoods(model, [question] * 4, [" yes", " no", " perhaps", " never"], tokenizer)
+
+    model: a decoder-only model of transformers. contexts, continuations: as many of both, lists of token ids; or
+    strings, with their tokenizer. options: `tokens_per_batch`, how many tokens go through the model at once (default
+    8192). What all contexts begin with, and a context of several continuations, is computed once: see `explain()`.
+    Results are those of a forward of each context with its continuation, to 1e-4 in fp32.
+    """
+    from fastgen.optimizer.transformers import log_likelihoods
+
+    return log_likelihoods.log_likelihoods(model, contexts, continuations, tokenizer, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from python_process import run_python
+from sharing import sharing
+
+import fastgen
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +42,7 @@ def bench(monkeypatch):
 def test_answers_are_the_same_where_batches_cut_the_samples_of_a_question(bench, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     bench.write_model(tmp_path / "model", **sizes, num_attention_heads=4, num_key_value_heads=2)
-    bench.write_task(tmp_path, questions=3, length=20, new_tokens=6, repeats=8)
+    bench.write_task(tmp_path, bench.Case(3, 20, repeats=8), new_tokens=6)
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     told = {"FASTGEN_SHARE": "always", "FASTGEN_STRICT": "1"}
     (tmp_path / "sitecustomize.py").write_text(TELLS_REPORTS)
@@ -59,3 +63,80 @@ def test_answers_are_the_same_where_batches_cut_the_samples_of_a_question(bench,
     fast, log = answers("fastgen", "-m", "fastgen")
     assert fast == stock
     assert "groups of 3, 2, not of one size" in log and "the prompt's keys and values: once per input" in log
+
+
+@pytest.fixture
+def harness(bench, tmp_path):
+    from lm_eval.models.huggingface import HFLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    bench.write_model(tmp_path / "model", **sizes, num_attention_heads=4, num_key_value_heads=2)
+    return HFLM(pretrained=str(tmp_path / "model"), dtype="float32", device="cpu", batch_size=4)
+
+
+def requests(shots: int, questions: int = 6, options: int = 4) -> list:
+    """Multiple-choice questions behind so many words of examples, in the harness's form."""
+    from lm_eval.api.instance import Instance
+
+    examples = " ".join(f"w{(7 * word) % 90}" for word in range(shots))
+    pairs = [
+        (f"{examples} w{100 + number} w{number}", f" w{20 * option + number}" + " w5" * (option % 3))
+        for number in range(questions)
+        for option in range(options)
+    ]
+    return [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+
+
+class Hook:
+    """The cache of answers, as the harness calls it."""
+
+    def __init__(self) -> None:
+        self.added: dict = {}
+
+    def add_partial(self, attribute: str, request: tuple, answer: tuple) -> None:
+        self.added[attribute, request] = answer
+
+
+@pytest.mark.parametrize("shots", (0, 30))
+def test_multiple_choice_has_the_same_answers(harness, shots):
+    asked, hooks = requests(shots), (Hook(), Hook())
+    with sharing("always"):
+        harness.set_cache_hook(hooks[0])
+        with fastgen.disabled():
+            stock = harness.loglikelihood(asked, disable_tqdm=True)
+        harness.set_cache_hook(hooks[1])
+        fast = harness.loglikelihood(asked, disable_tqdm=True)
+        report = fastgen.explain()
+    assert report.inputs == 6 and report.rows == 24 and report.prefix_length == shots
+    assert [greedy for _, greedy in fast] == [greedy for _, greedy in stock]
+    torch.testing.assert_close(
+        torch.tensor([x for x, _ in fast]), torch.tensor([x for x, _ in stock]), atol=1e-4, rtol=0
+    )
+    assert hooks[0].added.keys() == hooks[1].added.keys() and len(hooks[1].added) == 24
+
+
+def test_what_is_left_to_the_harness(harness, monkeypatch):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    class Own(HFLM):
+        def _model_call(self, *args, **kwargs):
+            return super()._model_call(*args, **kwargs) * 2
+
+    def codes() -> set[str]:
+        return fastgen.explain().codes("common prefix")
+
+    with sharing("always"):
+        rolling = [Instance("loglikelihood_rolling", {}, (" ".join(f"w{word}" for word in range(40)),), 0)]
+        with fastgen.disabled():
+            expected = harness.loglikelihood_rolling(rolling, disable_tqdm=True)
+        assert harness.loglikelihood_rolling(rolling, disable_tqdm=True) == expected and codes() == {"HARNESS"}
+        monkeypatch.setattr(harness, "_max_length", 20)
+        with fastgen.disabled():
+            expected = harness.loglikelihood(requests(30), disable_tqdm=True)
+        assert harness.loglikelihood(requests(30), disable_tqdm=True) == expected and codes() == {"HARNESS"}
+        monkeypatch.undo()
+        harness.__class__ = Own
+        with fastgen.disabled():
+            expected = harness.loglikelihood(requests(30), disable_tqdm=True)
+        assert harness.loglikelihood(requests(30), disable_tqdm=True) == expected and codes() == {"METHOD_REPLACED"}

@@ -85,6 +85,7 @@ class HostModel(Protocol):
     device: torch.device
     dtype: torch.dtype
     generate: Callable[..., Any]
+    forward: Callable[..., Any]
     __call__: Callable[..., Any]
     modules: Callable[[], Iterable[nn.Module]]
     get_decoder: Callable[[], Any]

@@ -137,19 +137,7 @@ def unsupported_reasons(
     model: checks.HostModel, arguments: dict[str, Any], generation_config: Any, prefix: CommonPrefix
 ) -> list[Reason]:
     """Why this prefix cannot be computed apart from what follows; empty if it can."""
-    reasons: list[Reason] = []
-    if not compat.LAYERS_ARE_KNOWN:
-        reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.17 goes on from a cache in another way"))
-    if not checks.is_tested(model):
-        reasons.append(Reason("UNTESTED", "the model's code, or this version of transformers, was not tested"))
-    if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):
-        reasons.append(Reason("ATTENTION", f"attention {attention} (supported: sdpa, eager)"))
-    if (cache := kv_layers.cache_of(arguments)) is None or kv_layers.is_static(cache):
-        reasons.append(Reason("CACHE_TYPE", "there is no DynamicCache"))
-    else:
-        reasons += kv_layers.layer_reasons(cache, generation_config.max_length or 0)
-    if growing := _GROWING_ROPE & set(_rope_types(getattr(model.config, "rope_parameters", None))):
-        reasons.append(Reason("POSITIONS", f"rope_type {growing.pop()}: positions depend on the length of the prompt"))
+    reasons = cache_reasons(model, kv_layers.cache_of(arguments), generation_config.max_length or 0)
     if generation_config.prefill_chunk_size is not None:
         reasons.append(Reason("CHUNKED_PREFILL", "prefill_chunk_size is set"))
     if asked := [name for name in ("output_attentions", "output_hidden_states") if _asks_for(name, model, arguments)]:
@@ -160,16 +148,34 @@ def unsupported_reasons(
     if foreign := foreign or _have_other_shapes(arguments, names, prefix.order is not None):
         reasons.append(Reason("ARGUMENT_COLUMNS", f"argument {foreign[0]}: its columns are not known"))
     if prefix.order is not None:
-        reasons += _order_reasons(model, arguments, generation_config)
+        if generation_config.return_dict_in_generate:
+            reasons.append(Reason("RETURN_DICT", "the returned cache would hold padding in other columns"))
+        reasons += order_reasons(model, arguments.get(POSITIONS) is not None)
     return reasons
 
 
-def _order_reasons(model: checks.HostModel, arguments: dict[str, Any], generation_config: Any) -> list[Reason]:
-    """Why the columns of a row cannot change places; empty if they can."""
+def cache_reasons(model: checks.HostModel, cache: Cache | None, most: int) -> list[Reason]:
+    """Why a forward of this model cannot go on behind a prefix in this cache, for up to `most` positions."""
+    reasons: list[Reason] = []
+    if not compat.LAYERS_ARE_KNOWN:
+        reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.17 goes on from a cache in another way"))
+    if not checks.is_tested(model):
+        reasons.append(Reason("UNTESTED", "the model's code, or this version of transformers, was not tested"))
+    if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):
+        reasons.append(Reason("ATTENTION", f"attention {attention} (supported: sdpa, eager)"))
+    if cache is None or kv_layers.is_static(cache):
+        reasons.append(Reason("CACHE_TYPE", "there is no DynamicCache"))
+    else:
+        reasons += kv_layers.layer_reasons(cache, most)
+    if growing := _GROWING_ROPE & set(_rope_types(getattr(model.config, "rope_parameters", None))):
+        reasons.append(Reason("POSITIONS", f"rope_type {growing.pop()}: positions depend on the length of the prompt"))
+    return reasons
+
+
+def order_reasons(model: checks.HostModel, has_positions: bool) -> list[Reason]:
+    """Why the columns of a row cannot change places; empty if they can. has_positions: the model is told them."""
     reasons = []
-    if generation_config.return_dict_in_generate:
-        reasons.append(Reason("RETURN_DICT", "the returned cache would hold padding in other columns"))
-    if arguments.get(POSITIONS) is None:
+    if not has_positions:
         reasons.append(Reason("POSITIONS", "the model is not told the positions of left-padded tokens"))
     if (kind := model.config.model_type) in COLUMN_MODELS:
         reasons.append(Reason("POSITIONS", f"{kind}: {COLUMN_MODELS[kind]}"))

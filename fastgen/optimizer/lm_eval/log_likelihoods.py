@@ -1,0 +1,86 @@
+"""`HFLM._loglikelihood_tokens`: multiple-choice questions of lm-evaluation-harness, by `fastgen.log_likelihoods`.
+
+The harness computes each context with each of its continuations. Answers, their order, its progress bar and its cache
+of answers stay. Left to it: rolling log-likelihoods, encoder-decoders, autocast, texts that are too long for the model,
+methods of a subclass, and everything in which nothing is computed twice.
+
+Tests: tests/test_lm_eval.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from torch.nn import functional
+from tqdm import tqdm
+
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding.call import generate_call
+from fastgen.optimizer.decoding.reasons import PREFIX, Reason
+from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Scorer, Tokens, contexts_of
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+
+# What the harness's method calls, and fastgen's does not.
+METHODS = ("_model_call", "_select_cont_toks")
+
+
+def log_likelihoods(
+    original: Callable, self: HFLM, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
+) -> list[tuple[float, bool]]:
+    pairs = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+    with generate_call(type(self.model).__name__) as call, torch.no_grad():
+        reasons = unsupported_reasons(self, requests)
+        call.report.add_reasons(PREFIX, reasons)
+        if not reasons:
+            softmax = partial(functional.log_softmax, dim=-1, dtype=self.softmax_dtype)
+            scorer = Scorer(call, self.model, tokens_per_batch(self, pairs), softmax)
+            contexts = contexts_of(pairs)
+            if scorer.can_share(contexts):
+                return _answers(self, requests, pairs, scorer.shared(contexts), disable_tqdm)
+    return original(self, requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
+
+
+def unsupported_reasons(harness: HFLM, requests: list[Request]) -> list[Reason]:
+    """Why the harness answers these requests itself; empty if fastgen can."""
+    reasons = []
+    if harness.backend != "causal" or harness.mixed_precision_dtype is not None:
+        reasons.append(Reason("HARNESS", "the model has an encoder, or runs under autocast"))
+    if PATCH_SET.newer_than_tested("lm_eval"):
+        reasons.append(Reason("UNTESTED", "this version of lm-evaluation-harness was not tested"))
+    if replaced := [name for name in METHODS if getattr(type(harness), name) is not getattr(HFLM, name)]:
+        reasons.append(Reason("METHOD_REPLACED", f"{replaced[0]} is not that of HFLM"))
+    if any(text is None for text, _, _ in requests):
+        reasons.append(Reason("HARNESS", "rolling log-likelihoods are the harness's"))
+    lengths = [(len(context), len(continuation)) for _, context, continuation in requests]
+    if any(not min(both) or sum(both) > harness.max_length + 1 for both in lengths) or not lengths:
+        reasons.append(Reason("HARNESS", "a text is empty or too long for the model"))
+    return reasons
+
+
+def tokens_per_batch(harness: HFLM, pairs: list[tuple[Tokens, Tokens]]) -> int:
+    """As many as the harness's own batches have."""
+    if not isinstance(harness.batch_size, int):
+        return TOKENS_PER_BATCH
+    return harness.batch_size * max(len(context) + len(continuation) for context, continuation in pairs)
+
+
+def _answers(
+    harness: HFLM, requests: list[Request], pairs: list[tuple[Tokens, Tokens]], found: Any, disable_tqdm: bool
+) -> list[tuple[float, bool]]:
+    places: dict[tuple[Tokens, Tokens], list[int]] = {}
+    for place, pair in enumerate(pairs):
+        places.setdefault(pair, []).append(place)
+    answers: dict[int, tuple[float, bool]] = {}
+    hidden = disable_tqdm or harness.rank != 0
+    with tqdm(total=len(requests), disable=hidden, desc="Running loglikelihood requests") as bar:
+        for pair, answer in found:
+            for place in places[pair]:
+                answers[place] = answer
+                harness.cache_hook.add_partial("loglikelihood", requests[place][0], answer)
+            bar.update(len(places[pair]))
+    return [answers[place] for place in range(len(requests))]

@@ -1,0 +1,283 @@
+"""`fastgen.log_likelihoods`: how likely continuations of contexts are, with what they have in common computed once.
+
+    prefix of all contexts ──> rests of the contexts ──> continuations, behind the keys of their context
+    [1, H, P, D]               [contexts, H, R, D]       [contexts * most continuations, H, C, D]
+    once for the call          a forward of a batch      a forward of a batch, unless all are one token long
+
+Multiple-choice evaluations ask for several continuations of one context, behind examples that all contexts begin with.
+Definitions are those of lm-evaluation-harness: the sum of the log-probabilities of a continuation's tokens, and whether
+each of them is the likeliest. Where nothing is gained, or the model is not known, each context is computed with each of
+its continuations, in one forward of a batch.
+
+Tests: tests/optimizer/transformers/test_log_likelihoods.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import DynamicCache
+
+from fastgen.optimizer.decoding.call import GenerateCall, generate_call
+from fastgen.optimizer.decoding.model_facts import size_of
+from fastgen.optimizer.decoding.reasons import PREFIX, Reason
+from fastgen.optimizer.transformers import checks, kv_layers, prefixes
+from fastgen.optimizer.transformers.models.latent_attention import expanding_in_parts
+
+Tokens = tuple[int, ...]
+LogLikelihood = tuple[float, bool]
+
+# What a batch holds, in rows times the length of the longest, unless the caller says otherwise.
+TOKENS_PER_BATCH = 8192
+
+
+_LOG_SOFTMAX = partial(functional.log_softmax, dim=-1, dtype=torch.float32)
+
+
+class Context(NamedTuple):
+    """A context, and its different continuations, all with at least one token."""
+
+    tokens: Tokens
+    continuations: list[Tokens]
+
+
+def log_likelihoods(
+    model: Any,
+    contexts: Sequence[Any],
+    continuations: Sequence[Any],
+    tokenizer: Any = None,
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+) -> list[LogLikelihood]:
+    """For each pair the sum of log-probabilities, and whether it is the greedy continuation.
+
+    model: a decoder-only model of transformers. contexts, continuations: as many of both, lists of token ids; or
+    strings, with their tokenizer, which is asked for a context and its continuation as one text. tokens_per_batch: how
+    many tokens, rows times the longest, go through the model at once. Results are those of a forward of each context
+    with its continuation, to 1e-4 in fp32. ValueError where the two differ in number, or one is empty.
+    """
+    if len(contexts) != len(continuations):
+        raise ValueError(f"{len(contexts)} contexts and {len(continuations)} continuations (accepted: as many of both)")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} has an encoder (accepted: decoder-only models)")
+    pairs = [_tokens(*pair, tokenizer, number) for number, pair in enumerate(zip(contexts, continuations))]
+    if not pairs:
+        return []
+    with generate_call(type(model).__name__) as call, torch.no_grad():
+        scorer, asked = Scorer(call, model, tokens_per_batch), contexts_of(pairs)
+        found = dict(scorer.shared(asked) if scorer.can_share(asked) else scorer.each_alone(asked))
+    return [found[pair] for pair in pairs]
+
+
+def _tokens(context: Any, continuation: Any, tokenizer: Any, number: int) -> tuple[Tokens, Tokens]:
+    if isinstance(context, str):
+        if tokenizer is None:
+            raise ValueError(f"contexts[{number}] is a string, and tokenizer is None (accepted: the model's tokenizer)")
+        text = context.rstrip()  # tokens begin with their spaces
+        continuation = context[len(text) :] + continuation
+        first, both = tokenizer(text)["input_ids"], tokenizer(text + continuation)["input_ids"]
+        context, continuation = first, both[len(first) :]
+    found = tuple(map(int, context)), tuple(map(int, continuation))
+    for name, tokens in zip(("contexts", "continuations"), found):
+        if not tokens:
+            raise ValueError(f"{name}[{number}] is empty (accepted: at least one token)")
+    return found
+
+
+def contexts_of(pairs: Iterable[tuple[Tokens, Tokens]]) -> list[Context]:
+    by_context: dict[Tokens, dict[Tokens, None]] = {}
+    for context, continuation in pairs:
+        by_context.setdefault(context, {})[continuation] = None
+    return [Context(tokens, list(found)) for tokens, found in by_context.items()]
+
+
+class Scorer:
+    """The forwards of one call, of decoder-only models. log_softmax: of logits `[…, vocabulary_size]`."""
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        model: checks.HostModel,
+        tokens_per_batch: int,
+        log_softmax: Callable[[Tensor], Tensor] = _LOG_SOFTMAX,
+    ) -> None:
+        self.call, self.model, self.tokens_per_batch, self.log_softmax = call, model, tokens_per_batch, log_softmax
+        self.accepted = set(inspect.signature(model.forward).parameters)
+
+    # Whether anything is shared.
+
+    def can_share(self, contexts: list[Context]) -> bool:
+        """Tells the report why not."""
+        self.call.set_rows(len(contexts), sum(len(context.continuations) for context in contexts))
+        prefix = _prefix_of(contexts)
+        once = prefix + sum(
+            len(tokens) - prefix + sum(len(continuation) - 1 for continuation in continuations)
+            for tokens, continuations in contexts
+        )
+        each = sum(len(set(_rows(context))) * len(context.tokens) for context in contexts)
+        costs, size = self.call.costs, size_of(self.model)
+        if not costs.should_split_prefix(size, each - once):
+            detail = f"{each - once} tokens need not be computed"
+            reasons = [Reason("PREFIX_SHORT", "too short to gain", detail)]
+        else:
+            reasons = self._unsupported_reasons(contexts)
+        self.call.report.add_reasons(PREFIX, reasons)
+        return not reasons
+
+    def _unsupported_reasons(self, contexts: list[Context]) -> list[Reason]:
+        most = max(len(tokens) + max(map(len, found)) for tokens, found in contexts)
+        cache = DynamicCache(config=self.model.config)
+        reasons = prefixes.cache_reasons(self.model, cache, most)
+        reasons += prefixes.order_reasons(self.model, prefixes.POSITIONS in self.accepted)
+        reasons += checks.row_reasons(self.call, self.model)
+        if reasons:
+            return reasons
+        arguments = {
+            "input_ids": torch.tensor([(contexts[0].tokens * 2)[:2]], device=self.model.device),
+            "attention_mask": torch.ones(1, 2, dtype=torch.int64, device=self.model.device),
+            "position_ids": torch.arange(2, device=self.model.device)[None],
+            "past_key_values": cache,
+        }
+        facts = checks.facts_of(self.call, self.model)
+        two = prefixes.CommonPrefix(2, 0, None)
+        return prefixes.model_reasons(facts, lambda tried: self.model(**tried, use_cache=True), two, arguments)
+
+    # With what contexts and continuations have in common.
+
+    def shared(self, contexts: list[Context]) -> Iterator[tuple[tuple[Tokens, Tokens], LogLikelihood]]:
+        length = _prefix_of(contexts)
+        prefix = DynamicCache(config=self.model.config)
+        if length:
+            self._forward(torch.tensor([contexts[0].tokens[:length]]), torch.ones(1, length), prefix, 1)
+            self.call.report.set_prefix(length, length * (len(contexts) - 1))
+        self.call.is_accelerated = True
+        ordered = sorted(contexts, key=lambda one: (len(_behind(one)), len(one.tokens)))
+        for batch in _batches(ordered, lambda one: _length_of(one, length), self.tokens_per_batch):
+            yield from self._batch(batch, prefix, length)
+
+    def _batch(
+        self, batch: list[Context], prefix: DynamicCache, length: int
+    ) -> Iterator[tuple[tuple[Tokens, Tokens], LogLikelihood]]:
+        rests, mask = _padded([context.tokens[length:] for context in batch], left=True)
+        behind = [_behind(context) for context in batch]
+        most, longest = max(map(len, behind)), max((len(one) for found in behind for one in found), default=0)
+        cache: Any = DynamicCache(config=self.model.config)
+        if length:
+            for number, layer in enumerate(prefix.layers):
+                cache.update(layer.keys, layer.values, number)
+            self._adopt(cache, 1, len(batch), rests.shape[1] + longest, is_prefix=True)
+        mask = torch.cat([torch.ones(len(batch), length), mask], dim=1)
+        first = self._forward(rests, mask, cache, 1)[:, -1]  # [contexts, vocabulary_size]
+        then = torch.empty(len(batch), 0, 0, first.shape[-1])
+        if most:
+            self._adopt(cache, len(batch), most, longest)
+            rows = [one for found in behind for one in (*found, *[(0,)] * (most - len(found)))]
+            tokens, _ = _padded(rows, left=False)
+            mask = torch.cat([mask.repeat_interleave(most, 0), torch.ones(tokens.shape)], dim=1)
+            then = self._forward(tokens, mask, cache, longest).unflatten(0, (len(batch), most))
+        for row, context in enumerate(batch):
+            for continuation in context.continuations:
+                scores = first[row : row + 1]
+                if len(continuation) > 1:
+                    number = behind[row].index(continuation[:-1])
+                    scores = torch.cat([scores, then[row, number, : len(continuation) - 1]])
+                yield (context.tokens, continuation), _likelihood(scores, continuation)
+
+    def _adopt(self, cache: Any, inputs: int, rows_per_input: int, limit: int, is_prefix: bool = False) -> None:
+        if kv_layers.adopt(cache, inputs, rows_per_input, limit, self.call, is_prefix):
+            modules = checks.facts_of(self.call, self.model).modules.values()
+            self.call.on_exit.enter_context(expanding_in_parts(modules))
+
+    # Each context with each of its continuations.
+
+    def each_alone(self, contexts: list[Context]) -> Iterator[tuple[tuple[Tokens, Tokens], LogLikelihood]]:
+        asked: dict[Tokens, list[tuple[Tokens, Tokens]]] = {}
+        for context in contexts:
+            for continuation, row in zip(context.continuations, _rows(context)):
+                asked.setdefault(row, []).append((context.tokens, continuation))
+        for batch in _batches(sorted(asked, key=len), len, self.tokens_per_batch):
+            tokens, mask = _padded(batch, left=False)
+            kept = tokens.shape[1] + 1 - min(len(before) for row in batch for before, _ in asked[row])
+            logits = self._forward(tokens, mask, None, kept)
+            for row, scores in zip(batch, logits):
+                for before, continuation in asked[row]:
+                    start = len(before) - 1 - (tokens.shape[1] - kept)
+                    found = scores[start : start + len(continuation)]
+                    yield (before, continuation), _likelihood(found, continuation)
+
+    def _forward(self, tokens: Tensor, mask: Tensor, cache: DynamicCache | None, kept: int) -> Tensor:
+        """Log-probabilities `[rows, kept columns or more, vocabulary_size]` of tokens `[rows, length]`.
+
+        mask: `[rows, length with that of the cache]`, 1 for what is seen.
+        """
+        device, arguments = self.model.device, {}
+        if prefixes.POSITIONS in self.accepted:
+            positions = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
+            arguments[prefixes.POSITIONS] = positions.to(device)
+        if "logits_to_keep" in self.accepted:
+            arguments["logits_to_keep"] = kept
+        if not mask.all():
+            arguments[prefixes.MASK] = mask.long().to(device)
+        outputs = self.model(
+            tokens.to(device), past_key_values=cache, use_cache=cache is not None, return_dict=True, **arguments
+        )
+        return self.log_softmax(outputs.logits[:, -kept:])
+
+
+def _prefix_of(contexts: list[Context]) -> int:
+    """How many tokens all contexts begin with, of which each has at least one more."""
+    tokens = [context.tokens for context in contexts]
+    first, last = min(tokens), max(tokens)  # in the order of words: what these have in common all have
+    common = next((place for place, (one, other) in enumerate(zip(first, last)) if one != other), len(first))
+    length = min(common, min(map(len, tokens)) - 1)
+    return length if len(contexts) > 1 and length > 1 else 0
+
+
+def _rows(context: Context) -> list[Tokens]:
+    """What a model gets to see of each continuation: all but its last token, whose successor nobody asks for."""
+    return [context.tokens + continuation[:-1] for continuation in context.continuations]
+
+
+def _behind(context: Context) -> list[Tokens]:
+    """What follows the context in a forward: the different continuations without their last tokens."""
+    return list(dict.fromkeys(one[:-1] for one in context.continuations if len(one) > 1))
+
+
+def _length_of(context: Context, prefix: int) -> int:
+    behind = _behind(context)
+    return max(len(context.tokens) - prefix, len(behind) * max(map(len, behind), default=0))
+
+
+def _batches(items: list[Any], length_of: Callable[[Any], int], tokens: int) -> Iterator[list[Any]]:
+    """These items, in their order, in batches of so many tokens, padding included; at least one item each."""
+    batch: list[Any] = []
+    longest = 0
+    for item in items:
+        longest = max(longest, length_of(item))
+        if batch and longest * (len(batch) + 1) > tokens:
+            yield batch
+            batch, longest = [], length_of(item)
+        batch.append(item)
+    yield batch
+
+
+def _padded(rows: Sequence[Tokens], left: bool) -> tuple[Tensor, Tensor]:
+    """Tokens and mask `[rows, length of the longest]`."""
+    length = max(map(len, rows))
+    tokens, mask = torch.zeros(len(rows), length, dtype=torch.int64), torch.zeros(len(rows), length)
+    for number, row in enumerate(rows):
+        place = slice(length - len(row), None) if left else slice(len(row))
+        tokens[number, place], mask[number, place] = torch.tensor(row), 1
+    return tokens, mask
+
+
+def _likelihood(scores: Tensor, continuation: Tokens) -> LogLikelihood:
+    """Of log-probabilities `[length, vocabulary_size]`."""
+    tokens = torch.tensor(continuation, device=scores.device)
+    is_greedy = bool((scores.argmax(dim=-1) == tokens).all())
+    return float(scores.gather(1, tokens[:, None]).sum()), is_greedy

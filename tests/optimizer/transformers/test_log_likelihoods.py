@@ -1,0 +1,169 @@
+"""Log-likelihoods of continuations are those of a forward of each context with its continuation."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from cost_models import costs
+from parity import tiny, tiny_encoder
+from sharing import sharing
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast
+
+import fastgen
+from fastgen.models.demo import demo_path
+from fastgen.optimizer.decoding.reasons import PREFIX
+from fastgen.optimizer.transformers import log_likelihoods
+
+pytestmark = pytest.mark.usefixtures("share_always")
+
+CAUSAL = [one for one in ARCHITECTURES if one.kind == "causal"]
+NOT_SHARED = {  # architecture: why
+    "mamba": "CACHE_LAYERS",
+    "falcon_mamba": "CACHE_LAYERS",
+    "jamba": "CACHE_LAYERS",
+    "qwen3_next": "CACHE_LAYERS",
+    "recurrent_gemma": "CACHE_LAYERS",
+    "minimax": "CACHE_LAYERS",
+    "openai-gpt": "NO_CACHE",
+    "unilm": "NOT_CAUSAL",
+    **dict.fromkeys(("bloom", "roformer", "trocr", "mpt", "gpt_neo"), "POSITIONS"),
+}
+
+
+def one_by_one(model, contexts, continuations):
+    """As lm-evaluation-harness defines them, a forward for each pair."""
+    found = []
+    for context, continuation in zip(contexts, continuations):
+        tokens = torch.tensor([[*context, *continuation]])
+        with torch.no_grad(), fastgen.disabled():
+            logits = model(tokens[:, :-1]).logits[0, -len(continuation) :].float()
+        scores, wanted = functional.log_softmax(logits, dim=-1), tokens[0, -len(continuation) :]
+        found.append((float(scores.gather(1, wanted[:, None]).sum()), bool((scores.argmax(-1) == wanted).all())))
+    return found
+
+
+def greedy(model, context, length):
+    with torch.no_grad(), fastgen.disabled():
+        for _ in range(length):
+            context = [*context, int(model(torch.tensor([context])).logits[0, -1].argmax())]
+    return context[-length:]
+
+
+def questions(model, prefix: int, seed: int = 1, options: int = 4, longest: int = 4):
+    """Contexts behind a common prefix, with several continuations each, one of them greedy."""
+    random = Random(seed)
+    common = [random.randrange(3, 90) for _ in range(prefix)]
+    contexts, continuations = [], []
+    for number in range(5):
+        context = [*common, 3 + number, *(random.randrange(3, 90) for _ in range(random.randint(0, 6)))]
+        found = [[random.randrange(3, 90) for _ in range(random.randint(1, longest))] for _ in range(options - 1)]
+        found.append(greedy(model, context, random.randint(1, longest)))
+        contexts += [context] * options
+        continuations += found
+    order = random.sample(range(len(contexts)), len(contexts))
+    return [contexts[place] for place in order], [continuations[place] for place in order]
+
+
+def assert_equal(found, expected):
+    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
+    torch.testing.assert_close(
+        torch.tensor([x for x, _ in found]), torch.tensor([x for x, _ in expected]), atol=1e-4, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("architecture", CAUSAL, ids=lambda architecture: architecture.id)
+def test_every_architecture_gives_what_single_forwards_give(architecture):
+    model = architecture.model().eval()
+    pairs = questions(model, prefix=7)
+    found = fastgen.log_likelihoods(model, *pairs)
+    assert_equal(found, one_by_one(model, *pairs))
+    report = fastgen.explain()
+    if why := NOT_SHARED.get(architecture.id):
+        assert report.prefix_length == 0 and why in report.codes(PREFIX)
+    else:
+        assert report.prefix_length == 7 and report.inputs == 5 and report.rows == 20
+
+
+@pytest.mark.parametrize("tokens_per_batch", (1, 30, 8192))
+@pytest.mark.parametrize(("prefix", "options", "longest"), ((0, 4, 4), (9, 1, 3), (9, 4, 1), (3, 3, 5)))
+def test_batches_of_any_size(prefix, options, longest, tokens_per_batch):
+    model = tiny("llama")
+    pairs = questions(model, prefix, options=options, longest=longest)
+    found = fastgen.log_likelihoods(model, *pairs, tokens_per_batch=tokens_per_batch)
+    assert_equal(found, one_by_one(model, *pairs))
+
+
+def test_equal_pairs_and_different_numbers_of_continuations():
+    model = tiny("gpt2")
+    contexts = [[5, 6, 7], [5, 6, 7], [5, 6, 8, 9], [5, 6, 7], [5, 6, 7], [5, 6, 10]]
+    continuations = [[11, 12], [13], [14, 15, 16], [11, 12], [11, 17], [18]]
+    found = fastgen.log_likelihoods(model, contexts, continuations)
+    assert_equal(found, one_by_one(model, contexts, continuations))
+    assert found[0] == found[3] and fastgen.explain().inputs == 3 and fastgen.explain().rows == 5
+
+
+def test_a_prefix_is_computed_once_for_all_batches(monkeypatch):
+    model, seen = tiny("llama"), []
+    real = log_likelihoods.Scorer._forward
+    monkeypatch.setattr(
+        log_likelihoods.Scorer, "_forward", lambda self, *args: seen.append(tuple(args[0].shape)) or real(self, *args)
+    )
+    fastgen.log_likelihoods(model, *questions(model, prefix=9, longest=1), tokens_per_batch=8)
+    assert seen[0] == (1, 9) and len(seen) > 3 and all(length < 9 for _, length in seen[1:])
+
+
+def test_where_nothing_is_gained_each_context_goes_with_its_continuation():
+    model = tiny("llama")
+    pairs = questions(model, prefix=7)
+    with sharing("auto"):
+        assert_equal(fastgen.log_likelihoods(model, *pairs), one_by_one(model, *pairs))
+        assert fastgen.explain().codes(PREFIX) == {"PREFIX_SHORT"}
+        with costs(prefill_cost=0, prefill_cost_per_module=0, saved_per_module=0, rows_of_one_read=1):
+            assert_equal(fastgen.log_likelihoods(model, *pairs), one_by_one(model, *pairs))
+    assert fastgen.explain().prefix_length == 7
+
+
+def test_an_encoder_and_a_model_with_a_hook_are_not_shared():
+    encoder, hooked = tiny_encoder("bert"), tiny("llama")
+    hooked.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    for model, code in ((encoder, "NOT_CAUSAL"), (hooked, "HOOKS")):
+        pairs = questions(hooked, prefix=7)
+        found = fastgen.log_likelihoods(model, *pairs)
+        assert code in fastgen.explain().codes(PREFIX)
+        if model is hooked:
+            assert_equal(found, one_by_one(model, *pairs))
+
+
+def test_strings_are_split_as_the_harness_splits_them():
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_path())
+    model = tiny("llama", vocab_size=len(tokenizer))
+    contexts = ["Wendy sold 31 books. ", "Wendy sold 31 books. ", "Wendy sold two"]
+    continuations = ["She was glad", "No", " cars."]
+    found = fastgen.log_likelihoods(model, contexts, continuations, tokenizer)
+    tokens = [tokenizer(context.rstrip())["input_ids"] for context in contexts]
+    both = [tokenizer(context + continuation)["input_ids"] for context, continuation in zip(contexts, continuations)]
+    assert_equal(found, one_by_one(model, tokens, [all[len(one) :] for one, all in zip(tokens, both)]))
+
+
+@pytest.mark.parametrize(
+    ("contexts", "continuations", "message"),
+    (
+        ([[5]], [], r"1 contexts and 0 continuations \(accepted: as many of both\)"),
+        ([[5], []], [[6], [7]], r"contexts\[1\] is empty \(accepted: at least one token\)"),
+        ([[5]], [[]], r"continuations\[0\] is empty"),
+        (["a"], ["b"], r"contexts\[0\] is a string, and tokenizer is None"),
+    ),
+)
+def test_errors_name_the_argument(contexts, continuations, message):
+    with pytest.raises(ValueError, match=message):
+        fastgen.log_likelihoods(tiny("llama"), contexts, continuations)
+
+
+def test_nothing_asked_and_encoder_decoders():
+    assert fastgen.log_likelihoods(tiny("llama"), [], []) == []
+    with pytest.raises(ValueError, match=r"has an encoder \(accepted: decoder-only models\)"):
+        fastgen.log_likelihoods(tiny("bart", "seq2seq"), [[5]], [[6]])

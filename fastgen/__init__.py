@@ -41,6 +41,7 @@ __all__ = [
     "enabled",
     "explain",
     "log_likelihoods",
+    "reusing_prefix",
     "status",
     "verify",
 ]
@@ -137,6 +138,25 @@ def log_likelihoods(
     from fastgen.optimizer.transformers import log_likelihoods
 
     return log_likelihoods.log_likelihoods(model, contexts, continuations, tokenizer, **options)
+
+
+@contextmanager
+def reusing_prefix(model: Any, check_weights: bool = True) -> Iterator[None]:
+    """In this thread or task, calls of the model's `generate` go on from what the call before has computed.
+
+        with fastgen.reusing_prefix(model):
+            for question in questions:
+                model.generate(**tokenizer(SYSTEM_PROMPT + question, return_tensors="pt"))
+
+    model: decoder-only, of transformers. Its last prompt is kept until the block ends, or what the rows of its last
+    batch began with in common: one row of keys and values. What the next prompts begin with of it is not computed
+    again, if the model is the same. check_weights: read all weights in each call to know that they are, which takes
+    about as long as a decode step; False where nothing writes into them in the block. `explain()` tells what was kept.
+    """
+    from fastgen.optimizer.transformers import kept_prefix
+
+    with kept_prefix.reusing_prefix(model, check_weights):
+        yield
 
 
 def __getattr__(name: str) -> Any:

@@ -116,9 +116,9 @@ def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock:
     numpy.random.seed(case.seed % 2**32)
     random.seed(case.seed)
 
-    def generate_with(model: Any, **more: Any) -> Any:
+    def generate_with(model: Any, edit: Any = dict, **more: Any) -> Any:
         if program:
-            return _outcome(lambda: model.generate(**case.inputs, **arguments, **more))
+            return _outcome(lambda: model.generate(**edit(case.inputs), **arguments, **more))
         return model.generate(**case.inputs, **arguments)
 
     def generate() -> Any:
@@ -239,7 +239,10 @@ def _all_ties(expected: Any, found: Any) -> bool:
 
 def _is_tie(expected: Any, found: Any) -> bool:
     """Whether only rounding decided: of two tokens or beams with equal scores, or of a token at the edge of top-p."""
-    if not hasattr(expected, "sequences") or expected.sequences.shape != found.sequences.shape:
+    if (
+        not (hasattr(expected, "sequences") and hasattr(found, "sequences"))
+        or expected.sequences.shape != found.sequences.shape
+    ):
         return False
     if not torch.allclose(expected.logits[0], found.logits[0], rtol=TIE, atol=TIE):  # before anything was decided
         return False

@@ -67,6 +67,8 @@ CONTEXTS = {
     "captured, changes in a call": 4,
     "changes between calls": 2,
     "captured, changes between calls": 2,
+    "kept prefix": 6,
+    "captured, kept prefix": 3,
     "replaced helper": 4,
     "captured, replaced helper": 2,
     "flags of an own class": 3,

@@ -24,6 +24,8 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import fastgen
+
 Generate = Callable[..., Any]
 Change = Callable[[Random, nn.Module], None]
 
@@ -218,6 +220,29 @@ def changes_between_calls(random: Random, model: nn.Module, generate: Generate) 
     return found
 
 
+def kept_prefix(random: Random, model: nn.Module, generate: Generate) -> Any:
+    """Calls that begin alike, on a model that changes between some of them."""
+    found = []
+    with fastgen.reusing_prefix(model):
+        for seed in range(3):
+            if random.random() < 0.25:
+                random.choice(CHANGES)(random, model)
+            found.append(generate(model, edit=functools.partial(_other_ending, Random(random.random() + seed))))
+    return found
+
+
+def _other_ending(random: Random, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """These inputs, some of whose last tokens are others, or of the first rows only."""
+    if "input_ids" not in inputs:
+        return inputs
+    rows, length = inputs["input_ids"].shape
+    input_ids, changed = inputs["input_ids"].clone(), random.randint(0, length)
+    input_ids[:, length - changed :] = torch.tensor([[random.randint(5, 90) for _ in range(changed)]]).long()
+    kept = random.choice((rows, rows, 1))
+    shorter = {name: value[:kept] if value.shape[0] == rows else value for name, value in inputs.items()}
+    return {**shorter, "input_ids": input_ids[:kept]}
+
+
 def _replacement(random: Random, original: Callable, seen: list) -> Callable:
     """A function of the program that notes what it is called with and, where it can, treats rows differently."""
     steers = random.random() < 0.6
@@ -396,6 +421,7 @@ def weights_that_are_not_finite(random: Random, model: nn.Module, generate: Gene
 PROGRAMS: dict[str, Callable[[Random, nn.Module, Generate], Any]] = {
     "changes in a call": changes_in_a_call,
     "changes between calls": changes_between_calls,
+    "kept prefix": kept_prefix,
     "replaced helper": replaced_helper,
     "flags of an own class": flags_of_an_own_class,
     "weights that are not finite": weights_that_are_not_finite,

@@ -60,11 +60,14 @@ class Report:
     stages: list[Stage] = field(default_factory=list)
     prefix_length: int = 0
     prefix_tokens_saved: int = 0
+    prefix_tokens_kept: int = 0
 
-    def set_prefix(self, length: int, saved: int) -> None:
-        """Notes that all inputs begin with `length` equal tokens, computed once, and so `saved` fewer."""
-        self.prefix_length, self.prefix_tokens_saved = length, saved
-        self.shared.append(f"common prefix: {length} tokens of all inputs, {saved} not computed")
+    def set_prefix(self, length: int, saved: int, kept: int = 0) -> None:
+        """Notes that all inputs begin with `length` equal tokens, of which an earlier call has kept `kept` and the
+        others were computed once, so that `saved` fewer were computed."""
+        self.prefix_length, self.prefix_tokens_saved, self.prefix_tokens_kept = length, saved, kept
+        text = f"common prefix: {length} tokens of all inputs, {saved} not computed"
+        self.shared.append(text + (f", {kept} kept from an earlier call" if kept else ""))
 
     @property
     def kernels(self) -> Counter[str]:
@@ -146,6 +149,7 @@ class Report:
             "shared": list(self.shared),
             "prefix_length": self.prefix_length,
             "prefix_tokens_saved": self.prefix_tokens_saved,
+            "prefix_tokens_kept": self.prefix_tokens_kept,
             "replayed_steps": self.replays,
             "kernels": dict(sorted(self.kernels.items())),
             "unused_kernels": self.unused_kernels,

@@ -78,11 +78,13 @@ def prefill(
                 prefix, reasons = None, [ONE_ROW] if each_alone else []
         used = dict(given) if prefix is None else prefix.in_order(given)
         if prefix is not None:
-            forward(prefix.of_prefix(given))
+            prefixes.fill_sync(call, self, forward, prefix, given)
             reasons = _done_or_reasons(self, lambda: expand_prefix(self, given_cache, prefix, groups, limit, call))
         if not reasons:
             with kv_layers.filling_all_rows(given_cache, groups):
                 outputs = forward(used)
+            if len(groups) == 1:
+                prefixes.keep_prompt_sync(call, self, given, outputs)
             reasons = [] if before is None else checks.learn_row_states(call, self, before, len(groups))
         if not reasons and _leaves_cache_to_model(arguments):
             reasons = model_facts.remember_row_states(self, returned_cache_reasons(outputs))
@@ -91,7 +93,10 @@ def prefill(
             empty()
     if reasons:
         call.report.add_reasons(PREFILL, reasons)
-        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if groups.rows == 1:
+            prefixes.keep_prompt_sync(call, self, arguments, outputs)
+        return outputs
     for name in model_kwargs.keys() - used.keys():
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow
@@ -170,9 +175,9 @@ def expand_prefix(
 ) -> None:
     """Makes a cache with the prefix one of a row for each group, to which what follows can be added."""
     rest = prefix.columns_behind + (limit if groups.rows_per_input == 1 else 0)
-    if kv_layers.adopt(cache, 1, len(groups), rest, call, is_prefix=True):
+    if len(groups) > 1 and kv_layers.adopt(cache, 1, len(groups), rest, call, is_prefix=True):
         call.on_exit.enter_context(expanding_in_parts(checks.facts_of(call, model).modules.values()))
-    call.report.set_prefix(prefix.length, prefix.length * (len(groups) - 1))
+    call.report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.kept, prefix.kept)
 
 
 def expand(

@@ -25,6 +25,7 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.reasons import PREFIX, Reason
 from fastgen.optimizer.transformers import checks, compat, kv_layers
+from fastgen.optimizer.transformers.kept_prefix import reuse_of
 
 TOKENS, EMBEDS, MASK, POSITIONS = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 
@@ -46,11 +47,17 @@ COLUMN_MODELS = {
 class CommonPrefix:
     """length: columns that all rows have in common; columns_behind: those that follow. order: int64 `[rows, length of
     the prompt]`, the order of the columns that puts the prefix first; None where it is that already, because no row has
-    padding on the left."""
+    padding on the left. kept: how many of the first columns an earlier call has kept."""
 
     length: int
     columns_behind: int
     order: Tensor | None
+    kept: int = 0
+
+    @classmethod
+    def after(cls, length: int, columns: int, padding: Tensor | None, kept: int = 0) -> CommonPrefix:
+        """The first `length` of so many columns, behind the padding `[rows]` on the left of each row."""
+        return cls(length, columns - length, None if padding is None else _order(padding, length, columns), kept)
 
     def of_prefix(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """These arguments of a prefill, for one row that holds the prefix."""
@@ -60,12 +67,30 @@ class CommonPrefix:
             for name, value in ordered.items()
         }
 
+    def columns(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        """Those of the prefix, `[1, length, …]`, of the arguments that have some; no mask, where it hides nothing."""
+        names = column_names(arguments)
+        found = {name: value for name, value in self.of_prefix(arguments).items() if name in names}
+        if MASK in found and bool((found[MASK] == 1).all()):
+            del found[MASK]
+        return found
+
     def in_order(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """These arguments with the columns of all rows in the order that puts the prefix first."""
         if self.order is None:
             return dict(arguments)
         names = column_names(arguments)
         return {name: _take(value, self.order) if name in names else value for name, value in arguments.items()}
+
+
+def _prompt(arguments: dict[str, Any]) -> Tensor:
+    """`[rows, length]`, or embeddings `[rows, length, width]`."""
+    return arguments[TOKENS] if arguments.get(EMBEDS) is None else arguments[EMBEDS]
+
+
+def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that have no columns and are no cache."""
+    return {name: value for name, value in arguments.items() if name not in COLUMNS and not isinstance(value, Cache)}
 
 
 def column_names(arguments: dict[str, Any]) -> list[str]:
@@ -77,24 +102,71 @@ def column_names(arguments: dict[str, Any]) -> list[str]:
 def common_prefix_sync(
     call: GenerateCall, model: checks.HostModel, arguments: dict[str, Any], generation_config: Any
 ) -> CommonPrefix | None:
-    """What the rows of a prefill's arguments begin with in common, if computing it once gains something.
+    """What the rows of a prefill begin with in common, if computing it once, or not at all, gains something.
 
     The last column of each row stays outside, because its logits are wanted. Tells the report why a prefix is not used.
     Reads the device.
     """
-    prompt = arguments[TOKENS] if arguments.get(EMBEDS) is None else arguments[EMBEDS]
-    rows, length = prompt.shape[:2]
-    size, costs = size_of(model), call.costs
-    if rows == 1 or model.config.is_encoder_decoder or not costs.should_split_prefix(size, (rows - 1) * (length - 1)):
+    rows, length = _prompt(arguments).shape[:2]
+    size, costs, reuse = size_of(model), call.costs, reuse_of(model)
+
+    def gains(tokens: int) -> bool:
+        return tokens > 0 and costs.should_split_prefix(size, tokens)
+
+    if model.config.is_encoder_decoder or (reuse is None and not gains((rows - 1) * (length - 1))):
         return None
-    prefix = _longest_sync(arguments, prompt)
-    if prefix is None:
+    longest, padding = _longest_sync(arguments)
+    if longest < 2:  # one may be the beginning of every text
         return None
-    tokens = (rows - 1) * prefix.length
-    reasons = [] if costs.should_split_prefix(size, tokens) else [_too_short(prefix.length, tokens)]
+    kept = 0
+    if reuse is not None:
+        columns = CommonPrefix.after(longest, length, padding).columns(arguments)
+        kept = reuse.length_sync(call, model, columns, options_of(arguments))
+        kept = kept if kept > 1 and gains(rows * kept) else 0
+    tokens = (rows - 1) * (longest - kept)
+    common = longest if gains(tokens) else kept
+    if not common and rows == 1:
+        return None
+    prefix = CommonPrefix.after(common or longest, length, padding, kept)
+    reasons = [] if common else [_too_short(longest, tokens)]
     reasons = reasons or unsupported_reasons(model, arguments, generation_config, prefix)
     call.report.add_reasons(PREFIX, reasons)
     return None if reasons else prefix
+
+
+def fill_sync(
+    call: GenerateCall,
+    model: checks.HostModel,
+    forward: Callable[[dict[str, Any]], Any],
+    prefix: CommonPrefix,
+    arguments: dict[str, Any],
+) -> None:
+    """Puts the prefix into the empty cache among a prefill's arguments, for one row: what was kept, then the rest."""
+    reuse, cache = reuse_of(model), kv_layers.cache_of(arguments)
+    if reuse is not None:
+        reuse.fill(cache, prefix.kept)
+    if prefix.kept < prefix.length:
+        of_prefix = prefix.of_prefix(arguments)
+        if prefix.kept and of_prefix.get(MASK) is None:  # from which the library knows which columns are new
+            of_prefix[MASK] = _prompt(of_prefix).new_ones(1, prefix.length, dtype=torch.int64)
+        forward(of_prefix)
+        if reuse is not None:
+            reuse.keep(call, model, prefix.columns(arguments), options_of(arguments), cache)
+
+
+def keep_prompt_sync(
+    call: GenerateCall, model: checks.HostModel, arguments: dict[str, Any], outputs: dict[str, Any]
+) -> None:
+    """Keeps the whole prompt of a prefill of one row for the next call, if the program asks for it."""
+    reuse = None if model.config.is_encoder_decoder else reuse_of(model)
+    if reuse is None:
+        return
+    if _have_other_shapes(arguments, column_names(arguments), moves=True):
+        return
+    columns = CommonPrefix(_prompt(arguments).shape[1], 0, None).columns(arguments)
+    if MASK not in columns:
+        cache = kv_layers.cache_of(outputs) or kv_layers.cache_of(arguments)
+        reuse.keep(call, model, columns, options_of(arguments), cache)
 
 
 def model_reasons(
@@ -196,7 +268,7 @@ def _asks_for(name: str, model: checks.HostModel, arguments: dict[str, Any]) -> 
 
 def _have_other_shapes(arguments: dict[str, Any], names: list[str], moves: bool) -> list[str]:
     """Which of these are none `[rows, length]`: M-RoPE has positions on several axes."""
-    rows, length = arguments[EMBEDS if EMBEDS in names else TOKENS].shape[:2]
+    rows, length = _prompt(arguments).shape[:2]
     found = []
     for name in names:
         shapes = [(rows, length)] if moves or name != POSITIONS else [(rows, length), (1, length)]
@@ -205,19 +277,21 @@ def _have_other_shapes(arguments: dict[str, Any], names: list[str], moves: bool)
     return found
 
 
-def _longest_sync(arguments: dict[str, Any], prompt: Tensor) -> CommonPrefix | None:
-    """The longest common prefix of what the mask does not hide."""
+def _longest_sync(arguments: dict[str, Any]) -> tuple[int, Tensor | None]:
+    """The length of the longest common prefix of what the mask does not hide, and how much padding is on the left of
+    each row, `[rows]`, None if there is none."""
+    prompt = _prompt(arguments)
     rows, length = prompt.shape[:2]
     mask = arguments.get(MASK)
-    columns, most = None, length - 1
+    columns, padding, most = None, None, length - 1
     if mask is not None and mask.shape == (rows, length):
-        padding = (mask != 0).long().argmax(dim=1)  # on the left of each row
-        if (largest := int(padding.max())) > 0:
-            columns = torch.arange(length, device=prompt.device) + padding[:, None]
-            columns = columns.clamp_(max=length - 1)
+        on_the_left = (mask != 0).long().argmax(dim=1)
+        if (largest := int(on_the_left.max())) > 0:
+            padding = on_the_left
+            columns = (torch.arange(length, device=prompt.device) + padding[:, None]).clamp_(max=length - 1)
             most -= largest
     if most < 1:
-        return None
+        return 0, padding
     equal = torch.ones(most, dtype=torch.bool, device=prompt.device)
     for name in column_names(arguments):
         value = arguments[name]
@@ -229,10 +303,7 @@ def _longest_sync(arguments: dict[str, Any], prompt: Tensor) -> CommonPrefix | N
         equal &= same.all(dim=1) if same.dim() == 2 else same
         if name == MASK:
             equal &= value[0, :most] != 0
-    common = int(equal.long().cumprod(dim=0).sum())
-    if common < 2:  # one may be the beginning of every text
-        return None
-    return CommonPrefix(common, length - common, None if columns is None else _order(padding, common, length))
+    return int(equal.long().cumprod(dim=0).sum()), padding
 
 
 def _order(padding: Tensor, prefix: int, length: int) -> Tensor:

@@ -1,0 +1,178 @@
+"""`fastgen.reusing_prefix`: keys and values of a prompt's beginning, from one call of `generate` to the next.
+
+    call 1   | prefix of all rows | rests |        computed, the prefix's keys and values are kept
+    call 2   | prefix ...   | rests of this call |    what both begin with is copied, the others are computed behind it
+
+Kept is what the rows of a call begin with in common, if it was computed once, and of a call with one input its whole
+prompt, as conversations want it. It is used again where the model is the same: its facts (see
+`decoding/model_facts.py`), torch's settings, and every bit of its weights.
+
+Tests: tests/optimizer/transformers/test_kept_prefix.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.graphs import torch_settings
+from fastgen.optimizer.decoding.kv_cache import KV
+from fastgen.optimizer.decoding.model_facts import ModelFacts
+from fastgen.optimizer.decoding.reasons import PREFIX, Reason
+from fastgen.optimizer.transformers import checks, kv_layers
+
+OUTDATED = Reason("PREFIX_OUTDATED", "the model has changed since its prefix was kept")
+
+# Words of 8 bytes in a row of the matrix whose rows and columns are summed: a weight that moves changes one of them.
+_ROW = 4096
+
+
+@dataclass(frozen=True)
+class KeptPrefix:
+    """columns: arguments of the prefill with a value for each column, `[1, length, …]`. options: the others. state:
+    of the model and of torch. layers: keys and values `[1, kv_heads, length, head_dim]`."""
+
+    columns: dict[str, Tensor]
+    options: dict[str, Any]
+    state: tuple[Any, ...]
+    layers: list[KV]
+
+
+class PrefixReuse:
+    """The prefix that calls of one model keep for each other. check_weights: see `fastgen.reusing_prefix`."""
+
+    def __init__(self, model: Any, check_weights: bool) -> None:
+        self.model, self.check_weights = model, check_weights
+        self.kept: KeptPrefix | None = None
+        self._state: tuple[GenerateCall, tuple[Any, ...] | None] | None = None
+
+    def is_of(self, model: Any) -> bool:
+        """Whether this model's calls are meant; PEFT's models and others call `generate` of one inside."""
+        return model is self.model or any(model is module for module in self.model.modules())
+
+    def length_sync(
+        self, call: GenerateCall, model: checks.HostModel, columns: dict[str, Tensor], options: dict[str, Any]
+    ) -> int:
+        """How many of these columns of a prefill were kept. Tells the report if the model has changed."""
+        kept = self.kept
+        if kept is None or kept.columns.keys() != columns.keys() or kept.options != options:
+            return 0
+        length = min(_common_length_sync(kept.columns[name], value) for name, value in columns.items())
+        if length and not _same_state(self._state_of(call, model), kept.state):
+            call.report.add_reasons(PREFIX, [OUTDATED])
+            self.kept, length = None, 0
+        return length
+
+    def fill(self, cache: Cache, length: int) -> None:
+        """Puts a copy of the first `length` columns into an empty cache."""
+        for index, (keys, values) in enumerate(self.kept.layers if self.kept is not None and length else ()):
+            cache.update(keys[:, :, :length], values[:, :, :length], index)
+
+    def keep(
+        self,
+        call: GenerateCall,
+        model: checks.HostModel,
+        columns: dict[str, Tensor],
+        options: dict[str, Any],
+        cache: Cache | None,
+    ) -> None:
+        """Keeps a copy of what a forward of these columns of one row has put into this cache; not if it holds more."""
+        layers = getattr(cache, "layers", [])
+        length = next(iter(columns.values())).shape[1]
+        if not layers or call.user_cache or checks.row_reasons(call, model) or not _can_be_compared(options):
+            return
+        if not all(type(layer) is DynamicLayer or type(layer) in kv_layers.ADOPTED for layer in layers):
+            return
+        pairs = [(layer.keys, layer.values) for layer in layers]
+        if any(states is None or states.shape[0] != 1 or states.shape[2] != length for kv in pairs for states in kv):
+            return  # of what a sliding window has left, the cache holds no more
+        if (state := self._state_of(call, model)) is not None:
+            copied = {name: value.clone() for name, value in columns.items()}
+            self.kept = KeptPrefix(copied, options, state, [(keys.clone(), values.clone()) for keys, values in pairs])
+
+    def _state_of(self, call: GenerateCall, model: checks.HostModel) -> tuple[Any, ...] | None:
+        """All that keys and values depend on beside the prompt, looked up once for each call; None if it is not known
+        of the weights."""
+        if self._state is None or self._state[0] is not call:
+            facts = checks.facts_of(call, model)
+            sums = checksums_sync(facts) if self.check_weights else []
+            device = model.device.type
+            autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            self._state = call, None if sums is None else (facts, torch_settings(), autocast, sums)
+        return self._state[1]
+
+
+def _same_state(found: tuple[Any, ...] | None, kept: tuple[Any, ...]) -> bool:
+    return found is not None and found[0] is kept[0] and found[1:] == kept[1:]
+
+
+def _can_be_compared(options: dict[str, Any]) -> bool:
+    return all(isinstance(value, (type(None), bool, int, float, str)) for value in options.values())
+
+
+def _common_length_sync(kept: Tensor, columns: Tensor) -> int:
+    """Of `[1, length, …]` each."""
+    length = min(kept.shape[1], columns.shape[1])
+    if kept.dtype != columns.dtype or kept.device != columns.device or kept.shape[2:] != columns.shape[2:]:
+        return 0
+    equal = (kept[0, :length] == columns[0, :length]).reshape(length, -1).all(dim=1)
+    return int(equal.long().cumprod(dim=0).sum())
+
+
+def checksums_sync(facts: ModelFacts) -> list[int] | None:
+    """Of the bits of all tensors in the modules; None where some are of a kind whose bits cannot be read.
+
+    Integers, which a huge number does not hide others from. Reads all weights, as a decode step does.
+    """
+    sums: list[Tensor] = []
+    for module in facts.modules.values():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_meta:
+                    return None
+                sums.append(_sums(tensor))
+    sums += [_sums(tensor) for tensor in facts.row_tensors().values() if type(tensor) is Tensor]
+    return [value for part in _by_device(sums) for value in part.tolist()]
+
+
+def _by_device(sums: list[Tensor]) -> list[Tensor]:
+    devices = dict.fromkeys(part.device for part in sums)
+    return [torch.stack([part for part in sums if part.device == device]) for device in devices]
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Two numbers, int64 `[2]`, of the sums over the rows and the columns of a matrix of these bits."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.numel() % 8 == 0 and data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0:
+        data = data.view(torch.int64)
+    whole = data.numel() // _ROW * _ROW
+    rows, rest = data[:whole].view(-1, _ROW), data[whole:]
+    by_place = torch.cat([rows.sum(dim=0, dtype=torch.int64), rows.sum(dim=1, dtype=torch.int64), rest.long()])
+    odd = torch.arange(by_place.numel(), device=data.device) * 2 + 1
+    return torch.stack([(by_place * odd).sum(), (by_place * odd * odd).sum()])
+
+
+_current: ContextVar[tuple[PrefixReuse, ...]] = ContextVar("fastgen_reusing_prefix", default=())
+
+
+def reuse_of(model: checks.HostModel) -> PrefixReuse | None:
+    """Of the innermost `reusing_prefix` for this model."""
+    return next((reuse for reuse in reversed(_current.get()) if reuse.is_of(model)), None)
+
+
+@contextmanager
+def reusing_prefix(model: Any, check_weights: bool = True) -> Iterator[None]:
+    """See `fastgen.reusing_prefix`."""
+    token = _current.set((*_current.get(), PrefixReuse(model, check_weights)))
+    try:
+        yield
+    finally:
+        _current.reset(token)

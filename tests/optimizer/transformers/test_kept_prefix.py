@@ -1,0 +1,367 @@
+"""`fastgen.reusing_prefix`: what the call before has computed is not computed again, where the model is the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from capturing import capturing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parity import compared, tiny, token_ids
+from peft import LoraConfig, get_peft_model
+from sharing import sharing
+
+import fastgen
+from fastgen.optimizer.decoding import model_facts
+from fastgen.optimizer.decoding.reasons import PREFIX
+from fastgen.optimizer.transformers import checks, kept_prefix
+from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
+
+pytestmark = pytest.mark.usefixtures("share_always")
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "beams": {"num_beams": 3, "do_sample": False},
+    "samples": {"num_return_sequences": 2, "do_sample": True},
+}
+SHORT = {"max_new_tokens": 4, "do_sample": False}
+TOKENS_ONLY = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}
+SYSTEM = token_ids(1, 9, seed=9)
+NEVER_KEPT = {  # architecture: why, where a reason is told
+    "mamba": "CACHE_LAYERS",
+    "falcon_mamba": "CACHE_LAYERS",
+    "jamba": "CACHE_LAYERS",
+    "qwen3_next": "CACHE_LAYERS",
+    "recurrent_gemma": "CACHE_LAYERS",
+    "minimax": "CACHE_TYPE",
+    "openai-gpt": "NO_CACHE",
+    "unilm": "NOT_CAUSAL",
+}
+
+
+def prompts(*lengths: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Behind the same 9 tokens in every call, rows of so many tokens, padded on the left."""
+    longest = max(lengths)
+    input_ids, mask = torch.ones(len(lengths), 9 + longest).long(), torch.zeros(len(lengths), 9 + longest).long()
+    for row, length in enumerate(lengths):
+        rest = token_ids(1, length, seed=20 * seed + row)
+        rest[0, 0] = 10 + 8 * seed + row  # they differ from their first token on
+        input_ids[row, longest - length :] = torch.cat([SYSTEM, rest], dim=1)
+        mask[row, longest - length :] = 1
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def with_longer_prefix() -> dict[str, torch.Tensor]:
+    """Two rows that begin with 14 tokens, of which 9 are those of all calls."""
+    together = {name: torch.cat([value, value]) for name, value in prompts(6, seed=7).items()}
+    together["input_ids"][1, -1] += 1
+    return together
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny("llama")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "architecture", [one for one in ARCHITECTURES if one.kind == "causal"], ids=lambda architecture: architecture.id
+)
+def test_every_architecture_gives_its_answers_and_goes_on_from_the_call_before_or_says_why_not(architecture, way):
+    model = architecture.model()
+    with fastgen.reusing_prefix(model):
+        for seed in range(3):
+            report = compared(model, prompts(4, seed=seed), max_new_tokens=6, **WAYS[way]).report
+            assert report.prefix_tokens_kept == (9 if seed and architecture.id not in NEVER_KEPT else 0)
+        for seed in range(3):
+            report = compared(model, prompts(4, 4, seed=seed), max_new_tokens=6, **WAYS[way]).report
+            assert report.prefix_tokens_kept == (9 if architecture.id not in NEVER_KEPT else 0)
+            assert NEVER_KEPT.get(architecture.id) in {None, *report.codes(PREFIX)}
+        report = compared(model, with_longer_prefix(), max_new_tokens=6, **WAYS[way]).report
+        lengths = (0, 0) if architecture.id in NEVER_KEPT else (14, 9)
+        assert (report.prefix_length, report.prefix_tokens_kept) == lengths
+
+
+def test_a_conversation_goes_on_behind_its_last_prompt(llama):
+    said = prompts(3)["input_ids"]
+    kept = []
+    with fastgen.reusing_prefix(llama):
+        for seed in range(4):
+            result = compared(llama, {"input_ids": said, "attention_mask": torch.ones_like(said)}, **SHORT)
+            kept.append(result.report.prefix_tokens_kept)
+            said = torch.cat([result.fast.sequences, token_ids(1, 3, seed=seed)], dim=1)
+    assert kept == [0, 12, 19, 26]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batches_go_on_behind_what_their_rows_have_in_common(llama, way):
+    options = {**WAYS[way], **TOKENS_ONLY, "max_new_tokens": 5}
+    with fastgen.reusing_prefix(llama):
+        reports = [compared(llama, prompts(5, 3, 4, seed=seed), **options).report for seed in range(3)]
+    assert [report.prefix_tokens_kept for report in reports] == [0, 9, 9]
+    assert [report.prefix_tokens_saved for report in reports] == [18, 27, 27]
+    assert "common prefix: 9 tokens of all inputs, 27 not computed, 9 kept from an earlier call" in reports[1].shared
+    assert reports[1].as_dict()["prefix_tokens_kept"] == 9
+
+
+def test_the_rest_of_a_longer_prefix_is_computed_once(llama):
+    together = with_longer_prefix()
+    with fastgen.reusing_prefix(llama):
+        compared(llama, prompts(6), **SHORT)
+        report = compared(llama, together, **SHORT).report
+        assert (report.prefix_length, report.prefix_tokens_kept, report.prefix_tokens_saved) == (14, 9, 23)
+        report = compared(llama, together, **SHORT).report
+        assert (report.prefix_length, report.prefix_tokens_kept, report.prefix_tokens_saved) == (14, 14, 28)
+
+
+def test_forwards_see_only_what_was_not_kept(llama):
+    seen: list[int] = []
+    real = type(llama.model).forward
+
+    def forward(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        seen.append(input_ids.shape[1])
+        return real(self, input_ids, **kwargs)
+
+    with fastgen.reusing_prefix(llama):
+        llama.generate(**prompts(5), **SHORT)
+        with (
+            mock.patch.object(checks, "row_reasons", return_value=[]),
+            mock.patch.object(type(llama.model), "forward", forward),
+        ):
+            for seed in (1, 2, 3):  # with this forward the model is another, and is tried once more
+                del seen[:]
+                llama.generate(**prompts(5, seed=seed), **SHORT)
+    assert seen == [5, 1, 1, 1]
+
+
+@pytest.mark.parametrize("lengths", ((5,), (5, 5)), ids=("one row", "two rows"))
+def test_steps_behind_a_kept_prefix_are_captured(llama, lengths):
+    with capturing(), fastgen.reusing_prefix(llama):
+        for seed in range(3):
+            report = compared(llama, prompts(*lengths, seed=seed), max_new_tokens=20, **TOKENS_ONLY).report
+    assert report.prefix_tokens_kept == 9 and report.replays > 0
+
+
+def test_embeddings_are_kept_as_tokens_are(llama):
+    with fastgen.reusing_prefix(llama):
+        for seed in range(2):
+            inputs = prompts(4, seed=seed)
+            inputs["inputs_embeds"] = llama.get_input_embeddings()(inputs.pop("input_ids")).detach()
+            report = compared(llama, inputs, **SHORT).report
+    assert report.prefix_tokens_kept == 9
+
+
+# The model must be the same.
+
+
+def scaled(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)  # not even its version counts this
+
+
+def permuted(model: Any) -> None:
+    weight = model.model.layers[1].self_attn.k_proj.weight.data
+    weight[[0, 1]] = weight[[1, 0]]
+
+
+def moved_within_a_row(model: Any) -> None:
+    weight = model.model.embed_tokens.weight.data
+    weight[:, [2, 7]] = weight[:, [7, 2]]
+
+
+def replaced(model: Any) -> None:
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 2)
+
+
+def scaled_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def reconfigured(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 2
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def eager(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+CHANGES = (scaled, permuted, moved_within_a_row, replaced, scaled_buffer, reconfigured, hooked, eager)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_model_that_has_changed_is_computed_anew(change: Callable[[Any], None]):
+    model = tiny("llama")
+    with fastgen.reusing_prefix(model):
+        compared(model, prompts(5), **SHORT)
+        change(model)
+        report = compared(model, prompts(5, seed=1), **SHORT).report
+        assert report.prefix_tokens_kept == 0 and "PREFIX_OUTDATED" in report.codes(PREFIX)
+        report = compared(model, prompts(5, seed=2), **SHORT).report
+        assert report.prefix_tokens_kept == (0 if change is hooked else 9)
+
+
+def test_adapters_that_are_switched_are_computed_anew():
+    model = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    with torch.no_grad(), fastgen.reusing_prefix(model):
+        for expected in (0, 9):
+            model.generate(**prompts(5, seed=expected), **SHORT)
+            assert fastgen.explain().prefix_tokens_kept == expected
+        with model.disable_adapter():
+            ours = model.generate(**prompts(5, seed=2), **SHORT)
+            assert fastgen.explain().prefix_tokens_kept == 0
+            with fastgen.disabled():
+                assert torch.equal(ours, model.generate(**prompts(5, seed=2), **SHORT))
+        ours = model.generate(**prompts(5, seed=3), **SHORT)
+        assert fastgen.explain().prefix_tokens_kept == 0
+        with fastgen.disabled():
+            assert torch.equal(ours, model.generate(**prompts(5, seed=3), **SHORT))
+
+
+def test_weights_that_nobody_writes_need_not_be_read():
+    model = tiny("llama")
+    with (
+        mock.patch.object(kept_prefix, "checksums_sync") as checksums,
+        fastgen.reusing_prefix(model, check_weights=False),
+    ):
+        compared(model, prompts(5), **SHORT)
+        report = compared(model, prompts(5, seed=1), **SHORT).report
+    assert report.prefix_tokens_kept == 9 and not checksums.called
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.uint8, torch.bool))
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 20_000), data=st.data())
+def test_a_checksum_sees_one_changed_bit_and_two_that_change_places(dtype, size, data):
+    generator = torch.Generator().manual_seed(size)
+    tensor = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    tensor = (tensor % 2 if dtype == torch.bool else tensor).view(dtype)
+    before = kept_prefix._sums(tensor)
+    assert torch.equal(before, kept_prefix._sums(tensor.clone()))
+    data_bytes = tensor.view(torch.uint8)
+    one, other = (data.draw(st.integers(0, len(data_bytes) - 1)) for _ in range(2))
+    if data_bytes[one] != data_bytes[other]:
+        data_bytes[[one, other]] = data_bytes[[other, one]]
+        assert not torch.equal(before, kept_prefix._sums(tensor))
+        data_bytes[[one, other]] = data_bytes[[other, one]]
+    data_bytes[one] ^= 1
+    assert not torch.equal(before, kept_prefix._sums(tensor))
+
+
+def test_weights_whose_bits_cannot_be_read_are_not_compared(llama):
+    model = tiny("llama")
+
+    class Other(torch.nn.Parameter):
+        pass
+
+    model.model.norm.weight = Other(model.model.norm.weight.data)
+    assert kept_prefix.checksums_sync(model_facts.facts_of(model, checks.KNOWN)) is None
+    with fastgen.reusing_prefix(model):
+        for seed in range(2):
+            assert compared(model, prompts(5, seed=seed), **SHORT).report.prefix_tokens_kept == 0
+
+
+# What else must be the same.
+
+
+def test_settings_of_torch_are_part_of_the_state(llama):
+    with fastgen.reusing_prefix(llama):
+        compared(llama, prompts(5), **SHORT)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            llama.generate(**prompts(5, seed=1), **SHORT)
+            assert fastgen.explain().prefix_tokens_kept == 0
+        assert compared(llama, prompts(5, seed=2), **SHORT).report.prefix_tokens_kept == 0
+
+
+def test_a_cache_of_the_callers_is_not_kept(llama):
+    with fastgen.reusing_prefix(llama):
+        first = llama.generate(**prompts(5), **SHORT, return_dict_in_generate=True)
+        longer = torch.cat([first.sequences, token_ids(1, 3, seed=4)], dim=1)
+        with mock.patch.object(PrefixReuse, "keep") as keep:
+            llama.generate(input_ids=longer, past_key_values=first.past_key_values, **SHORT)
+        assert all(call.args[0].user_cache for call in keep.call_args_list)
+        assert compared(llama, prompts(5, seed=1), **SHORT).report.prefix_tokens_kept == 9
+
+
+def test_what_is_returned_may_be_written_into(llama):
+    with fastgen.reusing_prefix(llama):
+        first = llama.generate(**prompts(5), **(SHORT | {"max_new_tokens": 1}), return_dict_in_generate=True)
+        for layer in first.past_key_values.layers:
+            layer.keys.zero_()
+        second = llama.generate(**prompts(5, seed=1), **SHORT, return_dict_in_generate=True)
+        for layer in second.past_key_values.layers:
+            layer.values.zero_()
+        assert compared(llama, prompts(5, seed=2), **SHORT).report.prefix_tokens_kept == 9
+
+
+def test_windows_that_the_positions_leave_are_the_librarys():
+    model = tiny("mistral", sliding_window=8)
+    with fastgen.reusing_prefix(model):
+        for seed in range(2):
+            assert compared(model, prompts(4, seed=seed), **SHORT).report.prefix_tokens_kept == 0
+
+
+def test_one_equal_token_is_the_beginning_of_every_text(llama):
+    inputs = prompts(5)
+    with fastgen.reusing_prefix(llama):
+        compared(llama, inputs, **SHORT)
+        inputs["input_ids"][:, 1] += 1
+        assert compared(llama, inputs, **SHORT).report.prefix_length == 0
+
+
+def test_left_padding_of_one_row_is_not_kept(llama):
+    inputs = prompts(5)
+    inputs["attention_mask"][0, :2] = 0
+    with fastgen.reusing_prefix(llama):
+        for _ in range(2):
+            assert compared(llama, inputs, **SHORT, **TOKENS_ONLY).report.prefix_tokens_kept == 0
+
+
+# The block.
+
+
+def test_nothing_is_kept_outside_of_the_block(llama):
+    kept = []
+    real = PrefixReuse.keep
+
+    def keep(self: Any, *args: Any) -> None:
+        real(self, *args)
+        kept.append(weakref.ref(self))
+
+    with mock.patch.object(PrefixReuse, "keep", keep), fastgen.reusing_prefix(llama):
+        compared(llama, prompts(5), **SHORT)
+    gc.collect()
+    assert kept and all(reuse() is None for reuse in kept)
+    assert compared(llama, prompts(5), **SHORT).report.prefix_tokens_kept == 0
+
+
+def test_the_block_is_of_one_model(llama):
+    other = tiny("llama")
+    with fastgen.reusing_prefix(llama):
+        for seed in range(2):
+            assert compared(other, prompts(5, seed=seed), **SHORT).report.prefix_tokens_kept == 0
+        with fastgen.reusing_prefix(other):
+            for seed in range(2):
+                compared(llama, prompts(5, seed=seed), **SHORT)
+                report = compared(other, prompts(5, seed=seed), **SHORT).report
+    assert report.prefix_tokens_kept == 9
+
+
+def test_encoder_decoders_and_tiny_models_are_as_without_the_block(llama):
+    bart = tiny("bart", "seq2seq")
+    inputs = {"input_ids": token_ids(2, 9), "attention_mask": torch.ones(2, 9).long()}
+    with fastgen.reusing_prefix(bart):
+        assert compared(bart, inputs, **SHORT).report.prefix_length == 0
+    with sharing("auto"), fastgen.reusing_prefix(llama):
+        for seed in range(2):
+            assert compared(llama, prompts(5, seed=seed), **SHORT).report.prefix_tokens_kept == 0

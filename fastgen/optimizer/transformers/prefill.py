@@ -54,16 +54,19 @@ def prefill(
     groups, compared, reasons = groups_of_equal_rows(call, self, arguments, generation_config)
     call.set_rows(groups.inputs, groups.rows)
     each_alone, prefix = len(groups) == groups.rows, None
+    if not each_alone:
+        reasons = reasons or images.unsupported_reasons_sync(arguments, self.config, groups)
     if each_alone or not reasons:
-        firsts = arguments if each_alone else row_groups.one_per_group(arguments, groups)
-        prefix = prefixes.common_prefix_sync(call, self, firsts, generation_config)
+        given = arguments
+        if not each_alone:
+            given = images.with_one_row_per_group(row_groups.one_per_group(arguments, groups), groups)
+        prefix = prefixes.common_prefix_sync(call, self, given, generation_config)
     if each_alone and prefix is not None:
         reasons, compared = [], True
     # Looking at all modules of the model comes last: it takes longest.
     reasons = reasons or unsupported_reasons(self, arguments, generation_config, groups, compared, call)
     reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], call)
     if not reasons:
-        given = images.with_one_row_per_group(firsts, groups)
         given_cache = kv_layers.cache_of(arguments)
         empty = None if given_cache is None else kv_layers.undo_of(given_cache)
         before = checks.facts_of(call, self).row_tensors() if model_facts.row_states(self) is None else None
@@ -76,7 +79,7 @@ def prefill(
             call.report.add_reasons(PREFIX, found)
             if found:
                 prefix, reasons = None, [ONE_ROW] if each_alone else []
-        used = dict(given) if prefix is None else prefix.in_order(given)
+        used = dict(given) if prefix is None else prefix.of_rests(given)
         if prefix is not None:
             prefixes.fill_sync(call, self, forward, prefix, given)
             reasons = _done_or_reasons(self, lambda: expand_prefix(self, given_cache, prefix, groups, limit, call))
@@ -100,7 +103,7 @@ def prefill(
     for name in model_kwargs.keys() - used.keys():
         del model_kwargs[name]
     for name, value in used.items():  # what the prefill has set for the steps that follow
-        if name not in given or value is not given[name]:
+        if (name not in given or value is not given[name]) and name != row_groups.IMAGES:
             model_kwargs[name] = row_groups.repeat(name, value, groups)
     return outputs
 
@@ -244,7 +247,7 @@ def unsupported_reasons(
     reasons += row_groups.unsupported_reasons(model.config.model_type, arguments, groups.rows)
     if not reasons and not compared and not row_groups.groups_are_equal_sync(arguments, groups):
         reasons.append(Reason("ROWS_DIFFER", "the rows of an input differ from each other"))
-    return reasons or images.unsupported_reasons_sync(arguments, model.config, groups)
+    return reasons
 
 
 def returned_cache_reasons(outputs: ModelOutput) -> list[Reason]:

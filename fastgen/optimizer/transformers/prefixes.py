@@ -14,7 +14,7 @@ Tests: tests/optimizer/transformers/test_common_prefixes.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.reasons import PREFIX, Reason
 from fastgen.optimizer.transformers import checks, compat, kv_layers
 from fastgen.optimizer.transformers.kept_prefix import reuse_of
+from fastgen.optimizer.transformers.models import images
+from fastgen.optimizer.transformers.row_groups import IMAGES
 
 TOKENS, EMBEDS, MASK, POSITIONS = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 
@@ -47,12 +49,14 @@ COLUMN_MODELS = {
 class CommonPrefix:
     """length: columns that all rows have in common; columns_behind: those that follow. order: int64 `[rows, length of
     the prompt]`, the order of the columns that puts the prefix first; None where it is that already, because no row has
-    padding on the left. kept: how many of the first columns an earlier call has kept."""
+    padding on the left. kept: how many of the first columns an earlier call has kept. images: those of the prefix, and
+    those behind it."""
 
     length: int
     columns_behind: int
     order: Tensor | None
     kept: int = 0
+    images: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     @classmethod
     def after(cls, length: int, columns: int, padding: Tensor | None, kept: int = 0) -> CommonPrefix:
@@ -61,11 +65,17 @@ class CommonPrefix:
 
     def of_prefix(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """These arguments of a prefill, for one row that holds the prefix."""
-        ordered, names = self.in_order(arguments), column_names(arguments)
-        return {
+        ordered, names = self._in_order(arguments), column_names(arguments)
+        found = {
             name: value[:1, : self.length] if name in names else value[:1] if name == TOKENS else value
             for name, value in ordered.items()
         }
+        return found if self.images is None else found | {IMAGES: self.images[0]}
+
+    def of_rests(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """These arguments for all rows, with all columns in the order that puts the prefix first."""
+        ordered = self._in_order(arguments)
+        return ordered if self.images is None else ordered | {IMAGES: self.images[1]}
 
     def columns(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
         """Those of the prefix, `[1, length, …]`, of the arguments that have some; no mask, where it hides nothing."""
@@ -75,8 +85,7 @@ class CommonPrefix:
             del found[MASK]
         return found
 
-    def in_order(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """These arguments with the columns of all rows in the order that puts the prefix first."""
+    def _in_order(self, arguments: dict[str, Any]) -> dict[str, Any]:
         if self.order is None:
             return dict(arguments)
         names = column_names(arguments)
@@ -115,7 +124,7 @@ def common_prefix_sync(
 
     if model.config.is_encoder_decoder or (reuse is None and not gains((rows - 1) * (length - 1))):
         return None
-    longest, padding = _longest_sync(arguments)
+    longest, padding = _longest_sync(arguments, model.config)
     if longest < 2:  # one may be the beginning of every text
         return None
     kept = 0
@@ -128,6 +137,9 @@ def common_prefix_sync(
     if not common and rows == 1:
         return None
     prefix = CommonPrefix.after(common or longest, length, padding, kept)
+    if arguments.get(IMAGES):
+        tokens_of_prefix = _first_tokens(arguments, prefix.length, padding)
+        prefix = replace(prefix, images=images.split_sync(arguments, model.config, tokens_of_prefix))
     reasons = [] if common else [_too_short(longest, tokens)]
     reasons = reasons or unsupported_reasons(model, arguments, generation_config, prefix)
     call.report.add_reasons(PREFIX, reasons)
@@ -179,7 +191,8 @@ def model_reasons(
     """
     if facts.prefix_reasons is None:
         names = column_names(arguments)
-        two = {name: value[:, :2] if name in names else value for name, value in prefix.of_prefix(arguments).items()}
+        one = {name: value for name, value in prefix.of_prefix(arguments).items() if name != IMAGES}
+        two = {name: value[:, :2] if name in names else value for name, value in one.items()}
         two = {name: torch.cat([value, value]) if name in (TOKENS, *names) else value for name, value in two.items()}
         prompt = two[names[0]]
         prompt[1, 1] = prompt[1, 1] + 1 if names[0] == EMBEDS else torch.where(prompt[1, 1] > 0, prompt[1, 1] - 1, 1)
@@ -216,7 +229,10 @@ def unsupported_reasons(
         reasons.append(Reason("OUTPUTS", f"{asked[0]} is set, which are those of all columns"))
     known = (type(None), bool, int, float, str, Cache)
     names = column_names(arguments)
-    foreign = [name for name, value in arguments.items() if not (name in COLUMNS or isinstance(value, known))]
+    if prefix.images is not None and images.features_of_rows_sync(arguments, model.config) is None:
+        reasons.append(Reason("IMAGES", "the features of images are not known to be those of the prompt's columns"))
+    others = {name: value for name, value in arguments.items() if name not in (*COLUMNS, IMAGES)}
+    foreign = [name for name, value in others.items() if not isinstance(value, known)]
     if foreign := foreign or _have_other_shapes(arguments, names, prefix.order is not None):
         reasons.append(Reason("ARGUMENT_COLUMNS", f"argument {foreign[0]}: its columns are not known"))
     if prefix.order is not None:
@@ -277,7 +293,7 @@ def _have_other_shapes(arguments: dict[str, Any], names: list[str], moves: bool)
     return found
 
 
-def _longest_sync(arguments: dict[str, Any]) -> tuple[int, Tensor | None]:
+def _longest_sync(arguments: dict[str, Any], config: Any) -> tuple[int, Tensor | None]:
     """The length of the longest common prefix of what the mask does not hide, and how much padding is on the left of
     each row, `[rows]`, None if there is none."""
     prompt = _prompt(arguments)
@@ -303,7 +319,15 @@ def _longest_sync(arguments: dict[str, Any]) -> tuple[int, Tensor | None]:
         equal &= same.all(dim=1) if same.dim() == 2 else same
         if name == MASK:
             equal &= value[0, :most] != 0
-    return int(equal.long().cumprod(dim=0).sum()), padding
+    found = int(equal.long().cumprod(dim=0).sum())
+    if arguments.get(IMAGES):
+        found = images.length_without_others_sync(arguments, config, _first_tokens(arguments, found, padding))
+    return found, padding
+
+
+def _first_tokens(arguments: dict[str, Any], length: int, padding: Tensor | None) -> Tensor:
+    start = 0 if padding is None else int(padding[0])
+    return arguments[TOKENS][0, start : start + length]
 
 
 def _order(padding: Tensor, prefix: int, length: int) -> Tensor:

@@ -31,6 +31,9 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from fastgen.optimizer.decoding.reasons import PREFIX
+from fastgen.optimizer.decoding.report import Report
+
 pytestmark = pytest.mark.usefixtures("share_always")
 
 IMAGE, VIDEO, BEGIN, END = 95, 96, 97, 98
@@ -222,3 +225,85 @@ def test_text_after_images_that_the_model_remembers_positions_of(arguments):
     for _ in range(2):
         assert is_shared(assert_same(model, with_patches(), **arguments), PROMPT)
         assert is_shared(assert_same(model, words, **arguments), PROMPT)
+
+
+def alike(inputs: dict[str, torch.Tensor], prefix: int, differ: bool = True) -> dict[str, torch.Tensor]:
+    """These inputs, whose rows begin with `prefix` equal tokens; then follows another one in each."""
+    start = (inputs["attention_mask"] != 0).long().argmax(dim=1)
+    for row in range(1, len(start)):
+        inputs["input_ids"][row, start[row] : start[row] + prefix] = inputs["input_ids"][
+            0, start[0] : start[0] + prefix
+        ]
+    if differ:
+        for row, first in enumerate(start.tolist()):
+            inputs["input_ids"][row, first + prefix] = 10 + row
+    return inputs
+
+
+def prefix_report(make: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], arguments: dict) -> Report:
+    tokens_only = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}
+    return assert_same(ready(make), inputs, **arguments, **tokens_only)
+
+
+@BOTH
+@pytest.mark.parametrize("make", (llava, blip2, idefics3))
+def test_images_behind_a_common_prefix(make, arguments):
+    torch.manual_seed(0)
+    inputs = with_images(14, 14, axes=(1,) if make is idefics3 else ())
+    report = prefix_report(make, alike(inputs, 3, differ=False), arguments)
+    assert report.prefix_length == 3  # the first image is another one in each row
+
+
+@BOTH
+@pytest.mark.parametrize("make", (llava, blip2, idefics3))
+def test_an_image_inside_a_common_prefix(make, arguments):
+    torch.manual_seed(0)
+    inputs = alike(with_images(14, 14, 14, axes=(1,) if make is idefics3 else ()), 10)
+    inputs["pixel_values"][:] = inputs["pixel_values"][:1].clone()
+    report = prefix_report(make, inputs, arguments)
+    assert report.prefix_length == 10 and report.prefix_tokens_saved == 20
+
+
+@BOTH
+def test_one_image_inside_a_common_prefix_and_others_behind_it(arguments):
+    torch.manual_seed(0)
+    inputs = alike(with_images(16, 14, images=2), 8, differ=False)
+    inputs["input_ids"][1, 3:12] = torch.tensor([*[IMAGE] * 4, 7, *[IMAGE] * 4])  # padded by two: 2 tokens further left
+    inputs["input_ids"][0, :14] = torch.cat([inputs["input_ids"][1, 2:], torch.tensor([7, 8])])[:14]
+    inputs["pixel_values"][2] = inputs["pixel_values"][0]
+    report = prefix_report(llava, inputs, arguments)
+    assert report.prefix_length == 6 and report.prefix_tokens_saved == 6
+
+
+def test_other_numbers_of_images_behind_a_common_prefix():
+    torch.manual_seed(0)
+    inputs = alike(with_images(15, 15, images=2), 3, differ=False)
+    inputs["input_ids"][0, 8:12] = 7
+    inputs["pixel_values"] = inputs["pixel_values"][:3]
+    report = prefix_report(llava, inputs, {"do_sample": False, "max_new_tokens": 5})
+    assert report.prefix_length == 3
+
+
+@BOTH
+@pytest.mark.parametrize(("make", "code"), ((gemma3, "SLIDING_WINDOW"), (paligemma, "NOT_CAUSAL")))
+def test_images_in_models_that_need_the_whole_prompt(make, code, arguments):
+    torch.manual_seed(0)
+    report = prefix_report(make, alike(with_images(14, 14), 3, differ=False), arguments)
+    assert report.prefix_length == 0 and code in report.codes(PREFIX)
+
+
+@BOTH
+def test_types_of_tokens_beside_images_leave_the_prefix_to_the_library(arguments):
+    torch.manual_seed(0)
+    inputs = alike(with_images(14, 14), 3, differ=False)
+    inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
+    report = prefix_report(gemma3, inputs, arguments)
+    assert report.prefix_length == 0 and "IMAGES" in report.codes(PREFIX)
+
+
+@BOTH
+@pytest.mark.parametrize("make", (qwen2_vl, qwen3_vl))
+def test_positions_on_several_axes_leave_the_prefix_to_the_library(make, arguments):
+    torch.manual_seed(0)
+    report = prefix_report(make, alike(with_patches(), 3, differ=False), arguments)
+    assert report.prefix_length == 0 and report.codes(PREFIX)

@@ -52,6 +52,60 @@ def unsupported_reasons_sync(arguments: dict[str, Any], config: Any, groups: Row
     return []
 
 
+# Behind a common prefix. An item stands for as many placeholder tokens as it has features, in the order of rows.
+
+
+def features_of_rows_sync(arguments: dict[str, Any], config: Any) -> dict[str, tuple[int, list[Tensor]]] | None:
+    """For each modality the id of its placeholder tokens, and the features of each row, `[placeholders, width]`.
+
+    None where features are not known to be those of the placeholders: images whose tokens see each other, and those of
+    models that also put them into later layers, are the library's. Reads the device.
+    """
+    found = {}
+    for modality, output in (arguments.get(IMAGES) or {}).items():
+        items, token_id = getattr(output, "pooler_output", None), getattr(config, f"{modality}_token_id", None)
+        if items is None or token_id is None or getattr(output, "deepstack_features", None) is not None:
+            return None
+        if arguments.get("inputs_embeds") is not None or arguments.get("token_type_ids") is not None:
+            return None
+        counts = (arguments["input_ids"] == token_id).sum(-1).tolist()
+        features = torch.cat([item.reshape(-1, item.shape[-1]) for item in items])
+        if sum(counts) != len(features):
+            return None
+        found[modality] = token_id, list(features.split(counts))
+    return found
+
+
+def length_without_others_sync(arguments: dict[str, Any], config: Any, tokens: Tensor) -> int:
+    """How many of the tokens `[length]` that all rows begin with have the same features in all rows, too."""
+    length = len(tokens)
+    for token_id, rows in (features_of_rows_sync(arguments, config) or {}).values():
+        places = (tokens[:length] == token_id).nonzero()[:, 0]
+        differ = torch.zeros(len(places), dtype=torch.bool, device=tokens.device)
+        for row in rows:
+            differ |= (row[: len(places)] != rows[0][: len(places)]).any(dim=-1)
+        if differ.any():
+            length = int(places[differ.long().argmax()])
+    return length
+
+
+def split_sync(arguments: dict[str, Any], config: Any, tokens: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The features that belong to the tokens `[length]` of a common prefix, and those behind it in all rows."""
+    first, behind = {}, {}
+    for modality, (token_id, rows) in (features_of_rows_sync(arguments, config) or {}).items():
+        output, count = arguments[IMAGES][modality], int((tokens == token_id).sum())
+        if count:
+            first[modality] = _with_features(output, rows[0][:count])
+        if any(len(row) > count for row in rows):
+            behind[modality] = _with_features(output, torch.cat([row[count:] for row in rows]))
+    return first, behind
+
+
+def _with_features(output: ModelOutput, features: Tensor) -> ModelOutput:
+    """One item with these features, as the library has it where a prompt is prefilled in chunks."""
+    return type(output)(pooler_output=features[None] if isinstance(output.pooler_output, Tensor) else [features])
+
+
 def _items_of(output: ModelOutput, rows: int, kept: list[int]) -> ModelOutput:
     """The same output with the items of these of all rows only."""
 

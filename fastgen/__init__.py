@@ -155,7 +155,7 @@ def reusing_prefix(model: Any, check_weights: bool = True) -> Iterator[None]:
     """
     from fastgen.optimizer.transformers import kept_prefix
 
-    with kept_prefix.reusing_prefix(model, check_weights):
+    with kept_prefix.reusing(kept_prefix.PrefixReuse(model, check_weights)):
         yield
 
 

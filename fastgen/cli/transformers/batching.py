@@ -3,8 +3,10 @@
 A batch costs as many steps as its longest output and as many positions as its longest input for each of its rows, so
 lines of one length go together: read ahead a window of lines, sort, cut. The cut depends on INPUT and on flags only,
 never on what a device could hold: every run, also one that goes on, has the same batches under the same numbers.
+Prompts of decoder-only models that begin alike get batches of their own, and their beginning is kept between them.
 
-Tests: tests/cli/transformers/test_cli_batches.py, tests/cli/transformers/test_cli_default_batch.py
+Tests: tests/cli/transformers/test_cli_batches.py, tests/cli/transformers/test_cli_default_batch.py,
+tests/cli/transformers/test_cli_heads.py
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 MOST_NOT_GENERATED = 1 << 14
 BATCHES_PER_WINDOW = 16
 LINES_PER_WINDOW = 1 << 12  # at most, where batches are cut by tokens only
+LEAST_HEAD = 32  # tokens that inputs begin with: fewer are not kept, and inputs are not batched by them
+HEAD_GROWTH = 1.25  # lengths of heads are LEAST_HEAD times a power of it
 LEAST_INPUTS = 8  # however many beams they have: FastSeq's default
 SHARE = 4  # one part of so many for keys and values: layers at work need some, and other programs
 # Rows of generate (inputs × beams), and tokens of inputs. CPU: as a small and a base model gained; GPU: not measured.
@@ -63,7 +67,8 @@ class Item:
 class Batch:
     """Items for one call of generate, and others that need none but are to be written with them.
 
-    number: counts the batches that have items, from 0 on. inputs: of the items, [B, N, …], padded.
+    number: counts the batches that have items, from 0 on. inputs: of the items, [B, N, …], padded. head: how many
+    tokens all items of the batch, and others of its window, begin with; 0 where that is of no use.
     """
 
     items: list[Item]
@@ -71,6 +76,7 @@ class Batch:
     number: int
     ends_window: bool = True  # of items that were sorted by length, longest first
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    head: int = 0
 
     @property
     def is_written(self) -> bool:
@@ -107,16 +113,18 @@ class Planner:
 
     window: how many items are sorted by length, longest first: what does not fit into memory shows at once. 0: batches
         of items as they stand in INPUT. window_cells: their tokens, of which there are fewer where they are long.
+    by_head: batches have heads, and items that begin alike share batches, if they fill one.
     """
 
-    def __init__(self, limits: Limits, window: int, window_cells: int | None = None) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits, window: int, window_cells: int | None = None, by_head: bool = False) -> None:
+        self._limits, self._by_head = limits, by_head
         self._window = window
         self._window_cells = math.inf if window_cells is None else window_cells
         self._waiting: list[Item] = []  # to be sorted
         self._open: list[Item] = []  # the batch that is not full
         self._cells = self._longest = self._number = 0
         self._others: list[Item] = []
+        self._last: Item | None = None  # the first of the batch before
 
     def add(self, items: list[Item]) -> Iterator[Batch]:
         """The batches that are complete with these items."""
@@ -141,13 +149,31 @@ class Planner:
 
     def _sorted(self) -> Iterator[Batch]:
         items, self._waiting, self._cells = self._waiting, [], 0
-        items.sort(key=lambda item: (repr(item.group), -item.length))
-        batches = [batch for item in items for batch in self._placed(item)]
-        if self._open:
-            batches.append(self._batch(self._open))
+        batches = []
+        for alike in self._alike(items):
+            alike.sort(key=lambda item: (repr(item.group), -item.length))
+            found = [batch for item in alike for batch in self._placed(item)]
+            found += [self._batch(self._open)] if self._open else []
+            if alike and self._by_head:
+                head = common_head(alike)
+                for batch in found:
+                    batch.head = head
+            batches += found
         for batch in batches[:-1]:
             batch.ends_window = False
         yield from batches
+
+    def _alike(self, items: list[Item]) -> list[list[Item]]:
+        """Items that begin with the same `LEAST_HEAD` tokens, if they fill a batch; then all others."""
+        by_beginning: dict[bytes, list[Item]] = {}
+        for item in items if self._by_head else ():
+            if item.arrays is not None and item.length > LEAST_HEAD:
+                beginning = item.arrays["input_ids"][:LEAST_HEAD].tobytes()
+                by_beginning.setdefault(beginning, []).append(item)
+        alike = [found for found in by_beginning.values() if len(found) >= (self._limits.rows or LEAST_INPUTS)]
+        taken = {id(item) for found in alike for item in found}
+        others = [item for item in items if id(item) not in taken]
+        return [*alike, others]
 
     def _placed(self, item: Item) -> Iterator[Batch]:
         """Puts an item into the open batch, and gives the batch that is complete with it or without it."""
@@ -162,26 +188,45 @@ class Planner:
     def _batch(self, items: list[Item]) -> Batch:
         others, self._others = self._others, []
         batch = Batch(items, others, self._number)
+        if self._by_head and items:  # those of a window get the head of them all
+            batch.head = common_head(items[:1] + items if self._last is None else [self._last, *items])
+            self._last = items[0]
         self._number += bool(items)
         if items:
             self._open, self._longest = [], 0
         return batch
 
 
-def make_planner(args: RunConfig, loaded: Loaded, in_order: bool) -> Planner:
+def common_head(items: list[Item]) -> int:
+    """How many tokens all items begin with, of which each has at least one more; 0 if they are fewer than `LEAST_HEAD`.
+
+    Rounded down, so that windows whose items have a token more in common by chance have the same head.
+    """
+    rows = [item.arrays["input_ids"] for item in items if item.arrays is not None]
+    head = min(map(len, rows), default=1) - 1
+    for row in rows[1:]:
+        differs = row[:head] != rows[0][:head]
+        head = int(differs.argmax()) if differs.any() else head
+    rounded = 0.0
+    while max(LEAST_HEAD, rounded * HEAD_GROWTH) <= head:
+        rounded = max(LEAST_HEAD, rounded * HEAD_GROWTH)
+    return int(rounded)
+
+
+def make_planner(args: RunConfig, loaded: Loaded, in_order: bool, by_head: bool) -> Planner:
     """As the flags say; in_order: batches are to keep the order of INPUT."""
     # --batch_tokens counts every row of the batch that generate makes of an input.
     cells = None if args.batch_tokens is None else max(1, args.batch_tokens // rows_per_input(loaded))
     limits = Limits(args.bs, cells)
     if in_order:
-        return Planner(limits, 0)
+        return Planner(limits, 0, by_head=by_head)
     if args.window is None and cells is not None:
         window = LINES_PER_WINDOW if args.bs is None else BATCHES_PER_WINDOW * args.bs
-        return Planner(limits, window, BATCHES_PER_WINDOW * cells)
+        return Planner(limits, window, BATCHES_PER_WINDOW * cells, by_head)
     window = BATCHES_PER_WINDOW * (args.bs or 0) if args.window is None else args.window
     # Recordings of any length: as many frames as that many recordings of the length that Whisper hears at once have.
     at_once = getattr(loaded.feature_extractor, "nb_max_frames", None)
-    return Planner(limits, window, None if at_once is None else max(1, window) * at_once)
+    return Planner(limits, window, None if at_once is None else max(1, window) * at_once, by_head)
 
 
 def with_batch_size(args: RunConfig, loaded: Loaded) -> RunConfig:

@@ -79,7 +79,7 @@ class Prefetcher:
     def _submitted(self, chunks: Iterator[list[Line]]) -> Iterator[tuple[list[Item | None], Future[list[Item]]]]:
         for lines in chunks:
             known = [self._known(line) for line in lines]
-            fresh = [line for line, item in zip(lines, known, strict=True) if item is None]
+            fresh = [line for line, item in zip(lines, known, strict=True) if item is None or self._task.plans_by_head]
             yield known, self._workers.submit(self._task.prepare, fresh)
 
     def _known(self, line: Line) -> Item | None:
@@ -88,10 +88,18 @@ class Prefetcher:
         group = tuple(map(tuple, entry.group)) if isinstance(entry.group, list) else entry.group
         return Item(line, length=entry.length, group=group, is_written=True)
 
+    def _merged(self, known: Item | None, fresh: Iterator[Item]) -> Item:
+        """What an earlier run has written, with its tokens where the plan depends on them; or the next fresh item."""
+        if known is None:
+            return next(fresh)
+        if self._task.plans_by_head:
+            known.arrays = next(fresh).arrays
+        return known
+
     def _planned(self) -> Iterator[Batch]:
         for known, prepared in self._tasks:
             fresh = iter(prepared.result())
-            yield from self._collated(self._planner.add([item or next(fresh) for item in known]))
+            yield from self._collated(self._planner.add([self._merged(item, fresh) for item in known]))
         yield from self._collated(self._planner.rest())
 
     def _collated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -134,7 +142,7 @@ class WithinMemory:
         half = (rows + 1) // 2
         for first in (0, half):
             items = part.items[first : half if first == 0 else rows]
-            smaller = Batch(items, [], part.number, inputs=self._task.collate(items))
+            smaller = Batch(items, [], part.number, inputs=self._task.collate(items), head=part.head)
             yield from self._parts(smaller, start + first)
 
     def _generate(self, part: Batch, start: int, cells: int) -> Generated | str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fastgen.cli.transformers.audio import AudioInput, SoundFolder
     from fastgen.cli.transformers.model import Loaded
     from fastgen.cli.transformers.text import TextInput, TextOutput
+    from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
 PLAIN = "without --causal_lm and --task"
 CAUSAL = "with --causal_lm"
@@ -67,6 +68,12 @@ class Task:
 
     def __init__(self, args: RunConfig) -> None:
         self.args = args
+        self._reuse: PrefixReuse | None = None
+
+    @property
+    def plans_by_head(self) -> bool:
+        """Whether batches depend on what inputs begin with, whose keys and values are kept from batch to batch."""
+        return self.args.causal_lm
 
     def validate(self) -> None:
         """Raises InputError for flags that do not go with the task, or with each other in it."""
@@ -95,11 +102,14 @@ class Task:
         loaded: a model that is there already.
         """
         from fastgen.cli.transformers import model, settings
+        from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
         classes, asked = _classes(), f"with --task {self.args.task}"
         if asked not in classes:
             asked = CAUSAL if self.args.causal_lm else PLAIN
         self.loaded = loaded or model.load(self.args, asked, classes)
+        if self.plans_by_head:  # a model that is there already may be trained between two calls
+            self._reuse = PrefixReuse(self.loaded.model, check_weights=loaded is not None)
         settings.set_generation(self.loaded)
         self.args = self.loaded.args = with_batch_size(self.args, self.loaded)
         model.check_limits(self.loaded)
@@ -121,7 +131,8 @@ class Task:
         if self.args.truncation and lengths_of_inputs(self.loaded)[0] is None:
             hint = "(--max_tokenizer_length N sets one)"
             notes.append(f"--truncation changes nothing: MODEL takes inputs of any length {hint}")
-        return notes, make_planner(self.args, self.loaded, bool(reasons) or self.args.window == 0)
+        in_order = bool(reasons) or self.args.window == 0
+        return notes, make_planner(self.args, self.loaded, in_order, self.plans_by_head)
 
     def writes_text(self, starts_with_token: bool, eos_token_ids: list[int], has_scores: bool = True) -> TextOutput:
         """What makes text of sequences; asks generate for the scores of beams where OUTPUT has them.
@@ -169,8 +180,15 @@ class Task:
 
     def call_model(self, batch: Batch, settings: dict[str, Any]) -> Any:
         """What the model's generate returns for a batch, on the model's device."""
-        model = self.loaded.model
-        return model.generate(**{name: tensor.to(model.device) for name, tensor in batch.inputs.items()}, **settings)
+        from fastgen.optimizer.transformers.kept_prefix import reusing
+
+        model, reuse = self.loaded.model, self._reuse
+        if reuse is not None:
+            reuse.head = batch.head
+        with nullcontext() if reuse is None else reusing(reuse):
+            return model.generate(
+                **{name: tensor.to(model.device) for name, tensor in batch.inputs.items()}, **settings
+            )
 
     def settings_of(self, item: Item) -> dict[str, Any]:
         """What the group of an item asks generate for besides the settings of the run."""

@@ -47,10 +47,15 @@ class KeptPrefix:
 
 
 class PrefixReuse:
-    """The prefix that calls of one model keep for each other. check_weights: see `fastgen.reusing_prefix`."""
+    """The prefix that calls of one model keep for each other. check_weights: see `fastgen.reusing_prefix`.
 
-    def __init__(self, model: Any, check_weights: bool) -> None:
-        self.model, self.check_weights = model, check_weights
+    head: so many tokens of a prompt are kept and used again, neither more nor fewer, and are computed by themselves
+    where they were not kept: so a call gives the same, to the last bit, whatever was called before. None: as many as
+    there are.
+    """
+
+    def __init__(self, model: Any, check_weights: bool, head: int | None = None) -> None:
+        self.model, self.check_weights, self.head = model, check_weights, head
         self.kept: KeptPrefix | None = None
         self._state: tuple[GenerateCall, tuple[Any, ...] | None] | None = None
 
@@ -169,9 +174,9 @@ def reuse_of(model: checks.HostModel) -> PrefixReuse | None:
 
 
 @contextmanager
-def reusing_prefix(model: Any, check_weights: bool = True) -> Iterator[None]:
-    """See `fastgen.reusing_prefix`."""
-    token = _current.set((*_current.get(), PrefixReuse(model, check_weights)))
+def reusing(reuse: PrefixReuse) -> Iterator[None]:
+    """Inside this context calls of its model use and keep its prefix."""
+    token = _current.set((*_current.get(), reuse))
     try:
         yield
     finally:

@@ -49,19 +49,20 @@ COLUMN_MODELS = {
 class CommonPrefix:
     """length: columns that all rows have in common; columns_behind: those that follow. order: int64 `[rows, length of
     the prompt]`, the order of the columns that puts the prefix first; None where it is that already, because no row has
-    padding on the left. kept: how many of the first columns an earlier call has kept. images: those of the prefix, and
-    those behind it."""
+    padding on the left. kept: how many of the first columns an earlier call has kept. head: how many are to be kept for
+    the next one, which are computed by themselves. images: those of the prefix, and those behind it."""
 
     length: int
     columns_behind: int
     order: Tensor | None
     kept: int = 0
+    head: int = 0
     images: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     @classmethod
-    def after(cls, length: int, columns: int, padding: Tensor | None, kept: int = 0) -> CommonPrefix:
+    def after(cls, length: int, columns: int, padding: Tensor | None) -> CommonPrefix:
         """The first `length` of so many columns, behind the padding `[rows]` on the left of each row."""
-        return cls(length, columns - length, None if padding is None else _order(padding, length, columns), kept)
+        return cls(length, columns - length, None if padding is None else _order(padding, length, columns))
 
     def of_prefix(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """These arguments of a prefill, for one row that holds the prefix."""
@@ -127,16 +128,18 @@ def common_prefix_sync(
     longest, padding = _longest_sync(arguments, model.config)
     if longest < 2:  # one may be the beginning of every text
         return None
-    kept = 0
+    kept, head = 0, 0
     if reuse is not None:
-        columns = CommonPrefix.after(longest, length, padding).columns(arguments)
-        kept = reuse.length_sync(call, model, columns, options_of(arguments))
-        kept = kept if kept > 1 and gains(rows * kept) else 0
-    tokens = (rows - 1) * (longest - kept)
-    common = longest if gains(tokens) else kept
+        asked = longest if reuse.head is None else reuse.head if reuse.head <= longest else 0
+        columns = CommonPrefix.after(asked, length, padding).columns(arguments)
+        kept = reuse.length_sync(call, model, columns, options_of(arguments)) if asked > 1 else 0
+        head = asked if reuse.head is not None and gains(rows * asked) else 0
+        kept = kept if kept > 1 and gains(rows * kept) and head in (0, kept) else 0
+    tokens = (rows - 1) * (longest - max(kept, head))
+    common = longest if gains(tokens) else max(kept, head)
     if not common and rows == 1:
         return None
-    prefix = CommonPrefix.after(common or longest, length, padding, kept)
+    prefix = replace(CommonPrefix.after(common or longest, length, padding), kept=kept, head=head)
     if arguments.get(IMAGES):
         tokens_of_prefix = _first_tokens(arguments, prefix.length, padding)
         prefix = replace(prefix, images=images.split_sync(arguments, model.config, tokens_of_prefix))
@@ -154,16 +157,19 @@ def fill_sync(
     arguments: dict[str, Any],
 ) -> None:
     """Puts the prefix into the empty cache among a prefill's arguments, for one row: what was kept, then the rest."""
-    reuse, cache = reuse_of(model), kv_layers.cache_of(arguments)
+    reuse, cache, filled = reuse_of(model), kv_layers.cache_of(arguments), prefix.kept
     if reuse is not None:
-        reuse.fill(cache, prefix.kept)
-    if prefix.kept < prefix.length:
-        of_prefix = prefix.of_prefix(arguments)
-        if prefix.kept and of_prefix.get(MASK) is None:  # from which the library knows which columns are new
-            of_prefix[MASK] = _prompt(of_prefix).new_ones(1, prefix.length, dtype=torch.int64)
-        forward(of_prefix)
-        if reuse is not None:
-            reuse.keep(call, model, prefix.columns(arguments), options_of(arguments), cache)
+        reuse.fill(cache, filled)
+    for part in (replace(prefix, length=prefix.head), prefix) if prefix.head else (prefix,):
+        if filled >= part.length:
+            continue
+        of_part = part.of_prefix(arguments)
+        if filled and of_part.get(MASK) is None:  # from which the library knows which columns are new
+            of_part[MASK] = _prompt(of_part).new_ones(1, part.length, dtype=torch.int64)
+        forward(of_part)
+        filled = part.length
+        if reuse is not None and filled == (reuse.head or filled):
+            reuse.keep(call, model, part.columns(arguments), options_of(arguments), cache)
 
 
 def keep_prompt_sync(
@@ -171,7 +177,7 @@ def keep_prompt_sync(
 ) -> None:
     """Keeps the whole prompt of a prefill of one row for the next call, if the program asks for it."""
     reuse = None if model.config.is_encoder_decoder else reuse_of(model)
-    if reuse is None:
+    if reuse is None or reuse.head is not None:
         return
     if _have_other_shapes(arguments, column_names(arguments), moves=True):
         return

@@ -1,0 +1,170 @@
+"""Inputs that begin alike: they meet in batches, and what they begin with is kept from batch to batch."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_loop import generate, plain_loop
+from cli_models import WORDS, save_gpt2, sentences
+
+import fastgen
+from fastgen.cli.transformers import tasks
+from fastgen.cli.transformers.batching import LEAST_HEAD, Item, Limits, Planner, common_head
+from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.files import Line
+from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
+
+pytestmark = pytest.mark.usefixtures("one_thread", "share_always")
+
+SYSTEM = " ".join(random.Random(3).choices(WORDS, k=42))
+OTHER = " ".join(random.Random(4).choices(WORDS, k=44))
+LINES = [f"{SYSTEM} {line}" for line in sentences(22, longest=9)]
+MIXED = [f"{OTHER if number % 2 else SYSTEM} {line}" for number, line in enumerate(sentences(24, longest=9))]
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_gpt2(tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens of each call were kept."""
+    lengths: list[int] = []
+    real = PrefixReuse.fill
+
+    def fill(self: PrefixReuse, cache: Any, length: int) -> None:
+        lengths.append(length)
+        real(self, cache, length)
+
+    monkeypatch.setattr(PrefixReuse, "fill", fill)
+    return lengths
+
+
+def items(*beginnings: tuple[int, int], seed: int = 0) -> list[Item]:
+    """For each pair so many equal tokens of that value, then some others."""
+    draw = np.random.default_rng(seed)
+    rows = [np.r_[np.full(length, value), draw.integers(100, 999, 1 + number)] for number, (value, length) in
+            enumerate(beginnings)]  # fmt: skip
+    return [Item(Line(number, b""), {"input_ids": row}, len(row)) for number, row in enumerate(rows, start=1)]
+
+
+@pytest.mark.parametrize(("common", "head"), ((31, 0), (32, 32), (39, 32), (40, 40), (49, 40), (50, 50), (200, 190)))
+def test_a_head_is_rounded_down(common: int, head: int) -> None:
+    assert common_head(items(*[(7, common)] * 3)) == head
+
+
+def test_a_token_of_each_input_stays_behind_the_head() -> None:
+    found = items((7, 60), (7, 60))
+    found[1].arrays = {"input_ids": np.full(40, 7)}
+    assert common_head(found) == 32  # not 40
+    assert common_head([]) == 0
+
+
+def test_inputs_that_begin_alike_share_batches_if_they_fill_one() -> None:
+    planner = Planner(Limits(4, None), 99, by_head=True)
+    beginnings = [(7, 40), (8, 64)] * 5 + [(9, 50)] * 3 + [(1, 3)] * 2
+    batches = [*planner.add(items(*beginnings)), *planner.rest()]
+    found = [({int(item.arrays["input_ids"][0]) for item in batch.items}, batch.head) for batch in batches]
+    assert found == [({7}, 40), ({7}, 40), ({8}, 62), ({8}, 62), ({1, 9}, 0), ({1}, 0)]
+    assert [batch.number for batch in batches] == list(range(6))
+    assert [batch.ends_window for batch in batches] == [False] * 5 + [True]
+
+
+def test_without_heads_batches_are_sorted_by_length_alone() -> None:
+    planner = Planner(Limits(4, None), 99)
+    batches = [*planner.add(items(*[(7, 40), (8, 64)] * 5)), *planner.rest()]
+    assert [batch.head for batch in batches] == [0] * 3
+    assert [item.length for batch in batches for item in batch.items] == sorted(
+        [item.length for batch in batches for item in batch.items], reverse=True
+    )
+
+
+def test_in_the_order_of_input_a_head_is_that_of_two_batches() -> None:
+    planner = Planner(Limits(2, None), 0, by_head=True)
+    batches = [*planner.add(items(*[(7, 40)] * 4, *[(8, 64)] * 4)), *planner.rest()]
+    assert [batch.head for batch in batches] == [40, 40, 0, 62]
+
+
+@pytest.mark.parametrize("beams", (1, 3))
+def test_outputs_are_those_of_a_plain_loop_and_heads_are_kept(
+    tmp_path: Path, gpt2: Path, filled: list[int], beams: int
+) -> None:
+    expected = plain_loop(gpt2, LINES, 5, causal_lm=True, num_beams=beams, max_new_tokens=6)
+    flags = ("--causal_lm", "--bs", 5, "--beam", beams, "--max_new_tokens", 6)
+    assert generate(tmp_path, gpt2, LINES, *flags) == expected
+    assert filled == [0, 40, 40, 40, 40]
+
+
+def test_a_prefix_of_all_lines_is_kept(tmp_path: Path, gpt2: Path, filled: list[int]) -> None:
+    lines = sentences(22, longest=9)
+    expected = plain_loop(gpt2, LINES, 5, causal_lm=True, max_new_tokens=6)
+    flags = ("--causal_lm", "--bs", 5, "--max_new_tokens", 6, "--prefix", f"{SYSTEM} ")
+    assert generate(tmp_path, gpt2, lines, *flags) == expected
+    assert filled == [0, 40, 40, 40, 40]
+
+
+def test_two_beginnings_that_alternate_are_kept_one_after_the_other(
+    tmp_path: Path, gpt2: Path, filled: list[int]
+) -> None:
+    expected = plain_loop(gpt2, MIXED, 6, causal_lm=True, max_new_tokens=6)
+    assert generate(tmp_path, gpt2, MIXED, "--causal_lm", "--bs", 6, "--max_new_tokens", 6) == expected
+    assert filled == [0, 40, 0, 40]
+
+
+def test_sampling_keeps_the_order_of_input_and_its_heads(tmp_path: Path, gpt2: Path, filled: list[int]) -> None:
+    flags = ("--causal_lm", "--do_sample", "--bs", 4, "--seed", 3, "--max_new_tokens", 6)
+    found = generate(tmp_path, gpt2, LINES, *flags)
+    assert filled[0] == 0 and set(filled[1:]) == {40}
+    assert generate(tmp_path, gpt2, LINES, *flags, "--without_fastgen_opt") == found
+
+
+@pytest.mark.parametrize("lines", (LINES, MIXED), ids=("one beginning", "two beginnings"))
+@pytest.mark.parametrize("sampling", ((), ("--do_sample", "--seed", "3")), ids=("beams", "samples"))
+@pytest.mark.parametrize("batches", (1, 2, 4))
+def test_a_run_that_goes_on_writes_the_same_to_the_last_bit_of_a_score(
+    tmp_path: Path, gpt2: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str], sampling: tuple, batches: int
+) -> None:
+    """Whatever was kept when it was interrupted."""
+    (tmp_path / "in").write_text("".join(f"{line}\n" for line in lines))
+    flags = ["--causal_lm", "--bs", "4", "--beam", "2", "--max_new_tokens", "6", "--output_format", "jsonl", *sampling]
+    assert main([str(gpt2), str(tmp_path / "in"), str(tmp_path / "whole"), *flags]) == 0
+    real, calls = tasks.Task.generate, []
+
+    def until(self: tasks.Task, batch: Any) -> Any:
+        if len(calls) == batches:
+            raise KeyboardInterrupt
+        calls.append(batch)
+        return real(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tasks.Task, "generate", until)
+        assert main([str(gpt2), str(tmp_path / "in"), str(tmp_path / "out"), *flags]) == 130
+    assert main([str(gpt2), str(tmp_path / "in"), str(tmp_path / "out"), *flags, "--resume"]) == 0
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert b'"score": ' in (tmp_path / "out").read_bytes()
+
+
+def test_weights_that_change_between_two_lists_are_seen(gpt2: Path, filled: list[int]) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(gpt2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt2)
+    generator = fastgen.TextGenerator(model, tokenizer=tokenizer, causal_lm=True, bs=4, max_new_tokens=6)
+    first = generator(LINES)
+    model.transformer.h[0].mlp.c_fc.weight.data.neg_()
+    second = generator(LINES)
+    del filled[:]
+    assert second != first and generator(LINES) == second
+    assert 0 not in filled
+
+
+def test_few_tokens_are_not_kept(tmp_path: Path, gpt2: Path, filled: list[int]) -> None:
+    lines = [" ".join(line.split()[42 - LEAST_HEAD + 1 :]) for line in LINES]
+    expected = plain_loop(gpt2, lines, 5, causal_lm=True, max_new_tokens=6)
+    assert generate(tmp_path, gpt2, lines, "--causal_lm", "--bs", 5, "--max_new_tokens", 6) == expected
+    assert not any(filled)

@@ -11,8 +11,11 @@ import importlib
 import os
 import pickle
 import sys
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from types import ModuleType
+from typing import Any
 
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError
@@ -68,11 +71,14 @@ def _import(module: str, is_program: bool) -> ModuleType:
     """A module that imports fairseq; raises InputError with what to install where Python cannot import that.
 
     Of what an import makes nothing is garbage, and looking for it takes a quarter of its time. A program has
-    collections leave out torch and fairseq later, too: they are half a second of a run of ten.
+    collections leave out torch and fairseq later, too: they are half a second of a run of ten. Another half second is
+    scikit-learn, which fairseq imports for the scores of training.
     """
     if find_spec("fairseq") is None:
         raise InputError(f"needs the package fairseq: {how_to_install()}")
     collects = gc.isenabled()
+    deferred = {name: _Deferred(name) for name in ("sklearn", "sklearn.metrics") if "sklearn" not in sys.modules}
+    sys.modules |= deferred
     gc.disable()
     try:
         return importlib.import_module(module)
@@ -81,10 +87,28 @@ def _import(module: str, is_program: bool) -> ModuleType:
             raise InputError(hint) from error
         raise
     finally:
+        for name in deferred:
+            del sys.modules[name]
         if is_program:
             gc.freeze()
         if collects:
             gc.enable()
+
+
+class _Deferred(ModuleType):
+    """What an import finds in place of a module, and of what is in it: perhaps never called, which imports it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> _Deferred:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Deferred(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return resolve_name(self.__name__)(*args, **options)
 
 
 def say(message: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("fairseq")
 
 from fairseq_command_data import CommandData, make
-from python_process import REPOSITORY
+from python_process import REPOSITORY, run_python
 
 # A command that a busy machine slows down has the time to end in order.
 COMMAND = """
@@ -163,3 +163,19 @@ def test_a_full_disk_ends_the_run(data: CommandData, tmp_path: Path) -> None:
     assert run.process.wait() == 1
     assert "File too large" in run.err.read_text()
     assert (tmp_path / "results" / "generate-test.txt").stat().st_size == 30_000
+
+
+DEFERRED = """
+import sys
+from fastgen.cli.fairseq import command
+command._import("fastgen.cli.fairseq.args", is_program=True)
+from fairseq.criterions.sentence_prediction import f1_score
+from fairseq.tasks.audio_classification import sklearn_metrics
+before = "sklearn" in sys.modules
+print(before, f1_score([1, 0, 1], [1, 1, 1]), sklearn_metrics.accuracy_score([1, 0], [1, 1]), "sklearn" in sys.modules)
+"""
+
+
+def test_scikit_learn_is_imported_when_a_score_of_training_needs_it() -> None:
+    pytest.importorskip("sklearn")
+    assert run_python("-c", DEFERRED).stdout.splitlines()[-1] == "False 0.8 0.5 True"

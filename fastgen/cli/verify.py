@@ -6,10 +6,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
 
 from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.args import STREAM, parse_arguments
+from fastgen.cli.transformers.files import Line, raw_lines
+from fastgen.cli.transformers.signature import model_folder
+from fastgen.cli.transformers.tasks import task_for
 
 if TYPE_CHECKING:
     from fastgen.optimizer.verify import Verification
@@ -22,7 +27,7 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     try:
-        found = _verify(args, _settings(rest))
+        found = _verify(args, rest)
     except InputError as error:
         parser.error(str(error))
     print(json.dumps(found.as_dict()) if args.json else found)
@@ -48,59 +53,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(words: list[str]) -> dict[str, Any]:
-    """`--num_beams 4 --do_sample true` as keyword arguments of generate."""
-    from transformers import GenerationConfig
+def _verify(args: argparse.Namespace, words: list[str]) -> Verification:
+    """The lines as the command would load, tokenize and batch them. words: --SETTING VALUE and so on."""
+    from transformers import AutoConfig
 
-    settings: dict[str, Any] = {}
-    if len(words) % 2:
-        raise InputError(f"{words[-1]}: a setting needs a name and a value (accepted: --num_beams 4)")
-    for flag, value in zip(words[::2], words[1::2]):
-        name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or not hasattr(GenerationConfig(), name):
-            raise InputError(f"{flag}: no setting of generate (accepted: those of GenerationConfig, --num_beams 4)")
-        try:
-            settings[name] = json.loads(value)
-        except json.JSONDecodeError:
-            settings[name] = value
-    return settings if "max_length" in settings else {"max_new_tokens": _MAX_NEW_TOKENS, **settings}
-
-
-def _verify(args: argparse.Namespace, settings: dict[str, Any]) -> Verification:
     import fastgen
-    from fastgen.models import demo
 
     if args.lines < 1:
         raise InputError(f"--lines {args.lines} (accepted: 1 or more)")
+    if len(words) % 2:
+        raise InputError(f"{words[-1]}: a setting needs a name and a value (accepted: --num_beams 4)")
+    lines = islice(raw_lines("INPUT", args.input), args.lines)
+    settings = [f"--gen={flag.removeprefix('--')}={value}" for flag, value in zip(words[::2], words[1::2])]
+    given = parse_arguments([*settings, "--truncation", "--join_outputs", "--quiet", "--", args.model, STREAM, STREAM])
+    if not {"max_length", "max_new_tokens"} & dict(given.gen).keys():
+        given = replace(given, max_new_tokens=_MAX_NEW_TOKENS)
     try:
-        lines = Path(args.input).read_text(encoding="utf-8").splitlines()[: args.lines]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"INPUT {args.input}: {error}") from error
-    if not lines:
+        config = AutoConfig.from_pretrained(model_folder(args.model) or args.model)
+    except (OSError, ValueError) as error:
+        raise InputError(f"MODEL {args.model}: {error}") from error
+    task = task_for(replace(given, causal_lm=not config.is_encoder_decoder))
+    task.load()
+    items = task.prepare([Line(number, line) for number, line in enumerate(lines, start=1)])
+    for item in items:
+        if item.error:
+            raise InputError(f"INPUT {args.input}: line {item.line.number} {item.error}")
+    if not any(item.length for item in items):
         raise InputError(f"INPUT {args.input}: no lines")
-    model, tokenizer = _load(str(demo.demo_path()) if args.model == demo.DEMO else args.model)
-    if "max_new_tokens" in settings:
-        model.generation_config.max_length = None  # or the library warns in each call that one of them counts
-    inputs = dict(tokenizer(lines, padding=True, truncation=True, return_tensors="pt"))
-    inputs.pop("token_type_ids", None)
+    inputs = task.collate([item for item in items if item.length])
     try:
-        return fastgen.verify(model, inputs, **settings)
+        return fastgen.verify(task.loaded.model, inputs, **task.loaded.settings)
     except ValueError as error:  # of generate, about a setting
         raise InputError(str(error)) from error
-
-
-def _load(name: str) -> tuple[Any, Any]:
-    """The model in `eval()` and its tokenizer, which pads where the model needs it."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-
-    try:
-        config = AutoConfig.from_pretrained(name)
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        side = "right" if config.is_encoder_decoder else "left"
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side=side)
-        model = kind.from_pretrained(name).eval()
-    except (OSError, ValueError) as error:
-        raise InputError(f"MODEL {name}: {error}") from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return model, tokenizer

@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from logging import LogRecord
@@ -100,7 +100,10 @@ def _run(args: RunConfig) -> int:
         fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
         stock = fastgen.disabled() if args.without_fastgen_opt else nullcontext()
         only_records = redirect_stdout(sys.stderr) if args.output == STREAM else nullcontext()
-        with _said_once(args.quiet), stock, only_records, _repeatable():
+        with _said_once(args.quiet), stock, only_records, ExitStack() as after:
+            # What is generated for a batch does not depend on those before it, which --resume does not generate again.
+            after.callback(fastgen.configure, repeatable=CONFIG.repeatable)
+            fastgen.configure(repeatable=True)
             return _generate(task, surveyed, references, output)
     finally:
         output.leave()
@@ -115,17 +118,6 @@ def _recognized(args: RunConfig) -> RunConfig:
         if "text" not in record and is_openai(record):
             return completed(replace(args, input_format="openai"))
     return args
-
-
-@contextmanager
-def _repeatable() -> Iterator[None]:
-    """What is generated for a batch does not depend on those before it, which --resume does not generate again."""
-    before = CONFIG.repeatable
-    fastgen.configure(repeatable=True)
-    try:
-        yield
-    finally:
-        fastgen.configure(repeatable=before)
 
 
 def _as_before(args: RunConfig, before: dict[str, Any]) -> RunConfig:
@@ -265,7 +257,6 @@ def _said_once(quiet: bool) -> Iterator[None]:
     """
     from transformers.utils import logging
 
-    handlers, verbosity = logging.get_logger().handlers, logging.get_verbosity()
     said: set[str] = set()
 
     def once(record: LogRecord) -> bool:
@@ -273,16 +264,14 @@ def _said_once(quiet: bool) -> Iterator[None]:
         said.add(record.getMessage())
         return len(said) > before
 
-    for handler in handlers:
-        handler.addFilter(once)
-    if quiet:
-        logging.set_verbosity_error()
-    try:
+    with ExitStack() as after:
+        for handler in logging.get_logger().handlers:
+            handler.addFilter(once)
+            after.callback(handler.removeFilter, once)
+        after.callback(logging.set_verbosity, logging.get_verbosity())
+        if quiet:
+            logging.set_verbosity_error()
         yield
-    finally:
-        logging.set_verbosity(verbosity)
-        for handler in handlers:
-            handler.removeFilter(once)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -149,18 +149,14 @@ def prepare_tokenizer(args: RunConfig, tokenizer: Any) -> None:
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
     """Without the bars and reports of transformers and of the hub: what matters of them is said in one line."""
-    loggers = {name: logging.getLogger(name) for name in ("transformers", "huggingface_hub")}
-    levels, bars = {name: logger.level for name, logger in loggers.items()}, library_logging.is_progress_bar_enabled()
-    for logger in loggers.values():
-        logger.setLevel(logging.CRITICAL)
-    library_logging.disable_progress_bar()
-    try:
+    with ExitStack() as after:
+        for logger in map(logging.getLogger, ("transformers", "huggingface_hub")):
+            after.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
+        if library_logging.is_progress_bar_enabled():
+            library_logging.disable_progress_bar()
+            after.callback(library_logging.enable_progress_bar)
         yield
-    finally:
-        for name, logger in loggers.items():
-            logger.setLevel(levels[name])
-        if bars:
-            library_logging.enable_progress_bar()
 
 
 def first_line(error: BaseException) -> str:

@@ -3,6 +3,8 @@
 Tests: tests/cli/transformers/test_cli_bad_flags.py
 """
 
+from importlib.util import find_spec
+
 FAILED = 1
 UNUSABLE = 2
 # 128 and the number of a signal, as a shell has it of a program that the signal kills.
@@ -24,3 +26,9 @@ class InputError(Exception):
 
 class RunError(Exception):
     """A run that cannot go on, whatever was given. The message is one line; the command ends with status 1."""
+
+
+def check_packages(*names: str, flag: str = "") -> None:
+    """Raises InputError with what to install where Python finds one of them nowhere; `flag` is what needs them."""
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise InputError(f"{flag} needs the package {' and '.join(missing)}: pip install {' '.join(missing)}".lstrip())

@@ -14,7 +14,6 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
-from importlib.util import find_spec
 from multiprocessing import get_all_start_methods
 from typing import Any
 
@@ -28,7 +27,7 @@ from fairseq_cli import eval_lm  # sets up logging before anything is parsed
 from fairseq_cli import generate as upstream
 
 import fastgen
-from fastgen.cli.errors import InputError
+from fastgen.cli.errors import InputError, check_packages
 from fastgen.cli.fairseq import pipeline
 from fastgen.cli.fairseq.command import add_flags, say
 from fastgen.cli.fairseq.workers import WorkerError
@@ -129,8 +128,8 @@ def check(args: argparse.Namespace) -> None:
     # Other tasks than translations have no languages, and moses takes English.
     if args.tokenizer == "moses" and None in (vars(args).get(f"{side}_lang", "en") for side in ("source", "target")):
         raise InputError("--tokenizer moses needs --source-lang and --target-lang (accepted: as in DATA, such as en)")
-    if args.scoring == "wer" and find_spec("editdistance") is None:
-        raise InputError("--scoring wer needs the package editdistance: pip install editdistance")
+    if args.scoring == "wer":
+        check_packages("editdistance", flag="--scoring wer")
 
 
 def unsupported_reasons(cfg: Any, workers: int) -> list[str]:

@@ -14,12 +14,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from logging import LogRecord
 from typing import Any
 
 import fastgen
-from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError
+from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError, check_packages
 from fastgen.cli.signals import Stopped, interruptible, stoppable
 from fastgen.cli.threads import set_openmp_variables
 from fastgen.cli.transformers.args import PROG, STREAM, RunConfig, completed, parse_arguments
@@ -60,8 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with interruptible():
             args = parse_arguments(sys.argv[1:] if argv is None else argv)
-            if missing := [name for name in ("transformers", "tqdm", "filelock") if find_spec(name) is None]:
-                raise InputError(f"needs the package {' and '.join(missing)}: pip install {' '.join(missing)}")
+            check_packages("transformers", "tqdm", "filelock")
             return _run(args)
     except InputError as error:
         message, status = f"error: {error}", UNUSABLE

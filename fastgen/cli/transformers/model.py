@@ -9,14 +9,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import transformers
 from transformers.utils import logging as library_logging
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.errors import InputError, check_packages
 from fastgen.cli.transformers.args import RunConfig, check_several_outputs
 from fastgen.cli.transformers.signature import model_folder
 
@@ -26,7 +25,6 @@ GROWING_POSITIONS = ("fsmt", "m2m_100", "nllb-moe", "xglm")
 NO_LIMIT = 10**9
 # What drafts tokens and verifies them, which the library does for a single row.
 ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-AUDIO_PACKAGES = ("soundfile", "soxr")
 
 
 @dataclass
@@ -70,9 +68,8 @@ def load(args: RunConfig, asked: str, classes: dict[str, tuple[Any, str]]) -> Lo
     asked: the way in which the flags ask for a model; classes: for each way the model types, and the class of
     transformers that loads them, {} standing for the model type.
     """
-    if args.audio_in and (missing := [name for name in AUDIO_PACKAGES if find_spec(name) is None]):
-        needs = f"needs the package {' and '.join(missing)}: pip install {' '.join(missing)}"
-        raise InputError(f"--task {args.task} {needs}")
+    if args.audio_in:
+        check_packages("soundfile", "soxr", flag=args.given("task"))
     device = choose_device(args)
     source = str(model_folder(args.model) or args.model)
     try:

@@ -11,7 +11,7 @@ import transformers
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentences
 
 import fastgen
-from fastgen.cli.transformers import command as generate
+from fastgen.cli import errors
 from fastgen.cli.transformers.args import PROG, build_parser, parse_arguments
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.tasks import task_for
@@ -247,7 +247,7 @@ def test_bf16_loads_the_weights_in_bfloat16(models: Path) -> None:
 def test_a_missing_package_is_named(
     capsys: pytest.CaptureFixture, files: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    monkeypatch.setattr(generate, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == package else object())
     command = ["model", str(files / "input.txt"), str(files / "output.txt")]
     check_refused(capsys, files, command, f"needs the package {package}: pip install {package}")
 

@@ -4,8 +4,10 @@
     ahead of it     one thread reads, workers prepare, one thread plans batches and collates them
     behind it       workers finish what was generated, and write it batch after batch
 
-Each waits when there is enough for the next. A batch that fails is split until the lines that fail stand alone. Random
-numbers are seeded per batch, so that a batch gives the same samples whoever runs it, and whenever.
+Each waits when there is enough for the next. `Prefetcher` gives the plan, batch after batch; `WithinMemory` runs one,
+whichever came before; `Pipeline` hands what came of it to the journal, in the order of the plan. A batch that fails is
+split until the lines that fail stand alone. Random numbers are seeded per batch, so that a batch gives the same samples
+whoever runs it, and whenever.
 
 Tests: tests/cli/transformers/test_cli_pipeline.py, tests/cli/transformers/test_cli_memory.py
 """
@@ -208,6 +210,7 @@ class Pipeline:
         self._workers = ThreadPoolExecutor(workers, "fastgen-detokenise")
         self._most_unfinished = RESULTS_PER_WORKER * workers
         self._unfinished: deque[Future[None]] = deque()
+        self._failed: list[Item] = []  # the first of each batch that failed in every line, of those in a row
 
     def run(self, batches: Iterator[Batch]) -> Iterator[None]:
         """Yields after each batch; ends early, with the batch in flight finished, when somebody asks for that.
@@ -216,26 +219,28 @@ class Pipeline:
         that fails, and then they are left to a run that goes on. Raises RunError where there are several.
         """
         held: list[tuple[Batch, list[Generated]]] = []
-        failed, first = 0, None
         for batch in batches:
             self._stop.finishing = True
             held.append((batch, self._generate(batch)))
-            errors = [item for item in batch.items if item.error is not None]
-            if len(errors) < len(batch.items):
-                failed = 0
-            elif batch.items:
-                failed += 1
-                first = errors[0] if failed == 1 else first
-                if failed >= MOST_FAILED_BATCHES and batch.ends_window and first is not None:
-                    what = f"line {first.line.number}: {first.error}"
-                    raise RunError(f"every line of {failed} batches failed; {what}")
-            if not failed:
+            if not self._failed_in_a_row(batch):
                 self._submit(held)
             self._stop.finishing = False
             yield
             if self._stop.requests:
                 return
         self._submit(held)
+
+    def _failed_in_a_row(self, batch: Batch) -> int:
+        """How many batches up to this one have failed in every line."""
+        errors = [item for item in batch.items if item.error is not None]
+        if len(errors) < len(batch.items):
+            self._failed.clear()
+        elif errors:
+            self._failed.append(errors[0])
+            if len(self._failed) >= MOST_FAILED_BATCHES and batch.ends_window:
+                what = f"line {self._failed[0].line.number}: {self._failed[0].error}"
+                raise RunError(f"every line of {len(self._failed)} batches failed; {what}")
+        return len(self._failed)
 
     def drain(self, prefetcher: Prefetcher) -> bool:
         """Runs all batches; returns whether they are all written, and not ended early."""

@@ -87,7 +87,7 @@ def test_a_report_is_the_same_as_text_and_as_json():
 def test_a_report_begins_with_a_verdict_in_words():
     model = tiny("gpt2")
     model.generate(**padded(9, 5), **BEAMS)
-    few = "decode steps not captured: the call has fewer than 16 steps"
+    few = "decode steps not captured: the call has fewer than 24 steps"
     assert repr(fastgen.explain()).startswith(f"{few}; prompts shared\n")
     with sharing("auto"):
         model.generate(**padded(9, 5), **BEAMS)
@@ -170,7 +170,7 @@ def test_under_debug_each_call_is_one_line(caplog):
     assert first.startswith("generate: GPT2LMHeadModel: 2 inputs, 6 rows: decode steps not captured: ")
     assert PREFILL in first and f"no_repeat_ngram ({implementation_for('cpu').name}): 6 calls" in first
     assert second == (
-        "generate: GPT2LMHeadModel: 2 inputs, 2 rows: decode steps not captured: the call has fewer than 16 steps; "
+        "generate: GPT2LMHeadModel: 2 inputs, 2 rows: decode steps not captured: the call has fewer than 24 steps; "
         "prompts not shared: one row per input"
     )
 

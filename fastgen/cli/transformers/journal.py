@@ -32,7 +32,7 @@ from fastgen.cli.transformers.signature import differences
 if TYPE_CHECKING:
     from fastgen.cli.transformers.audio import SoundFolder
 
-VERSION = 1
+VERSION = 2  # 2: batches are planned by what prompts begin with, too
 WRITTEN_BY = "fastgen"
 HINT = "OUTPUT is put in order from OUTPUT.part, which needs as much room once more; --resume goes on"
 

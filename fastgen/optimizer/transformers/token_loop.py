@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.checks import unwanted_reasons
 from fastgen.optimizer.decoding.loop_state import LateStopCheck
+from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
 from fastgen.optimizer.transformers import checks
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
@@ -44,8 +45,10 @@ def sample(
     processors = writing_processors(logits_processor, generation_config)
     call, captures, compacts = current_call(), False, False
     if call is not None and _fits(call, streamer, generation_config):
-        compacts = _can_end_early(input_ids, stopping_criteria, generation_config)
-        unwanted = unwanted_reasons(call, input_ids.device, (generation_config.max_length or 0) - input_ids.shape[1])
+        steps, rows = (generation_config.max_length or 0) - input_ids.shape[1], len(input_ids)
+        compacts = call.costs.should_compact(size_of(self), rows - 1, rows, steps, steps - 1)
+        compacts = compacts and _can_end_early(input_ids, stopping_criteria, generation_config)
+        unwanted = unwanted_reasons(call, input_ids.device, steps)
         call.report.add_reasons(STEPS, unwanted)
         fits = (compacts or not unwanted) and not checks.loop_reasons(
             call, self, stopping_criteria, generation_config, synced_gpus, model_kwargs
@@ -63,7 +66,6 @@ def sample(
             streamer=streamer,
             **model_kwargs,
         )
-    rows = input_ids.shape[0]
     with TransformersDecodeStep(call, self, generation_config, processors, model_kwargs, rows, 1, captures) as step:
         return TokenLoop(input_ids, generation_config, step, compacts).run(stopping_criteria)
 

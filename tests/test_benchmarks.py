@@ -194,7 +194,7 @@ def test_the_ways_of_seamless_differ_in_what_fastgen_does(monkeypatch):
     done = {}
     for way, context in list(bench.WAYS.items())[1:]:
         with context():
-            model.generate(**inputs, tgt_lang="fra", text_num_beams=2, text_min_new_tokens=20, text_max_new_tokens=20)
+            model.generate(**inputs, tgt_lang="fra", text_num_beams=2, text_min_new_tokens=30, text_max_new_tokens=30)
         report = fastgen.explain()
         tries_vocoder = any("vocoder" in told for told in [*report.kernels, *report.fallbacks, *report.decisions])
         done[way] = (bench.captured_calls(report), tries_vocoder, report.kernels["speech encoder, once"])

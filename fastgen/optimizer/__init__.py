@@ -1,9 +1,18 @@
 """All patches, and the one set that applies them. Imports no host library and no torch."""
 
 from fastgen.config import CONFIG
-from fastgen.optimizer import fairseq, lm_eval, transformers
-from fastgen.patching import PatchSet
+from fastgen.optimizer import fairseq, transformers
+from fastgen.patching import Patch, PatchSet
 
-PATCHES = (*transformers.PATCHES, *fairseq.PATCHES, *lm_eval.PATCHES)
+_LM_EVAL = Patch(
+    "lm_eval.log_likelihoods",
+    "lm_eval.models.huggingface:HFLM._loglikelihood_tokens",
+    "fastgen.optimizer.lm_eval:log_likelihoods",
+    tested=("0.4.13", "0.4.13"),  # by tests/test_lm_eval.py
+    parameters=("self", "requests", "disable_tqdm", "override_bs"),
+    group="lm_eval.log_likelihoods",
+)
+
+PATCHES = (*transformers.PATCHES, *fairseq.PATCHES, _LM_EVAL)
 
 PATCH_SET = PatchSet(PATCHES, is_strict=lambda: CONFIG.strict)

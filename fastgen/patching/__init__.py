@@ -6,7 +6,7 @@ patch_set.py      PatchSet: applies groups of patches when their host has been i
 import_hooks.py   calls back after a host was imported, without importing anything before
 """
 
-from fastgen.patching.patch import Patch, PatchState, PatchStates, table
+from fastgen.patching.patch import Patch, PatchState, PatchStates, patch_group, table
 from fastgen.patching.patch_set import PatchSet, SwitchedOff, disabled, switched, warn
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "PatchStates",
     "SwitchedOff",
     "disabled",
+    "patch_group",
     "switched",
     "table",
     "warn",

@@ -48,6 +48,25 @@ class Patch:
         return self.module.partition(".")[0]
 
 
+def patch_group(host: str, tested: tuple[str, str], group: str, *patches: tuple[str, str, str]) -> list[Patch]:
+    """Patches of one group: name, target with the parameters it must have, and replacement of each.
+
+    Names, groups and targets are the host's, "generation.utils:GenerationMixin.generate(self)"; replacements are in
+    the host's folder, "generate:generate".
+    """
+    return [
+        Patch(
+            f"{host}.{name}",
+            f"{host}.{target.partition('(')[0]}",
+            f"fastgen.optimizer.{host}.{replacement}",
+            tested,
+            tuple(target.partition("(")[2].rstrip(")").split(", ")),
+            f"{host}.{group}",
+        )
+        for name, target, replacement in patches
+    ]
+
+
 @dataclass(frozen=True, repr=False)
 class PatchState:
     """What became of a patch (pending, applied, skipped, failed or reverted), and why."""

@@ -2,82 +2,74 @@
 
 from functools import partial
 
-from fastgen.optimizer.tested import TESTED
-from fastgen.patching import Patch
+from fastgen.patching import Patch, patch_group
 
-_patch = partial(Patch, tested=TESTED["fairseq"])
+TESTED = ("0.12.2", "0.12.3")  # the lowest and the newest version, by `make matrix`; `generate` of newer is left to it
+
+_group = partial(patch_group, "fairseq", TESTED)
+_VOCODER = "models.text_to_speech.vocoder:"
 
 PATCHES = (
-    _patch(
-        "fairseq.checkpoints",
-        "fairseq.checkpoint_utils:load_checkpoint_to_cpu",
-        "fastgen.optimizer.fairseq.checkpoints:load_checkpoint_to_cpu",
-        parameters=("path",),
-        group="fairseq.checkpoints",
+    *_group(
+        "checkpoints",
+        ("checkpoints", "checkpoint_utils:load_checkpoint_to_cpu(path)", "checkpoints:load_checkpoint_to_cpu"),
     ),
-    _patch(
-        "fairseq.generate",
-        "fairseq.sequence_generator:SequenceGenerator._generate",
-        "fastgen.optimizer.fairseq.generate:generate",
-        parameters=("self", "sample", "prefix_tokens", "constraints", "bos_token"),
-        group="fairseq.generation",
+    *_group(
+        "generation",
+        (
+            "generate",
+            "sequence_generator:SequenceGenerator._generate(self, sample, prefix_tokens, constraints, bos_token)",
+            "generate:generate",
+        ),
+        (
+            "attention",
+            "modules.multihead_attention:MultiheadAttention.forward"
+            "(self, query, key, value, key_padding_mask, incremental_state, need_weights)",
+            "attention:forward",
+        ),
+        (
+            "decoder",
+            "models.transformer.transformer_decoder:TransformerDecoderBase.extract_features_scriptable"
+            "(self, prev_output_tokens, encoder_out, incremental_state)",
+            "modules:extract_features",
+        ),
+        (
+            "learned_positions",
+            "modules.learned_positional_embedding:LearnedPositionalEmbedding.forward"
+            "(self, input, incremental_state, positions)",
+            "modules:positions",
+        ),
+        (
+            "sinusoidal_positions",
+            "modules.sinusoidal_positional_embedding:SinusoidalPositionalEmbedding.forward"
+            "(self, input, incremental_state, timestep, positions)",
+            "modules:positions",
+        ),
     ),
-    _patch(
-        "fairseq.attention",
-        "fairseq.modules.multihead_attention:MultiheadAttention.forward",
-        "fastgen.optimizer.fairseq.attention:forward",
-        parameters=("self", "query", "key", "value", "key_padding_mask", "incremental_state", "need_weights"),
-        group="fairseq.generation",
+    *_group(
+        "no_repeat_ngram",
+        (
+            "no_repeat_ngram",
+            "ngram_repeat_block:NGramRepeatBlock.forward(self, tokens, lprobs, bsz, beam_size, step)",
+            "modules:no_repeat_ngram",
+        ),
     ),
-    _patch(
-        "fairseq.decoder",
-        "fairseq.models.transformer.transformer_decoder:TransformerDecoderBase.extract_features_scriptable",
-        "fastgen.optimizer.fairseq.modules:extract_features",
-        parameters=("self", "prev_output_tokens", "encoder_out", "incremental_state"),
-        group="fairseq.generation",
-    ),
-    *(
-        _patch(
-            f"fairseq.{name}_positions",
-            f"fairseq.modules.{name}_positional_embedding:{name.title()}PositionalEmbedding.forward",
-            "fastgen.optimizer.fairseq.modules:positions",
-            parameters=("self", "input", "incremental_state", *more, "positions"),
-            group="fairseq.generation",
-        )
-        for name, more in (("learned", ()), ("sinusoidal", ("timestep",)))
-    ),
-    _patch(
-        "fairseq.no_repeat_ngram",
-        "fairseq.ngram_repeat_block:NGramRepeatBlock.forward",
-        "fastgen.optimizer.fairseq.modules:no_repeat_ngram",
-        parameters=("self", "tokens", "lprobs", "bsz", "beam_size", "step"),
-        group="fairseq.no_repeat_ngram",
-    ),
-    _patch(
+    Patch(
         "fairseq.user_module",
         "fairseq.utils:import_user_module",
         "fastgen.models.prophetnet.names:import_user_module",
+        TESTED,
         parameters=("args",),
         group="fairseq.user_module",
     ),
-    _patch(
-        "fairseq.vocoder",
-        "fairseq.models.text_to_speech.hifigan:Generator.forward",
-        "fastgen.optimizer.fairseq.vocoder:forward",
-        parameters=("self", "x"),
-        group="fairseq.vocoder",
-    ),
-    *(
-        _patch(
-            f"fairseq.{name}_vocoder",
-            f"fairseq.models.text_to_speech.vocoder:{vocoder}.forward",
-            "fastgen.optimizer.fairseq.vocoder:without_gradients",
-            parameters=("self", *parameters),
-            group="fairseq.vocoder",
-        )
-        for name, vocoder, parameters in (
-            ("unit", "CodeHiFiGANVocoder", ("x", "dur_prediction")),
-            ("spectrogram", "HiFiGANVocoder", ("x",)),
-        )
+    *_group(
+        "vocoder",
+        ("vocoder", "models.text_to_speech.hifigan:Generator.forward(self, x)", "vocoder:forward"),
+        (
+            "unit_vocoder",
+            f"{_VOCODER}CodeHiFiGANVocoder.forward(self, x, dur_prediction)",
+            "vocoder:without_gradients",
+        ),
+        ("spectrogram_vocoder", f"{_VOCODER}HiFiGANVocoder.forward(self, x)", "vocoder:without_gradients"),
     ),
 )

@@ -1,167 +1,133 @@
-"""What makes Hugging Face transformers faster, as data; the replacements are imported when they are first called."""
+"""What makes Hugging Face transformers faster, as data; the replacements are imported when they are first called.
+
+Tests: tests/test_package.py, tests/patching/test_patching.py
+"""
 
 from functools import partial
 
-from fastgen.optimizer.tested import TESTED
-from fastgen.patching import Patch
+from fastgen.patching import Patch, patch_group
 
-SEAMLESS = (("seamless_m4t", "SeamlessM4T"), ("seamless_m4t_v2", "SeamlessM4Tv2"))
+TESTED = (
+    "5.0.0",
+    "5.23.0",
+)  # the lowest and the newest version, by `make matrix`; the first calls of newer are verified
 
-_patch = partial(Patch, tested=TESTED["transformers"])
+_group = partial(patch_group, "transformers", TESTED)
+
+
+def _of_model(group: str, model: str, *patches: tuple[str, str, str]) -> list[Patch]:
+    """Targets in the file of a model, replacements in models/."""
+    file = f"models.{model}.modeling_{model}:"
+    return _group(group, *((name, file + target, f"models.{ours}") for name, target, ours in patches))
+
+
+def _of_seamless(model: str, name: str) -> list[Patch]:
+    stages = (
+        ("SpeechEncoder", "speech_encoder"),
+        ("TextToUnitForConditionalGeneration", "text_to_unit"),
+        ("CodeHifiGan", "vocoder"),
+    )
+    return _of_model(
+        f"stages.{model}",
+        model,
+        *(
+            (f"stages.{name}{kind}", f"{name}{kind}.generate(self)", "seamless:generate")
+            for kind in ("Model", "ForTextToSpeech", "ForSpeechToSpeech")
+        ),
+        *((f"stages.{name}.{stage}", f"{name}{kind}.forward(self)", f"seamless:{stage}") for kind, stage in stages),
+    )
+
+
+_MIXIN, _PROCESSORS = "generation.utils:GenerationMixin", "generation.logits_process:"
+_LOOP = "(self, input_ids, logits_processor, stopping_criteria, generation_config)"
+_SCORES = "__call__(self, input_ids, scores)"
+_POSITIONS = "SinusoidalPositionalEmbedding.forward(self, input_ids, inputs_embeds, past_key_values_length)"
+_HIFI_GAN, _SPECTROGRAM = "HifiGan.forward(self, inputs_embeds)", "HifiGan.forward(self, spectrogram)"
+
+# Groups of one patch: their name, the model, the target, the replacement.
+_ALONE = (
+    ("positions.m2m_100", "m2m_100", f"M2M100{_POSITIONS}", "seamless:positions"),
+    ("positions.seamless_m4t", "seamless_m4t", f"SeamlessM4T{_POSITIONS}", "seamless:positions"),
+    ("positions.seamless_m4t_v2", "seamless_m4t_v2", f"SeamlessM4Tv2{_POSITIONS}", "seamless:positions"),
+    ("seamless_vocoder", "seamless_m4t", f"SeamlessM4T{_HIFI_GAN}", "vocoders:vocode_units"),
+    ("seamless_v2_vocoder", "seamless_m4t_v2", f"SeamlessM4Tv2{_HIFI_GAN}", "vocoders:vocode_units"),
+    ("speecht5_vocoder", "speecht5", f"SpeechT5{_SPECTROGRAM}", "vocoders:vocode_spectrogram"),
+    (
+        "fastspeech2_conformer_vocoder",
+        "fastspeech2_conformer",
+        f"FastSpeech2Conformer{_SPECTROGRAM}",
+        "vocoders:vocode_spectrogram",
+    ),
+    ("vits_vocoder", "vits", "VitsHifiGan.forward(self, spectrogram, global_conditioning)", "vocoders:decode_latents"),
+    ("encodec_decoder", "encodec", "EncodecDecoder.forward(self, hidden_states)", "vocoders:decode_codes"),
+    ("mimi_decoder", "mimi", "MimiDecoder.forward(self, hidden_states)", "vocoders:decode_codes"),
+)
 
 PATCHES = (
-    _patch(
-        "transformers.generate",
-        "transformers.generation.utils:GenerationMixin.generate",
-        "fastgen.optimizer.transformers.generate:generate",
-        parameters=("self",),
-        group="transformers.shared_caches",
+    *_group(
+        "shared_caches",
+        ("generate", f"{_MIXIN}.generate(self)", "generate:generate"),
+        ("prefill", f"{_MIXIN}._prefill(self, input_ids, generation_config, model_kwargs)", "prefill:prefill"),
     ),
-    _patch(
-        "transformers.prefill",
-        "transformers.generation.utils:GenerationMixin._prefill",
-        "fastgen.optimizer.transformers.prefill:prefill",
-        parameters=("self", "input_ids", "generation_config", "model_kwargs"),
-        group="transformers.shared_caches",
+    *_group(
+        "loops",
+        ("sample", f"{_MIXIN}._sample{_LOOP}", "token_loop:sample"),
+        ("beam_search", f"{_MIXIN}._beam_search{_LOOP}", "beam_search:beam_search"),
+        (
+            "finished_beams",
+            f"{_MIXIN}._update_finished_beams(self, beam_scores)",
+            "beam_search:update_finished_beams",
+        ),
     ),
-    _patch(
-        "transformers.sample",
-        "transformers.generation.utils:GenerationMixin._sample",
-        "fastgen.optimizer.transformers.token_loop:sample",
-        parameters=("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
-        group="transformers.loops",
+    *_group(
+        "no_repeat_ngram",
+        ("no_repeat_ngram", f"{_PROCESSORS}NoRepeatNGramLogitsProcessor.{_SCORES}", "no_repeat_ngram:no_repeat_ngram"),
+        (
+            "encoder_ngrams",
+            f"{_PROCESSORS}EncoderNoRepeatNGramLogitsProcessor.__init__(self, encoder_ngram_size, encoder_input_ids)",
+            "no_repeat_ngram:encoder_ngrams",
+        ),
+        (
+            "no_repeat_encoder_ngram",
+            f"{_PROCESSORS}EncoderNoRepeatNGramLogitsProcessor.{_SCORES}",
+            "no_repeat_ngram:no_repeat_ngram",
+        ),
     ),
-    _patch(
-        "transformers.beam_search",
-        "transformers.generation.utils:GenerationMixin._beam_search",
-        "fastgen.optimizer.transformers.beam_search:beam_search",
-        parameters=("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
-        group="transformers.loops",
+    *_group(
+        "prefix_constrained",
+        (
+            "prefix_constrained",
+            f"{_PROCESSORS}PrefixConstrainedLogitsProcessor.{_SCORES}",
+            "constrained:prefix_constrained",
+        ),
     ),
-    _patch(
-        "transformers.finished_beams",
-        "transformers.generation.utils:GenerationMixin._update_finished_beams",
-        "fastgen.optimizer.transformers.beam_search:update_finished_beams",
-        parameters=("self", "beam_scores"),
-        group="transformers.loops",
-    ),
-    _patch(
-        "transformers.no_repeat_ngram",
-        "transformers.generation.logits_process:NoRepeatNGramLogitsProcessor.__call__",
-        "fastgen.optimizer.transformers.no_repeat_ngram:no_repeat_ngram",
-        parameters=("self", "input_ids", "scores"),
-        group="transformers.no_repeat_ngram",
-    ),
-    _patch(
-        "transformers.encoder_ngrams",
-        "transformers.generation.logits_process:EncoderNoRepeatNGramLogitsProcessor.__init__",
-        "fastgen.optimizer.transformers.no_repeat_ngram:encoder_ngrams",
-        parameters=("self", "encoder_ngram_size", "encoder_input_ids"),
-        group="transformers.no_repeat_ngram",
-    ),
-    _patch(
-        "transformers.no_repeat_encoder_ngram",
-        "transformers.generation.logits_process:EncoderNoRepeatNGramLogitsProcessor.__call__",
-        "fastgen.optimizer.transformers.no_repeat_ngram:no_repeat_ngram",
-        parameters=("self", "input_ids", "scores"),
-        group="transformers.no_repeat_ngram",
-    ),
-    _patch(
-        "transformers.prefix_constrained",
-        "transformers.generation.logits_process:PrefixConstrainedLogitsProcessor.__call__",
-        "fastgen.optimizer.transformers.constrained:prefix_constrained",
-        parameters=("self", "input_ids", "scores"),
-        group="transformers.prefix_constrained",
-    ),
-    *(
-        _patch(
-            f"transformers.stages.{name}{kind}",
-            f"transformers.models.{model}.modeling_{model}:{name}{kind}.generate",
-            "fastgen.optimizer.transformers.models.seamless:generate",
-            parameters=("self",),
-            group=f"transformers.stages.{model}",
-        )
-        for model, name in SEAMLESS
-        for kind in ("Model", "ForTextToSpeech", "ForSpeechToSpeech")
-    ),
-    *(
-        _patch(
-            f"transformers.stages.{name}.{stage}",
-            f"transformers.models.{model}.modeling_{model}:{name}{kind}.forward",
-            f"fastgen.optimizer.transformers.models.seamless:{stage}",
-            parameters=("self",),
-            group=f"transformers.stages.{model}",
-        )
-        for model, name in SEAMLESS
-        for kind, stage in (
-            ("SpeechEncoder", "speech_encoder"),
-            ("TextToUnitForConditionalGeneration", "text_to_unit"),
-            ("CodeHifiGan", "vocoder"),
-        )
-    ),
-    *(
-        _patch(
-            f"transformers.positions.{model}",
-            f"transformers.models.{model}.modeling_{model}:{name}SinusoidalPositionalEmbedding.forward",
-            "fastgen.optimizer.transformers.models.seamless:positions",
-            parameters=("self", "input_ids", "inputs_embeds", "past_key_values_length"),
-            group=f"transformers.positions.{model}",
-        )
-        for model, name in (("m2m_100", "M2M100"), *SEAMLESS)
-    ),
-    *(
-        _patch(
-            f"transformers.{name}_vocoder",
-            f"transformers.models.{model}.modeling_{model}:{generator}.forward",
-            f"fastgen.optimizer.transformers.models.vocoders:{forward}",
-            parameters=("self", *parameters),
-            group=f"transformers.{name}_vocoder",
-        )
-        for name, model, generator, forward, parameters in (
-            ("seamless", "seamless_m4t", "SeamlessM4THifiGan", "vocode_units", ("inputs_embeds",)),
-            ("seamless_v2", "seamless_m4t_v2", "SeamlessM4Tv2HifiGan", "vocode_units", ("inputs_embeds",)),
-            ("speecht5", "speecht5", "SpeechT5HifiGan", "vocode_spectrogram", ("spectrogram",)),
-            (
-                "fastspeech2_conformer",
-                "fastspeech2_conformer",
-                "FastSpeech2ConformerHifiGan",
-                "vocode_spectrogram",
-                ("spectrogram",),
-            ),
-            ("vits", "vits", "VitsHifiGan", "decode_latents", ("spectrogram", "global_conditioning")),
-        )
-    ),
-    *(
-        _patch(
-            f"transformers.{model}_decoder",
-            f"transformers.models.{model}.modeling_{model}:{decoder}.forward",
-            "fastgen.optimizer.transformers.models.vocoders:decode_codes",
-            parameters=("self", "hidden_states"),
-            group=f"transformers.{model}_decoder",
-        )
-        for model, decoder in (("encodec", "EncodecDecoder"), ("mimi", "MimiDecoder"))
-    ),
-    *(
-        _patch(
-            f"transformers.prophetnet.{replacement}",
-            f"transformers.models.prophetnet.modeling_prophetnet:ProphetNet{name}.forward",
-            f"fastgen.optimizer.transformers.models.prophetnet:{replacement}",
-            parameters=("self", *parameters),
-            group="transformers.prophetnet",
-        )
-        for name, replacement, parameters in (
-            (
-                "ForConditionalGeneration",
-                "conditional_generation",
-                ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "past_key_values"),
-            ),
-            ("ForCausalLM", "causal_lm", ("input_ids", "attention_mask", "encoder_hidden_states", "past_key_values")),
-            (
-                "NgramSelfAttention",
-                "self_attention",
-                ("hidden_states", "past_key_values", "main_relative_position_buckets"),
-            ),
-            ("Attention", "cross_attention", ("hidden_states", "attention_mask", "past_key_values")),
-        )
+    *_of_seamless("seamless_m4t", "SeamlessM4T"),
+    *_of_seamless("seamless_m4t_v2", "SeamlessM4Tv2"),
+    *(patch for name, model, target, ours in _ALONE for patch in _of_model(name, model, (name, target, ours))),
+    *_of_model(
+        "prophetnet",
+        "prophetnet",
+        (
+            "prophetnet.conditional_generation",
+            "ProphetNetForConditionalGeneration.forward"
+            "(self, decoder_input_ids, decoder_attention_mask, encoder_outputs, past_key_values)",
+            "prophetnet:conditional_generation",
+        ),
+        (
+            "prophetnet.causal_lm",
+            "ProphetNetForCausalLM.forward(self, input_ids, attention_mask, encoder_hidden_states, past_key_values)",
+            "prophetnet:causal_lm",
+        ),
+        (
+            "prophetnet.self_attention",
+            "ProphetNetNgramSelfAttention.forward"
+            "(self, hidden_states, past_key_values, main_relative_position_buckets)",
+            "prophetnet:self_attention",
+        ),
+        (
+            "prophetnet.cross_attention",
+            "ProphetNetAttention.forward(self, hidden_states, attention_mask, past_key_values)",
+            "prophetnet:cross_attention",
+        ),
     ),
 )

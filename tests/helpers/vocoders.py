@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fastgen
+from fastgen.optimizer import vocoder as op
 from fastgen.optimizer.decoding.report import Report
-from fastgen.optimizer.vocoder import convolutions, forward
 
 ONEDNN = "vocoder, oneDNN"
 
@@ -137,8 +137,8 @@ CLASSES = tuple(_BUILDERS)
 def onednn(is_used: bool = True) -> Iterator[None]:
     """oneDNN for any number of frames and all layers, or for none."""
     least = 0 if is_used else sys.maxsize
-    frames = mock.patch.multiple(forward, MIN_FRAMES=least, MIN_CODEC_FRAMES=least)
-    with frames, mock.patch.object(convolutions, "MIN_INPUT", 0):
+    frames = mock.patch.multiple(op, MIN_FRAMES=least, MIN_CODEC_FRAMES=least)
+    with frames, mock.patch.object(op, "MIN_INPUT", 0):
         yield
 
 

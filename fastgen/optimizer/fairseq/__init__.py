@@ -64,12 +64,12 @@ PATCHES = (
     ),
     *_group(
         "vocoder",
-        ("vocoder", "models.text_to_speech.hifigan:Generator.forward(self, x)", "vocoder:forward"),
+        ("vocoder", "models.text_to_speech.hifigan:Generator.forward(self, x)", "modules:vocode"),
         (
             "unit_vocoder",
             f"{_VOCODER}CodeHiFiGANVocoder.forward(self, x, dur_prediction)",
-            "vocoder:without_gradients",
+            "modules:vocode_without_gradients",
         ),
-        ("spectrogram_vocoder", f"{_VOCODER}HiFiGANVocoder.forward(self, x)", "vocoder:without_gradients"),
+        ("spectrogram_vocoder", f"{_VOCODER}HiFiGANVocoder.forward(self, x)", "modules:vocode_without_gradients"),
     ),
 )

@@ -4,10 +4,11 @@
 device. What a generation has written is none, except in rows that can win no more: see `attention.self_attention`.
 Positional embeddings take the position from the shape of the tokens; in a captured step it is a number on the device.
 `NGramRepeatBlock.forward` compares, on a CPU, with the end of the padded buffer instead of the last tokens, and bans
-nothing; the op does on every device what fairseq's CUDA kernel does.
+nothing; the op does on every device what fairseq's CUDA kernel does. Its HiFi-GAN vocoders are those of
+`optimizer/vocoder.py`, for spectrograms and, as `CodeGenerator`, for units.
 
 Tests: tests/optimizer/fairseq/test_fairseq_attention.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py,
-tests/optimizer/fairseq/test_fairseq_ngrams.py
+tests/optimizer/fairseq/test_fairseq_ngrams.py, tests/optimizer/vocoder/test_fairseq_vocoders.py
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from fairseq.models.text_to_speech.hifigan import LRELU_SLOPE
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 from torch.nn import functional
@@ -24,8 +26,11 @@ from fastgen.ops.no_repeat_ngram import no_repeat_ngram_ as ban_in_place
 from fastgen.ops.no_repeat_ngram.implementations import implementation_for
 from fastgen.ops.no_repeat_ngram.problem import unsupported_reasons
 from fastgen.optimizer.decoding.call import add_reasons, count
+from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.reasons import NGRAMS, Reason, with_code
+from fastgen.optimizer.fairseq.checks import KNOWN
 from fastgen.optimizer.fairseq.decode_step import DecodingState
+from fastgen.optimizer.vocoder import faster_waveform
 
 
 class NoneEqual:
@@ -96,3 +101,18 @@ def _ngram_reasons(blocker: Any, tokens: Tensor, lprobs: Tensor, rows: int, step
         shapes = f"tokens {tuple(tokens.shape)} and lprobs {tuple(lprobs.shape)}"
         return [Reason("SHAPES", f"{shapes} at step {step} (supported: {rows} rows, of more tokens than steps)")]
     return with_code("SHAPES", unsupported_reasons(tokens, lprobs))
+
+
+def vocode(original: Callable, self: Any, x: Tensor) -> Tensor:
+    """Of a HiFi-GAN generator: states `[batch, channels, frames]` become a waveform `[batch, 1, samples]`."""
+    upsamplings = self.ups[: self.num_upsamples]
+    found = faster_waveform(self, KNOWN, x, lambda layers: layers.hifi_gan(self, upsamplings, LRELU_SLOPE))
+    return original(self, x) if found is None else found
+
+
+def vocode_without_gradients(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Of a vocoder, whose waveform has no gradients: none are recorded on the way there, unless somebody looks."""
+    if facts_of(self.model, KNOWN).altered:
+        return original(self, *args, **kwargs)
+    with torch.no_grad():
+        return original(self, *args, **kwargs)

@@ -12,17 +12,17 @@ from torch.nn.utils import parametrizations, parametrize
 from vocoders import ONEDNN, make_loud, onednn
 
 import fastgen
-from fastgen.optimizer.vocoder import convolutions, forward
+from fastgen.optimizer import vocoder as op
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(bool(convolutions.machine_reasons()), reason="no oneDNN"),
+    pytest.mark.skipif(not op.has_onednn(), reason="no oneDNN"),
 ]
 
-FRAMES = forward.MIN_CODEC_FRAMES
+FRAMES = op.MIN_CODEC_FRAMES
 SHAPE = {"num_filters": 4, "upsampling_ratios": [3, 2], "codebook_size": 16}
 
 
@@ -106,8 +106,8 @@ def test_codes_are_decoded_to_the_same_audio(build, shape):
 
 
 def test_each_layer_is_computed_in_the_way_that_its_weight_asks_for(monkeypatch):
-    ways, pays = [], convolutions.pays
-    monkeypatch.setattr(convolutions, "pays", lambda *given: ways.append(pays(*given)) or ways[-1])
+    ways, pays = [], op.pays
+    monkeypatch.setattr(op, "pays", lambda *given: ways.append(pays(*given)) or ways[-1])
     assert_same(*decoded(decoder_of(encodec()), states_of())[:2])
     changes = [before is not after for before, after in itertools.pairwise(ways)]
     assert (ways[0], ways[-1], sum(changes)) == (False, True, 1)

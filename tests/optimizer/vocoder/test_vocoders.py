@@ -21,14 +21,14 @@ from vocoders import (
 )
 
 import fastgen
+from fastgen.optimizer import vocoder as op
 from fastgen.optimizer.decoding import verify_once
 from fastgen.optimizer.decoding.reasons import VOCODER
-from fastgen.optimizer.vocoder import convolutions, forward
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 TRANSFORMERS = [name for name in CLASSES if "fairseq" not in name]
-needs_onednn = pytest.mark.skipif(bool(convolutions.machine_reasons()), reason="no oneDNN")
+needs_onednn = pytest.mark.skipif(not op.has_onednn(), reason="no oneDNN")
 
 
 def vocoder_of(name):
@@ -300,12 +300,12 @@ def test_errors_are_those_of_the_library():
 
 
 @needs_onednn
-@pytest.mark.parametrize("frames", [forward.MIN_FRAMES - 1, forward.MIN_FRAMES])
+@pytest.mark.parametrize("frames", [op.MIN_FRAMES - 1, op.MIN_FRAMES])
 def test_short_inputs_are_left_to_the_library(frames):
     vocoder = vocoder_of("SeamlessM4THifiGan")
     found, expected, report = waveforms(vocoder, *vocoder.inputs(1, frames))
     assert_same(found, expected)
-    assert report.kernels[ONEDNN] == (frames == forward.MIN_FRAMES)
+    assert report.kernels[ONEDNN] == (frames == op.MIN_FRAMES)
 
 
 @pytest.mark.parametrize("is_right", [True, False])

@@ -6,24 +6,18 @@ Tests: tests/optimizer/vocoder/test_vocoders.py, tests/optimizer/vocoder/test_co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastgen.ops.tolerances import tolerance
-from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer import PATCH_SET, PATCHES
 from fastgen.optimizer.decoding.verify_once import Difference, verify_once
-from fastgen.optimizer.transformers import PATCHES
 from fastgen.optimizer.transformers.checks import KNOWN
-from fastgen.optimizer.vocoder.convolutions import is_supported
-from fastgen.optimizer.vocoder.forward import faster_waveform
-from fastgen.optimizer.vocoder.parts import Called, Convolution, Part, Residual, Upsampling, hifi_gan
+from fastgen.optimizer.vocoder import Layers, Step, called, faster_waveform, residual
 from fastgen.patching import disabled
-
-# By the module of the library.
-_GROUPS = {patch.module: patch.group for patch in PATCHES}
 
 # In which a codec pads: those of torch's `pad` that put no numbers of their own there.
 _PAD_MODES = ("constant", "reflect", "replicate")
@@ -63,10 +57,10 @@ def decode_codes(original: Callable, self: Any, hidden_states: Tensor) -> Tensor
     """Of a codec: states `[batch, channels, frames]` become a waveform `[batch, channels, samples]`."""
     kind = library_class(self)
 
-    def parts(altered: Collection[nn.Module]) -> list[Part]:
-        return [_part(module, kind, altered) for module in self.layers]
+    def steps(layers: Layers) -> list[Step]:
+        return [_step(module, kind, layers) for module in self.layers]
 
-    found = faster_waveform(self, KNOWN, hidden_states, parts, is_codec=True)
+    found = faster_waveform(self, KNOWN, hidden_states, steps, is_codec=True)
     return verified(self, found, lambda: original(self, hidden_states))
 
 
@@ -77,9 +71,10 @@ def verified(owner: nn.Module, found: Tensor | None, original: Callable[[], Tens
     if not PATCH_SET.newer_than_tested("transformers"):
         return found
     kind, waveform = library_class(owner), found
+    group = next(patch.group for patch in PATCHES if patch.path[0] == kind.__name__)
 
     def refuse(difference: Difference) -> None:
-        PATCH_SET.fail(_GROUPS[kind.__module__], f"{kind.__name__} {difference}")
+        PATCH_SET.fail(group, f"{kind.__name__} {difference}")
 
     with disabled():
         return verify_once(kind, lambda: waveform, original, _difference, refuse)
@@ -96,36 +91,29 @@ def library_class(owner: nn.Module) -> type[nn.Module]:
     return next(kind for kind in type(owner).__mro__ if kind.__module__.startswith("transformers."))
 
 
-def _vocoded(
-    generator: Any, states: Tensor, slope: float, first: Callable[[Tensor], Tensor] | None = None
-) -> Tensor | None:
-    def parts(altered: Collection[nn.Module]) -> list[Part]:
-        return hifi_gan(generator, generator.upsampler[: generator.num_upsamples], slope, altered, first)
+def _vocoded(generator: Any, states: Tensor, slope: float, first: Any = None) -> Tensor | None:
+    def steps(layers: Layers) -> list[Step]:
+        return layers.hifi_gan(generator, generator.upsampler[: generator.num_upsamples], slope, first)
 
-    return faster_waveform(generator, KNOWN, states, parts)
+    return faster_waveform(generator, KNOWN, states, steps)
 
 
-def _part(module: Any, kind: type[nn.Module], altered: Collection[nn.Module]) -> Part:
+def _step(module: Any, kind: type[nn.Module], layers: Layers) -> Step:
     """What this module of a decoder of this class is; called where that is not known."""
-    if module in altered or type(module).__module__ != kind.__module__ or hasattr(module, "norm"):
-        return Called(module)
+    if module in layers.altered or type(module).__module__ != kind.__module__ or hasattr(module, "norm"):
+        return called(module)
     if hasattr(module, "block"):
-        parts = [_part(one, kind, altered) for one in module.block]
-        return Residual(parts, _part(module.shortcut, kind, altered))
-    if not hasattr(module, "conv") or module.conv in altered or not is_supported(module.conv):
-        return Called(module)
-    return _upsampling(module) if isinstance(module.conv, nn.ConvTranspose1d) else _convolution(module)
-
-
-def _upsampling(module: Any) -> Part:
-    total = module.conv.kernel_size[0] - module.conv.stride[0]
-    behind = math.ceil(total * module.trim_right_ratio) if module.causal else total // 2
-    return Upsampling(module.conv, module, (total - behind, behind))
-
-
-def _convolution(module: Any) -> Part:
+        steps = [_step(one, kind, layers) for one in module.block]
+        return residual(steps, _step(module.shortcut, kind, layers))
+    if not hasattr(module, "conv") or not layers.can_compute(module.conv):
+        return called(module)
     layer = module.conv
+    if isinstance(layer, nn.ConvTranspose1d):
+        total = layer.kernel_size[0] - layer.stride[0]
+        behind = math.ceil(total * module.trim_right_ratio) if module.causal else total // 2
+        return layers.upsampling(layer, module, (total - behind, behind))
+    if layer.stride != (1,) or layer.padding != (0,) or module.pad_mode not in _PAD_MODES:
+        return called(module)
     total = layer.dilation[0] * (layer.kernel_size[0] - 1)
     behind = 0 if module.causal else total // 2
-    is_known = layer.stride == (1,) and layer.padding == (0,) and module.pad_mode in _PAD_MODES
-    return Convolution(layer, module, (total - behind, behind), module.pad_mode) if is_known else Called(module)
+    return layers.convolution(layer, module, (total - behind, behind), module.pad_mode)

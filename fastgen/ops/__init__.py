@@ -36,8 +36,7 @@ def kernels() -> list[Kernel]:
         missing = ("torch is not installed",)
         names = ("shared attention", "cpu linear", "fused activation", "no-repeat n-gram")
         return [Kernel(name, "all", missing) for name in names]
-    from fastgen.ops.cpu_linear import few_rows
-    from fastgen.ops.cpu_linear.product import MIN_ELEMENTS, machine_reasons
+    from fastgen.ops.cpu_linear import MIN_ELEMENTS, few_rows, machine_reasons
     from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, reasons
 
     attention = ("scaled_dot_product_attention", "matmul", "shared_attention")

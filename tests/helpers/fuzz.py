@@ -39,7 +39,6 @@ from torch import nn
 
 import fastgen
 from fastgen.ops import cpu_linear
-from fastgen.ops.cpu_linear import product
 
 HALF_TOLERANCE = 0.25
 TIE = 1e-4
@@ -155,9 +154,9 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
         if case.context.startswith("captured"):
             stack.enter_context(capturing())
         if case.context.endswith((cpu_linear.ONEDNN, cpu_linear.FEW_ROWS)):
-            stack.enter_context(patch.object(product, "MIN_ELEMENTS", 0))
+            stack.enter_context(patch.object(cpu_linear, "MIN_ELEMENTS", 0))
             way = case.context.removeprefix("captured, ")
-            way = way if way in product.ways() else cpu_linear.ONEDNN
+            way = way if way in cpu_linear.ways() else cpu_linear.ONEDNN
             stack.enter_context(patch.object(cpu_linear, "fastest", lambda *tensors: way))
             stack.enter_context(costs(**ANY_SIZE))
         if case.context in ("replaced forward", "hook of accelerate"):

@@ -32,7 +32,6 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from fastgen.ops import cpu_linear
-from fastgen.ops.cpu_linear import product
 
 MODELS = ("gpt2", "llama", "bart", "t5", "mistral", "marian")
 CONTEXTS = (
@@ -163,7 +162,7 @@ def _for_one_call(random: Random, model: nn.Module) -> Iterator[None]:
 def onednn() -> Iterator[None]:
     """Every product goes through oneDNN."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(product, "MIN_ELEMENTS", 0))
+        stack.enter_context(patch.object(cpu_linear, "MIN_ELEMENTS", 0))
         stack.enter_context(costs(**ANY_SIZE))
         stack.enter_context(patch.object(cpu_linear, "fastest", lambda *_: cpu_linear.ONEDNN))
         yield

@@ -21,8 +21,7 @@ from transformers.pytorch_utils import Conv1D
 import fastgen
 from fastgen.config import CONFIG
 from fastgen.ops import cpu_linear
-from fastgen.ops.cpu_linear import autotune, few_rows
-from fastgen.ops.cpu_linear import product as op
+from fastgen.ops.cpu_linear import few_rows
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.transformers.generate import forwards
@@ -36,7 +35,7 @@ no_few_rows = pytest.mark.skipif(bool(few_rows.machine_reasons()), reason=f"few 
 @pytest.fixture(params=[cpu_linear.ONEDNN, pytest.param(cpu_linear.FEW_ROWS, marks=no_few_rows)])
 def everywhere(request, monkeypatch):
     """All products go this way; returns what they are counted as."""
-    monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(cpu_linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(cpu_linear, "fastest", lambda *product: request.param)
     with costs(min_large_per_module=0):
         yield f"cpu_linear, {request.param}"
@@ -60,15 +59,15 @@ def test_products_are_those_of_torch(rows, with_bias, kind, everywhere):
 
 def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape(monkeypatch):
     asked = []
-    monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(cpu_linear, "fastest", lambda kind, *rest: asked.append(kind.rows) or cpu_linear.BLAS)
+    monkeypatch.setattr(cpu_linear, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(cpu_linear, "fastest", lambda rows, *rest: asked.append(len(rows)) or cpu_linear.BLAS)
     module, short, long = nn.Linear(8, 16), torch.randn(1, 8), torch.randn(3, 8)
     with torch.no_grad():
         expected = [module(states) for states in (short, long)]
         with faster_forwards({module: [module]}, forwards(), usages := []):
             for _ in range(3):
                 assert all(map(torch.equal, map(module, (short, long)), expected))
-    assert asked == [1, 4] and usages == [{}]
+    assert asked == [1, 3] and usages == [{}]
 
 
 def test_models_in_bf16_keep_their_forwards():
@@ -101,19 +100,19 @@ def test_small_models_are_left_alone(monkeypatch):
 
 def test_small_products_other_types_gradients_autocast_and_strided_rows_are_left_alone():
     states, weight = torch.randn(4, 1024), torch.randn(1024, 1024)
-    assert not op.can_multiply(states, weight, None)  # gradients are recorded
+    assert not cpu_linear.can_multiply(states, weight, None)  # gradients are recorded
     with torch.no_grad():
-        assert op.can_multiply(states, weight, None)
-        assert not op.can_multiply(states, weight[:100], None)
-        assert op.can_multiply(states[:1], weight, None)
-        assert not op.can_multiply(states.t().contiguous().t(), weight, None)
-        assert not op.can_multiply(states.double(), weight.double(), None)
-        assert not op.can_multiply(states, weight.bfloat16(), None)
-        assert not op.can_multiply(states.bfloat16(), weight.bfloat16(), None)
-        assert not op.can_multiply(states, weight, torch.randn(1, 1024))
-        assert not op.can_multiply(states[:, :100], weight, None)
+        assert cpu_linear.can_multiply(states, weight, None)
+        assert not cpu_linear.can_multiply(states, weight[:100], None)
+        assert cpu_linear.can_multiply(states[:1], weight, None)
+        assert not cpu_linear.can_multiply(states.t().contiguous().t(), weight, None)
+        assert not cpu_linear.can_multiply(states.double(), weight.double(), None)
+        assert not cpu_linear.can_multiply(states, weight.bfloat16(), None)
+        assert not cpu_linear.can_multiply(states.bfloat16(), weight.bfloat16(), None)
+        assert not cpu_linear.can_multiply(states, weight, torch.randn(1, 1024))
+        assert not cpu_linear.can_multiply(states[:, :100], weight, None)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert not op.can_multiply(states, weight, None)
+            assert not cpu_linear.can_multiply(states, weight, None)
 
 
 def test_a_forward_after_generate_is_the_library_s(everywhere):
@@ -138,8 +137,8 @@ def timed(monkeypatch, tmp_path):
         measured.append((name, tuple(rows.shape)))
         return seconds[name]
 
-    monkeypatch.setattr(autotune, "ways", lambda: found)
-    monkeypatch.setattr(autotune, "seconds_of", timed)
+    monkeypatch.setattr(cpu_linear, "ways", lambda: found)
+    monkeypatch.setattr(cpu_linear, "seconds_of", timed)
     later_process()
     monkeypatch.setattr(CONFIG, "cache", str(tmp_path / "new folder"))
     yield seconds, measured, found
@@ -147,30 +146,30 @@ def timed(monkeypatch, tmp_path):
 
 
 WEIGHT = torch.zeros(1024, 512)
-KIND = autotune.GemmShape(4, 512, 1024, False, False, "torch.float32", torch.get_num_threads())
+KIND = cpu_linear.GemmShape(4, 512, 1024, False, False, "torch.float32", torch.get_num_threads())
 
 
 def fastest(rows: int = 3, weight: torch.Tensor = WEIGHT, bias: torch.Tensor | None = None) -> str:
-    kind = cpu_linear.kind_of(torch.zeros(rows, weight.shape[1], dtype=weight.dtype), weight, bias)
+    states = torch.zeros(rows, weight.shape[1], dtype=weight.dtype)
     with torch.no_grad():
-        return cpu_linear.fastest(kind, weight, bias, lambda: [torch.zeros(9)])
+        return cpu_linear.fastest(states, weight, bias, lambda: [torch.zeros(9)])
 
 
 def later_process() -> None:
-    autotune.autotune_cache.cache_clear()
+    cpu_linear.measurements.cache_clear()
 
 
 def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
     seconds, measured, _ = timed
     bias = torch.zeros(1024)
     assert fastest(3) == fastest(4) == "oneDNN"  # both count as 4 rows
-    assert measured == [("BLAS", (4, 512)), ("oneDNN", (4, 512)), ("few rows", (4, 512))] * autotune.ROUNDS
+    assert measured == [("BLAS", (4, 512)), ("oneDNN", (4, 512)), ("few rows", (4, 512))] * cpu_linear.ROUNDS
     seconds["oneDNN"] = 0.8
     assert fastest(3) == "oneDNN" and fastest(5) == fastest(3, WEIGHT.t()) == "few rows"
     seconds |= {"oneDNN": 0.95, "few rows": 0.95}  # too little to be more than chance
     assert fastest(3, bias=bias) == fastest(3, WEIGHT.bfloat16()) == "BLAS"
-    assert fastest(1000) == "BLAS" and measured[-1][1] == (autotune.MOST_ROWS, 512)
-    assert ("few rows", (autotune.MOST_ROWS, 512)) not in measured
+    assert fastest(1000) == "BLAS" and measured[-1][1] == (cpu_linear.MOST_ROWS, 512)
+    assert ("few rows", (cpu_linear.MOST_ROWS, 512)) not in measured
     measured.clear()
     later_process()
     assert fastest(4) == "oneDNN" and fastest(8) == fastest(3, WEIGHT.t()) == "few rows"
@@ -230,7 +229,7 @@ def test_how_wrong_is_judged_by_the_size_of_the_numbers(timed, size):
 
 def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed):
     assert fastest() == "oneDNN"
-    autotune.AutotuneCache(("BLAS", "oneDNN", "few rows")).add(KIND, "BLAS")
+    cpu_linear.store(KIND, "BLAS")
     later_process()
     assert fastest() == "oneDNN"
 
@@ -244,24 +243,24 @@ UNKNOWN = json.dumps({"product": KIND._asdict(), FIELD: "another"}).encode()
 )
 def test_damaged_lines_are_measured_again(timed, damage):
     assert fastest() == "oneDNN"
-    [line] = autotune.path().read_bytes().splitlines()
-    autotune.path().write_bytes(damage + b"\n" + line + b"\n")
+    [line] = cpu_linear.path().read_bytes().splitlines()
+    cpu_linear.path().write_bytes(damage + b"\n" + line + b"\n")
     timed[1].clear()
     later_process()
     assert fastest() == "oneDNN" and not timed[1]
-    autotune.path().write_bytes(damage + line[:40])
+    cpu_linear.path().write_bytes(damage + line[:40])
     later_process()
     assert fastest() == "oneDNN" and timed[1]
 
 
 def test_answers_are_kept_where_the_switch_says_or_in_the_cache_of_the_user(monkeypatch):
     monkeypatch.setattr(CONFIG, "cache", "/here")
-    assert autotune.path().parent == Path("/here")
+    assert cpu_linear.path().parent == Path("/here")
     monkeypatch.setattr(CONFIG, "cache", None)
     monkeypatch.setenv("XDG_CACHE_HOME", "/there")
-    assert autotune.path().parent == Path("/there/fastgen")
+    assert cpu_linear.path().parent == Path("/there/fastgen")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert autotune.path().parent == Path.home() / ".cache" / "fastgen"
+    assert cpu_linear.path().parent == Path.home() / ".cache" / "fastgen"
 
 
 def test_a_folder_that_cannot_be_written_only_means_that_nothing_is_kept(timed, monkeypatch, tmp_path):
@@ -284,9 +283,9 @@ def is_measured_again(timed) -> bool:
 
 @pytest.mark.parametrize("has_reader", [False, True])
 def test_a_pipe_in_place_of_the_measurements_is_not_waited_for(timed, has_reader):
-    autotune.path().parent.mkdir()
-    os.mkfifo(autotune.path())
-    reader = os.open(autotune.path(), os.O_RDONLY | os.O_NONBLOCK) if has_reader else None
+    cpu_linear.path().parent.mkdir()
+    os.mkfifo(cpu_linear.path())
+    reader = os.open(cpu_linear.path(), os.O_RDONLY | os.O_NONBLOCK) if has_reader else None
     assert is_measured_again(timed)
     if reader is not None:
         assert os.read(reader, 100) == b""
@@ -295,16 +294,16 @@ def test_a_pipe_in_place_of_the_measurements_is_not_waited_for(timed, has_reader
 
 def test_a_link_in_place_of_the_measurements_is_not_followed(timed, tmp_path):
     assert fastest() == "oneDNN" and not is_measured_again(timed)
-    autotune.path().rename(tmp_path / "elsewhere")
+    cpu_linear.path().rename(tmp_path / "elsewhere")
     size = (tmp_path / "elsewhere").stat().st_size
-    autotune.path().symlink_to(tmp_path / "elsewhere")
+    cpu_linear.path().symlink_to(tmp_path / "elsewhere")
     assert is_measured_again(timed) and (tmp_path / "elsewhere").stat().st_size == size
 
 
 def test_a_file_of_measurements_that_has_grown_too_large_is_left_alone(timed):
     assert fastest() == "oneDNN" and not is_measured_again(timed)
-    os.truncate(autotune.path(), autotune.MAX_BYTES + 1)
-    assert is_measured_again(timed) and autotune.path().stat().st_size == autotune.MAX_BYTES + 1
+    os.truncate(cpu_linear.path(), cpu_linear.MAX_BYTES + 1)
+    assert is_measured_again(timed) and cpu_linear.path().stat().st_size == cpu_linear.MAX_BYTES + 1
 
 
 @pytest.mark.parametrize("cache", [None, "~nobody-has-this-name/x"])
@@ -347,5 +346,5 @@ def test_all_ways_are_measured_for_real(monkeypatch, tmp_path):
     later_process()
     monkeypatch.setattr(CONFIG, "cache", str(tmp_path))
     found = fastest(weight=torch.ones(1024, 512))
-    assert autotune.autotune_cache().load() == {KIND: found}
+    assert dict(cpu_linear.stored()) == {KIND: found}
     later_process()

@@ -1,27 +1,246 @@
-"""Products of rows with large weights on a CPU, in the way that is the fastest.
+"""Products of rows with large weights on a CPU, in the way that is the fastest: what can be multiplied in other ways
+than through BLAS, the ways, and autotuning. few_rows.py has one of the ways, products for few rows written in C++.
 
-product.py    what can be multiplied in other ways than through BLAS, and the ways
-few_rows.py   one of them: products for few rows, written in C++
-autotune.py   which is the fastest, measured once for each shape, and the file with these measurements
+No rule tells which is the fastest, see few_rows.py for what was measured: that is measured once for each shape, and
+remembered for later processes in a file of the user's cache folder, a line of JSON each. Lines are only added, each in
+one write: of processes that measure the same at the same time, the first one's counts. Whatever the file and its folder
+are, `generate` goes on: what cannot be read or written is measured by each process.
+
+Tests: tests/ops/test_cpu_linear.py
 """
 
-from fastgen.ops.cpu_linear.autotune import fastest, kind_of
-from fastgen.ops.cpu_linear.product import (
-    BLAS,
-    FEW_ROWS,
-    ONEDNN,
-    can_multiply,
-    machine_reasons,
-    ways,
-)
+from __future__ import annotations
 
-__all__ = [
-    "BLAS",
-    "FEW_ROWS",
-    "ONEDNN",
-    "can_multiply",
-    "fastest",
-    "kind_of",
-    "machine_reasons",
-    "ways",
-]
+import functools
+import json
+import logging
+import os
+import platform
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fastgen.config import CONFIG
+from fastgen.ops.cpu_linear import few_rows
+from fastgen.ops.tolerances import tolerance
+from fastgen.ops.tracing import is_transformed
+
+logger = logging.getLogger("fastgen")
+
+# Finding the fastest way and calling it take some 10 microseconds.
+MIN_ELEMENTS = 1 << 19
+
+# torch itself multiplies bf16 through oneDNN, where the CPU has instructions for it: that is no other way.
+DTYPES = (torch.float32,)
+
+BLAS, ONEDNN, FEW_ROWS = "BLAS", "oneDNN", "few rows"
+
+# Of the measurements: products of more rows are bound by arithmetic, they are as those of so many.
+MOST_ROWS = 256
+# Another way has to be so much faster than BLAS, or what is measured is chance.
+GAIN = 1.1
+ROUNDS = 3
+SECONDS = 0.04  # after which no further round begins
+
+# Of /proc/cpuinfo: what tells one CPU from another where virtual machines call all of them the same.
+CPU_FIELDS = ("model name", "cpu family", "model", "stepping")
+
+MAX_BYTES = 1 << 22  # of the file, some 20,000 measurements
+# A pipe must not block, and a link leads to a file that is not ours. Windows has neither flag.
+OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+
+
+@functools.cache
+def machine_reasons() -> list[str]:
+    """Why this machine has no use for it; empty if it has."""
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return ["this build of torch has no oneDNN"]
+    try:
+        is_transformed()
+    except AttributeError as error:
+        return [f"this version of torch does not tell whether products are recorded ({error})"]
+    return []
+
+
+def can_multiply(rows: Any, weight: Any, bias: Any) -> bool:
+    """Whether `cpu_linear` takes these: rows `[…, in_features]`, weight `[out_features, in_features]` or its view.
+
+    Asked for each product of a step that is not captured.
+    """
+    for tensor in (rows, weight) if bias is None else (rows, weight, bias):
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
+            return False
+        if not tensor.is_cpu or tensor.dtype != rows.dtype or tensor.dtype not in DTYPES:
+            return False
+    # oneDNN's product has no derivative, no batching rule, no form in TorchScript, and another name. Asked before the
+    # sizes, because torch.jit.trace warns of every comparison of them.
+    if is_transformed():
+        return False
+    if weight.dim() != 2 or weight.numel() < MIN_ELEMENTS:
+        return False
+    fits = rows.dim() > 1 and rows.is_contiguous() and rows.shape[-1] == weight.shape[1] and rows.numel() > 0
+    fits = fits and (weight.is_contiguous() or weight.t().is_contiguous())  # oneDNN refuses overlapping strides
+    fits = fits and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))  # it reads no strides
+    return fits and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`rows @ weight.T + bias`: rows `[…, in_features]`, weight `[out_features, in_features]`."""
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+
+
+@functools.cache
+def ways() -> dict[str, Callable[..., Tensor]]:
+    """The ways to multiply rows on this machine, by name; all give `rows @ weight.T + bias`."""
+    found = {BLAS: functional.linear, ONEDNN: onednn_linear}
+    if not few_rows.machine_reasons():
+        found[FEW_ROWS] = few_rows.few_rows_linear
+    return found
+
+
+class GemmShape(NamedTuple):
+    """Products that take as long. rows: rounded up to a power of two. transposed: how the weight lies in memory."""
+
+    rows: int
+    in_features: int
+    out_features: int
+    transposed: bool
+    bias: bool
+    dtype: str
+    threads: int
+
+
+def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[[], Sequence[Tensor]]) -> str:
+    """The name of the fastest of `ways` for this product, which `can_multiply` takes, and those of its shape.
+
+    What is not known yet is measured, for some 30 milliseconds. The answer stays the same from then on, in later
+    processes too, so that they compute the same bits. others: what a model reads between two products with this weight.
+    """
+    out_features, in_features = weight.shape
+    count = min(1 << (rows.numel() // in_features - 1).bit_length(), MOST_ROWS)
+    transposed, dtype, threads = not weight.is_contiguous(), str(weight.dtype), torch.get_num_threads()
+    shape = GemmShape(count, in_features, out_features, transposed, bias is not None, dtype, threads)
+    known = measurements()
+    if shape not in known:
+        for other, way in stored():
+            known.setdefault(other, way)
+    if shape not in known:
+        with _disable_current_modes():  # nobody is to note what is only measured
+            found = _measured(shape, weight, bias, others())
+        if known.setdefault(shape, found) is found:  # unless another thread was first
+            store(shape, found)
+    return known[shape]
+
+
+@functools.cache
+def measurements() -> dict[GemmShape, str]:
+    """The fastest way for each shape that this process has asked for or found in the file."""
+    return {}
+
+
+def stored() -> Iterator[tuple[GemmShape, str]]:
+    """The measurements in the file among the ways that there are, without those that cannot be read."""
+    with suppress(OSError), _opened(os.O_RDONLY) as file:
+        for line in os.read(file, MAX_BYTES).splitlines():
+            with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last: many brackets
+                values = json.loads(line)
+                if values[_field()] in ways():
+                    yield GemmShape(**values["product"]), values[_field()]
+
+
+def store(shape: GemmShape, way: str) -> None:
+    """Adds a measurement to the file."""
+    line = json.dumps({"product": shape._asdict(), _field(): way}) + "\n"
+    with suppress(OSError):
+        path().parent.mkdir(parents=True, exist_ok=True)
+        with _opened(os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+            os.write(file, line.encode())
+
+
+def _field() -> str:
+    return f"fastest of {', '.join(ways())}"
+
+
+@contextmanager
+def _opened(flags: int) -> Iterator[int]:
+    """The descriptor of the file; OSError where it is no regular file, or has grown beyond `MAX_BYTES`."""
+    file = os.open(path(), flags | OPEN_FLAGS, 0o666)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise OSError(f"{path()} is no regular file of at most {MAX_BYTES} bytes")
+        yield file
+    finally:
+        os.close(file)
+
+
+def path() -> Path:
+    """The file; another CPU or another version of torch has another one. OSError where the user has no home folder."""
+    folder = CONFIG.cache or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fastgen")
+    try:
+        return Path(folder).expanduser() / f"products-torch-{torch.__version__}-{_cpu()}.jsonl"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{folder}: {error}") from error
+
+
+@functools.cache
+def _cpu() -> str:
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):  # only Linux has it
+        pairs = [line.partition(":") for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines()]
+        values = {key.strip(): value.strip() for key, _, value in pairs}
+        name = " ".join(values[field] for field in CPU_FIELDS if field in values) or name
+    return re.sub(r"[^A-Za-z0-9]+", "-", name)
+
+
+def _measured(shape: GemmShape, weight: Tensor, bias: Tensor | None, others: Sequence[Tensor]) -> str:
+    """Before each product the others are read, as in a model: the weight comes from where it comes from there."""
+    numbers = torch.arange(shape.rows * shape.in_features) % 13 - 6
+    rows = numbers.to(weight.dtype).view(shape.rows, shape.in_features)
+    if not functional.linear(rows, weight, bias).isfinite().all():  # such weights say nothing of a way's correctness
+        weight, bias = _random_like(weight), None if bias is None else _random_like(bias)
+    multiply = _right_ways(rows, weight, bias)
+    seconds = dict.fromkeys(multiply, float("inf"))
+    end = time.perf_counter() + SECONDS
+    for _ in range(ROUNDS):
+        for name in seconds:
+            for other in others:
+                other.sum()
+            seconds[name] = min(seconds[name], seconds_of(multiply[name], rows, weight, bias))
+        if time.perf_counter() > end:
+            break
+    best = min(seconds, key=seconds.__getitem__)
+    return best if seconds[BLAS] > GAIN * seconds[best] else BLAS
+
+
+def _random_like(tensor: Tensor) -> Tensor:
+    """Numbers from -1 to 1 that lie in memory as the tensor does."""
+    return torch.empty_like(tensor).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+
+
+def _right_ways(rows: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Callable[..., Tensor]]:
+    """The ways that are meant for so many rows and give them the numbers of BLAS."""
+    is_few = len(rows) <= few_rows.MOST_ROWS
+    found = {name: way for name, way in ways().items() if is_few or name != FEW_ROWS}
+    expected = found[BLAS](rows, weight, bias)
+    most = tolerance("product", weight.dtype) * expected.abs().max()
+    right = {name: way for name, way in found.items() if (way(rows, weight, bias) - expected).abs().max() <= most}
+    for name in found.keys() - right.keys():
+        logger.warning("products of the kind %r are wrong for %s and not used", name, tuple(weight.shape))
+    return {BLAS: found[BLAS], **right}
+
+
+def seconds_of(product: Callable[..., Tensor], *tensors: Tensor | None) -> float:
+    """What one product takes."""
+    start = time.perf_counter()
+    product(*tensors)
+    return time.perf_counter() - start

@@ -100,8 +100,7 @@ def multiply(forward: ModuleForward, rows: Tensor, weight: Tensor, bias: Tensor 
     """`rows @ weight.T + bias` in the fastest way, or None if that is BLAS; counted as "cpu_linear, WAY"."""
     if not cpu_linear.can_multiply(rows, weight, bias) or is_watched():
         return None
-    kind = cpu_linear.kind_of(rows, weight, bias)
-    fastest = cpu_linear.fastest(kind, weight, bias, lambda: call.read_before(weight))
+    fastest = cpu_linear.fastest(rows, weight, bias, lambda: call.read_before(weight))
     if fastest == cpu_linear.BLAS:
         forward.blas_shapes.add(rows.shape)
         return None

@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fastgen.ops.cpu_linear import product
+from fastgen.ops import cpu_linear
 from fastgen.optimizer.decoding.reasons import Reason
 from fastgen.optimizer.decoding.user_code import ENTRIES, LibraryCode, library_code, replaced_attributes
 from fastgen.provenance import packages_of
@@ -239,8 +239,8 @@ def _measured(model: nn.Module) -> ModelSize:
     before = set(model.get_encoder().parameters()) if _has_encoder(model) else set()  # runs once per input anyway
     prefill = [weight for weight in weights if weight.dim() > 1 and weight not in before]
     used = [weight.numel() for weight in prefill if weight.shape not in looked_up]
-    large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype in product.DTYPES]
-    large = [elements for elements in large if elements >= product.MIN_ELEMENTS]
+    large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype in cpu_linear.DTYPES]
+    large = [elements for elements in large if elements >= cpu_linear.MIN_ELEMENTS]
     output = max((shape.numel() for shape in looked_up), default=0)
     return ModelSize(len(modules), sum(used), sum(used) + output, sum(large), sum(weight.nbytes for weight in weights))
 

@@ -27,13 +27,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastgen.ops import cpu_linear
-from fastgen.ops.cpu_linear import product as op
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch, share_always):
-    monkeypatch.setattr(op, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(cpu_linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(cpu_linear, "fastest", lambda *product: cpu_linear.ONEDNN)
 
 

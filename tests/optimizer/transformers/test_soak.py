@@ -10,7 +10,7 @@ pytest.importorskip("peft")
 from soak import soak
 
 import fastgen
-from fastgen.ops.cpu_linear import ONEDNN, product
+from fastgen.ops import cpu_linear
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -26,9 +26,9 @@ def test_soak_finds_copies_of_weights_that_are_stale(monkeypatch):
 
     def multiply(rows, weight, bias=None):
         copy = copies.setdefault((weight.data_ptr(), weight.shape), weight.detach().clone())
-        return product.onednn_linear(rows, copy, bias)
+        return cpu_linear.onednn_linear(rows, copy, bias)
 
-    monkeypatch.setitem(product.ways(), ONEDNN, multiply)
+    monkeypatch.setitem(cpu_linear.ways(), cpu_linear.ONEDNN, multiply)
     assert any(line.startswith("different") for line in soak(calls=40).differences)
 
 

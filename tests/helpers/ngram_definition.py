@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgen.ops.no_repeat_ngram import problem
+from fastgen.ops import no_repeat_ngram as problem
 
 # The same examples in every run, and nothing written to disk.
 SETTINGS = settings(
@@ -95,7 +95,7 @@ def check(ban: Callable, case: Case) -> None:
     expected = case.expected()
     inputs = [value for value in (case.tokens, case.encoder_tokens, case.lengths) if isinstance(value, Tensor)]
     before = [buffer(value).clone() for value in inputs]
-    tokens, lengths = problem.cut(case.tokens, case.lengths)
+    tokens, lengths = problem._typed(case.tokens, case.scores, case.ngram_size, case.lengths, case.encoder_tokens)
     problem.check(tokens, case.scores, case.ngram_size, lengths, case.encoder_tokens)
     if problem.can_ban(tokens, case.scores, case.ngram_size, case.encoder_tokens):
         ban(tokens, case.scores, case.ngram_size, lengths, case.encoder_tokens)

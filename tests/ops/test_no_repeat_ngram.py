@@ -15,9 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastgen import ops
 from fastgen.config import CONFIG
-from fastgen.ops import libraries
-from fastgen.ops.libraries import load, load_reasons
-from fastgen.ops.no_repeat_ngram import implementations, native, no_repeat_ngram, no_repeat_ngram_, reference
+from fastgen.ops import load, load_reasons
+from fastgen.ops.no_repeat_ngram import implementations, no_repeat_ngram, no_repeat_ngram_, reference
 from fastgen.ops.no_repeat_ngram.implementations import Implementation, implementation_for, reasons
 
 CASES = settings(definition.SETTINGS, max_examples=120)
@@ -96,15 +95,15 @@ def four_threads():
 
 def test_many_rows_on_the_threads_of_torch(four_threads, monkeypatch):
     asked = []
-    if not load_reasons(native.CPU):
-        run = native._cpu()
+    if not load_reasons(implementations.CPU):
+        run = implementations._cpu()
         monkeypatch.setattr(
-            native, "_cpu", lambda: lambda problem, threads: asked.append(threads) or run(problem, threads)
+            implementations, "_cpu", lambda: lambda problem, threads: asked.append(threads) or run(problem, threads)
         )
     case = Case(wrapped([0, 1, 2, 1, 3], 13, 1 << 15, torch.int64, shift=1), torch.zeros(13, 5), 3)
     expected = case.expected()
     assert same(no_repeat_ngram_(*case.arguments()), expected)
-    assert set(asked) == {4} or load_reasons(native.CPU)
+    assert set(asked) == {4} or load_reasons(implementations.CPU)
 
 
 ACCEPTED = (
@@ -170,7 +169,7 @@ class TestChoice:
 
     @pytest.fixture(autouse=True)
     def _forget(self):
-        caches = (implementations._reasons, implementations._implementation_for, load, native._cpu)
+        caches = (implementations._reasons, implementations._implementation_for, load, implementations._cpu)
         for cache in caches:
             cache.cache_clear()
         yield
@@ -190,7 +189,7 @@ class TestChoice:
         return put
 
     def test_what_was_built_is_used(self):
-        expected = "torch" if load_reasons(native.CPU) else "C++"
+        expected = "torch" if load_reasons(implementations.CPU) else "C++"
         assert implementation_for("cpu").name == expected
         assert implementation_for("mps").name == "torch"
 
@@ -238,13 +237,13 @@ class TestChoice:
     def test_a_library_that_cannot_be_loaded(self, first, tmp_path, monkeypatch):
         path = tmp_path / "_cpu.so"
         path.write_bytes(b"no library" * 10)
-        monkeypatch.setattr(libraries, "find_spec", lambda name: ModuleSpec(name, None, origin=str(path)))
-        [reason] = reasons(first(machine_reasons=lambda: load_reasons(native.CPU)))
+        monkeypatch.setattr(ops, "find_spec", lambda name: ModuleSpec(name, None, origin=str(path)))
+        [reason] = reasons(first(machine_reasons=lambda: load_reasons(implementations.CPU)))
         assert str(path) in reason
         assert implementation_for("cpu").name == "torch"
 
     def test_a_library_without_the_function(self, first, monkeypatch):
-        monkeypatch.setattr(native, "load", lambda name: ctypes.CDLL(None))
+        monkeypatch.setattr(implementations, "load", lambda name: ctypes.CDLL(None))
         [reason] = reasons(first())
         assert reason.startswith("AttributeError: ") and "fastgen_no_repeat_ngram_cpu" in reason
 
@@ -252,7 +251,7 @@ class TestChoice:
         found = {kernel.implementation: kernel for kernel in ops.kernels() if kernel.name == "no-repeat n-gram"}
         assert list(found) == ["CUDA", "Triton", "C++", "torch"]
         assert str(found["torch"]) == "no-repeat n-gram (torch): usable"
-        assert found["C++"].reasons == tuple(load_reasons(native.CPU))
+        assert found["C++"].reasons == tuple(load_reasons(implementations.CPU))
         if not torch.cuda.is_available():
             assert found["Triton"].reasons == ("torch finds no GPU",)
             assert found["CUDA"].reasons in (("torch finds no GPU",), ("not built",))

@@ -13,7 +13,7 @@ import pytest
 from host_compiler import CSRC, compile_cpp, needs_compiler
 from python_process import REPOSITORY
 
-from fastgen.ops.no_repeat_ngram import native
+from fastgen.ops.no_repeat_ngram import implementations
 
 NVCC = shutil.which("nvcc")
 GPU_ARCHITECTURES = ("80", "90", "100")
@@ -61,7 +61,7 @@ def test_triton_compiles_its_kernel(architecture, scores, tokens, tmp_path, monk
 
 @needs_compiler
 def test_python_and_c_agree_on_the_problem(tmp_path):
-    struct = native.NGramProblem
+    struct = implementations.NGramProblem
     fields = [name for name, _ in struct._fields_]
     prints = [f'std::printf("%zu %zu\\n", offsetof(NGramProblem, {name}), sizeof(p.{name}));' for name in fields]
     source = tmp_path / "layout.cpp"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.ops.libraries import load, load_reasons
+from fastgen.ops import load, load_reasons
 
 # Of more rows a weight is read several times.
 MOST_ROWS = 64

@@ -2,20 +2,24 @@
 
 `no_repeat_ngram_` writes into the scores, `no_repeat_ngram` returns new ones; `torch.ops.fastgen` has both under the
 same names, for graphs and compilers. Given `encoder_tokens` they ban the n-grams of the encoder's input instead of
-those of the row itself.
+those of the row itself. Errors name the argument, what it was and what would be accepted.
 
 Tests: tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_checks.py
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fastgen.ops.no_repeat_ngram import problem
 from fastgen.ops.no_repeat_ngram.implementations import implementation_for
+from fastgen.ops.tracing import is_transformed
 
-__all__ = ["no_repeat_ngram", "no_repeat_ngram_"]
+TOKEN_DTYPES = (torch.int32, torch.int64)
+SCORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DEVICE_TYPES = ("cpu", "cuda")
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
 _ARGUMENTS = "Tensor tokens, {} scores, int ngram_size, Tensor? lengths=None, Tensor? encoder_tokens=None"
@@ -41,10 +45,9 @@ def no_repeat_ngram_(
         that a CUDA graph can hold the call. None: `width`.
     encoder_tokens: `[rows / beams, source_width]` of the dtype of `tokens`: bans the n-grams that these hold, row i
         those of `encoder_tokens[i // beams]`.
-    Raises TypeError or ValueError with the argument, what it was and what would be accepted.
+    Raises TypeError or ValueError.
     """
-    problem.check_types(tokens, scores, ngram_size, encoder_tokens)
-    tokens, lengths = problem.cut(tokens, lengths)
+    tokens, lengths = _typed(tokens, scores, ngram_size, lengths, encoder_tokens)
     torch.ops.fastgen.no_repeat_ngram_(tokens, scores, ngram_size, lengths, encoder_tokens)
     return scores
 
@@ -57,17 +60,125 @@ def no_repeat_ngram(
     encoder_tokens: Tensor | None = None,
 ) -> Tensor:
     """As `no_repeat_ngram_`, but leaves `scores` as they are and returns new ones."""
-    problem.check_types(tokens, scores, ngram_size, encoder_tokens)
-    tokens, lengths = problem.cut(tokens, lengths)
+    tokens, lengths = _typed(tokens, scores, ngram_size, lengths, encoder_tokens)
     return torch.ops.fastgen.no_repeat_ngram(tokens, scores, ngram_size, lengths, encoder_tokens)
+
+
+def _typed(tokens: Tensor, scores: object, ngram_size: object, lengths: Any, encoder_tokens: object) -> Any:
+    """Tokens and lengths with an int length applied to the tokens, as a view. Raises TypeError for what is no tensor,
+    or no int, and should be.
+    """
+    for name, value in (("tokens", tokens), ("scores", scores)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is of type {type(value).__name__} (accepted: Tensor)")
+    if encoder_tokens is not None and not isinstance(encoder_tokens, Tensor):
+        raise TypeError(f"encoder_tokens is of type {type(encoder_tokens).__name__} (accepted: Tensor, None)")
+    if not _is_int(ngram_size):
+        raise TypeError(f"ngram_size is of type {type(ngram_size).__name__} (accepted: int)")
+    if lengths is None or isinstance(lengths, Tensor):
+        return tokens, lengths
+    if not _is_int(lengths):
+        name = type(lengths).__name__
+        raise TypeError(f"lengths is of type {name} (accepted: int, tensor of int32 or int64, None)")
+    _check_dimensions("tokens", tokens, "rows, width")
+    if not 0 <= lengths <= tokens.shape[1]:
+        raise ValueError(f"lengths is {lengths} (accepted: 0 to {tokens.shape[1]}, the width of tokens)")
+    return tokens[:, :lengths], None
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def unsupported_reasons(tokens: Tensor, scores: Tensor) -> list[str]:
+    """Why a host's own code has to ban here; empty if `check` accepts these and nobody watches or transforms them."""
+    if type(tokens) is not Tensor or type(scores) is not Tensor:
+        return [f"tokens and scores are {type(tokens).__name__} and {type(scores).__name__} (supported: Tensor)"]
+    if torch.compiler.is_compiling() or is_transformed():
+        return ["the call is compiled, traced or transformed"]
+    if scores.device.type not in DEVICE_TYPES:
+        return [f"scores is on {scores.device} (supported: {', '.join(DEVICE_TYPES)})"]
+    try:
+        check(tokens, scores, 1)
+    except (TypeError, ValueError) as error:
+        return [str(error)]
+    return []
+
+
+def check(
+    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None = None, encoder_tokens: Tensor | None = None
+) -> None:
+    """Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or n."""
+    _check_dimensions("tokens", tokens, "rows, width")
+    _check_dimensions("scores", scores, "rows, vocabulary_size")
+    _check_dtype("tokens", tokens, TOKEN_DTYPES)
+    _check_dtype("scores", scores, SCORE_DTYPES)
+    _check_device("tokens", tokens, scores)
+    rows = tokens.shape[0]
+    if scores.shape[0] != rows:
+        raise ValueError(f"scores has {scores.shape[0]} rows (accepted: {rows}, as tokens)")
+    if ngram_size < 1:
+        raise ValueError(f"ngram_size is {ngram_size} (accepted: 1 or more)")
+    if lengths is not None:
+        _check_dtype("lengths", lengths, TOKEN_DTYPES)
+        _check_device("lengths", lengths, scores)
+        if lengths.dim() > 1 or (lengths.dim() == 1 and lengths.shape[0] != rows):
+            raise ValueError(f"lengths has shape {list(lengths.shape)} (accepted: [] or [{rows}])")
+    if encoder_tokens is not None:
+        _check_dimensions("encoder_tokens", encoder_tokens, "rows / beams, source_width")
+        _check_dtype("encoder_tokens", encoder_tokens, (tokens.dtype,))
+        _check_device("encoder_tokens", encoder_tokens, scores)
+        inputs = encoder_tokens.shape[0]
+        if (rows % inputs if inputs else rows) != 0:
+            raise ValueError(f"encoder_tokens has {inputs} rows (accepted: a divisor of {rows}, the rows of tokens)")
+    if scores.requires_grad and torch.is_grad_enabled():
+        raise ValueError("scores requires gradients (accepted: scores that do not, or a call under torch.no_grad())")
+
+
+def check_writable(scores: Tensor) -> None:
+    """Raises ValueError for scores of which two entries may be one place in memory."""
+    for dimension, (size, stride) in enumerate(zip(scores.shape, scores.stride())):
+        if size > 1 and stride == 0:
+            raise ValueError(
+                f"scores is expanded along dimension {dimension} (accepted: scores with memory of their own)"
+            )
+    (rows, vocabulary_size), (row_stride, stride) = scores.shape, scores.stride()
+    if (
+        rows > 1 < vocabulary_size
+        and row_stride <= (vocabulary_size - 1) * stride
+        and stride <= (rows - 1) * row_stride
+    ):
+        raise ValueError(f"scores has strides {row_stride} and {stride}, rows overlap (accepted: rows that do not)")
+
+
+def can_ban(tokens: Tensor, scores: Tensor, ngram_size: int, encoder_tokens: Tensor | None) -> bool:
+    """Whether the shapes alone leave anything to ban."""
+    source = tokens if encoder_tokens is None else encoder_tokens
+    return scores.numel() > 0 and source.shape[1] >= ngram_size and tokens.shape[1] >= ngram_size - 1
+
+
+def _check_dimensions(name: str, tensor: Tensor, wanted: str) -> None:
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} has shape {list(tensor.shape)} (accepted: [{wanted}])")
+
+
+def _check_dtype(name: str, tensor: Tensor, accepted: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in accepted:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
+        raise TypeError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')} (accepted: {names})")
+
+
+def _check_device(name: str, tensor: Tensor, scores: Tensor) -> None:
+    if tensor.device != scores.device:
+        raise ValueError(f"{name} is on {tensor.device} (accepted: {scores.device}, as scores)")
 
 
 def _ban_in_place(
     tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None = None, encoder_tokens: Tensor | None = None
 ) -> None:
-    problem.check(tokens, scores, ngram_size, lengths, encoder_tokens)
-    problem.check_writable(scores)
-    if problem.can_ban(tokens, scores, ngram_size, encoder_tokens):
+    check(tokens, scores, ngram_size, lengths, encoder_tokens)
+    check_writable(scores)
+    if can_ban(tokens, scores, ngram_size, encoder_tokens):
         implementation_for(scores.device.type).ban(tokens, scores, ngram_size, lengths, encoder_tokens)
     if not scores.is_inference():
         torch.autograd.graph.increment_version(scores)
@@ -76,27 +187,19 @@ def _ban_in_place(
 def _ban(
     tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None = None, encoder_tokens: Tensor | None = None
 ) -> Tensor:
-    problem.check(tokens, scores, ngram_size, lengths, encoder_tokens)
+    check(tokens, scores, ngram_size, lengths, encoder_tokens)
     result = scores.clone(memory_format=torch.contiguous_format)
-    if problem.can_ban(tokens, scores, ngram_size, encoder_tokens):
+    if can_ban(tokens, scores, ngram_size, encoder_tokens):
         implementation_for(scores.device.type).ban(tokens, result, ngram_size, lengths, encoder_tokens)
     return result
 
 
-def _fake_ban_in_place(
-    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None = None, encoder_tokens: Tensor | None = None
-) -> None:
-    problem.check(tokens, scores, ngram_size, lengths, encoder_tokens)
-
-
-def _fake_ban(
-    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None = None, encoder_tokens: Tensor | None = None
-) -> Tensor:
-    problem.check(tokens, scores, ngram_size, lengths, encoder_tokens)
+def _fake_ban(tokens: Tensor, scores: Tensor, *others: Any) -> Tensor:
+    check(tokens, scores, *others)
     return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 
 _LIBRARY.impl("no_repeat_ngram_", _ban_in_place, "CompositeExplicitAutograd")
 _LIBRARY.impl("no_repeat_ngram", _ban, "CompositeExplicitAutograd")
-torch.library.register_fake("fastgen::no_repeat_ngram_", _fake_ban_in_place, lib=_LIBRARY)
+torch.library.register_fake("fastgen::no_repeat_ngram_", check, lib=_LIBRARY)
 torch.library.register_fake("fastgen::no_repeat_ngram", _fake_ban, lib=_LIBRARY)

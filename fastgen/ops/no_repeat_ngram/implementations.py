@@ -1,23 +1,131 @@
 """The implementations of no-repeat-n-gram, fastest first, and the choice between them.
 
-Tests: tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_kernels.py
+Those in C++ and CUDA are the shared libraries `_cpu` and `_cuda` beside this file.
+
+Tests: tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_kernels.py,
+tests/ops/test_no_repeat_ngram_build.py
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastgen.config import CONFIG
-from fastgen.ops.libraries import load_reasons
-from fastgen.ops.no_repeat_ngram import native, reference
+from fastgen.ops import load, load_reasons
+from fastgen.ops.no_repeat_ngram import reference
 
 Ban = Callable[[Tensor, Tensor, int, "Tensor | None", "Tensor | None"], None]
+
+CPU, CUDA = f"{__package__}._cpu", f"{__package__}._cuda"
+
+# For each dtype of scores its size in bytes, and the bits of -inf.
+_MINUS_INFINITY = {torch.float32: (4, 0xFF800000), torch.float16: (2, 0xFC00), torch.bfloat16: (2, 0xFF80)}
+
+
+class NGramProblem(ctypes.Structure):
+    """`struct NGramProblem` of `csrc/no_repeat_ngram.h`."""
+
+    _fields_ = [
+        ("scores", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("vocabulary_size", ctypes.c_int64),
+        ("score_row_stride", ctypes.c_int64),
+        ("score_stride", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("token_row_stride", ctypes.c_int64),
+        ("token_stride", ctypes.c_int64),
+        ("source", ctypes.c_void_p),
+        ("source_width", ctypes.c_int64),
+        ("source_row_stride", ctypes.c_int64),
+        ("source_stride", ctypes.c_int64),
+        ("rows_per_source", ctypes.c_int64),
+        ("lengths", ctypes.c_void_p),
+        ("lengths_stride", ctypes.c_int64),
+        ("ngram_size", ctypes.c_int64),
+        ("score_bytes", ctypes.c_int32),
+        ("token_bytes", ctypes.c_int32),
+        ("length_bytes", ctypes.c_int32),
+        ("minus_infinity", ctypes.c_uint32),
+    ]
+
+
+def describe(
+    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
+) -> NGramProblem:
+    """The struct for these tensors, which must outlive it."""
+    source = (None, 0, 0, 0, 1)
+    if encoder_tokens is not None:
+        beams = tokens.shape[0] // encoder_tokens.shape[0]
+        source = (encoder_tokens.data_ptr(), encoder_tokens.shape[1], *encoder_tokens.stride(), beams)
+    valid = (None, 0) if lengths is None else (lengths.data_ptr(), lengths.stride(0) if lengths.dim() else 0)
+    score_bytes, minus_infinity = _MINUS_INFINITY[scores.dtype]
+    return NGramProblem(
+        *(scores.data_ptr(), *scores.shape, *scores.stride()),
+        *(tokens.data_ptr(), tokens.shape[1], *tokens.stride()),
+        *source,
+        *valid,
+        ngram_size,
+        *(score_bytes, tokens.element_size(), lengths.element_size() if lengths is not None else 8, minus_infinity),
+    )
+
+
+@functools.cache
+def _cpu() -> Callable[..., Any]:
+    function = load(CPU).fastgen_no_repeat_ngram_cpu
+    function.argtypes, function.restype = (ctypes.POINTER(NGramProblem), ctypes.c_int32), None
+    return function
+
+
+@functools.cache
+def _cuda() -> Callable[..., Any]:
+    function = load(CUDA).fastgen_no_repeat_ngram_cuda
+    function.argtypes = (ctypes.POINTER(NGramProblem), ctypes.c_int32, ctypes.c_void_p)
+    function.restype = ctypes.c_char_p
+    return function
+
+
+def ban_on_cpu(
+    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
+) -> None:
+    """As `reference.ban`, on at most `torch.get_num_threads()` threads."""
+    problem = describe(tokens, scores, ngram_size, lengths, encoder_tokens)
+    _cpu()(ctypes.byref(problem), torch.get_num_threads())
+
+
+def ban_on_cuda(
+    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
+) -> None:
+    """As `reference.ban`, on the current stream. Raises RuntimeError if the launch fails."""
+    problem = describe(tokens, scores, ngram_size, lengths, encoder_tokens)
+    stream = torch.cuda.current_stream(scores.device).cuda_stream
+    error = _cuda()(ctypes.byref(problem), scores.get_device(), stream)
+    if error:
+        raise RuntimeError(f"CUDA kernel of no-repeat-n-gram: {error.decode()}")
+
+
+def _ban_with_triton(
+    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
+) -> None:
+    from fastgen.ops.no_repeat_ngram import triton_kernel  # importing triton takes half a second
+
+    triton_kernel.ban(tokens, scores, ngram_size, lengths, encoder_tokens)
+
+
+def _gpu_reasons() -> list[str]:
+    return [] if torch.cuda.is_available() else ["torch finds no GPU"]
+
+
+def _triton_reasons() -> list[str]:
+    return _gpu_reasons() or ([] if find_spec("triton") else ["triton is not installed"])
 
 
 @dataclass(frozen=True)
@@ -37,6 +145,28 @@ class Implementation:
     def counted_as(self) -> str:
         """Its name in `fastgen.explain().kernels`."""
         return f"no_repeat_ngram ({self.name})"
+
+
+IMPLEMENTATIONS = (
+    Implementation("CUDA", ("cuda",), ban_on_cuda, lambda: load_reasons(CUDA) or _gpu_reasons()),
+    Implementation("Triton", ("cuda",), _ban_with_triton, _triton_reasons),
+    Implementation("C++", ("cpu",), ban_on_cpu, lambda: load_reasons(CPU)),
+    Implementation("torch", (), reference.ban, list),
+)
+
+
+def implementation_for(device_type: str) -> Implementation:
+    """The first that runs on such a device; chosen once. The first call on a GPU must not be captured in a graph."""
+    return _implementation_for(device_type, CONFIG.cuda_kernels)
+
+
+@functools.cache
+def _implementation_for(device_type: str, cuda_kernels: bool) -> Implementation:
+    return next(
+        implementation
+        for implementation in IMPLEMENTATIONS
+        if device_type in (implementation.device_types or (device_type,)) and not _reasons(implementation, cuda_kernels)
+    )
 
 
 def reasons(implementation: Implementation) -> list[str]:
@@ -64,41 +194,3 @@ def _differs(implementation: Implementation, device_type: str) -> bool:
     implementation.ban(tokens, found, 3, None, None)
     reference.ban(tokens, expected, 3, None, None)
     return not torch.equal(found, expected)
-
-
-def _ban_with_triton(
-    tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
-) -> None:
-    from fastgen.ops.no_repeat_ngram import triton_kernel  # importing triton takes half a second
-
-    triton_kernel.ban(tokens, scores, ngram_size, lengths, encoder_tokens)
-
-
-def _gpu_reasons() -> list[str]:
-    return [] if torch.cuda.is_available() else ["torch finds no GPU"]
-
-
-def _triton_reasons() -> list[str]:
-    return _gpu_reasons() or ([] if find_spec("triton") else ["triton is not installed"])
-
-
-IMPLEMENTATIONS = (
-    Implementation("CUDA", ("cuda",), native.ban_on_cuda, lambda: load_reasons(native.CUDA) or _gpu_reasons()),
-    Implementation("Triton", ("cuda",), _ban_with_triton, _triton_reasons),
-    Implementation("C++", ("cpu",), native.ban_on_cpu, lambda: load_reasons(native.CPU)),
-    Implementation("torch", (), reference.ban, list),
-)
-
-
-def implementation_for(device_type: str) -> Implementation:
-    """The first that runs on such a device; chosen once. The first call on a GPU must not be captured in a graph."""
-    return _implementation_for(device_type, CONFIG.cuda_kernels)
-
-
-@functools.cache
-def _implementation_for(device_type: str, cuda_kernels: bool) -> Implementation:
-    return next(
-        implementation
-        for implementation in IMPLEMENTATIONS
-        if device_type in (implementation.device_types or (device_type,)) and not _reasons(implementation, cuda_kernels)
-    )

@@ -22,9 +22,8 @@ from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops.no_repeat_ngram import no_repeat_ngram_ as ban_in_place
+from fastgen.ops import no_repeat_ngram as op
 from fastgen.ops.no_repeat_ngram.implementations import implementation_for
-from fastgen.ops.no_repeat_ngram.problem import unsupported_reasons
 from fastgen.optimizer.decoding.call import add_reasons, count
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.reasons import NGRAMS, Reason, with_code
@@ -90,7 +89,7 @@ def no_repeat_ngram(
         add_reasons(NGRAMS, reasons)
         return original(self, tokens, lprobs, bsz, beam_size, step)
     count(implementation_for(lprobs.device.type).counted_as)
-    return ban_in_place(tokens, lprobs, self.no_repeat_ngram_size, step + 1)
+    return op.no_repeat_ngram_(tokens, lprobs, self.no_repeat_ngram_size, step + 1)
 
 
 def _ngram_reasons(blocker: Any, tokens: Tensor, lprobs: Tensor, rows: int, step: int) -> list[Reason]:
@@ -100,7 +99,7 @@ def _ngram_reasons(blocker: Any, tokens: Tensor, lprobs: Tensor, rows: int, step
     if not (tokens.shape[0] == rows == lprobs.shape[0] and 0 <= step < tokens.shape[1]):
         shapes = f"tokens {tuple(tokens.shape)} and lprobs {tuple(lprobs.shape)}"
         return [Reason("SHAPES", f"{shapes} at step {step} (supported: {rows} rows, of more tokens than steps)")]
-    return with_code("SHAPES", unsupported_reasons(tokens, lprobs))
+    return with_code("SHAPES", op.unsupported_reasons(tokens, lprobs))
 
 
 def vocode(original: Callable, self: Any, x: Tensor) -> Tensor:

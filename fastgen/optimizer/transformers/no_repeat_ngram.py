@@ -18,10 +18,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from fastgen.ops.no_repeat_ngram import no_repeat_ngram as ban
-from fastgen.ops.no_repeat_ngram import no_repeat_ngram_ as ban_in_place
+from fastgen.ops import no_repeat_ngram as op
 from fastgen.ops.no_repeat_ngram.implementations import implementation_for
-from fastgen.ops.no_repeat_ngram.problem import TOKEN_DTYPES, unsupported_reasons
 from fastgen.ops.tracing import is_watched
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import add_reasons, count
@@ -56,7 +54,7 @@ class WritingProcessors(LogitsProcessorList):
                 break
             if _can_ban(processor, input_ids):
                 count(implementation_for(scores.device.type).counted_as)
-                ban_in_place(input_ids, scores, processor.ngram_size, encoder_tokens=_encoder_tokens(processor))
+                op.no_repeat_ngram_(input_ids, scores, processor.ngram_size, encoder_tokens=_encoder_tokens(processor))
             done += 1
         return LogitsProcessorList(self[done:])(input_ids, scores, **kwargs)
 
@@ -81,7 +79,7 @@ def no_repeat_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Te
 
     def ours() -> Tensor:
         count(implementation_for(scores.device.type).counted_as)
-        return ban(input_ids, scores, self.ngram_size, encoder_tokens=_encoder_tokens(self))
+        return op.no_repeat_ngram(input_ids, scores, self.ngram_size, encoder_tokens=_encoder_tokens(self))
 
     if not PATCH_SET.newer_than_tested("transformers"):
         return ours()
@@ -102,7 +100,7 @@ def _is_usual_sync(encoder_input_ids: Any) -> bool:
     """Whether these are tokens, none of them negative: transformers bans those from the vocabulary's end."""
     if type(encoder_input_ids) is not Tensor or encoder_input_ids.dim() not in (1, 2):
         return False
-    return encoder_input_ids.dtype in TOKEN_DTYPES and not bool((encoder_input_ids < 0).any())
+    return encoder_input_ids.dtype in op.TOKEN_DTYPES and not bool((encoder_input_ids < 0).any())
 
 
 class EncoderNGrams(MutableSequence):
@@ -168,7 +166,7 @@ def _reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Reason]:
     """Why this call is left to transformers."""
     if type(processor.ngram_size) is not int or processor.ngram_size < 1:
         return [Reason("NGRAM_SIZE", f"ngram_size is {processor.ngram_size!r} (supported: int of 1 or more)")]
-    if reasons := unsupported_reasons(input_ids, scores):
+    if reasons := op.unsupported_reasons(input_ids, scores):
         return with_code("SHAPES", reasons)
     if not isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
         return []

@@ -29,10 +29,14 @@ from fastgen.ops.prefix_trie import PrefixTrie
 from fastgen.optimizer.decoding.call import GenerateCall, count, current_call
 from fastgen.optimizer.decoding.loop_state import LateStopCheck
 from fastgen.optimizer.decoding.reasons import LOOP, Reason
-from fastgen.optimizer.transformers import checks
-from fastgen.optimizer.transformers.constrained import ALONE, all_rows_occur, trie_alone
+from fastgen.optimizer.transformers import checks, no_repeat_ngram
+from fastgen.optimizer.transformers.constrained import (
+    ALONE,
+    PrefixConstrainedLogitsProcessor,
+    all_rows_occur,
+    trie_alone,
+)
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, rows_of
-from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 from fastgen.optimizer.transformers.requested_outputs import drop_unused_outputs
 
 # What the library adds to the score of a candidate that is out of the race, and gives to slots that are free.
@@ -62,7 +66,9 @@ def beam_search(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
-    processors = writing_processors(logits_processor, generation_config)
+    processors = logits_processor
+    if processors and type(processors[0]) in no_repeat_ngram.PATCH_NAMES:
+        processors = no_repeat_ngram.writing_processors(processors, generation_config)
     call = current_call()
     if call is None or _reasons(call, self, stopping_criteria, generation_config, synced_gpus, model_kwargs):
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
@@ -122,6 +128,7 @@ class BeamSearch:
         self.complete = torch.zeros_like(self.scores, dtype=torch.bool)
         self.can_improve = torch.ones((inputs, 1), dtype=torch.bool, device=device)
         self.stops_when_full = config.early_stopping is True
+        self.is_constrained = [*map(type, step.processors)] == [PrefixConstrainedLogitsProcessor]
         self.batch_index = torch.arange(inputs, device=device)
         self.numbers = torch.arange(self.num_beams, device=device)
         self.results: tuple[Tensor, ...] | None = None  # of all inputs, once some have left
@@ -145,7 +152,8 @@ class BeamSearch:
     def candidates(self) -> tuple[Tensor, Tensor, Tensor]:
         """The best of all next tokens: their scores, the rows that they continue, and the tokens, `[B, C]` each."""
         logits = self.step.logits(self.input_ids)
-        candidates, index = self.allowed_candidates(logits) or self.all_candidates(logits)
+        allowed = self.allowed_candidates(logits) if self.is_constrained else None
+        candidates, index = allowed or self.all_candidates(logits)
         if self.step.steps == 1:
             self.input_ids = self.prompt
         beams, tokens = index // logits.shape[1], index % logits.shape[1]

@@ -1,17 +1,25 @@
 """Differences between versions of transformers, each asked once.
 
-Tests: tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/transformers/test_finished_inputs.py
+Tests: tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/transformers/test_finished_inputs.py,
+tests/optimizer/transformers/test_constrained.py
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from transformers import GenerationMixin, modeling_utils
 from transformers.cache_utils import StaticLayer
 from transformers.generation import utils
+
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding.verify_once import Difference, verify_once
+from fastgen.patching import disabled
+
+T = TypeVar("T")
 
 # Experts of a mixture are called through a registry, too.
 EXPERTS_FUNCTIONS: Any = getattr(modeling_utils, "ALL_EXPERTS_FUNCTIONS", {})
@@ -28,3 +36,27 @@ MOVED_CACHES = utils.ALL_CACHE_NAMES if "cannot be reordered" in _TEXTS else ("p
 
 # Since 5.17 static layers have the length that `KVLayer` gives: a tensor without a dimension.
 LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
+
+
+def verified_if_newer(
+    group: str, kind: type, ours: Callable[[], T], theirs: Callable[[], T], difference: Callable[[T, T], str]
+) -> T:
+    """What `ours` returns; where transformers is newer than any version tested, a class is compared first.
+
+    difference: a text, empty if there is none; else the group of patches is switched off.
+    """
+    if not PATCH_SET.newer_than_tested("transformers"):
+        return ours()
+
+    def refuse(found: Difference) -> None:
+        PATCH_SET.fail(group, f"{kind.__name__} {found}")
+
+    def library() -> T:
+        with disabled():
+            return theirs()
+
+    return verify_once(kind, ours, library, lambda *both: _difference(difference(*both)), refuse)
+
+
+def _difference(text: str) -> Difference | None:
+    return Difference(text) if text else None

@@ -1,7 +1,7 @@
-"""`PrefixConstrainedLogitsProcessor`: a `PrefixTrie` is asked for all rows at once, other functions once per prefix.
+"""`PrefixConstrainedLogitsProcessor`: a `PrefixTrie` is asked for all rows at once.
 
-The library calls the function for each row, and beams of an input begin alike. Errors, and inputs that no allowed token
-is left for, are the library's own.
+The library calls the function for each row, and so it does any other than a `PrefixTrie`. Errors, and inputs that no
+allowed token is left for, are the library's own.
 
 Tests: tests/optimizer/transformers/test_constrained.py
 """
@@ -9,8 +9,7 @@ Tests: tests/optimizer/transformers/test_constrained.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from fastgen.ops.prefix_trie import PrefixTrie
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import add_reasons, count
 from fastgen.optimizer.decoding.reasons import ALLOWED, Reason
-from fastgen.optimizer.decoding.verify_once import Difference, verify_once
+from fastgen.optimizer.transformers import compat
 
 NAME = "transformers.prefix_constrained"
 ALL_ROWS, ALONE = "prefix trie: all rows at once", "prefix trie: allowed tokens alone"
@@ -29,7 +28,10 @@ ALL_ROWS, ALONE = "prefix trie: all rows at once", "prefix trie: allowed tokens 
 
 def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
     """`__call__`: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
-    if reasons := _reasons(self, input_ids, scores):
+    trie = self._prefix_allowed_tokens_fn
+    if type(trie) is not PrefixTrie:
+        return original(self, input_ids, scores)
+    if reasons := _reasons(trie, self._num_beams, input_ids, scores):
         add_reasons(ALLOWED, reasons)
         return original(self, input_ids, scores)
 
@@ -37,55 +39,36 @@ def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores:
         return original(self, input_ids, scores)
 
     def ours() -> Tensor:
-        found = _constrained(self, input_ids, scores)
+        found = _constrained(trie, self._num_beams, input_ids, scores)
         return theirs() if found is None else found
 
-    if not PATCH_SET.newer_than_tested("transformers"):
-        return ours()
-    return verify_once(type(self), ours, theirs, _difference, partial(_refuse, self))
+    return compat.verified_if_newer(NAME, type(self), ours, theirs, _difference)
 
 
-def _constrained(processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor | None:
+def _constrained(trie: PrefixTrie, num_beams: int, input_ids: Tensor, scores: Tensor) -> Tensor | None:
     """Scores of allowed tokens only; None where the library raises an error, or forces tokens."""
+    count(ALL_ROWS)
+    rows, tokens = trie.allowed_sync(input_ids)
+    if not all_rows_occur(rows, input_ids.shape[0]):
+        return None
     found = scores + -math.inf
-    function = processor._prefix_allowed_tokens_fn
-    if type(function) is PrefixTrie:
-        count(ALL_ROWS)
-        rows, tokens = function.allowed_sync(input_ids)
-        if not all_rows_occur(rows, input_ids.shape[0]):
-            return None
-        found[rows, tokens] = scores[rows, tokens]
-    else:
-        for row, allowed in enumerate(_asked(function, input_ids, processor._num_beams)):
-            if len(allowed) == 0:
-                return None
-            found[row, allowed] = scores[row, allowed]
-    is_out = found.amax(dim=-1).isneginf().view(-1, processor._num_beams).all(dim=-1)
+    found[rows, tokens] = scores[rows, tokens]
+    is_out = found.amax(dim=-1).isneginf().view(-1, num_beams).all(dim=-1)
     return None if bool(is_out.any()) else found
 
 
-def _asked(function: Callable, input_ids: Tensor, num_beams: int) -> Iterator[Any]:
-    """What the function allows each row; rows of an input that are equal have one answer."""
-    answers: dict[tuple[int, ...], Any] = {}
-    for row, tokens in enumerate(input_ids.tolist()):
-        batch_id = row // num_beams
-        prefix = (batch_id, *tokens)
-        if prefix not in answers:
-            answers[prefix] = function(batch_id, input_ids[row])
-        yield answers[prefix]
+def _difference(found: Tensor, expected: Tensor) -> str:
+    return "" if torch.equal(found, expected) else "allows other tokens than fastgen"
 
 
-def _reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Reason]:
+def _reasons(trie: PrefixTrie, num_beams: int, input_ids: Tensor, scores: Tensor) -> list[Reason]:
     """Why this call is left to transformers."""
-    rows, num_beams, function = input_ids.shape[0], processor._num_beams, processor._prefix_allowed_tokens_fn
-    reasons = []
+    rows, reasons = input_ids.shape[0], vocabulary_reasons(trie, scores.shape[1])
     if rows == 0 or rows % num_beams:
         reasons.append(Reason("ROWS_NOT_MULTIPLE", f"{rows} rows for {num_beams} beams (supported: a multiple)"))
     if input_ids.device != scores.device:
         text = f"scores are on {scores.device} (supported: {input_ids.device}, as input_ids)"
         reasons.append(Reason("SCORES_ON_OTHER_DEVICE", text))
-    if type(function) is PrefixTrie:
-        reasons += vocabulary_reasons(function, scores.shape[1])
     return reasons
 
 
@@ -99,14 +82,6 @@ def vocabulary_reasons(trie: PrefixTrie, vocabulary_size: int) -> list[Reason]:
 def all_rows_occur(rows: Tensor, row_count: int) -> bool:
     """Whether something is allowed in each row, given the row of each allowed token. Reads the device."""
     return bool(torch.bincount(rows, minlength=row_count).all())
-
-
-def _difference(found: Tensor, expected: Tensor) -> Difference | None:
-    return None if torch.equal(found, expected) else Difference("allows other tokens than fastgen")
-
-
-def _refuse(processor: Any, difference: Difference) -> None:
-    PATCH_SET.fail(NAME, f"{type(processor).__name__} {difference}")
 
 
 def trie_of(processor: Any) -> PrefixTrie | None:
@@ -127,8 +102,8 @@ def treats_rows_alone(processor: Any) -> bool:
 
 
 def trie_alone(processors: Any, vocabulary_size: int) -> PrefixTrie | None:
-    """The trie, where it is all that changes scores; None where they are to be processed."""
-    trie = trie_of(processors[0]) if len(processors) == 1 else None
+    """The trie of the only processor, where it is all that changes scores; None where they are to be processed."""
+    trie = trie_of(processors[0])
     if trie is None or vocabulary_reasons(trie, vocabulary_size) or PATCH_SET.newer_than_tested("transformers"):
         return None
     return trie

@@ -28,7 +28,7 @@ from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import PREFIX, Reason
 from fastgen.optimizer.transformers import checks, kv_layers, prefixes
-from fastgen.optimizer.transformers.models.latent_attention import expanding_in_parts
+from fastgen.optimizer.transformers.models import latent_attention
 
 Tokens = tuple[int, ...]
 LogLikelihood = tuple[float, bool]
@@ -189,9 +189,10 @@ class Scorer:
                 yield (context.tokens, continuation), _likelihood(scores, continuation)
 
     def _adopt(self, cache: Any, inputs: int, rows_per_input: int, limit: int, is_prefix: bool = False) -> None:
-        if kv_layers.adopt(cache, inputs, rows_per_input, limit, self.call, is_prefix):
-            modules = checks.facts_of(self.call, self.model).modules.values()
-            self.call.on_exit.enter_context(expanding_in_parts(modules))
+        facts = checks.facts_of(self.call, self.model)
+        is_adopted = kv_layers.adopt(cache, inputs, rows_per_input, limit, self.call, is_prefix)
+        if is_adopted and latent_attention.NAME in facts.code.names:
+            self.call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
 
     # Each context with each of its continuations.
 

@@ -8,8 +8,9 @@ Tests: tests/optimizer/transformers/test_generate_ngrams.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence
-from functools import cached_property, partial
+from collections import UserList
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,24 +25,29 @@ from fastgen.ops.tracing import is_watched
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import add_reasons, count
 from fastgen.optimizer.decoding.reasons import NGRAMS, Reason, with_code
-from fastgen.optimizer.decoding.verify_once import Difference, verify_once
+from fastgen.optimizer.transformers import compat
 from fastgen.provenance import comes_with
 
 GROUP = "transformers.no_repeat_ngram"
 
+# The patch that a call of each of these processors is sure to reach.
+PATCH_NAMES: dict[type, str] = {
+    NoRepeatNGramLogitsProcessor: "transformers.no_repeat_ngram",
+    EncoderNoRepeatNGramLogitsProcessor: "transformers.no_repeat_encoder_ngram",
+}
+
 
 def writing_processors(processors: LogitsProcessorList, generation_config: Any) -> LogitsProcessorList:
-    """The processors of a decoding loop, of which the first may write into the scores they are given."""
-    if _owns_scores(processors, generation_config) and any(map(_patch_name, processors[:1])):
-        return WritingProcessors(processors)
-    return processors
+    """The processors of a decoding loop, of which the first may write into the scores they are given.
 
-
-def _owns_scores(processors: LogitsProcessorList, generation_config: Any) -> bool:
-    """Whether nobody else holds the scores that this loop gives to its first processor, as far as is tested."""
-    if PATCH_SET.newer_than_tested("transformers") or generation_config.output_logits:  # which are returned
-        return False
-    return type(processors) is LogitsProcessorList and comes_with(LogitsProcessorList.__call__, LogitsProcessorList)
+    So where nobody else holds the scores that the loop gives to it, as far as is tested.
+    """
+    is_library = type(processors) is LogitsProcessorList and comes_with(
+        LogitsProcessorList.__call__, LogitsProcessorList
+    )
+    if not is_library or PATCH_SET.newer_than_tested("transformers") or generation_config.output_logits:
+        return processors  # the logits are returned
+    return WritingProcessors(processors) if any(map(_is_patched, processors[:1])) else processors
 
 
 class WritingProcessors(LogitsProcessorList):
@@ -50,40 +56,32 @@ class WritingProcessors(LogitsProcessorList):
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         done = 0
         for processor in [] if is_watched() else self:
-            if _patch_name(processor) is None or _reasons(processor, input_ids, scores):
+            if not _is_patched(processor) or _reasons(processor, input_ids, scores):
                 break
             if _can_ban(processor, input_ids):
-                count(implementation_for(scores.device.type).counted_as)
-                op.no_repeat_ngram_(input_ids, scores, processor.ngram_size, encoder_tokens=_encoder_tokens(processor))
+                _ban(op.no_repeat_ngram_, processor, input_ids, scores)
             done += 1
         return LogitsProcessorList(self[done:])(input_ids, scores, **kwargs)
 
 
-def _patch_name(processor: Any) -> str | None:
-    """The patch that a call of this processor is sure to reach; None for any other processor."""
-    names = {
-        NoRepeatNGramLogitsProcessor: "transformers.no_repeat_ngram",
-        EncoderNoRepeatNGramLogitsProcessor: "transformers.no_repeat_encoder_ngram",
-    }
-    name = names.get(type(processor))
-    return name if name is not None and PATCH_SET.in_effect(name) else None
+def _is_patched(processor: Any) -> bool:
+    name = PATCH_NAMES.get(type(processor))
+    return name is not None and PATCH_SET.in_effect(name)
 
 
 def no_repeat_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
     """`__call__` of both processors: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
-    if reasons := _reasons(self, input_ids, scores):
-        add_reasons(NGRAMS, reasons)
+    reasons = _reasons(self, input_ids, scores)
+    add_reasons(NGRAMS, reasons)
+    if reasons or not _can_ban(self, input_ids):
         return original(self, input_ids, scores)
-    if not _can_ban(self, input_ids):
-        return original(self, input_ids, scores)
-
-    def ours() -> Tensor:
-        count(implementation_for(scores.device.type).counted_as)
-        return op.no_repeat_ngram(input_ids, scores, self.ngram_size, encoder_tokens=_encoder_tokens(self))
-
-    if not PATCH_SET.newer_than_tested("transformers"):
-        return ours()
-    return verify_once(type(self), ours, lambda: original(self, input_ids, scores), _difference, partial(_refuse, self))
+    return compat.verified_if_newer(
+        GROUP,
+        type(self),
+        lambda: _ban(op.no_repeat_ngram, self, input_ids, scores),
+        lambda: original(self, input_ids, scores),
+        _difference,
+    )
 
 
 def encoder_ngrams(original: Callable, self: Any, encoder_ngram_size: int, encoder_input_ids: Tensor) -> None:
@@ -103,7 +101,7 @@ def _is_usual_sync(encoder_input_ids: Any) -> bool:
     return encoder_input_ids.dtype in op.TOKEN_DTYPES and not bool((encoder_input_ids < 0).any())
 
 
-class EncoderNGrams(MutableSequence):
+class EncoderNGrams(UserList):
     """The n-grams of the encoder's input: its tokens, and once somebody asks for them, transformers' dictionaries.
 
     Item i is the dictionary of input i, from the first n - 1 tokens of an n-gram to the list of its last ones.
@@ -111,69 +109,50 @@ class EncoderNGrams(MutableSequence):
     """
 
     def __init__(self, ngram_size: int, encoder_input_ids: Tensor) -> None:
-        self.ngram_size = ngram_size
-        self.encoder_input_ids = encoder_input_ids
+        self.ngram_size, self.encoder_input_ids = ngram_size, encoder_input_ids
 
     @cached_property
-    def dictionaries(self) -> list[dict]:
+    def data(self) -> list[dict]:  # type: ignore[override]
         return logits_process._get_ngrams(self.ngram_size, self.encoder_input_ids, self.encoder_input_ids.shape[0])
 
-    def unsupported_reasons(self, processor: Any, input_ids: Tensor) -> list[Reason]:
-        """Why the dictionaries have to be looked up for these rows."""
-        inputs, rows = self.encoder_input_ids.shape[0], input_ids.shape[0]
-        reasons = []
-        if "dictionaries" in vars(self):
-            text = "the dictionaries of the encoder's n-grams were read, and may have been changed"
-            reasons.append(Reason("NGRAMS_READ", text))
-        if (processor.ngram_size, processor.batch_size) != (self.ngram_size, inputs):
-            reasons.append(Reason("PROCESSOR_CHANGED", "ngram_size or batch_size of the processor was changed"))
-        for name in ("dtype", "device"):
-            wanted, found = getattr(input_ids, name), getattr(self.encoder_input_ids, name)
-            if found != wanted:
-                text = f"encoder_input_ids has {name} {found} (supported: {wanted}, as input_ids)"
-                reasons.append(Reason("SHAPES", text))
-        if inputs == 0 or rows % inputs:
-            reasons.append(Reason("ROWS_NOT_MULTIPLE", f"{rows} rows for {inputs} inputs (supported: a multiple)"))
-        return reasons
-
     def __getitem__(self, index: Any) -> Any:
-        return self.dictionaries[index]
+        return self.data[index]
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.dictionaries[index] = value
-
-    def __delitem__(self, index: Any) -> None:
-        del self.dictionaries[index]
-
-    def insert(self, index: int, value: dict) -> None:
-        self.dictionaries.insert(index, value)
-
-    def __len__(self) -> int:
-        return len(self.dictionaries)
-
-    def __eq__(self, other: object) -> bool:
-        return self.dictionaries == (other.dictionaries if isinstance(other, EncoderNGrams) else other)
-
-    def __repr__(self) -> str:
-        return repr(self.dictionaries)
+    def __copy__(self) -> Any:
+        return self.data.copy()
 
     def __reduce__(self) -> tuple:
         """As a list: what is pickled is read without fastgen, too."""
-        return list, (self.dictionaries,)
+        return list, (self.data,)
 
 
 def _reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Reason]:
     """Why this call is left to transformers."""
     if type(processor.ngram_size) is not int or processor.ngram_size < 1:
         return [Reason("NGRAM_SIZE", f"ngram_size is {processor.ngram_size!r} (supported: int of 1 or more)")]
-    if reasons := op.unsupported_reasons(input_ids, scores):
-        return with_code("SHAPES", reasons)
+    if texts := op.unsupported_reasons(input_ids, scores):
+        return with_code("SHAPES", texts)
     if not isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
         return []
     ngrams = processor.generated_ngrams
     if not isinstance(ngrams, EncoderNGrams):
         return [Reason("PROCESSOR_MADE_ELSEWHERE", "the processor was made without fastgen")]
-    return ngrams.unsupported_reasons(processor, input_ids)
+    tokens = ngrams.encoder_input_ids
+    inputs, rows = tokens.shape[0], input_ids.shape[0]
+    reasons = []
+    if "data" in vars(ngrams):
+        text = "the dictionaries of the encoder's n-grams were read, and may have been changed"
+        reasons.append(Reason("NGRAMS_READ", text))
+    if (processor.ngram_size, processor.batch_size) != (ngrams.ngram_size, inputs):
+        reasons.append(Reason("PROCESSOR_CHANGED", "ngram_size or batch_size of the processor was changed"))
+    for name in ("dtype", "device"):
+        wanted, found = getattr(input_ids, name), getattr(tokens, name)
+        if found != wanted:
+            text = f"encoder_input_ids has {name} {found} (supported: {wanted}, as input_ids)"
+            reasons.append(Reason("SHAPES", text))
+    if inputs == 0 or rows % inputs:
+        reasons.append(Reason("ROWS_NOT_MULTIPLE", f"{rows} rows for {inputs} inputs (supported: a multiple)"))
+    return reasons
 
 
 def _can_ban(processor: Any, input_ids: Tensor) -> bool:
@@ -182,15 +161,13 @@ def _can_ban(processor: Any, input_ids: Tensor) -> bool:
     return not is_own or input_ids.shape[1] >= processor.ngram_size
 
 
-def _encoder_tokens(processor: Any) -> Tensor | None:
-    if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
-        return processor.generated_ngrams.encoder_input_ids
-    return None
+def _ban(ban: Callable[..., Tensor], processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Calls this form of the op, and counts it."""
+    count(implementation_for(scores.device.type).counted_as)
+    is_of_encoder = isinstance(processor, EncoderNoRepeatNGramLogitsProcessor)
+    tokens = processor.generated_ngrams.encoder_input_ids if is_of_encoder else None
+    return ban(input_ids, scores, processor.ngram_size, encoder_tokens=tokens)
 
 
-def _difference(found: Tensor, expected: Tensor) -> Difference | None:
-    return None if torch.equal(found.isneginf(), expected.isneginf()) else Difference("bans other tokens than fastgen")
-
-
-def _refuse(processor: Any, difference: Difference) -> None:
-    PATCH_SET.fail(GROUP, f"{type(processor).__name__} {difference}")
+def _difference(found: Tensor, expected: Tensor) -> str:
+    return "" if torch.equal(found.isneginf(), expected.isneginf()) else "bans other tokens than fastgen"

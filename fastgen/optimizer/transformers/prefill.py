@@ -26,8 +26,7 @@ from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, PREFIX, USER_CACHE, Reason
 from fastgen.optimizer.transformers import checks, kv_layers, prefixes, row_groups, verification
-from fastgen.optimizer.transformers.models import images
-from fastgen.optimizer.transformers.models.latent_attention import expanding_in_parts
+from fastgen.optimizer.transformers.models import images, latent_attention
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
 from fastgen.optimizer.transformers.row_groups import RowGroups
 
@@ -54,12 +53,13 @@ def prefill(
     groups, compared, reasons = groups_of_equal_rows(call, self, arguments, generation_config)
     call.set_rows(groups.inputs, groups.rows)
     each_alone, prefix = len(groups) == groups.rows, None
-    if not each_alone:
+    has_images = not each_alone and arguments.get(row_groups.IMAGES) is not None
+    if has_images:
         reasons = reasons or images.unsupported_reasons_sync(arguments, self.config, groups)
     if each_alone or not reasons:
-        given = arguments
-        if not each_alone:
-            given = images.with_one_row_per_group(row_groups.one_per_group(arguments, groups), groups)
+        given = arguments if each_alone else row_groups.one_per_group(arguments, groups)
+        if has_images:
+            given = images.with_one_row_per_group(given, groups)
         prefix = prefixes.common_prefix_sync(call, self, given, generation_config)
     if each_alone and prefix is not None:
         reasons, compared = [], True
@@ -178,8 +178,10 @@ def expand_prefix(
 ) -> None:
     """Makes a cache with the prefix one of a row for each group, to which what follows can be added."""
     rest = prefix.columns_behind + (limit if groups.rows_per_input == 1 else 0)
-    if len(groups) > 1 and kv_layers.adopt(cache, 1, len(groups), rest, call, is_prefix=True):
-        call.on_exit.enter_context(expanding_in_parts(checks.facts_of(call, model).modules.values()))
+    facts = checks.facts_of(call, model)
+    is_adopted = len(groups) > 1 and kv_layers.adopt(cache, 1, len(groups), rest, call, is_prefix=True)
+    if is_adopted and latent_attention.NAME in facts.code.names:
+        call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
     call.report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.kept, prefix.kept)
 
 
@@ -212,8 +214,9 @@ def expand(
         if not groups.are_inputs:
             kv_layers.repeat(cache, groups.of_inputs)
         is_adopted |= kv_layers.adopt(cache, groups.inputs, groups.rows_per_input, limit, call)
-    if is_adopted:  # otherwise the library may compile the model's forward as it finds it
-        call.on_exit.enter_context(expanding_in_parts(checks.facts_of(call, model).modules.values()))
+    facts = checks.facts_of(call, model)
+    if is_adopted and latent_attention.NAME in facts.code.names:  # otherwise the library may compile the forward
+        call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
     if not groups.are_inputs and groups.rows_per_input == 1:
         sizes = ", ".join(map(str, groups.sizes[:8]))
         text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"

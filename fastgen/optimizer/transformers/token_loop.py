@@ -24,9 +24,8 @@ from fastgen.optimizer.decoding.checks import unwanted_reasons
 from fastgen.optimizer.decoding.loop_state import LateStopCheck
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
-from fastgen.optimizer.transformers import checks
+from fastgen.optimizer.transformers import checks, no_repeat_ngram
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
-from fastgen.optimizer.transformers.no_repeat_ngram import writing_processors
 from fastgen.optimizer.transformers.requested_outputs import drop_unused_outputs
 
 
@@ -42,7 +41,9 @@ def sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    processors = writing_processors(logits_processor, generation_config)
+    processors = logits_processor
+    if processors and type(processors[0]) in no_repeat_ngram.PATCH_NAMES:
+        processors = no_repeat_ngram.writing_processors(processors, generation_config)
     call, captures, compacts = current_call(), False, False
     if call is not None and _fits(call, streamer, generation_config):
         steps, rows = (generation_config.max_length or 0) - input_ids.shape[1], len(input_ids)

@@ -21,6 +21,7 @@ from vocoders import (
 )
 
 import fastgen
+from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer import vocoder as op
 from fastgen.optimizer.decoding import verify_once
 from fastgen.optimizer.decoding.reasons import VOCODER
@@ -314,8 +315,8 @@ def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypat
 
     failed, real = [], host.faster_waveform
     monkeypatch.setattr(verify_once, "_verified", set())
-    monkeypatch.setattr(host.PATCH_SET, "newer_than_tested", lambda name: True)
-    monkeypatch.setattr(host.PATCH_SET, "fail", lambda group, reason: failed.append(group))
+    monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda name: True)
+    monkeypatch.setattr(PATCH_SET, "fail", lambda group, reason: failed.append(group))
     monkeypatch.setattr(host, "faster_waveform", lambda *given: real(*given) + (0 if is_right else 0.01))
     vocoder = vocoder_of("SeamlessM4THifiGan")
     with onednn():

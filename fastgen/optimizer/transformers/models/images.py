@@ -20,8 +20,6 @@ from fastgen.optimizer.transformers.row_groups import IMAGES, RowGroups
 
 def with_one_row_per_group(arguments: dict[str, Any], groups: RowGroups) -> dict[str, Any]:
     """The same arguments with the items of the first row of each group only."""
-    if arguments.get(IMAGES) is None:
-        return arguments
     firsts = groups.firsts.tolist()
     reduced = {modality: _items_of(output, groups.rows, firsts) for modality, output in arguments[IMAGES].items()}
     return {**arguments, IMAGES: reduced}
@@ -29,7 +27,7 @@ def with_one_row_per_group(arguments: dict[str, Any], groups: RowGroups) -> dict
 
 def unsupported_reasons_sync(arguments: dict[str, Any], config: Any, groups: RowGroups) -> list[Reason]:
     """Why these items cannot be reduced to those of one row per group; empty if they can. Reads the device."""
-    for modality, output in (arguments.get(IMAGES) or {}).items():
+    for modality, output in arguments[IMAGES].items():
         items = getattr(output, "pooler_output", None)
         token_id = getattr(config, f"{modality}_token_id", None)
         deep = getattr(output, "deepstack_features", None)
@@ -62,7 +60,7 @@ def features_of_rows_sync(arguments: dict[str, Any], config: Any) -> dict[str, t
     models that also put them into later layers, are the library's. Reads the device.
     """
     found = {}
-    for modality, output in (arguments.get(IMAGES) or {}).items():
+    for modality, output in arguments[IMAGES].items():
         items, token_id = getattr(output, "pooler_output", None), getattr(config, f"{modality}_token_id", None)
         if items is None or token_id is None or getattr(output, "deepstack_features", None) is not None:
             return None

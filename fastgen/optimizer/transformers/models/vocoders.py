@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.ops.tolerances import tolerance
-from fastgen.optimizer import PATCH_SET, PATCHES
-from fastgen.optimizer.decoding.verify_once import Difference, verify_once
+from fastgen.optimizer import PATCHES
+from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.optimizer.vocoder import Layers, Step, called, faster_waveform, residual
-from fastgen.patching import disabled
 
 # In which a codec pads: those of torch's `pad` that put no numbers of their own there.
 _PAD_MODES = ("constant", "reflect", "replicate")
@@ -68,22 +67,15 @@ def verified(owner: nn.Module, found: Tensor | None, original: Callable[[], Tens
     """What was found, if anything; where transformers is newer than any version tested, a class is compared first."""
     if found is None:
         return original()
-    if not PATCH_SET.newer_than_tested("transformers"):
-        return found
     kind, waveform = library_class(owner), found
     group = next(patch.group for patch in PATCHES if patch.path[0] == kind.__name__)
-
-    def refuse(difference: Difference) -> None:
-        PATCH_SET.fail(group, f"{kind.__name__} {difference}")
-
-    with disabled():
-        return verify_once(kind, lambda: waveform, original, _difference, refuse)
+    return compat.verified_if_newer(group, kind, lambda: waveform, original, _difference)
 
 
-def _difference(found: Tensor, expected: Tensor) -> Difference | None:
+def _difference(found: Tensor, expected: Tensor) -> str:
     atol = tolerance("waveform", found.dtype)
     is_equal = found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=atol)
-    return None if is_equal else Difference("made another waveform than fastgen")
+    return "" if is_equal else "made another waveform than fastgen"
 
 
 def library_class(owner: nn.Module) -> type[nn.Module]:

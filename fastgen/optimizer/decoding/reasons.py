@@ -66,3 +66,8 @@ REORDERS_ITSELF = Reason("REORDERS_ITSELF", "the model reorders its cache itself
 def with_code(code: str, texts: Iterable[str | Reason]) -> list[Reason]:
     """Reasons of code that has no codes, such as a kernel's, under one; a `Reason` keeps its own."""
     return [text if isinstance(text, Reason) else Reason(code, text) for text in texts]
+
+
+def that_hold(*cases: tuple[str, str, object]) -> list[Reason]:
+    """The reasons of these cases, code, text and condition, whose condition is true."""
+    return [Reason(code, text) for code, text, is_so in cases if is_so]

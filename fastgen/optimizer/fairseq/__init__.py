@@ -25,7 +25,7 @@ PATCHES = (
             "attention",
             "modules.multihead_attention:MultiheadAttention.forward"
             "(self, query, key, value, key_padding_mask, incremental_state, need_weights)",
-            "attention:forward",
+            "modules:multihead_attention",
         ),
         (
             "decoder",

@@ -1,4 +1,4 @@
-"""Which modules of a model of fairseq get caches of fastgen, and why a call, or a part of it, is left to fairseq.
+"""Checks of a call of fairseq: which modules get caches of fastgen, and why a part of it is left to fairseq.
 
 Tests: tests/optimizer/fairseq/test_fairseq_foreign_code.py, tests/optimizer/fairseq/test_fairseq_caches.py,
 tests/optimizer/fairseq/test_fairseq_limits.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +24,7 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import checks
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import KnownCode, ModelFacts
-from fastgen.optimizer.decoding.reasons import Reason
+from fastgen.optimizer.decoding.reasons import Reason, that_hold
 from fastgen.provenance import PYTHON, comes_with, packages_of
 
 # What `net_input` may call the source, the first one that it has.
@@ -99,8 +98,11 @@ class ModelPlan:
 
     def find_others(self, decoder: nn.Module) -> None:
         """Notes the modules of this decoder that keep states as in fairseq."""
-        known = {*self.self_attention, *self.cross_attention}
-        self.others = [module for module in decoder.modules() if module not in known and _has_state(module)]
+        known, none = {*self.self_attention, *self.cross_attention}, FairseqIncrementalDecoder
+        for module in decoder.modules():
+            reorder = getattr(type(module), "reorder_incremental_state", None)
+            if module not in known and reorder not in (None, none.reorder_incremental_state):
+                self.others.append(module)
 
 
 def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
@@ -112,8 +114,7 @@ def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
         result.reasons.append(Reason("USER_CODE", f"{what} is not fairseq's, and may be left out"))
     if result.reasons:
         return result
-    attentions = [layer.self_attn for layer in decoder.layers]
-    crosses = _cross_attentions(decoder)
+    attentions, crosses = [layer.self_attn for layer in decoder.layers], _cross_attentions(decoder)
     result.self_attention = [one for one in attentions if not attention_reasons(one) and one.self_attention]
     result.cross_attention = [one for one in crosses if not attention_reasons(one) and one.encoder_decoder_attention]
     if not (result.self_attention or result.cross_attention):
@@ -146,25 +147,25 @@ def goes_by_states(module: Any) -> bool:
 
 def decoder_reasons(decoder: Any) -> list[Reason]:
     """Why nothing inside this decoder is known; empty if its layers are fairseq's Transformer's, or go by states."""
+    name, layers = type(decoder).__name__, getattr(decoder, "layers", ())
+    methods = ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting")
     if not isinstance(decoder, TransformerDecoderBase) and not goes_by_states(decoder):
-        text = f"decoder {type(decoder).__name__} (supported: fairseq's Transformer decoders)"
-        return [Reason("DECODER", text)]
-    if type(decoder.layers) is not nn.ModuleList:  # it would draw random numbers whenever it is looked through
-        text = f"layers of the decoder in a {type(decoder.layers).__name__} (supported: ModuleList)"
-        return [Reason("DECODER", text)]
-    for name in ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting"):
-        if _is_replaced(decoder, TransformerDecoderBase, name):
-            return [Reason("METHOD_REPLACED", f"decoder {type(decoder).__name__} has a {name} of its own")]
-    if len(set(decoder.layers)) < len(decoder.layers):
-        return [Reason("DECODER", "layers of the decoder are used more than once")]
-    for layer in decoder.layers:
-        is_known = isinstance(layer, TransformerDecoderLayerBase) or goes_by_states(layer)
-        if not is_known or _is_replaced(layer, TransformerDecoderLayerBase, "forward"):
-            text = f"layer {type(layer).__name__} of the decoder (supported: fairseq's Transformer layer)"
-            return [Reason("DECODER", text)]
-        if getattr(layer, "onnx_trace", False):
-            return [Reason("DECODER", "the decoder is prepared for ONNX")]
-    return []
+        return [Reason("DECODER", f"decoder {name} (supported: fairseq's Transformer decoders)")]
+    if type(layers) is not nn.ModuleList:  # it would draw random numbers whenever it is looked through
+        return [Reason("DECODER", f"layers of the decoder in a {type(layers).__name__} (supported: ModuleList)")]
+    if found := [method for method in methods if _is_replaced(decoder, TransformerDecoderBase, method)]:
+        return [Reason("METHOD_REPLACED", f"decoder {name} has a {found[0]} of its own")]
+    kind = TransformerDecoderLayerBase
+    others = [layer for layer in layers if not isinstance(layer, kind) and not goes_by_states(layer)]
+    others += [layer for layer in layers if _is_replaced(layer, kind, "forward")]
+    return that_hold(
+        ("DECODER", "layers of the decoder are used more than once", len(set(layers)) < len(layers)),
+        *(
+            ("DECODER", f"layer {type(layer).__name__} of the decoder (supported: fairseq's Transformer layer)", True)
+            for layer in others
+        ),
+        ("DECODER", "the decoder is prepared for ONNX", any(getattr(layer, "onnx_trace", False) for layer in layers)),
+    )[:1]
 
 
 def attention_reasons(attention: Any) -> list[Reason]:
@@ -172,14 +173,14 @@ def attention_reasons(attention: Any) -> list[Reason]:
     if type(attention) is not MultiheadAttention and not goes_by_states(attention):
         text = f"attention {type(attention).__name__} (supported: fairseq's MultiheadAttention)"
         return [Reason("ATTENTION", text)]
-    found = {
-        "code of its own": any(map(callable, vars(attention).values())),
-        "xFormers": attention.use_xformers,
-        "add_bias_kv": attention.bias_k is not None or attention.bias_v is not None,
-        "add_zero_attn": attention.add_zero_attn,
-        "onnx_trace": attention.onnx_trace,
-    }
-    return [Reason("ATTENTION", f"attention with {name}") for name, is_so in found.items() if is_so]
+    has_bias = attention.bias_k is not None or attention.bias_v is not None
+    return that_hold(
+        ("ATTENTION", "attention with code of its own", any(map(callable, vars(attention).values()))),
+        ("ATTENTION", "attention with xFormers", attention.use_xformers),
+        ("ATTENTION", "attention with add_bias_kv", has_bias),
+        ("ATTENTION", "attention with add_zero_attn", attention.add_zero_attn),
+        ("ATTENTION", "attention with onnx_trace", attention.onnx_trace),
+    )
 
 
 def computes_whole(attention: Any) -> bool:
@@ -218,7 +219,12 @@ def loop_reasons_sync(
     max_len: None where the sample has no source.
     """
     ensemble, facts = generator.model, [call.facts_of(model, KNOWN) for model in generator.model.models]
-    modules = [module for one in facts for module in one.modules.values()]
+    dropouts = [one for found in facts for one in found.modules.values() if isinstance(one, FairseqDropout)]
+    is_in_training = ensemble.training or any(found.in_training for found in facts)
+    is_short = max_len is not None and max_len < generator.min_len
+    is_unknown = type(ensemble) not in (EnsembleModel, EnsembleModelWithAlignment)
+    keeps_dropout = any(one.p > 0 and one.apply_during_inference for one in dropouts)
+    cannot_constrain = constraints is not None and not generator.search.supports_constraints
     replaced = [
         f"{name} of the ensemble is not that of fairseq"
         for name in ("reorder_incremental_state", "reorder_encoder_out")
@@ -226,35 +232,21 @@ def loop_reasons_sync(
     ]
     if not comes_with(generator.finalize_hypos, SequenceGenerator):
         replaced.append(f"{type(generator).__name__}.finalize_hypos is not that of SequenceGenerator")
-    found = {
-        Reason("UNTESTED", "this version of fairseq is newer than those that fastgen was tested with"): (
-            PATCH_SET.newer_than_tested("fairseq")
-        ),
-        Reason("ENSEMBLE_TYPE", f"models in a {type(ensemble).__name__} (supported: EnsembleModel)"): (
-            type(ensemble) not in (EnsembleModel, EnsembleModelWithAlignment)
-        ),
-        Reason("GRADIENTS", "autograd records, but caches are written in place"): torch.is_grad_enabled(),
-        Reason("STARTS_WITH_PADDING", "the first token is padding"): first_token == generator.pad,
-        Reason("TRAINING", "dropout stays on during inference"): any(
-            isinstance(module, FairseqDropout) and module.p > 0 and module.apply_during_inference for module in modules
-        ),
-        Reason("TRAINING", "a model, or a module of one, is in training mode"): (
-            ensemble.training or any(one.in_training for one in facts)
-        ),
-        Reason("NO_SOURCE", f"net_input without a source (accepted: {', '.join(SOURCES)})"): max_len is None,
-        Reason("MIN_LEN", f"min_len {generator.min_len} is above the longest output"): (
-            max_len is not None and max_len < generator.min_len
-        ),
-        Reason("CONSTRAINTS", f"constraints, which {type(generator.search).__name__} does not support"): (
-            constraints is not None and not generator.search.supports_constraints
-        ),
-        # fairseq brings beams back that had ended where a prefix ends its sentence; their caches hold padding.
-        Reason("PREFIX_ENDS", "a prefix holds the end of the sentence"): (
-            prefixes is not None and bool(prefixes.eq(generator.eos).any())
-        ),
-    }
-    reasons = [Reason("METHOD_REPLACED", text) for text in replaced]
-    reasons += [reason for reason, is_so in found.items() if is_so]
+    # fairseq brings beams back that had ended where a prefix ends its sentence; their caches hold padding.
+    has_end = prefixes is not None and bool(prefixes.eq(generator.eos).any())
+    reasons = that_hold(
+        *(("METHOD_REPLACED", text, True) for text in replaced),
+        ("UNTESTED", "this version of fairseq is newer than any tested", PATCH_SET.newer_than_tested("fairseq")),
+        ("ENSEMBLE_TYPE", f"models in a {type(ensemble).__name__} (supported: EnsembleModel)", is_unknown),
+        ("GRADIENTS", "autograd records, but caches are written in place", torch.is_grad_enabled()),
+        ("STARTS_WITH_PADDING", "the first token is padding", first_token == generator.pad),
+        ("TRAINING", "dropout stays on during inference", keeps_dropout),
+        ("TRAINING", "a model, or a module of one, is in training mode", is_in_training),
+        ("NO_SOURCE", f"net_input without a source (accepted: {', '.join(SOURCES)})", max_len is None),
+        ("MIN_LEN", f"min_len {generator.min_len} is above the longest output", is_short),
+        ("CONSTRAINTS", f"constraints, which {type(generator.search).__name__} does not support", cannot_constrain),
+        ("PREFIX_ENDS", "a prefix holds the end of the sentence", has_end),
+    )
     return [*dict.fromkeys(reasons + [reason for one in plans for reason in one.reasons])]
 
 
@@ -262,7 +254,10 @@ def can_capture(call: GenerateCall, generator: HostGenerator, plans: list[ModelP
     """Whether a loop of up to `max_len` steps should try to; tells the report why not."""
     model, user_code = generator.model.single_model, plans[0].user_code[:1]
     called = [Reason("USER_CODE", f"user code is called in each step: {what}") for what in user_code]
-    reasons = partial(_step_reasons, generator, plans, max_len)
+
+    def reasons() -> list[Reason]:
+        return _step_reasons(generator, plans, max_len)
+
     return checks.can_capture(call, model, model.decoder, rows, max_len, KNOWN, reasons, lambda: called)
 
 
@@ -270,21 +265,17 @@ def _step_reasons(generator: HostGenerator, plans: list[ModelPlan], max_len: int
     """Why steps of this generator are not captured, as far as its models tell."""
     if len(plans) > 1:
         return [Reason("ENSEMBLE", f"an ensemble of {len(plans)} models")]
-    plan, decoder = plans[0], generator.model.single_model.decoder
+    plan, ensemble, decoder = plans[0], generator.model, generator.model.single_model.decoder
     known, crosses = {*plan.self_attention, *plan.cross_attention}, _cross_attentions(decoder)
-    found = {
-        Reason("METHOD_REPLACED", "forward_decoder of the ensemble is not that of fairseq"): (
-            not comes_with(generator.model.forward_decoder, EnsembleModel)
-        ),
-        Reason("HOOKS", "the decoder has forward hooks"): plan.watched,
-        Reason("MODEL_STATE", "attention of the decoder has states of its own, or is used more than once"): (
-            bool(plan.others) or len(known) != len(decoder.layers) + len(crosses)
-        ),
-        Reason("ENCODER_ROWS", "the decoder gets the encoder's output for each row"): (
-            bool(crosses) and not plan.by_input
-        ),
-    }
-    return [reason for reason, is_so in found.items() if is_so] + _position_reasons(decoder.embed_positions, max_len)
+    is_ours = comes_with(ensemble.forward_decoder, EnsembleModel)
+    keeps_states = bool(plan.others) or len(known) != len(decoder.layers) + len(crosses)
+    gets_all_rows = bool(crosses) and not plan.by_input
+    return that_hold(
+        ("METHOD_REPLACED", "forward_decoder of the ensemble is not that of fairseq", not is_ours),
+        ("HOOKS", "the decoder has forward hooks", plan.watched),
+        ("MODEL_STATE", "attention of the decoder has states of its own, or is used more than once", keeps_states),
+        ("ENCODER_ROWS", "the decoder gets the encoder's output for each row", gets_all_rows),
+    ) + _position_reasons(decoder.embed_positions, max_len)
 
 
 def _position_reasons(positions: Any, max_len: int) -> list[Reason]:
@@ -298,8 +289,7 @@ def _position_reasons(positions: Any, max_len: int) -> list[Reason]:
     else:
         return [Reason("POSITIONS", f"positions of a {type(positions).__name__}")]
     needed = (positions.padding_idx or 0) + max_len + 2
-    text = f"positions up to {needed} in a table of {most}"
-    return [Reason("POSITIONS", text)] if needed > most else []
+    return that_hold(("POSITIONS", f"positions up to {needed} in a table of {most}", needed > most))
 
 
 def _cross_attentions(decoder: Any) -> list[Any]:
@@ -314,10 +304,5 @@ def _is_in_decoder(name: str) -> bool:
 
 def _is_replaced(module: nn.Module, base: type, name: str) -> bool:
     """Whether this method is another than that of `base`, or of the class that goes by states."""
-    is_other = not goes_by_states(module) and getattr(type(module), name) is not getattr(base, name)
+    is_other = not goes_by_states(module) and getattr(type(module), name, None) is not getattr(base, name)
     return is_other or name in vars(module)
-
-
-def _has_state(module: nn.Module) -> bool:
-    reorder = getattr(type(module), "reorder_incremental_state", None)
-    return reorder not in (None, FairseqIncrementalDecoder.reorder_incremental_state)

@@ -171,7 +171,7 @@ class FairseqDecodeStep(DecodeStep):
     captured steps, `[inputs, 1, 1, source_length]`; None where nothing has to be hidden.
     """
 
-    prefill_is_a_step = True  # a prompt is computed before the loop begins, see prompt.py
+    prefill_is_a_step = True  # a prompt is computed before the loop begins, see `loop.prefill_sync`
 
     def __init__(
         self, call: GenerateCall, generator: HostGenerator, states: list[DecodingState], max_len: int, captures: bool

@@ -28,8 +28,7 @@ from fastgen.optimizer.fairseq.checks import (
     plan,
 )
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
-from fastgen.optimizer.fairseq.loop import Hypothesis, Loop
-from fastgen.optimizer.fairseq.prompt import prefill_sync
+from fastgen.optimizer.fairseq.loop import Hypothesis, Loop, prefill_sync
 from fastgen.provenance import is_from_elsewhere
 
 
@@ -44,13 +43,14 @@ def generate(
     net_input, first_token = sample["net_input"], self.eos if bos_token is None else bos_token
     with generate_call(type(self.model.single_model).__name__) as call:
         plans = [plan(model, call.facts_of(model, KNOWN)) for model in self.model.models]
-        source = source_of(self, net_input)
-        max_len = None if source is None else max_len_sync(self, *source)
-        reasons = loop_reasons_sync(call, self, plans, max_len, first_token, prefix_tokens, constraints)
-        if source is None or max_len is None or reasons:
+        found = source_of_sync(self, net_input)
+        limit = None if found is None else found[-1]
+        reasons = loop_reasons_sync(call, self, plans, limit, first_token, prefix_tokens, constraints)
+        if found is None or reasons:
             call.report.add_reasons(LOOP, reasons)
             return original(self, sample, prefix_tokens, constraints, bos_token)
-        inputs, device = source[0].shape[0], source[0].device
+        source, lengths, max_len = found
+        inputs, device = source.shape[0], source.device
         call.set_rows(inputs, inputs * self.beam_size)
         call.is_accelerated = True
         _describe(call.report, plans)
@@ -60,15 +60,19 @@ def generate(
         with faster_forwards(modules, linears(), call.report.usages), _undone(call):
             self.search.init_constraints(constraints, self.beam_size)
             row_inputs = torch.arange(inputs, device=device).repeat_interleave(self.beam_size)
-            step = decode_step(call, self, plans, net_input, row_inputs, max_len)
-            prompt = prefill_sync(self, prefix_tokens, first_token, step.states, max_len)
+            captures = can_capture(call, self, plans, call.rows, max_len)
+            states = [DecodingState(one, inputs, self.beam_size, max_len + 1) for one in plans]
+            outputs = self.model.forward_encoder(net_input)
+            for model, state, output in zip(self.model.models, states, outputs or ()):
+                state.set_encoder_out(model.encoder, output, row_inputs)
+            step = FairseqDecodeStep(call, self, states, max_len, captures)
+            prompt = prefill_sync(self, prefix_tokens, first_token, states, max_len)
             if prompt is not None:
-                call.report.shared.append(
-                    f"the first {prompt.length} tokens of the prompt: once per input, in one pass"
-                )
+                text = f"the first {prompt.length} tokens of the prompt: once per input, in one pass"
+                call.report.shared.append(text)
             ids = sample.get("id")
             ids = ids if isinstance(ids, Tensor) else torch.arange(inputs, device=device)
-            return Loop(self, step, max_len, first_token, device, ids, source[1], prefix_tokens, prompt).run()
+            return Loop(self, step, max_len, first_token, device, ids, lengths, prefix_tokens, prompt).run()
 
 
 @contextmanager
@@ -86,47 +90,27 @@ def _undone(call: GenerateCall) -> Iterator[None]:
         raise
 
 
-def decode_step(
-    call: GenerateCall,
-    generator: HostGenerator,
-    plans: list[ModelPlan],
-    net_input: dict[str, Any],
-    row_inputs: Tensor,
-    max_len: int,
-) -> FairseqDecodeStep:
-    """Encodes the sources; returns the step of the models that decode them. row_inputs: the input of each row."""
-    captures = can_capture(call, generator, plans, call.rows, max_len)
-    states = [DecodingState(one, call.inputs, generator.beam_size, max_len + 1) for one in plans]
-    outputs = generator.model.forward_encoder(net_input)
-    for model, state, output in zip(generator.model.models, states, outputs or ()):
-        state.set_encoder_out(model.encoder, output, row_inputs)
-    return FairseqDecodeStep(call, generator, states, max_len, captures)
+def source_of_sync(generator: HostGenerator, net_input: dict[str, Any]) -> tuple[Tensor, Tensor, int] | None:
+    """What is given to the encoder, its lengths `[inputs]`, and the largest number of tokens before an output's end.
 
-
-def source_of(generator: HostGenerator, net_input: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """What is given to the encoder (tokens, frames or samples), `[inputs, source_length, …]`, and lengths `[inputs]`.
-
-    Lengths are those without padding; of tokens without the end of the sentence, unless they are given.
+    Lengths are those without padding; of tokens without the end of the sentence, unless they are given. Reads the
+    device only if outputs are as long as their sources. None for a source of no known name.
     """
     name = next((name for name in SOURCES if name in net_input), None)
     if name is None:
         return None
-    source = net_input[name]
+    source = net_input[name]  # tokens, frames or samples, [inputs, source_length, …]
     if name == "src_tokens":
         lengths = net_input.get("src_lengths")
-        is_word = source.ne(generator.eos) & source.ne(generator.pad)
-        return source, is_word.long().sum(dim=1) if lengths is None else lengths
-    padding = net_input["padding_mask"]
-    if padding is None:
-        return source, torch.full((source.shape[0],), source.shape[1], device=source.device)
-    return source, padding.shape[-1] - padding.sum(-1)
-
-
-def max_len_sync(generator: HostGenerator, source: Tensor, lengths: Tensor) -> int:
-    """The largest number of tokens before the end; reads the device only if outputs are as long as their sources."""
-    if generator.match_source_len:
-        return int(lengths.max())
-    return min(int(generator.max_len_a * source.shape[1] + generator.max_len_b), generator.max_len - 1)
+        if lengths is None:
+            lengths = (source.ne(generator.eos) & source.ne(generator.pad)).long().sum(dim=1)
+    elif (padding := net_input["padding_mask"]) is None:
+        lengths = torch.full((source.shape[0],), source.shape[1], device=source.device)
+    else:
+        lengths = padding.shape[-1] - padding.sum(-1)
+    max_len = min(int(generator.max_len_a * source.shape[1] + generator.max_len_b), generator.max_len - 1)
+    max_len = int(lengths.max()) if generator.match_source_len else max_len
+    return source, lengths, max_len
 
 
 def _describe(report: Report, plans: list[ModelPlan]) -> None:

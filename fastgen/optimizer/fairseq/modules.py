@@ -1,11 +1,14 @@
-"""Forwards of fairseq's modules while fastgen generates: without reading tokens on the host, or what Python counts.
+"""Forwards of fairseq's modules while fastgen generates: caches written in place, nothing read on the host.
 
-`TransformerDecoderBase.extract_features_scriptable` asks in every step whether a token is padding, which waits for the
-device. What a generation has written is none, except in rows that can win no more: see `attention.self_attention`.
-Positional embeddings take the position from the shape of the tokens; in a captured step it is a number on the device.
-`NGramRepeatBlock.forward` compares, on a CPU, with the end of the padded buffer instead of the last tokens, and bans
-nothing; the op does on every device what fairseq's CUDA kernel does. Its HiFi-GAN vocoders are those of
-`optimizer/vocoder.py`, for spectrograms and, as `CodeGenerator`, for units.
+- `MultiheadAttention.forward`: beams folded, attention fused. The state of a generation comes with the call, as
+  fairseq's incremental state; a call without one is left to fairseq, except for that of an encoder inside a generation:
+  torch does that in one function, in which products with large weights cannot be replaced by faster ones.
+- `TransformerDecoderBase.extract_features_scriptable` asks in every step whether a token is padding, which waits for
+  the device. What a generation has written is none, except in rows that can win no more: see `self_attention`.
+- Positional embeddings take the position from the shape of the tokens; in a captured step it is a number on the device.
+- `NGramRepeatBlock.forward` compares, on a CPU, with the end of the padded buffer instead of the last tokens, and bans
+  nothing; the op does on every device what fairseq's CUDA kernel does.
+- HiFi-GAN vocoders, for spectrograms and, as `CodeGenerator`, for units, are those of `optimizer/vocoder.py`.
 
 Tests: tests/optimizer/fairseq/test_fairseq_attention.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py,
 tests/optimizer/fairseq/test_fairseq_ngrams.py, tests/optimizer/vocoder/test_fairseq_vocoders.py
@@ -24,12 +27,152 @@ from torch.nn import functional
 
 from fastgen.ops import no_repeat_ngram as op
 from fastgen.ops.no_repeat_ngram.implementations import implementation_for
-from fastgen.optimizer.decoding.call import add_reasons, count
+from fastgen.ops.shared_attention import fold, query_key_scores, shared_attention, unfold, weighted_values
+from fastgen.optimizer.decoding.call import add_reasons, count, current_call
+from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
+from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.reasons import NGRAMS, Reason, with_code
-from fastgen.optimizer.fairseq.checks import KNOWN
-from fastgen.optimizer.fairseq.decode_step import DecodingState
+from fastgen.optimizer.fairseq.checks import KNOWN, computes_whole
+from fastgen.optimizer.fairseq.decode_step import FILLED, DecodingState
 from fastgen.optimizer.vocoder import faster_waveform
+
+
+def multihead_attention(
+    original: Callable,
+    self: Any,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    key_padding_mask: Tensor | None = None,
+    incremental_state: Any = None,
+    need_weights: bool = True,
+    static_kv: bool = False,
+    attn_mask: Tensor | None = None,
+    before_softmax: bool = False,
+    need_head_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    state = incremental_state
+    if isinstance(state, DecodingState):
+        if state.has_self(self):
+            return self_attention(self, query, state), None
+        if state.has_cross(self):
+            wanted = need_head_weights or (need_weights and state.plan.watched)
+            attended, weights = cross_attention(self, query, key, key_padding_mask, state, wanted)
+            return attended, weights if weights is None or need_head_weights else weights.mean(dim=0)
+    elif state is None and not (need_weights or need_head_weights or static_kv or before_softmax):
+        call = current_call()
+        if call is not None and call.is_accelerated and query.shape[-1] == self.embed_dim and computes_whole(self):
+            return whole_attention(self, query, key, value, key_padding_mask, attn_mask), None
+    others = static_kv, attn_mask, before_softmax, need_head_weights
+    return original(self, query, key, value, key_padding_mask, incremental_state, need_weights, *others)
+
+
+def self_attention(attention: Any, query: Tensor, state: DecodingState) -> Tensor:
+    """Self-attention of the rows to what each has generated; query and result `[length, rows, embed_dim]`.
+
+    Padding needs no mask: only rows that can win no more (their score is minus infinity) hold any.
+    """
+    layer, scale, mask = state.layers[attention], attention.scaling, state.self_mask
+    queries, keys, values = (
+        _split_heads(attention, project(query)) for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    state.kv.append(layer, keys, values)
+    segments = state.kv.segments(layer)
+    count("scaled_dot_product_attention" if len(segments) == 1 else "shared_attention")
+    if len(segments) == 1:
+        attended = functional.scaled_dot_product_attention(queries, *segments[0], attn_mask=mask, scale=scale)
+    else:
+        keys, values = zip(*segments)
+        attended = shared_attention(queries, keys, values, mask, scale)
+    return attention.out_proj(_join_heads(attended))
+
+
+def cross_attention(
+    attention: Any, query: Tensor, key: Tensor, padding: Tensor | None, state: DecodingState, need_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of the rows to their input, the rows of an input folded into the query length of one product.
+
+    key: the encoder's output `[source_length, inputs, …]`, or of as many rows as there are queries, which only the
+    first step reads. query and result `[length, rows, embed_dim]`; weights, if asked for, `[heads, rows, length,
+    source_length]`.
+    """
+    keys, values = state.prompt(attention) or _first_cross(attention, query, key, padding, state)
+    rows_per_input, heads, weights = state.rows_per_input, attention.num_heads, None
+    folded = fold(_split_heads(attention, attention.q_proj(query)), rows_per_input, heads)  # [B, H, M*L, D]
+    count("matmul" if need_weights else "shared_attention")
+    if need_weights:
+        scores = query_key_scores(folded * attention.scaling, [keys])  # [B, H, M*L, S]
+        if state.mask is not None:
+            scores = scores.masked_fill(~state.mask, -torch.inf)
+        weights = scores.softmax(dim=-1, dtype=torch.float32)
+        attended = weighted_values(weights.to(scores.dtype), [values])
+        weights = unfold(weights, rows_per_input, heads).transpose(0, 1)
+    else:
+        attended = shared_attention(folded, [keys], [values], state.mask, attention.scaling)
+    return attention.out_proj(_join_heads(unfold(attended, rows_per_input, heads))), weights
+
+
+def _first_cross(attention: Any, query: Tensor, key: Tensor, padding: Tensor | None, state: DecodingState) -> KV:
+    inputs = query.shape[1] // state.rows_per_input
+    by_input = key[:, :: key.shape[1] // inputs]
+    if padding is not None:
+        state.mask_sync(padding, inputs)
+    keys, values = (_split_heads(attention, project(by_input)) for project in (attention.k_proj, attention.v_proj))
+    return state.set_prompt(attention, keys, values)
+
+
+def whole_attention(
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> Tensor:
+    """What `functional.multi_head_attention_forward` returns without weights; `[length, rows, embed_dim]`."""
+    is_self = key is query and value is query
+    query = query.contiguous()  # the first layer gets a transposed view, which three products would copy
+    key, value = (query, query) if is_self else (key, value)
+    queries, keys, values = (
+        _split_heads(attention, _project(projection, rows))
+        for projection, rows in ((attention.q_proj, query), (attention.k_proj, key), (attention.v_proj, value))
+    )
+    state = FILLED.get()
+    if state is not None and state.has_self(attention):
+        state.set_prompt(attention, keys, values)
+    mask = _whole_mask(key_padding_mask, attn_mask, queries.dtype)
+    count("scaled_dot_product_attention")
+    attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    return _project(attention.out_proj, _join_heads(attended))
+
+
+def _whole_mask(padding: Tensor | None, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """One mask that broadcasts to `[rows, heads, length, source_length]`, from fairseq's two."""
+    hidden = None if padding is None else padding.bool()[:, None, None, :]
+    if attn_mask is None:
+        return None if hidden is None else ~hidden
+    if attn_mask.dtype == torch.bool:
+        return ~attn_mask if hidden is None else ~(attn_mask | hidden)
+    added = attn_mask.to(dtype)
+    return added if hidden is None else added.masked_fill(hidden, -torch.inf)
+
+
+def _project(projection: Any, rows: Tensor) -> Tensor:
+    """The product alone, as torch's function has it: hooks of a projection are not called there either."""
+    if has_faster_forward(projection):
+        return projection.forward(rows)
+    return functional.linear(rows, projection.weight, projection.bias)
+
+
+def _split_heads(attention: Any, rows: Tensor) -> Tensor:
+    """`[length, rows, embed_dim]` to `[rows, heads, length, head_dim]`, a view."""
+    return rows.view(*rows.shape[:2], attention.num_heads, -1).permute(1, 2, 0, 3)
+
+
+def _join_heads(attended: Tensor) -> Tensor:
+    """`[rows, heads, length, head_dim]` to `[length, rows, embed_dim]`."""
+    return attended.permute(2, 0, 1, 3).flatten(2)
 
 
 class NoneEqual:

@@ -101,8 +101,17 @@ class PrefixTrie:
 
         Raises ValueError for a file of another kind or version, and where contents and checksum differ.
         """
+        path, supported = Path(path), "(supported: a file that PrefixTrie.save of this version has written)"
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path}: no regular file {supported}")
+        # Pages are copied where they are written, which nobody does: torch takes no arrays that are read-only.
+        data = np.memmap(path, np.uint8, mode="c") if path.stat().st_size > HEAD + FIRST_KEY * 8 else None
+        if data is None or data[: len(MAGIC)].tobytes() != MAGIC:
+            raise ValueError(f"{path}: no saved trie {supported}")
+        if data[len(MAGIC) : HEAD].tobytes() != _checksum(data[HEAD:]):
+            raise ValueError(f"{path}: damaged, contents and checksum differ {supported}")
         trie = cls.__new__(cls)
-        trie._set(_mapped(Path(path)))
+        trie._set(data[HEAD:].view(np.int64))
         return trie
 
     def _set(self, array: np.ndarray) -> None:
@@ -192,22 +201,6 @@ class PrefixTrie:
 
     def __getstate__(self) -> dict:
         return {**vars(self), "_on_devices": {}}
-
-
-def _mapped(path: Path) -> np.ndarray:
-    """The array of a saved trie, mapped from its file; ValueError where it is none."""
-    supported = "(supported: a file that PrefixTrie.save of this version has written)"
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: no regular file {supported}")
-    if path.stat().st_size <= HEAD + FIRST_KEY * 8:
-        raise ValueError(f"{path}: no saved trie {supported}")
-    # Pages are copied where they are written, which nobody does: torch takes no arrays that are read-only.
-    data = np.memmap(path, np.uint8, mode="c")
-    if data[: len(MAGIC)].tobytes() != MAGIC:
-        raise ValueError(f"{path}: no saved trie {supported}")
-    if data[len(MAGIC) : HEAD].tobytes() != _checksum(data[HEAD:]):
-        raise ValueError(f"{path}: damaged, contents and checksum differ {supported}")
-    return data[HEAD:].view(np.int64)
 
 
 def _checksum(array: np.ndarray) -> bytes:

@@ -39,8 +39,8 @@ def calls(monkeypatch):
     def counted(name, form):
         return lambda *args, **kwargs: calls.append(name) or form(*args, **kwargs)
 
-    monkeypatch.setattr(patch, "ban", counted("copy", op.no_repeat_ngram))
-    monkeypatch.setattr(patch, "ban_in_place", counted("in place", op.no_repeat_ngram_))
+    monkeypatch.setattr(op, "no_repeat_ngram", counted("copy", op.no_repeat_ngram))
+    monkeypatch.setattr(op, "no_repeat_ngram_", counted("in place", op.no_repeat_ngram_))
     return calls
 
 

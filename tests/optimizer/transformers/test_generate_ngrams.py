@@ -407,7 +407,7 @@ class TestNewerThanTested:
     def test_a_difference_switches_the_patches_off(self, monkeypatch):
         failed = []
         monkeypatch.setattr(PATCH_SET, "fail", lambda group, reason: failed.append((group, reason)))
-        monkeypatch.setattr(patch, "ban", lambda input_ids, scores, *args, **kwargs: scores)
+        monkeypatch.setattr(op, "no_repeat_ngram", lambda input_ids, scores, *args, **kwargs: scores)
         processor, input_ids, scores = NoRepeatNGramLogitsProcessor(1), rows(2, 6), torch.randn(2, VOCABULARY)
         assert torch.equal(processor(input_ids, scores), stock(lambda: processor(input_ids, scores)))
         assert failed == [(patch.GROUP, "NoRepeatNGramLogitsProcessor bans other tokens than fastgen")]

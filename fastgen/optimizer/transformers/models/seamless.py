@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ from fastgen.optimizer.transformers.requested_outputs import ENCODER_STATES, onl
 _ARGUMENTS = ("input_features", "attention_mask")
 ENCODED_ONCE = "speech encoder, once"
 
-# The outputs of the speech encoder in the call that runs.
-_encoded: ContextVar[list[EncoderOutput] | None] = ContextVar("fastgen_encoded", default=None)
+# Of the speech encoder in the call that runs: the module, its states and what they were made of, and their versions.
+Encoded = list[tuple[nn.Module, list["Tensor | None"], list[int]]]
+_encoded: ContextVar[Encoded | None] = ContextVar("fastgen_encoded", default=None)
 
 
 def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,30 +53,21 @@ def speech_encoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> 
     outputs = _encoded.get()
     if outputs is None or args or not _is_repeatable(self):
         return original(self, *args, **kwargs)
-    for output in outputs:
-        if tuple(kwargs) == _ARGUMENTS and output.is_of(self, kwargs):
+    given = [kwargs.get(name) for name in _ARGUMENTS]
+    for encoder, tensors, versions in outputs:
+        is_same = tuple(kwargs) == _ARGUMENTS and encoder is self and all(map(is_, tensors[1:], given))
+        if is_same and _versions(tensors) == versions:
             count(ENCODED_ONCE)
-            return BaseModelOutput(output.states)
+            return BaseModelOutput(tensors[0])
     encoded = original(self, **kwargs)
-    outputs.append(EncoderOutput(self, kwargs, encoded[0]))
+    tensors = [encoded[0], *given]
+    outputs.append((self, tensors, _versions(tensors)))
     return encoded
 
 
-class EncoderOutput:
-    """The states of an encoder, and what they were made of; nobody has written to any of these tensors since."""
-
-    def __init__(self, encoder: nn.Module, given: dict[str, Any], states: Tensor) -> None:
-        self.states = states
-        self._encoder = encoder
-        self._tensors = [given.get(name) for name in _ARGUMENTS]
-        self._versions = self._present_versions()
-
-    def is_of(self, encoder: nn.Module, given: dict[str, Any]) -> bool:
-        same = all(given[name] is tensor for name, tensor in zip(_ARGUMENTS, self._tensors))
-        return same and encoder is self._encoder and self._versions == self._present_versions()
-
-    def _present_versions(self) -> list[int]:
-        return [tensor._version for tensor in (self.states, *self._tensors) if tensor is not None]
+def _versions(tensors: list[Tensor | None]) -> list[int]:
+    """Which change where somebody writes to one of these tensors."""
+    return [tensor._version for tensor in tensors if tensor is not None]
 
 
 def _is_repeatable(encoder: nn.Module) -> bool:

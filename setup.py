@@ -79,6 +79,7 @@ if platform.machine() in ("x86_64", "AMD64") and not IS_WINDOWS:
     KERNELS += [
         few_rows("avx2", "-mavx2", "-mfma", "-DWIDTH=8"),
         few_rows("avx512", "-mavx512f", "-mfma", "-DWIDTH=16"),
+        few_rows("avx512_bf16", "-mavx512f", "-mavx512bf16", "-mfma", "-DWIDTH=16"),
     ]
 if nvcc():
     KERNELS.append(kernel("fastgen.ops.no_repeat_ngram._cuda", "csrc/no_repeat_ngram.cu"))

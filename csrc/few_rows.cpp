@@ -1,4 +1,5 @@
-// rows @ weight^T + bias in fp32 for a few rows and weights larger than the caches: what a decode step does.
+// rows @ weight^T + bias for a few rows and weights larger than the caches: what a decode step does. In fp32, and in
+// bf16 with sums in fp32.
 //
 // Libraries for large matrices pack a weight before they use it, which costs as much as such a product. Here it is read
 // once, as it lies in memory; while one part is used, the next is fetched, so that reading costs no time of its own
@@ -8,7 +9,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
+#include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -17,16 +23,7 @@ typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(
 constexpr int DOTS = WIDTH == 16 ? 6 : 3;       // weights whose dot products with ROWS rows registers can hold
 constexpr int MOST_ROWS = WIDTH == 16 ? 12 : 6; // rows whose sums over 2 registers' columns registers can hold
 constexpr int64_t MAX_ROWS = 64;                // that meet a weight while it is in the first cache
-constexpr int CACHE_LINE = 16;                  // floats
-
-struct Product {
-    const float *rows;   // [row_count, in_features]
-    const float *weight; // [out_features, in_features], or [in_features, out_features] if it is transposed
-    const float *bias;   // [out_features] or null
-    float *output;       // [row_count, out_features]
-    int64_t row_count, in_features, out_features;
-    bool is_transposed;
-};
+constexpr int CACHE_LINE = 64;                  // bytes
 
 inline float total(const Vector &lanes) {
     typedef float Four __attribute__((vector_size(4 * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -35,6 +32,98 @@ inline float total(const Vector &lanes) {
     for (int i = 1; i < WIDTH / 4; i++) sum += fours[i];
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
+
+// ---- formats: how numbers lie in memory, and how registers of them are multiplied
+
+struct Bf16 {
+    uint16_t bits;
+};
+
+inline float to_float(float number) { return number; }
+
+inline float to_float(Bf16 number) {
+    const uint32_t bits = (uint32_t)number.bits << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+inline void store(float number, float *to) { *to = number; }
+
+// Rounds to the nearest, halves to even.
+inline void store(float number, Bf16 *to) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    to->bits = number != number ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+struct Fp32 {
+    typedef float Row, Number; // of the rows as they are read, and of weight, bias and output
+    typedef Vector Part;       // a register
+    static constexpr int STEP = WIDTH; // elements along in_features in a part of a dot product, ...
+    static constexpr int PAIR = 1;     // ... and in a part of a sum of rows of the weight
+    static Part row_part(const Row *row) { return *(const Vector *)row; }
+    static Part weight_part(const Number *weight) { return *(const Vector *)weight; }
+    static Part element(const Row *row) { return *row - Vector{}; }
+    template <int V>
+    static void columns(const Number *first, const Number *, Part (&parts)[V]) {
+        for (int j = 0; j < V; j++) parts[j] = weight_part(first + j * WIDTH);
+    }
+    static void add(Vector &sum, Part row, Part weight) { sum += row * weight; }
+};
+
+// A register of bf16 as the upper halves of 32 bits each.
+typedef uint32_t Bits __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
+
+inline Bits upper_halves(const Bf16 *numbers) {
+    typedef uint16_t Halves __attribute__((vector_size(WIDTH * sizeof(uint16_t)), aligned(2), may_alias));
+    return __builtin_convertvector(*(const Halves *)numbers, Bits) << 16;
+}
+
+// Weights are widened in registers, rows before.
+struct Widened : Fp32 {
+    typedef Bf16 Number;
+    static Part weight_part(const Number *weight) { return (Part)upper_halves(weight); }
+    template <int V>
+    static void columns(const Number *first, const Number *, Part (&parts)[V]) {
+        for (int j = 0; j < V; j++) parts[j] = weight_part(first + j * WIDTH);
+    }
+};
+
+#ifdef __AVX512BF16__
+// Two neighbours of a row are multiplied with two of a weight at once.
+struct Paired {
+    typedef Bf16 Row, Number;
+    typedef __m512i Part;
+    static constexpr int STEP = 2 * WIDTH, PAIR = 2;
+    static Part row_part(const Row *row) { return _mm512_loadu_si512(row); }
+    static Part weight_part(const Number *weight) { return _mm512_loadu_si512(weight); }
+    static Part element(const Row *row) {
+        int32_t pair;
+        memcpy(&pair, row, sizeof pair);
+        return _mm512_set1_epi32(pair);
+    }
+    // Of two rows of the weight, the numbers of a column beside each other.
+    template <int V>
+    static void columns(const Number *first, const Number *second, Part (&parts)[V]) {
+        for (int j = 0; j < V; j++)
+            parts[j] = (Part)(upper_halves(first + j * WIDTH) >> 16 | upper_halves(second + j * WIDTH));
+    }
+    static void add(Vector &sum, Part row, Part weight) {
+        sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)row, (__m512bh)weight);
+    }
+};
+#endif
+
+template <class F>
+struct Product {
+    const typename F::Row *rows;      // [row_count, in_features]
+    const typename F::Number *weight; // [out_features, in_features], or [in_features, out_features] if it is transposed
+    const typename F::Number *bias;   // [out_features] or null
+    typename F::Number *output;       // [row_count, out_features]
+    int64_t row_count, in_features, out_features;
+    bool is_transposed;
+};
 
 // Calls `tile` with the number `left`, from 1 to R, as a constant.
 template <int R, typename Tile>
@@ -47,30 +136,32 @@ inline void with_constant(int64_t left, const Tile &tile) {
 
 constexpr int ROWS = 4;              // of a tile
 constexpr int GROUP = 12;            // weights that stay in the first cache while all rows meet them, ...
-constexpr int64_t DOT_BLOCK = 256;   // ... so many of their elements at a time
+constexpr int64_t DOT_BLOCK = 1024;  // ... so many bytes of each at a time
 
+template <class F>
 struct Dots {
-    const float *rows, *weight, *next;  // at the present block; next: what is fetched meanwhile
-    int64_t stride;                     // of rows and of weights
-    int64_t length;                     // of the block, a multiple of WIDTH
-    Vector *sums;                       // [rows][GROUP]
+    const typename F::Row *rows;             // at the present block, as the weight
+    const typename F::Number *weight, *next; // next: what is fetched meanwhile
+    int64_t stride;                          // of rows and of weights
+    int64_t length;                          // of the block, a multiple of STEP
+    Vector *sums;                            // [rows][GROUP]
 };
 
-// R rows and W weights; fetches F of the weights to come.
-template <int R, int W, int F>
-inline void add_dots(const Dots &dots, int64_t row) {
-    const float *rows = dots.rows + row * dots.stride;
-    const float *next = dots.next + (F == 1 ? row / ROWS * dots.stride : 0);
+// R rows and W weights; fetches N of the weights to come.
+template <class F, int R, int W, int N>
+inline void add_dots(const Dots<F> &dots, int64_t row) {
+    const typename F::Row *rows = dots.rows + row * dots.stride;
+    const typename F::Number *next = dots.next + (N == 1 ? row / ROWS * dots.stride : 0);
     Vector *sums = dots.sums + row * GROUP, kept[R][W];
     for (int i = 0; i < R; i++)
         for (int j = 0; j < W; j++) kept[i][j] = sums[i * GROUP + j];
-    for (int64_t k = 0; k < dots.length; k += WIDTH) {
-        Vector weights[W];
-        for (int j = 0; j < F; j++) __builtin_prefetch(next + j * dots.stride + k, 0, 2);
-        for (int j = 0; j < W; j++) weights[j] = *(const Vector *)(dots.weight + j * dots.stride + k);
+    for (int64_t k = 0; k < dots.length; k += F::STEP) {
+        typename F::Part weights[W];
+        for (int j = 0; j < N; j++) __builtin_prefetch(next + j * dots.stride + k, 0, 2);
+        for (int j = 0; j < W; j++) weights[j] = F::weight_part(dots.weight + j * dots.stride + k);
         for (int i = 0; i < R; i++) {
-            const Vector row_part = *(const Vector *)(rows + i * dots.stride + k);
-            for (int j = 0; j < W; j++) kept[i][j] += row_part * weights[j];
+            const typename F::Part row_part = F::row_part(rows + i * dots.stride + k);
+            for (int j = 0; j < W; j++) F::add(kept[i][j], row_part, weights[j]);
         }
     }
     for (int i = 0; i < R; i++)
@@ -78,40 +169,44 @@ inline void add_dots(const Dots &dots, int64_t row) {
 }
 
 // All rows and W weights. Of the weights to come, the first tiles fetch one each, or the first tile fetches all.
-template <int W>
-inline void add_dots_of_rows(const Dots &dots, int64_t count) {
-    if (count <= ROWS) return with_constant<ROWS>(count, [&](auto r) { add_dots<r, W, W>(dots, 0); });
+template <class F, int W>
+inline void add_dots_of_rows(const Dots<F> &dots, int64_t count) {
+    if (count <= ROWS) return with_constant<ROWS>(count, [&](auto r) { add_dots<F, r, W, W>(dots, 0); });
     int64_t row = 0;
     if (count < W * ROWS) {
-        add_dots<ROWS, W, W>(dots, row);
+        add_dots<F, ROWS, W, W>(dots, row);
         row = ROWS;
     } else {
-        for (; row < W * ROWS; row += ROWS) add_dots<ROWS, W, 1>(dots, row);
+        for (; row < W * ROWS; row += ROWS) add_dots<F, ROWS, W, 1>(dots, row);
     }
-    for (; row + ROWS <= count; row += ROWS) add_dots<ROWS, W, 0>(dots, row);
-    if (row < count) with_constant<ROWS>(count - row, [&](auto r) { add_dots<r, W, 0>(dots, row); });
+    for (; row + ROWS <= count; row += ROWS) add_dots<F, ROWS, W, 0>(dots, row);
+    if (row < count) with_constant<ROWS>(count - row, [&](auto r) { add_dots<F, r, W, 0>(dots, row); });
 }
 
-void multiply_with_rows(const Product &product, int64_t from, int64_t to) {
-    const int64_t in = product.in_features, whole = in / WIDTH * WIDTH;
+template <class F>
+void multiply_with_rows(const Product<F> &product, int64_t from, int64_t to) {
+    const int64_t in = product.in_features, whole = in / F::STEP * F::STEP;
+    const int64_t block = DOT_BLOCK / sizeof(typename F::Number);
     Vector sums[MAX_ROWS * GROUP];
     for (int64_t n = from; n < to; n += GROUP) {
         const int64_t group = std::min<int64_t>(GROUP, to - n);
         for (int64_t i = 0; i < product.row_count * GROUP; i++) sums[i] = Vector{};
-        for (int64_t k = 0; k < whole; k += DOT_BLOCK) {
-            const float *weight = product.weight + n * in + k;
-            Dots dots{product.rows + k, weight, weight + GROUP * in, in, std::min(DOT_BLOCK, whole - k), sums};
+        for (int64_t k = 0; k < whole; k += block) {
+            const typename F::Number *weight = product.weight + n * in + k;
+            Dots<F> dots{product.rows + k, weight, weight + GROUP * in, in, std::min(block, whole - k), sums};
             int64_t j = 0;
             for (; j + DOTS <= group; j += DOTS, dots.weight += DOTS * in, dots.next += DOTS * in, dots.sums += DOTS)
-                add_dots_of_rows<DOTS>(dots, product.row_count);
+                add_dots_of_rows<F, DOTS>(dots, product.row_count);
             for (; j < group; j++, dots.weight += in, dots.next += in, dots.sums++)
-                add_dots_of_rows<1>(dots, product.row_count);
+                add_dots_of_rows<F, 1>(dots, product.row_count);
         }
         for (int64_t i = 0; i < product.row_count; i++)
             for (int64_t j = 0; j < group; j++) {
                 float sum = total(sums[i * GROUP + j]);
-                for (int64_t k = whole; k < in; k++) sum += product.rows[i * in + k] * product.weight[(n + j) * in + k];
-                product.output[i * product.out_features + n + j] = sum + (product.bias ? product.bias[n + j] : 0);
+                for (int64_t k = whole; k < in; k++)
+                    sum += to_float(product.rows[i * in + k]) * to_float(product.weight[(n + j) * in + k]);
+                if (product.bias) sum += to_float(product.bias[n + j]);
+                store(sum, product.output + i * product.out_features + n + j);
             }
     }
 }
@@ -123,91 +218,107 @@ constexpr int64_t MAX_PANEL = 64 * WIDTH; // columns that are read from one row 
 constexpr int64_t FEW_ROWS = 3;           // so few are computed faster than memory gives the weight: all columns ...
 constexpr int64_t FEW_BLOCK = 8;          // ... of so many of its rows are read at the same time
 
+template <class F>
 struct Sums {
-    const float *rows, *weight, *next;  // as in Dots
-    int64_t in_features, weight_stride, next_stride, out_features;
-    int64_t length;                     // rows of the weight in the block
-    float *output, *copy;               // copy: the tile's part of the weight, [length][V * WIDTH]
+    const typename F::Row *rows;             // as in Dots
+    const typename F::Number *weight, *next;
+    int64_t in_features, weight_stride, next_stride;
+    int64_t length;                          // rows of the weight in the block
+    float *sums;                             // [rows][sums_stride]
+    int64_t sums_stride;
+    typename F::Part *copy;                  // the tile's part of the weight
 };
 
 enum Copy { NONE, WRITE, READ };
 
 // R rows and V registers of columns. Rows of the weight may lie in the same sets of the cache: the first rows that meet
 // a tile copy it for the others.
-template <int R, int V, Copy C>
-inline void add_sums(const Sums &sums, int64_t row) {
-    const float *rows = sums.rows + row * sums.in_features;
-    float *output = sums.output + row * sums.out_features;
+template <class F, int R, int V, Copy C>
+inline void add_sums(const Sums<F> &sums, int64_t row) {
+    const typename F::Row *rows = sums.rows + row * sums.in_features;
+    float *output = sums.sums + row * sums.sums_stride;
     Vector kept[R][V];
     for (int i = 0; i < R; i++)
-        for (int j = 0; j < V; j++) kept[i][j] = *(const Vector *)(output + i * sums.out_features + j * WIDTH);
-    for (int64_t k = 0; k < sums.length; k++) {
-        const float *weight = C == READ ? sums.copy + k * V * WIDTH : sums.weight + k * sums.weight_stride;
-        Vector weights[V];
-        for (int j = 0; j < V; j++) weights[j] = *(const Vector *)(weight + j * WIDTH);
-        if (C != READ)
-            for (int j = 0; j < V * WIDTH; j += CACHE_LINE) __builtin_prefetch(sums.next + k * sums.next_stride + j, 0, 2);
+        for (int j = 0; j < V; j++) kept[i][j] = *(const Vector *)(output + i * sums.sums_stride + j * WIDTH);
+    for (int64_t k = 0; k < sums.length; k += F::PAIR) {
+        const typename F::Number *weight = sums.weight + k * sums.weight_stride;
+        typename F::Part weights[V], *copy = sums.copy + k / F::PAIR * V;
+        if (C == READ)
+            for (int j = 0; j < V; j++) weights[j] = copy[j];
+        else {
+            F::columns(weight, weight + sums.weight_stride, weights);
+            for (int p = 0; p < F::PAIR; p++)
+                for (int j = 0; j < V * WIDTH; j += CACHE_LINE / sizeof *weight)
+                    __builtin_prefetch(sums.next + (k + p) * sums.next_stride + j, 0, 2);
+        }
         if (C == WRITE)
-            for (int j = 0; j < V; j++) *(Vector *)(sums.copy + (k * V + j) * WIDTH) = weights[j];
+            for (int j = 0; j < V; j++) copy[j] = weights[j];
         for (int i = 0; i < R; i++) {
-            const float element = rows[i * sums.in_features + k];
-            for (int j = 0; j < V; j++) kept[i][j] += element * weights[j];
+            const typename F::Part element = F::element(rows + i * sums.in_features + k);
+            for (int j = 0; j < V; j++) F::add(kept[i][j], element, weights[j]);
         }
     }
     for (int i = 0; i < R; i++)
-        for (int j = 0; j < V; j++) *(Vector *)(output + i * sums.out_features + j * WIDTH) = kept[i][j];
+        for (int j = 0; j < V; j++) *(Vector *)(output + i * sums.sums_stride + j * WIDTH) = kept[i][j];
 }
 
-template <int V>
-inline void add_sums_of_rows(const Sums &sums, int64_t count) {
-    if (count <= MOST_ROWS) return with_constant<MOST_ROWS>(count, [&](auto r) { add_sums<r, V, NONE>(sums, 0); });
+template <class F, int V>
+inline void add_sums_of_rows(const Sums<F> &sums, int64_t count) {
+    if (count <= MOST_ROWS) return with_constant<MOST_ROWS>(count, [&](auto r) { add_sums<F, r, V, NONE>(sums, 0); });
     int64_t row = MOST_ROWS;
-    add_sums<MOST_ROWS, V, WRITE>(sums, 0);
-    for (; row + MOST_ROWS <= count; row += MOST_ROWS) add_sums<MOST_ROWS, V, READ>(sums, row);
-    if (row < count) with_constant<MOST_ROWS>(count - row, [&](auto r) { add_sums<r, V, READ>(sums, row); });
+    add_sums<F, MOST_ROWS, V, WRITE>(sums, 0);
+    for (; row + MOST_ROWS <= count; row += MOST_ROWS) add_sums<F, MOST_ROWS, V, READ>(sums, row);
+    if (row < count) with_constant<MOST_ROWS>(count - row, [&](auto r) { add_sums<F, r, V, READ>(sums, row); });
 }
 
-void multiply_with_columns(const Product &product, int64_t from, int64_t to) {
+template <class F>
+void multiply_with_columns(const Product<F> &product, int64_t from, int64_t to) {
     const int64_t in = product.in_features, out = product.out_features;
-    for (int64_t i = 0; i < product.row_count; i++)
-        for (int64_t n = from; n < to; n++) product.output[i * out + n] = product.bias ? product.bias[n] : 0;
     const bool is_stream = product.row_count <= FEW_ROWS;
     const int64_t panels = is_stream ? 1 : (to - from + MAX_PANEL - 1) / MAX_PANEL;
     const int64_t tiles = ((to - from + panels - 1) / panels + TILE - 1) / TILE, panel = tiles * TILE;
     // While a tile is computed, its part of the next block is fetched, or as much of one of that block's rows.
-    const int64_t block = is_stream ? FEW_BLOCK : tiles;
+    const int64_t block = is_stream ? FEW_BLOCK : (tiles + F::PAIR - 1) / F::PAIR * F::PAIR;
     const int64_t next_stride = is_stream ? out : TILE, next_tile = is_stream ? TILE : out;
-    float copy[MAX_PANEL];
+    typename F::Part copy[MAX_PANEL / WIDTH + 2];
+    static thread_local std::vector<float> sums; // numbers of the output are rounded once, at the end
+    sums.resize(product.row_count * panel);
     for (int64_t n = from; n < to; n += panel) {
         const int64_t wide = std::min(panel, to - n);
+        for (int64_t i = 0; i < product.row_count; i++)
+            for (int64_t j = 0; j < wide; j++) sums[i * panel + j] = product.bias ? to_float(product.bias[n + j]) : 0;
         for (int64_t k = 0; k < in; k += block) {
-            const float *weight = product.weight + k * out + n;
-            const float *next = k + block < in ? weight + block * out : product.weight + n + panel;
+            const typename F::Number *weight = product.weight + k * out + n;
+            const typename F::Number *next = k + block < in ? weight + block * out : product.weight + n + panel;
             const int64_t length = std::min(block, in - k);
-            Sums sums{product.rows + k, weight, next, in, out, next_stride, out, length, product.output + n, copy};
+            Sums<F> part{product.rows + k, weight, next, in, out, next_stride, length, sums.data(), panel, copy};
             int64_t j = 0;
-            for (; j + TILE <= wide; j += TILE, sums.weight += TILE, sums.output += TILE, sums.next += next_tile)
-                add_sums_of_rows<2>(sums, product.row_count);
-            for (; j + WIDTH <= wide; j += WIDTH, sums.weight += WIDTH, sums.output += WIDTH)
-                add_sums_of_rows<1>(sums, product.row_count);
+            for (; j + TILE <= wide; j += TILE, part.weight += TILE, part.sums += TILE, part.next += next_tile)
+                add_sums_of_rows<F, 2>(part, product.row_count);
+            for (; j + WIDTH <= wide; j += WIDTH, part.weight += WIDTH, part.sums += WIDTH)
+                add_sums_of_rows<F, 1>(part, product.row_count);
             for (; j < wide; j++)
                 for (int64_t i = 0; i < product.row_count; i++)
                     for (int64_t q = 0; q < length; q++)
-                        product.output[i * out + n + j] += product.rows[i * in + k + q] * weight[q * out + j];
+                        sums[i * panel + j] +=
+                            to_float(product.rows[i * in + k + q]) * to_float(weight[q * out + j]);
         }
+        for (int64_t i = 0; i < product.row_count; i++)
+            for (int64_t j = 0; j < wide; j++) store(sums[i * panel + j], product.output + i * out + n + j);
     }
 }
 
 // ---- threads
 
 // The columns from `from` on, before `to`.
-void multiply(const Product &product, int64_t from, int64_t to) {
+template <class F>
+void multiply(const Product<F> &product, int64_t from, int64_t to) {
     for (int64_t row = 0; row < product.row_count; row += MAX_ROWS) {
-        Product part = product;
+        Product<F> part = product;
         part.rows += row * product.in_features;
         part.output += row * product.out_features;
         part.row_count = std::min(MAX_ROWS, product.row_count - row);
-        (product.is_transposed ? multiply_with_columns : multiply_with_rows)(part, from, to);
+        product.is_transposed ? multiply_with_columns(part, from, to) : multiply_with_rows(part, from, to);
     }
 }
 
@@ -216,12 +327,19 @@ void (*run_in_threads)(void (*)(void *), void *, unsigned, unsigned) = nullptr;
 int (*thread_number)() = nullptr;
 int (*thread_count)() = nullptr;
 
+template <class F>
 void multiply_share(void *of) {
-    const Product &product = *(const Product *)of;
+    const Product<F> &product = *(const Product<F> *)of;
     const int64_t columns = product.is_transposed ? TILE : GROUP, thread = thread_number(), threads = thread_count();
     const int64_t shares = (product.out_features + columns - 1) / columns;
     const int64_t from = shares * thread / threads * columns, to = shares * (thread + 1) / threads * columns;
     if (from < to) multiply(product, from, std::min(to, product.out_features));
+}
+
+template <class F>
+void multiply_in(int32_t threads, Product<F> product) {
+    if (threads > 1 && run_in_threads) run_in_threads(multiply_share<F>, &product, threads, 0);
+    else multiply<F>(product, 0, product.out_features);
 }
 
 } // namespace
@@ -236,7 +354,19 @@ extern "C" void fastgen_few_rows_threads(void *run, void *number, void *count) {
 extern "C" void fastgen_few_rows(const float *rows, const float *weight, const float *bias, float *output,
                                  int64_t row_count, int64_t in_features, int64_t out_features, int32_t is_transposed,
                                  int32_t threads) {
-    Product product{rows, weight, bias, output, row_count, in_features, out_features, is_transposed != 0};
-    if (threads > 1 && run_in_threads) run_in_threads(multiply_share, &product, threads, 0);
-    else multiply(product, 0, out_features);
+    const bool transposed = is_transposed != 0;
+    multiply_in<Fp32>(threads, {rows, weight, bias, output, row_count, in_features, out_features, transposed});
+}
+
+extern "C" void fastgen_few_rows_bf16(const Bf16 *rows, const Bf16 *weight, const Bf16 *bias, Bf16 *output,
+                                      int64_t row_count, int64_t in_features, int64_t out_features,
+                                      int32_t is_transposed, int32_t threads) {
+    const bool transposed = is_transposed != 0;
+#ifdef __AVX512BF16__
+    if (in_features % 2 == 0)
+        return multiply_in<Paired>(threads, {rows, weight, bias, output, row_count, in_features, out_features, transposed});
+#endif
+    std::vector<float> widened(row_count * in_features);
+    for (int64_t i = 0; i < row_count * in_features; i++) widened[i] = to_float(rows[i]);
+    multiply_in<Widened>(threads, {widened.data(), weight, bias, output, row_count, in_features, out_features, transposed});
 }

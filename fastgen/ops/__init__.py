@@ -47,7 +47,7 @@ def kernels() -> list[Kernel]:
 
     attention = ("scaled_dot_product_attention", "matmul", "shared_attention")
     products = f"products with weights of {MIN_ELEMENTS:,} numbers or more, where it is the fastest"
-    few = f"{products}, in fp32"
+    few = f"{products}, in fp32 and bf16"
     return [
         Kernel("shared attention", "torch", task="rows that share keys and values", counted_as=attention),
         Kernel("cpu linear", "C++", tuple(few_rows.machine_reasons()), few, ("cpu_linear, few rows",)),

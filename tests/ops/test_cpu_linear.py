@@ -70,9 +70,25 @@ def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape(monkeypatch
     assert asked == [1, 3] and usages == [{}]
 
 
-def test_models_in_bf16_keep_their_forwards():
+def test_models_in_fp16_keep_their_forwards():
     assert model_facts.size_of(nn.Linear(1024, 1024)).large == 1 << 20
-    assert model_facts.size_of(nn.Linear(1024, 1024).bfloat16()).large == 0
+    assert model_facts.size_of(nn.Linear(1024, 1024).bfloat16()).large == 1 << 20
+    assert model_facts.size_of(nn.Linear(1024, 1024).half()).large == 0
+
+
+@no_few_rows
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_products_in_bf16_are_rounded_once(kind, everywhere):
+    torch.manual_seed(0)
+    states = torch.randn(3, 5, 48).bfloat16()
+    module = (nn.Linear(48, 1003) if kind == "linear" else Conv1D(1003, 48)).bfloat16()
+    with torch.no_grad():
+        exact = module.double()(states.double())
+        module.bfloat16()
+        with faster_forwards({module: module.modules()}, forwards(), usages := []):
+            found = module(states)
+    assert usages == [{everywhere: 1}] and found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=1 / 256, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart", "t5", "whisper", "llama"])
@@ -108,7 +124,8 @@ def test_small_products_other_types_gradients_autocast_and_strided_rows_are_left
         assert not cpu_linear.can_multiply(states.t().contiguous().t(), weight, None)
         assert not cpu_linear.can_multiply(states.double(), weight.double(), None)
         assert not cpu_linear.can_multiply(states, weight.bfloat16(), None)
-        assert not cpu_linear.can_multiply(states.bfloat16(), weight.bfloat16(), None)
+        assert cpu_linear.can_multiply(states.bfloat16(), weight.bfloat16(), None)
+        assert not cpu_linear.can_multiply(states.half(), weight.half(), None)
         assert not cpu_linear.can_multiply(states, weight, torch.randn(1, 1024))
         assert not cpu_linear.can_multiply(states[:, :100], weight, None)
         with torch.autocast("cpu", dtype=torch.bfloat16):

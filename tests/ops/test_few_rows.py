@@ -23,9 +23,11 @@ OUT = st.sampled_from((1, 2, 5, 12, 13, 16, 24, 31, 32, 33, 96, 97, 193, 511, 51
 
 @needs_library
 @settings(max_examples=200, deadline=None)
-@given(ROWS, IN, OUT, st.booleans(), st.booleans(), st.integers(1, 3))
-def test_products_of_few_rows_are_those_of_torch(rows, in_features, out_features, is_transposed, with_bias, threads):
-    check(rows, in_features, out_features, is_transposed, with_bias, threads)
+@given(ROWS, IN, OUT, st.booleans(), st.booleans(), st.integers(1, 3), st.sampled_from(few_rows.DTYPES))
+def test_products_of_few_rows_are_those_of_torch(
+    rows, in_features, out_features, is_transposed, with_bias, threads, dtype
+):
+    check(rows, in_features, out_features, is_transposed, with_bias, threads, dtype)
 
 
 @needs_compiler
@@ -39,7 +41,41 @@ def test_wider_registers_are_right_as_well(is_transposed, tmp_path, monkeypatch)
     monkeypatch.setattr(few_rows, "_function", few_rows._function.__wrapped__)
     for rows in (1, 4, 12, 16, 25, 65):
         for in_features, out_features in ((700, 97), (257, 193), (300, 1003), (33, 13)):
-            check(rows, in_features, out_features, is_transposed, True, 2)
+            for dtype in few_rows.DTYPES:
+                check(rows, in_features, out_features, is_transposed, True, 2, dtype)
+
+
+@needs_library
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_bf16_is_widened_where_the_cpu_has_no_dot_products_of_it(is_transposed, monkeypatch):
+    """The library that other CPUs with these instructions load; an odd number of inputs is widened everywhere."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
+    monkeypatch.setattr(few_rows, "_function", few_rows._function.__wrapped__)
+    for rows in (1, 4, 12, 25, 65):
+        for in_features, out_features in ((700, 97), (257, 193)):
+            check(rows, in_features, out_features, is_transposed, True, 2, torch.bfloat16)
+
+
+@needs_library
+@settings(max_examples=50, deadline=None)
+@given(ROWS, IN, OUT, st.booleans())
+def test_sums_of_bf16_are_rounded_once(rows, in_features, out_features, is_transposed):
+    """To the nearest of bf16's numbers, of which there are 256 between two powers of two."""
+    weight = torch.randn(in_features, out_features).t() if is_transposed else torch.randn(out_features, in_features)
+    weight, states = weight.bfloat16(), torch.randn(rows, in_features).bfloat16()
+    expected = states.double() @ weight.double().t()
+    found = few_rows.few_rows_linear(states, weight).double()
+    of_sums = 1e-6 * (states.double().abs() @ weight.double().abs().t())
+    assert ((found - expected).abs() <= expected.abs() / 256 + of_sums).all()
+
+
+@needs_library
+def test_numbers_that_are_none_stay_so_in_bf16():
+    states = torch.ones(2, 64).bfloat16()
+    weight = torch.ones(3, 64).bfloat16()
+    weight[0, 5], weight[1, 7] = float("nan"), float("inf")
+    found = few_rows.few_rows_linear(states, weight)
+    assert found[:, 0].isnan().all() and found[:, 1].isposinf().all() and (found[:, 2] == 64).all()
 
 
 @needs_library
@@ -51,7 +87,7 @@ def test_without_the_openmp_of_torch_it_runs_in_one_thread(monkeypatch):
         check(16, 256, 513, False, True, 2)
     finally:
         monkeypatch.undo()
-        few_rows._function.__wrapped__()  # gives the library torch's threads again
+        few_rows._function.__wrapped__(torch.float32)  # gives the library torch's threads again
 
 
 @needs_library
@@ -76,10 +112,10 @@ def test_other_processors_and_missing_compilers_are_told(monkeypatch):
     few_rows.machine_reasons.cache_clear()
 
 
-def check(rows, in_features, out_features, is_transposed, with_bias, threads) -> None:
+def check(rows, in_features, out_features, is_transposed, with_bias, threads, dtype=torch.float32) -> None:
     weight = torch.randn(in_features, out_features).t() if is_transposed else torch.randn(out_features, in_features)
-    bias = torch.randn(out_features) if with_bias else None
-    states = torch.randn(rows, in_features)
+    bias = torch.randn(out_features).to(dtype) if with_bias else None
+    states, weight = torch.randn(rows, in_features).to(dtype), weight.to(dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -89,6 +125,8 @@ def check(rows, in_features, out_features, is_transposed, with_bias, threads) ->
         )
     finally:
         torch.set_num_threads(before)
+    assert found.dtype == dtype
     expected = functional.linear(*(None if each is None else each.double() for each in (states, weight, bias)))
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.004}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=max(1e-4, in_features * 1e-6))
     assert torch.equal(last, found[-1:])

@@ -39,8 +39,7 @@ logger = logging.getLogger("fastgen")
 # Finding the fastest way and calling it take some 10 microseconds.
 MIN_ELEMENTS = 1 << 19
 
-# torch itself multiplies bf16 through oneDNN, where the CPU has instructions for it: that is no other way.
-DTYPES = (torch.float32,)
+DTYPES = few_rows.DTYPES
 
 BLAS, ONEDNN, FEW_ROWS = "BLAS", "oneDNN", "few rows"
 

@@ -98,11 +98,8 @@ class ModelPlan:
 
     def find_others(self, decoder: nn.Module) -> None:
         """Notes the modules of this decoder that keep states as in fairseq."""
-        known, none = {*self.self_attention, *self.cross_attention}, FairseqIncrementalDecoder
-        for module in decoder.modules():
-            reorder = getattr(type(module), "reorder_incremental_state", None)
-            if module not in known and reorder not in (None, none.reorder_incremental_state):
-                self.others.append(module)
+        known = {*self.self_attention, *self.cross_attention}
+        self.others = [module for module in decoder.modules() if module not in known and _has_state(module)]
 
 
 def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
@@ -295,6 +292,11 @@ def _position_reasons(positions: Any, max_len: int) -> list[Reason]:
 def _cross_attentions(decoder: Any) -> list[Any]:
     """Those of all layers that have one, whether fastgen knows them or not."""
     return [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
+
+
+def _has_state(module: nn.Module) -> bool:
+    reorder = getattr(type(module), "reorder_incremental_state", None)
+    return reorder not in (None, FairseqIncrementalDecoder.reorder_incremental_state)
 
 
 def _is_in_decoder(name: str) -> bool:

@@ -169,7 +169,7 @@ class TestChoice:
 
     @pytest.fixture(autouse=True)
     def _forget(self):
-        caches = (implementations._implementation_for, load, implementations._cpu)
+        caches = (implementations._reasons, implementations._implementation_for, load, implementations._cpu)
         for cache in caches:
             cache.cache_clear()
         yield

@@ -163,14 +163,19 @@ def implementation_for(device_type: str) -> Implementation:
 @functools.cache
 def _implementation_for(device_type: str, cuda_kernels: bool) -> Implementation:
     fitting = (one for one in IMPLEMENTATIONS if device_type in (one.device_types or (device_type,)))
-    return next(one for one in fitting if not reasons(one))
+    return next(one for one in fitting if not _reasons(one, cuda_kernels))
 
 
 def reasons(implementation: Implementation) -> list[str]:
     """Why it is not used on this machine; empty if it can be, is switched on, and gives what torch gives."""
+    return _reasons(implementation, CONFIG.cuda_kernels)
+
+
+@functools.cache
+def _reasons(implementation: Implementation, cuda_kernels: bool) -> list[str]:
     if found := implementation.machine_reasons():
         return found
-    if "cuda" in implementation.device_types and not CONFIG.cuda_kernels:
+    if "cuda" in implementation.device_types and not cuda_kernels:
         return ["not yet run on a GPU (FASTGEN_CUDA_KERNELS=1 switches it on)"]
     try:
         wrong = [device_type for device_type in implementation.device_types if _differs(implementation, device_type)]

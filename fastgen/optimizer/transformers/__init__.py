@@ -118,16 +118,5 @@ PATCHES = (
             "ProphetNetForCausalLM.forward(self, input_ids, attention_mask, encoder_hidden_states, past_key_values)",
             "prophetnet:causal_lm",
         ),
-        (
-            "prophetnet.self_attention",
-            "ProphetNetNgramSelfAttention.forward"
-            "(self, hidden_states, past_key_values, main_relative_position_buckets)",
-            "prophetnet:self_attention",
-        ),
-        (
-            "prophetnet.cross_attention",
-            "ProphetNetAttention.forward(self, hidden_states, attention_mask, past_key_values)",
-            "prophetnet:cross_attention",
-        ),
     ),
 )

@@ -34,7 +34,7 @@ from fastgen.optimizer.transformers import checks, kv_layers
 KERNEL = "ProphetNet's step, first predict stream"
 STREAMS = 2  # the main one and the first that predicts
 
-# The names of modules that see two streams in a step, or are not called.
+# The names of modules that are not called in a step.
 _SKIPPED = re.compile(r"prophetnet(\.decoder(\.layers\.\d+(\.(self|cross)_attn)?)?)?")
 
 
@@ -125,16 +125,13 @@ def _hidden_states(
     length = cache.get_seq_length() + 1
     step = _step(decoder, length, kwargs.get(f"{prefix}attention_mask"), encoder_mask)
     hidden_states = decoder.embeddings_layer_norm(_embedded(decoder, kwargs[f"{prefix}input_ids"], length))
-    for layer in decoder.layers:
-        # Layers hand the step and the cache to their attention as they are.
-        hidden_states = layer(
-            hidden_states,  # [rows, 2, hidden_size]
-            None,
-            encoded,
-            encoder_attn_mask=step,
-            main_relative_position_buckets=step,
-            past_key_values=cache,
-        )[0]
+    for layer in decoder.layers:  # hidden_states: [rows, 2, hidden_size]
+        attended = _self_attention(layer.self_attn, hidden_states, step, cache)
+        hidden_states = layer.self_attn_layer_norm(hidden_states + attended)
+        if encoded is not None:
+            attended = _cross_attention(layer.cross_attn, hidden_states, step, cache)
+            hidden_states = layer.cross_attn_layer_norm(attended + hidden_states)
+        hidden_states = layer.feed_forward_layer_norm(layer.feed_forward(hidden_states) + hidden_states)
     return hidden_states[:, 1:]
 
 
@@ -169,24 +166,20 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return (1.0 - mask[:, None, None, :].to(dtype)) * torch.finfo(dtype).min
 
 
-def self_attention(original: Callable, self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`ProphetNetNgramSelfAttention.forward`; in a step of `[rows, 2, hidden_size]`, and without weights."""
-    step = kwargs.get("main_relative_position_buckets")
-    if not isinstance(step, Step):
-        return original(self, hidden_states, *args, **kwargs)
+def _self_attention(attention: Any, hidden_states: Tensor, step: Step, cache: Cache) -> Tensor:
+    """Of a `ProphetNetNgramSelfAttention`, `[rows, 2, hidden_size]`."""
     query, key, value = (
-        _heads(project(hidden_states), self.num_attn_heads)
-        for project in (self.query_proj, self.key_proj, self.value_proj)
+        _heads(project(hidden_states), attention.num_attn_heads)
+        for project in (attention.query_proj, attention.key_proj, attention.value_proj)
     )  # [rows, heads, 2, head_dim] each
-    query = query / self.head_dim**0.5
-    cache = kv_layers.parts(kwargs["past_key_values"])[0]
-    keys, values = cache.update(key[:, :, :1], value[:, :, :1], self.layer_idx)
+    query = query / attention.head_dim**0.5
+    keys, values = kv_layers.parts(cache)[0].update(key[:, :, :1], value[:, :, :1], attention.layer_idx)
     own_key, own_value = key[:, :, 1:], value[:, :, 1:]
     scores = torch.cat([torch.matmul(query, keys.transpose(2, 3)), torch.matmul(query, own_key.transpose(2, 3))], -1)
-    scores = scores + _relative(self, hidden_states, step.buckets) + step.bias
+    scores = scores + _relative(attention, hidden_states, step.buckets) + step.bias
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).type_as(scores)  # as in the library
     result = torch.matmul(weights[..., :-1], values) + weights[..., -1:] * own_value
-    return self.out_proj(_joined(result)), None, None
+    return attention.out_proj(_joined(result))
 
 
 def _relative(attention: Any, hidden_states: Tensor, buckets: Tensor) -> Tensor:
@@ -196,17 +189,14 @@ def _relative(attention: Any, hidden_states: Tensor, buckets: Tensor) -> Tensor:
     return torch.gather(by_bucket, 3, buckets.expand(*by_bucket.shape[:3], -1))
 
 
-def cross_attention(original: Callable, self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`ProphetNetAttention.forward`; in a step with the keys of the cache, which may be stored once per input."""
-    step = kwargs.get("attention_mask")
-    if not isinstance(step, Step):
-        return original(self, hidden_states, *args, **kwargs)
-    layer = kwargs["past_key_values"].cross_attention_cache.layers[self.layer_idx]
-    query = _heads(self.query_proj(hidden_states) / self.head_dim**0.5, self.num_attn_heads)
+def _cross_attention(attention: Any, hidden_states: Tensor, step: Step, cache: Any) -> Tensor:
+    """Of a `ProphetNetAttention`, with the keys of the cache, which may be stored once per input."""
+    layer = cache.cross_attention_cache.layers[attention.layer_idx]
+    query = _heads(attention.query_proj(hidden_states) / attention.head_dim**0.5, attention.num_attn_heads)
     scores = torch.matmul(query, layer.keys.transpose(2, 3))
     scores = scores if step.encoder_bias is None else scores + step.encoder_bias
     result = torch.matmul(nn.functional.softmax(scores, dim=-1), layer.values)
-    return self.out_proj(_joined(result)), None
+    return attention.out_proj(_joined(result))
 
 
 def _heads(states: Tensor, heads: int) -> Tensor:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.reasons import PREFIX, Reason
-from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Scorer, Tokens, contexts_of
+from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Pair, Scorer, contexts_of
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
@@ -62,7 +62,7 @@ def unsupported_reasons(harness: HFLM, requests: list[Request]) -> list[Reason]:
     return reasons
 
 
-def tokens_per_batch(harness: HFLM, pairs: list[tuple[Tokens, Tokens]]) -> int:
+def tokens_per_batch(harness: HFLM, pairs: list[Pair]) -> int:
     """As many as the harness's own batches have."""
     if not isinstance(harness.batch_size, int):
         return TOKENS_PER_BATCH
@@ -70,9 +70,10 @@ def tokens_per_batch(harness: HFLM, pairs: list[tuple[Tokens, Tokens]]) -> int:
 
 
 def _answers(
-    harness: HFLM, requests: list[Request], pairs: list[tuple[Tokens, Tokens]], found: Any, disable_tqdm: bool
+    harness: HFLM, requests: list[Request], pairs: list[Pair], found: Any, disable_tqdm: bool
 ) -> list[tuple[float, bool]]:
-    places: dict[tuple[Tokens, Tokens], list[int]] = {}
+    """In the order of requests. found: an answer for each different pair."""
+    places: dict[Pair, list[int]] = {}
     for place, pair in enumerate(pairs):
         places.setdefault(pair, []).append(place)
     answers: dict[int, tuple[float, bool]] = {}

@@ -57,16 +57,6 @@ class Prompt:
         left.scatter_(1, self.tokens[:, step : step + 1], self.forced[:, step : step + 1])
         return left.repeat_interleave(rows_per_input, dim=0)
 
-    def scores(self, rows_per_input: int) -> Tensor:
-        """Sums of log-probabilities after each step, `[rows, length]`, as beam search has them: one beam is left."""
-        beams = torch.full((len(self.tokens), rows_per_input, self.length), -torch.inf, device=self.forced.device)
-        beams[:, 0] = loop_state.sum_in_order(self.forced)
-        return beams.flatten(0, 1).to(self.forced.dtype)
-
-    def skips_search(self, generator: HostGenerator) -> bool:
-        """Whether the search can be told the outcome of forced tokens: it draws nothing and keeps no state."""
-        return type(generator.search) is BeamSearch and generator.repeat_ngram_blocker is None
-
 
 def prefill_sync(
     generator: HostGenerator, prefixes: Tensor | None, first_token: int, states: list[DecodingState], max_len: int
@@ -152,13 +142,14 @@ class Loop:
         return _sorted_sync(self.hypotheses)
 
     def skip_prompt(self) -> int:
-        """Writes the prompt if the search need not see how; returns the first step that is left to do."""
-        if self.prompt is None or not self.prompt.skips_search(self.generator):
+        """Writes the prompt where the search draws nothing and keeps no state; returns the first step left to do."""
+        prompt, generator = self.prompt, self.generator
+        if prompt is None or type(generator.search) is not BeamSearch or generator.repeat_ngram_blocker is not None:
             return 0
-        length = self.prompt.length
-        self.tokens[:, 1 : length + 1] = self.prompt.tokens.repeat_interleave(self.num_beams, dim=0)
-        self.scores[:, :length] = self.prompt.scores(self.num_beams)
-        return length
+        self.tokens[:, 1 : prompt.length + 1] = prompt.tokens.repeat_interleave(self.num_beams, dim=0)
+        self.scores[:, : prompt.length] = -torch.inf
+        self.scores[:: self.num_beams, : prompt.length] = loop_state.sum_in_order(prompt.forced)  # one beam is left
+        return prompt.length
 
     def propose(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """What the search proposes for the next token, the best first: scores, tokens and beams, `[B, C]` each."""

@@ -31,11 +31,11 @@ from fastgen.optimizer.transformers import checks, kv_layers, prefixes
 from fastgen.optimizer.transformers.models import latent_attention
 
 Tokens = tuple[int, ...]
+Pair = tuple[Tokens, Tokens]
 LogLikelihood = tuple[float, bool]
 
 # What a batch holds, in rows times the length of the longest, unless the caller says otherwise.
 TOKENS_PER_BATCH = 8192
-
 
 _LOG_SOFTMAX = partial(functional.log_softmax, dim=-1, dtype=torch.float32)
 
@@ -74,7 +74,7 @@ def log_likelihoods(
     return [found[pair] for pair in pairs]
 
 
-def _tokens(context: Any, continuation: Any, tokenizer: Any, number: int) -> tuple[Tokens, Tokens]:
+def _tokens(context: Any, continuation: Any, tokenizer: Any, number: int) -> Pair:
     if isinstance(context, str):
         if tokenizer is None:
             raise ValueError(f"contexts[{number}] is a string, and tokenizer is None (accepted: the model's tokenizer)")
@@ -89,7 +89,7 @@ def _tokens(context: Any, continuation: Any, tokenizer: Any, number: int) -> tup
     return found
 
 
-def contexts_of(pairs: Iterable[tuple[Tokens, Tokens]]) -> list[Context]:
+def contexts_of(pairs: Iterable[Pair]) -> list[Context]:
     by_context: dict[Tokens, dict[Tokens, None]] = {}
     for context, continuation in pairs:
         by_context.setdefault(context, {})[continuation] = None
@@ -149,7 +149,7 @@ class Scorer:
 
     # With what contexts and continuations have in common.
 
-    def shared(self, contexts: list[Context]) -> Iterator[tuple[tuple[Tokens, Tokens], LogLikelihood]]:
+    def shared(self, contexts: list[Context]) -> Iterator[tuple[Pair, LogLikelihood]]:
         length = _prefix_of(contexts)
         prefix = DynamicCache(config=self.model.config)
         if length:
@@ -160,9 +160,7 @@ class Scorer:
         for batch in _batches(ordered, lambda one: _length_of(one, length), self.tokens_per_batch):
             yield from self._batch(batch, prefix, length)
 
-    def _batch(
-        self, batch: list[Context], prefix: DynamicCache, length: int
-    ) -> Iterator[tuple[tuple[Tokens, Tokens], LogLikelihood]]:
+    def _batch(self, batch: list[Context], prefix: DynamicCache, length: int) -> Iterator[tuple[Pair, LogLikelihood]]:
         rests, mask = _padded([context.tokens[length:] for context in batch], left=True)
         behind = [_behind(context) for context in batch]
         most, longest = max(map(len, behind)), max((len(one) for found in behind for one in found), default=0)
@@ -196,8 +194,8 @@ class Scorer:
 
     # Each context with each of its continuations.
 
-    def each_alone(self, contexts: list[Context]) -> Iterator[tuple[tuple[Tokens, Tokens], LogLikelihood]]:
-        asked: dict[Tokens, list[tuple[Tokens, Tokens]]] = {}
+    def each_alone(self, contexts: list[Context]) -> Iterator[tuple[Pair, LogLikelihood]]:
+        asked: dict[Tokens, list[Pair]] = {}
         for context in contexts:
             for continuation, row in zip(context.continuations, _rows(context)):
                 asked.setdefault(row, []).append((context.tokens, continuation))

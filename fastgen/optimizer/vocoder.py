@@ -72,8 +72,8 @@ def faster_waveform(
             altered = {module for name, module in facts.modules.items() if are_all or name in facts.altered}
             steps = steps_of(layers := Layers(altered))
             reasons = layers.unsupported_reasons()
-        add_reasons(VOCODER, reasons)
         if reasons:
+            add_reasons(VOCODER, reasons)
             return None
         count(ONEDNN)
         with torch.no_grad():

@@ -71,8 +71,8 @@ def _is_patched(processor: Any) -> bool:
 
 def no_repeat_ngram(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
     """`__call__` of both processors: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
-    reasons = _reasons(self, input_ids, scores)
-    add_reasons(NGRAMS, reasons)
+    if reasons := _reasons(self, input_ids, scores):
+        add_reasons(NGRAMS, reasons)
     if reasons or not _can_ban(self, input_ids):
         return original(self, input_ids, scores)
     return compat.verified_if_newer(

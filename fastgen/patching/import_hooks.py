@@ -9,16 +9,22 @@ Tests: tests/patching/test_patching.py, tests/patching/test_patching_conflicts.p
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import threading
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from fastgen.patching.lock import LOCK
-
 TYPE_CHECKING = False  # as in fastgen/__init__.py
 if TYPE_CHECKING:
     from typing import Any
+
+# The one lock of the patch layer; forked workers find it free. Never held while a host is imported or a host's function
+# runs: a hook takes it while its thread holds an import lock.
+LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 Hook = Callable[[ModuleType], None]
 

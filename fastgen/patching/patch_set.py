@@ -21,8 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 
-from fastgen.patching.import_hooks import call_after_import
-from fastgen.patching.lock import LOCK
+from fastgen.patching.import_hooks import LOCK, call_after_import
 from fastgen.patching.patch import Patch, PatchState, PatchStates
 from fastgen.patching.target import Target, Unmet, find_target, untested_reason
 from fastgen.provenance import is_from_elsewhere

@@ -22,7 +22,10 @@ PYTHON = sys.stdlib_module_names | {"typing_extensions"}
 
 def packages_of(code: object) -> set[str]:
     """The packages of a class, or of all functions and objects that a call runs through; none for None."""
-    return {module.partition(".")[0] for module in _modules_of(code)}
+    packages = set()
+    for module in _modules_of(code):
+        packages.add(module.partition(".")[0])
+    return packages
 
 
 def comes_with(method: object, kind: type) -> bool:

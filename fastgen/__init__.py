@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fastgen.cli.transformers.generator import TextGenerator
     from fastgen.ops.prefix_trie import PrefixTrie
     from fastgen.optimizer.decoding.report import Report
-    from fastgen.optimizer.verify import Verification
+    from fastgen.optimizer.decoding.verify import Verification
 
 __all__ = [
     "PatchState",
@@ -118,9 +118,19 @@ def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
     and row, the scores of both sequences and their gap; seconds and bytes of both calls; `as_dict()` and a text. Calls
     `generate` four times: the first two are compared, the others are timed. The random numbers are put back afterwards.
     """
-    from fastgen.optimizer import verify
+    from fastgen.optimizer.decoding import verify
 
-    return verify.verify(model, inputs, **generate_kwargs)
+    hosts = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    if "fairseq" in hosts and hasattr(model, "search"):
+        from fastgen.optimizer.fairseq.verify import FairseqCall
+
+        return verify.verify(FairseqCall(model, inputs, generate_kwargs), enabled)
+    if callable(getattr(model, "generate", None)):
+        from fastgen.optimizer.transformers.verification import TransformersCall
+
+        return verify.verify(TransformersCall(model, inputs, generate_kwargs), enabled)
+    accepted = "a model of transformers with generate, a generator of fairseq"
+    raise TypeError(f"model is a {type(model).__name__} (accepted: {accepted})")
 
 
 def log_likelihoods(

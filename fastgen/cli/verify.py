@@ -17,7 +17,7 @@ from fastgen.cli.transformers.signature import model_folder
 from fastgen.cli.transformers.tasks import task_for
 
 if TYPE_CHECKING:
-    from fastgen.optimizer.verify import Verification
+    from fastgen.optimizer.decoding.verify import Verification
 
 _MAX_NEW_TOKENS = 32
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.decoding.reasons import PREFIX, Reason
+from fastgen.optimizer.decoding.report import PREFIX, Reason
 from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Pair, Scorer, contexts_of
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]

@@ -33,8 +33,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import add_reasons, count, current_call, generate_call
-from fastgen.optimizer.decoding.model_facts import KnownCode, facts_of
-from fastgen.optimizer.decoding.reasons import VOCODER, Reason
+from fastgen.optimizer.decoding.model_facts import facts_of
+from fastgen.optimizer.decoding.report import VOCODER, Reason
+from fastgen.optimizer.decoding.user_code import KnownCode
 
 ONEDNN = "vocoder, oneDNN"
 

@@ -12,8 +12,7 @@ from architectures import ARCHITECTURES, REAL, Architecture
 from sharing import sharing
 
 import fastgen
-from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL
-from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Report
 
 # Left alone, or only the prefill is run once per input: nothing in their caches can be kept once per input.
 LEFT_ALONE = {"minimax", "nllb-moe", "recurrent_gemma"}

@@ -10,8 +10,7 @@ from cost_models import costs
 
 from fastgen.config import CONFIG
 from fastgen.optimizer.decoding import kv_cache
-from fastgen.optimizer.decoding.reasons import STEPS
-from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.report import STEPS, Report
 
 CAPTURED = "decode step, captured"
 

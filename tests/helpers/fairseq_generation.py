@@ -18,8 +18,7 @@ from parity import Both, assert_equal_outputs
 from torch import Tensor, nn
 
 import fastgen
-from fastgen.optimizer.decoding.reasons import LOOP
-from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.report import LOOP, Report
 
 BEAMS = {"beam": 3, "max_len_b": 15}
 TOLERANCE = 1e-4

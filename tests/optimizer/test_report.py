@@ -18,8 +18,7 @@ from fastgen import ops
 from fastgen.ops import Kernel
 from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for
 from fastgen.optimizer.decoding.call import add_reasons, count, current_call, generate_call, last_report
-from fastgen.optimizer.decoding.reasons import DECISIONS, Reason
-from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.report import DECISIONS, Reason, Report
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

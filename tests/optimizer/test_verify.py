@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastgen
 from fastgen.optimizer.decoding.call import current_call
-from fastgen.optimizer.decoding.verify_once import Difference, NotComparable, verify_once
+from fastgen.optimizer.decoding.verify import Difference, NotComparable, verify_once
 
 GREEDY = {"max_new_tokens": 7, "do_sample": False}
 

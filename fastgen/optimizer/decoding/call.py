@@ -11,17 +11,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CostModel
-from fastgen.optimizer.decoding.model_facts import KnownCode, ModelFacts, facts_of
-from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
-from fastgen.optimizer.decoding.report import Report, Stage
+from fastgen.optimizer.decoding.model_facts import ModelFacts, facts_of
+from fastgen.optimizer.decoding.report import LOOP, STEPS, Reason, Report, Stage
+from fastgen.optimizer.decoding.user_code import KnownCode
 
 logger = logging.getLogger("fastgen")
 
@@ -71,10 +71,11 @@ class GenerateCall:
             _current.set(self._outer)
             report = _thread.last = self.report
             report.seconds = self.seconds
-            if self.rows and not (report.codes(STEPS) or report.codes(LOOP) or report.replays):
+            if self.rows and not (report.reason_for(STEPS) or report.reason_for(LOOP) or report.replays):
                 report.add_reasons(STEPS, [ENDED_EARLY])
             if self._outer is not None and self._outer.has_stages:
-                self._outer.report.stages.append(Stage(f"generate of {report.model}", report.seconds, report=report))
+                self._outer.report.stages.append(Stage(f"generate of {report.model}", report.seconds, report))
+                self._outer.staged_seconds = self._outer.seconds
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("generate: %s", report.summary())
 
@@ -115,13 +116,7 @@ class GenerateCall:
 
 
 _current: ContextVar[GenerateCall | None] = ContextVar("fastgen_call", default=None)
-
-
-class _Thread(threading.local):
-    last: Report | None = None
-
-
-_thread = _Thread()
+_thread = threading.local()  # last: the report of its last call
 
 
 def generate_call(model: str, has_stages: bool = False) -> GenerateCall:
@@ -129,20 +124,10 @@ def generate_call(model: str, has_stages: bool = False) -> GenerateCall:
     return GenerateCall(Report(model), has_stages=has_stages)
 
 
-@contextmanager
-def stage(name: str) -> Iterator[None]:
-    """Inside this context, a call that has stages is in the one of this name."""
-    call = _current.get()
-    if call is None or not call.has_stages:
-        yield
-        return
-    begun = time.perf_counter()
-    stage = Stage(name, 0.0)
-    call.report.stages.append(stage)
-    try:
-        yield
-    finally:
-        stage.seconds = time.perf_counter() - begun
+def end_stage(name: str) -> None:
+    """As `GenerateCall.end_stage`, of the call that runs, if it has stages."""
+    if (call := _current.get()) is not None and call.has_stages:
+        call.end_stage(name)
 
 
 def current_call() -> GenerateCall | None:
@@ -170,4 +155,4 @@ def add_reasons(part: str, reasons: Iterable[Reason]) -> None:
 
 def last_report() -> Report | None:
     """Of the last call that ended in this thread, or None."""
-    return _thread.last
+    return getattr(_thread, "last", None)

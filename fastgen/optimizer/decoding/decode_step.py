@@ -34,8 +34,9 @@ from fastgen.ops.tracing import Diverged, NotRepeatable
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, differs_sync, graphs_of, torch_settings
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.model_facts import KnownCode, first_weight, size_of
-from fastgen.optimizer.decoding.reasons import MODEL_CHANGED, STEPS, Reason
+from fastgen.optimizer.decoding.model_facts import first_weight, size_of
+from fastgen.optimizer.decoding.report import MODEL_CHANGED, STEPS, Reason
+from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.patching import warn
 
 if TYPE_CHECKING:  # in typing since Python 3.11

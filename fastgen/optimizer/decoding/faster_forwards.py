@@ -9,10 +9,13 @@ Tests: tests/optimizer/decoding/test_faster_forwards.py
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -29,11 +32,12 @@ _LOCK = threading.Lock()
 CACHED = 12 << 20  # elements; more than caches hold
 
 
+@dataclass
 class Call:
     """One call of `generate` in its thread; usage: counts kernels."""
 
-    def __init__(self, models: Iterable[nn.Module], usage: Counter[str]) -> None:
-        self.models, self.usage = tuple(models), usage
+    models: Iterable[nn.Module]
+    usage: Counter[str]
 
     def read_before(self, weight: Tensor) -> list[Tensor]:
         """What is read between two products with this weight: other weights, as many as caches hold, or all."""
@@ -45,12 +49,7 @@ class Call:
         return found
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-
-_thread = _Thread()
+_call: ContextVar[Call | None] = ContextVar("fastgen_faster_forwards", default=None)
 
 
 @contextmanager
@@ -61,43 +60,52 @@ def faster_forwards(
 ) -> Iterator[None]:
     """Inside this context, in this thread, modules of these types have these forwards; appends a count to `usages`.
 
-    models: the modules of each model.
+    models: the modules of each model. A forward that the program has put on a module stays.
     """
     usages.append(Counter())
-    forwards = {kind: forward for kind, forward in forwards.items() if comes_with(kind.forward, kind)}
-    call = Call(models, usages[-1])
-    chosen = [
-        (module, forward)
-        for modules in models.values()
-        for module in modules
-        if (forward := forwards.get(type(module))) is not None
-    ]
-    _thread.calls.append(call)
+    forwards = {kind: faster for kind, faster in forwards.items() if comes_with(kind.forward, kind)}
+    put_on = []
     with _LOCK:
-        put_on = [found for one in chosen if (found := _put_on(*one)) is not None]
+        for module in itertools.chain(*models.values()):
+            if (faster := forwards.get(type(module))) is not None:
+                attributes = vars(module)
+                forward = attributes.get("forward")
+                if forward is None:
+                    forward = attributes["forward"] = ModuleForward(module, faster)
+                    attributes.setdefault("__getstate__", forward.state_of_module)
+                if isinstance(forward, ModuleForward):
+                    forward.users += 1
+                    put_on.append(forward)
+    token = _call.set(Call(models, usages[-1]))
     try:
         yield
     finally:
-        _thread.calls.pop()
+        _call.reset(token)
         with _LOCK:
             for forward in put_on:
-                forward.take_off()
+                forward.users -= 1
+                attributes = vars(forward.module)
+                if not forward.users and attributes.get("forward") is forward:
+                    del attributes["forward"]
+                if not forward.users and getattr(attributes.get("__getstate__"), "__self__", None) is forward:
+                    del attributes["__getstate__"]
 
 
 def linears() -> dict[type[nn.Module], Forward]:
     """The forward of `nn.Linear`, where this machine has one that may be faster, and torch's product is torch's own."""
     if cpu_linear.machine_reasons() or not isinstance(functional.linear, BuiltinFunctionType):
         return {}
-    return {nn.Linear: linear}
+    return {nn.Linear: multiply}
 
 
-def linear(forward: ModuleForward, rows: Tensor, call: Call) -> Tensor | None:
-    """Of `nn.Linear`: a large product on a CPU."""
-    return multiply(forward, rows, forward.module.weight, forward.module.bias, call)
+def multiply(forward: ModuleForward, rows: Tensor, call: Call, is_transposed: bool = False) -> Tensor | None:
+    """`rows @ weight.T + bias` in the fastest way, or None if that is BLAS; counted as "cpu_linear, WAY".
 
-
-def multiply(forward: ModuleForward, rows: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor | None:
-    """`rows @ weight.T + bias` in the fastest way, or None if that is BLAS; counted as "cpu_linear, WAY"."""
+    is_transposed: the module's weight is `[in_features, out_features]`.
+    """
+    weight, bias = forward.module.weight, forward.module.bias
+    if is_transposed:
+        weight = weight.t()
     if not cpu_linear.can_multiply(rows, weight, bias) or is_watched():
         return None
     fastest = cpu_linear.fastest(rows, weight, bias, lambda: call.read_before(weight))
@@ -108,24 +116,12 @@ def multiply(forward: ModuleForward, rows: Tensor, weight: Tensor, bias: Tensor 
     return cpu_linear.ways()[fastest](rows, weight, bias)
 
 
-def _put_on(module: nn.Module, faster: Forward) -> ModuleForward | None:
-    """The forward that is on the module, with one more user; None if the program has put one of its own there."""
-    attributes = vars(module)
-    forward = attributes.get("forward")
-    if forward is None:
-        forward = attributes["forward"] = ModuleForward(module, faster)
-        attributes.setdefault("__getstate__", StateWithoutForward(module))
-    if not isinstance(forward, ModuleForward):
-        return None
-    forward.users += 1
-    return forward
-
-
 def has_faster_forward(module: nn.Module) -> bool:
     """Whether a call of `generate`, of any thread, has put a forward on this module."""
     return isinstance(vars(module).get("forward"), ModuleForward)
 
 
+@dataclass(eq=False, repr=False)
 class ModuleForward:
     """The forward of one module while `users` calls of `generate` run; other threads get the library's result.
 
@@ -133,43 +129,28 @@ class ModuleForward:
     hundredths of a step in bf16.
     """
 
-    def __init__(self, module: nn.Module, faster: Forward) -> None:
-        self.module, self.faster, self.users = module, faster, 0
-        self.blas_shapes: set[torch.Size] = set()
+    module: Any
+    faster: Forward
+    users: int = 0
+    blas_shapes: set[torch.Size] = field(default_factory=set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and _thread.calls and len(args) == 1 and not kwargs:
+        if not torch.compiler.is_compiling() and (call := _call.get()) and len(args) == 1 and not kwargs:
             rows = args[0]
             if not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes:
-                output = self.faster(self, rows, _thread.calls[-1])
+                output = self.faster(self, rows, call)
                 if output is not None:
                     return output
         return type(self.module).forward(self.module, *args, **kwargs)
-
-    def take_off(self) -> None:
-        self.users -= 1
-        if self.users:
-            return
-        attributes = vars(self.module)
-        if attributes.get("forward") is self:
-            del attributes["forward"]
-        if isinstance(attributes.get("__getstate__"), StateWithoutForward):
-            del attributes["__getstate__"]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Where the program copies or pickles what it took for the module's method."""
         return getattr, (self.module, "forward")
 
-
-class StateWithoutForward:
-    """The `__getstate__` of a module that has a `ModuleForward`: copies and pickles of the module have none."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self) -> dict[str, Any]:
-        ours = (ModuleForward, StateWithoutForward)
-        return {name: value for name, value in vars(self.module).items() if not isinstance(value, ours)}
+    def state_of_module(self) -> dict[str, Any]:
+        """The module's `__getstate__`: copies and pickles of it have neither this forward nor this method."""
+        attributes = vars(self.module).items()
+        return {name: value for name, value in attributes if value is not self and name != "__getstate__"}
 
 
 # Given the forward of a module, its input and the call: what it returns, or None to leave it to the library.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -18,11 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from fastgen.config import CONFIG
 from fastgen.ops.cpu_graph import CpuGraph
 from fastgen.ops.tolerances import tolerance
+from fastgen.ops.tracing import is_transformed, is_watched
+from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.model_facts import same
-from fastgen.optimizer.decoding.reasons import Reason
+from fastgen.optimizer.decoding.model_facts import first_weight, same, size_of
+from fastgen.optimizer.decoding.report import STEPS, Reason
+from fastgen.optimizer.decoding.user_code import KnownCode
 
 # What the graphs of one model may hold between two calls, and the bytes of one: less in the memory of a CPU, of which
 # programs hold more for themselves.
@@ -235,3 +239,69 @@ def differs_sync(found: Tensor, expected: Tensor) -> bool:
 
 def _structure(leaves: list[Any], spec: Any) -> tuple:
     return spec, tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
+
+
+# Whether to capture the steps of a loop.
+
+
+def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> list[Reason]:
+    """Why so many steps are not captured whatever the model is; empty if they may be."""
+    if CONFIG.cuda_graphs == "off":
+        return [Reason("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
+    if device.type == "cuda" and CONFIG.cuda_graphs == "auto":
+        return [Reason("GPU_OPT_IN", "not yet run on a GPU (FASTGEN_CUDA_GRAPHS=on switches it on)")]
+    if device.type not in ("cuda", "cpu"):
+        return [Reason("DEVICE", f"the model is on {device.type} (supported: cuda, cpu)")]
+    least = call.costs.min_capture_steps
+    if steps < least:
+        return [Reason("FEW_STEPS", f"the call has fewer than {least} steps", f"at most {max(steps, 0)}")]
+    return []
+
+
+def can_capture(
+    call: GenerateCall,
+    model: nn.Module,
+    decoder: nn.Module,
+    rows: int,
+    steps: int,
+    known: KnownCode,
+    host_reasons: Callable[[], Sequence[Reason]],
+    row_reasons: Callable[[], Sequence[Reason]],
+) -> bool:
+    """Whether a loop of at most so many steps of so many rows should try to; tells the report why not.
+
+    decoder: the model, or the part of it that a step calls. The cheap checks come first, those that look at all modules
+    last: host_reasons, of the call's arguments; row_reasons, of the model's code.
+    """
+    if (weight := first_weight(decoder)) is None:  # it computes nothing
+        return False
+    reasons = unwanted_reasons(call, weight.device, steps) or graphs_of(model, weight).refused or host_reasons()
+    reasons = reasons or _surroundings_reasons(call, decoder, weight, rows, steps) or row_reasons()
+    if not reasons:
+        facts = call.facts_of(model, known)
+        if facts.is_sharded:
+            reasons = [Reason("SHARDED", "parts of the model are sharded, and gathered in each step")]
+        elif len(facts.devices) > 1:
+            reasons = [Reason("SEVERAL_DEVICES", "the model is on several devices")]
+    call.report.add_reasons(STEPS, reasons)
+    return not reasons
+
+
+def _surroundings_reasons(
+    call: GenerateCall, decoder: nn.Module, weight: Tensor, rows: int, steps: int
+) -> list[Reason]:
+    reasons = []
+    if weight.is_cpu and CONFIG.cuda_graphs != "on" and weight.dtype not in (torch.float32, torch.float64):
+        # Logits are often equal there, and hidden positions may change which is the largest.
+        reasons.append(Reason("HALF_PRECISION", f"{weight.dtype} would be rounded in another way on a CPU"))
+    elif not call.costs.should_capture(size_of(decoder), rows, steps, is_captured=True):
+        text = f"{steps} steps of {rows} rows would save less than the capture costs"
+        reasons.append(Reason("NOT_WORTH_CAPTURING", text))
+    if torch.is_autocast_enabled(weight.device.type):
+        reasons.append(Reason("AUTOCAST", "autocast keeps copies of weights that a capture would outlive"))
+    if is_transformed() or is_watched():
+        text = "a TorchDispatchMode, TorchFunctionMode or functorch transform is active"
+        reasons.append(Reason("TORCH_MODE", text))
+    if weight.is_cuda and torch.cuda.current_stream(weight.device).cuda_stream:
+        reasons.append(Reason("CUDA_STREAM", "the program computes on a stream other than the default"))
+    return reasons

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fastgen.optimizer.decoding.reasons import LAYER_EMPTY, Reason
+from fastgen.optimizer.decoding.report import LAYER_EMPTY, Reason
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV, materialized
 
 # From here on it pays, on a CPU, to find the rows that a reorder moves.

@@ -1,6 +1,7 @@
 """What `fastgen.explain()` returns: what one `generate` shared, which kernels ran, what was not done and why.
 
-A report describes; nothing reads it to decide.
+A report describes; nothing reads it to decide. Reasons have a code for tests, programs and documentation, listed in
+docs/reasons.md, and a text for people.
 
 Tests: tests/optimizer/test_report.py
 """
@@ -14,12 +15,73 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastgen import ops
-from fastgen.optimizer.decoding.reasons import LOOP, PREFILL, STEPS, Reason
+
+# What the reasons are about: the parts of a call.
+PREFILL = "prompt sharing"
+PREFIX = "common prefix"
+KV_CACHE = "KV cache"
+LOOP = "decoding loop"
+STEPS = "decode steps"
+COMPACTION = "finished inputs"
+NGRAMS = "n-gram blocking"
+ALLOWED = "allowed tokens"
+VOCODER = "vocoder"
 
 REPLAY = "decode step, "  # how the names of replayed steps begin among the kernels
 
+# With these codes fastgen chose not to do what it could have done: there is nothing to gain, or the user said so.
+DECISIONS = frozenset(
+    {
+        "CAPTURE_OFF",
+        "ENDED_EARLY",
+        "FEW_FRAMES",
+        "FEW_KEYS",
+        "FEW_STEPS",
+        "GPU_OPT_IN",
+        "NOT_WORTH_CAPTURING",
+        "ONE_ROW_PER_INPUT",
+        "PREFIX_SHORT",
+        "SHARE_NEVER",
+        "TOO_SMALL",
+    }
+)
 
-@dataclass(repr=False)
+
+@dataclass(frozen=True)
+class Reason:
+    """code: in capitals, one for a kind of reason. text: a clause without a full stop. detail: numbers with units."""
+
+    code: str
+    text: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.detail})" if self.detail else self.text
+
+    @property
+    def is_decision(self) -> bool:
+        """Whether fastgen could have done it and chose not to; otherwise it cannot, and the library's code runs."""
+        return self.code in DECISIONS
+
+
+CACHE_NOT_EMPTY = Reason("CACHE_NOT_EMPTY", "past_key_values is not empty")
+LAYER_EMPTY = Reason("LAYER_EMPTY", "a layer of the cache is empty")
+MODEL_CHANGED = Reason("MODEL_CHANGED", "the program has changed the model within the call")
+USER_CACHE = Reason("USER_CACHE", "the caller passed past_key_values")
+REORDERS_ITSELF = Reason("REORDERS_ITSELF", "the model reorders its cache itself")
+
+
+def with_code(code: str, texts: Iterable[str | Reason]) -> list[Reason]:
+    """Reasons of code that has no codes, such as a kernel's, under one; a `Reason` keeps its own."""
+    return [text if isinstance(text, Reason) else Reason(code, text) for text in texts]
+
+
+def that_hold(*cases: tuple[str, str, object]) -> list[Reason]:
+    """The reasons of these cases, code, text and condition, whose condition is true."""
+    return [Reason(code, text) for code, text, is_so in cases if is_so]
+
+
+@dataclass
 class Stage:
     """A part of a call, such as the encoder.
 
@@ -29,16 +91,6 @@ class Stage:
     name: str
     seconds: float
     report: Report | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as JSON has it."""
-        inner = {} if self.report is None else {"report": self.report.as_dict()}
-        return {"name": self.name, "seconds": self.seconds, **inner}
-
-    def lines(self) -> list[str]:
-        """For people."""
-        inner = [] if self.report is None else repr(self.report).splitlines()
-        return [f"  stage: {self.name}, {self.seconds:.3f} s", *(f"    {line}" for line in inner)]
 
 
 @dataclass(repr=False)
@@ -92,7 +144,9 @@ class Report:
 
     def add_reasons(self, part: str, reasons: Iterable[Reason]) -> None:
         """Adds why this part of the call was not done, each reason once."""
-        self.not_done += [(part, reason) for reason in dict.fromkeys(reasons) if (part, reason) not in self.not_done]
+        for reason in reasons:
+            if (part, reason) not in self.not_done:
+                self.not_done.append((part, reason))
 
     def codes(self, part: str | None = None) -> set[str]:
         """The codes of all reasons, or of those of one part of the call."""
@@ -115,29 +169,30 @@ class Report:
             return f"{len(self.stages)} stages"
         if not self.rows and not self.shared:
             return "; ".join(self.fallbacks + self.decisions) or "; ".join(self._done()) or "nothing done"
-        return f"{self._steps_verdict()}; {self._prompts_verdict()}"
-
-    def _steps_verdict(self) -> str:
-        if self.replays:
-            return "decode steps captured"
-        why = self._reason_for(STEPS) or self._reason_for(LOOP)
-        return "decode steps not captured" + (f": {why.text}" if why else "")
-
-    def _prompts_verdict(self) -> str:
-        why = self._reason_for(PREFILL) or (None if self.shared else self._reason_for(LOOP))
+        loop = self.reason_for(LOOP)
+        why = self.reason_for(STEPS) or loop
+        steps = "not captured" + (f": {why.text}" if why else "")
+        why = self.reason_for(PREFILL) or (None if self.shared else loop)
         done = ["prompts"] if why is None and self.rows > self.inputs else []
         done += [f"a prefix of {self.prefix_length} tokens"] if self.prefix_length else []
-        if done:
-            return " and ".join(done) + " shared"
-        return "prompts not shared: " + (why.text if why else "one row per input")
+        not_shared = "prompts not shared: " + (why.text if why else "one row per input")
+        prompts = " and ".join(done) + " shared" if done else not_shared
+        return f"decode steps {'captured' if self.replays else steps}; {prompts}"
 
-    def _reason_for(self, part: str) -> Reason | None:
-        return next((reason for about, reason in self.not_done if about == part), None)
+    def reason_for(self, part: str) -> Reason | None:
+        """The first reason why this part of the call was not done; None if there is none."""
+        for about, reason in self.not_done:
+            if about == part:
+                return reason
+        return None
 
     @property
     def replays(self) -> int:
         """Decode steps that were replays of a captured one."""
-        return sum(calls for name, calls in self.kernels.items() if name.startswith(REPLAY))
+        replayed = 0
+        for name, calls in self.kernels.items():
+            replayed += calls if name.startswith(REPLAY) else 0
+        return replayed
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON has it: strings, numbers, and lists and dictionaries of them."""
@@ -160,12 +215,19 @@ class Report:
             "fallbacks": self.fallbacks,
             "decisions": self.decisions,
             "seconds": self.seconds,
-            "stages": [stage.as_dict() for stage in self.stages],
+            "stages": [
+                {"name": stage.name, "seconds": stage.seconds}
+                | ({"report": stage.report.as_dict()} if stage.report is not None else {})
+                for stage in self.stages
+            ],
         }
 
     def __repr__(self) -> str:
-        lines = [self.verdict, "  " + self._call() + (f", {self.seconds:.3f} s" if self.seconds else "")]
-        lines += [line for stage in self.stages for line in stage.lines()]
+        lines = [self.verdict, f"  {self._call()}" + (f", {self.seconds:.3f} s" if self.seconds else "")]
+        for stage in self.stages:
+            lines.append(f"  stage: {stage.name}, {stage.seconds:.3f} s")
+            if stage.report is not None:
+                lines += [f"    {line}" for line in repr(stage.report).splitlines()]
         lines += [f"  {item}" for item in self._done()]
         lines += [f"  left to the library: {item}" for item in self.fallbacks]
         lines += [f"  not worthwhile: {item}" for item in self.decisions]

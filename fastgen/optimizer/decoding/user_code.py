@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from operator import getitem, is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -35,142 +37,166 @@ _CALLABLE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, t
 _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
 _CONSTANTS = (bool, int, float, str, type(None))
 
-# A namespace, the name of something in it, and what messages call that.
-Place = tuple[Any, str, str]
-
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class KnownCode:
+    """What a host knows of the code in its models.
+
+    packages: whose modules and forwards treat every row alike, whatever the number of rows. hooks: those whose hooks
+    care for no row. entries: methods of the model that a step calls beside its forward. keys, registered: under which
+    names modules call functions of the host's registries, and the functions under these names.
+    """
+
+    packages: frozenset[str]
+    hooks: frozenset[str] = frozenset()
+    entries: frozenset[str] = frozenset()
+    keys: Callable[[Iterable[nn.Module]], frozenset[str]] = lambda modules: frozenset()
+    registered: Callable[[frozenset[str]], tuple[Callable, ...]] = lambda keys: ()
 
 
 class LibraryCode:
     """What the forwards of these classes can call, and whether all of it comes from known packages.
 
-    number: another one as soon as any of it was replaced. names: the attributes that the code mentions. foreign: what
-    is not from a known package, as `module.name`.
+    functions: what they call through a registry. number: another one as soon as any of it was replaced. names: the
+    attributes that the code mentions. foreign: what is not from a known package, as `module.name`.
     """
 
-    def __init__(
-        self,
-        kinds: Iterable[type],
-        functions: tuple[Callable, ...],
-        entries: frozenset[str],
-        packages: frozenset[str],
-    ) -> None:
+    def __init__(self, kinds: Iterable[type], functions: tuple[Callable, ...], known: KnownCode) -> None:
         self.number = next(_numbers)
-        places, self.names = _reached(kinds, functions, entries, packages)
-        values = [space[name] for space, name, _ in places]
-        is_foreign = [not _is_from(value, packages) for value in values]
-        self.foreign = sorted(described for (*_, described), is_so in zip(places, is_foreign) if is_so)
-        known = [(*place[:2], value) for place, value, is_so in zip(places, values, is_foreign) if not is_so]
-        self._spaces, self._names, self._values = map(list, zip(*known)) if known else ([], [], [])
-        # What the program has put there may hold a model.
-        self._foreign = [(place, _ref(value)) for place, value, is_so in zip(places, values, is_foreign) if is_so]
+        self.names: set[str] = set()
+        self.foreign: list[str] = []
+        self._foreign: list[tuple[Any, str, Callable[[], Any]]] = []  # the values as references: they may hold a model
+        self._spaces: list[Any] = []
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        bases = sorted({base for kind in kinds for base in kind.__mro__ if base is not object}, key=qualified_name)
+        spaces: dict[str, list[type]] = {}
+        for base in bases:
+            for name in vars(base):
+                spaces.setdefault(name, []).append(base)
+        seen: set[tuple[str, str]] = set()
+        followed: set[int] = set()
+        expanded: set[tuple[str, frozenset[str]]] = set()  # modules, with the names that code mentions beside them
+        work: list[Any] = [*functions]
+
+        def add(space: Any, owner: str, name: str, mentioned: frozenset[str]) -> None:
+            value = space[name]
+            if isinstance(value, ModuleType):
+                if (value.__name__, mentioned) not in expanded and value.__name__.partition(".")[0] not in _OUTER:
+                    expanded.add((value.__name__, mentioned))
+                    for other in mentioned & vars(value).keys():
+                        add(vars(value), value.__name__, other, mentioned)
+            elif not isinstance(value, (*_CALLABLE, *_CONSTANTS, *_WRAPPERS)):
+                return
+            if (owner, name) in seen:
+                return
+            seen.add((owner, name))
+            if not _is_from(value, known.packages):
+                self.foreign.append(f"{owner}.{name}")
+                self._foreign.append((space, name, _ref(value)))
+                return
+            self._spaces.append(space)
+            self._names.append(name)
+            self._values.append(value)
+            work.append(value)
+
+        def mention(name: str) -> None:
+            if name not in self.names and name not in _OUTSIDE:
+                self.names.add(name)
+                for base in spaces.get(name, ()):
+                    if not isinstance(vars(base)[name], _CONSTANTS):
+                        add(vars(base), qualified_name(base), name, frozenset())
+
+        for function in functions:
+            if not _is_from(function, known.packages):
+                self.foreign.append(f"registered function {qualified_name(function)}")
+        for name in ENTRIES | known.entries:
+            mention(name)
+        while work:
+            for function in _functions_in(work.pop()):
+                if id(function) in followed or _ends(function):
+                    continue
+                followed.add(id(function))
+                mentioned = _names_in(function.__code__)
+                for name in mentioned:
+                    if name in function.__globals__:
+                        add(function.__globals__, function.__globals__["__name__"], name, mentioned)
+                    else:
+                        mention(name)
+        self.foreign.sort()
 
     def is_current(self) -> bool:
         try:
-            unchanged = all(map(is_, map(getitem, self._spaces, self._names), self._values))
-            return unchanged and all(space[name] is found() for (space, name, _), found in self._foreign)
+            if not all(map(is_, map(getitem, self._spaces, self._names), self._values)):
+                return False
+            for space, name, found in self._foreign:
+                if space[name] is not found():
+                    return False
         except KeyError:  # the program has deleted one
             return False
+        return True
 
 
 _known: dict[Any, LibraryCode] = {}
 
 
-def library_code(
-    kinds: frozenset[type], functions: tuple[Callable, ...], entries: frozenset[str], packages: frozenset[str]
-) -> LibraryCode:
-    """Of those of these classes that are from known packages; looked up again if any of it was replaced.
-
-    functions: what they call through a registry. entries: methods that are called beside the forward.
-    """
-    kinds = frozenset(kind for kind in kinds if kind.__module__.partition(".")[0] in packages)
-    found = _known.get(key := (kinds, functions))
+def library_code(modules: Iterable[nn.Module], functions: tuple[Callable, ...], known: KnownCode) -> LibraryCode:
+    """Of those of their classes that are from known packages; looked up again if any of it was replaced."""
+    kinds = set()
+    for kind in set(map(type, modules)):
+        if kind.__module__.partition(".")[0] in known.packages:
+            kinds.add(kind)
+    found = _known.get(key := (known, frozenset(kinds), functions))
     if found is None or not found.is_current():
-        found = _known[key] = LibraryCode(kinds, functions, entries, packages)
+        found = _known[key] = LibraryCode(kinds, functions, known)
     return found
 
 
 def is_user_code(called: object, packages: frozenset[str]) -> bool:
     """Whether an object that is called in each step runs code of the program: its class, methods or attributes are."""
-    methods = (value for base in type(called).__mro__ for value in vars(base).values())
-    code = [value for value in methods if isinstance(value, (FunctionType, *_WRAPPERS))]
-    code += [value for value in getattr(called, "__dict__", {}).values() if callable(value)]
-    return not packages_of(type(called)) <= packages or not all(_is_from(value, packages) for value in code)
+    for space in (*map(vars, type(called).__mro__[:-1]), getattr(called, "__dict__", {})):
+        for value in space.values():
+            if (callable(value) or isinstance(value, _WRAPPERS)) and not _is_from(value, packages):
+                return True
+    return not packages_of(type(called)) <= packages
 
 
-def replaced_attributes(module: nn.Module, names: frozenset[str], packages: frozenset[str]) -> list[str]:
-    """The attributes of one module that are called by these names and are code of the program."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if callable(value) and (name in names or name in ENTRIES) and not _is_from(value, packages)
-    ]
+def replaced(modules: dict[str, nn.Module], code: LibraryCode, known: KnownCode) -> list[tuple[str, str]]:
+    """What the program has put in the place of methods and functions of single modules, with the modules' names."""
+    found = []
+    for name, module in modules.items():
+        for attribute, value in vars(module).items():
+            if attribute in code.names and callable(value) and not _is_from(value, known.packages):
+                if attribute in ENTRIES:
+                    found.append((name, f"the forward of {named(name)}"))
+                elif packages_of(type(module)) <= known.packages:
+                    found.append((name, f"{attribute} of {named(name)}"))
+    return found
 
 
-def _reached(
-    kinds: Iterable[type], functions: tuple[Callable, ...], entries: frozenset[str], packages: frozenset[str]
-) -> tuple[list[Place], frozenset[str]]:
-    """What the code of these classes and functions can come to, and the names of attributes that it mentions."""
-    bases = sorted({base for kind in kinds for base in kind.__mro__ if base is not object}, key=_qualified_name)
-    spaces: dict[str, list[type]] = {}
-    for base in bases:
-        for name in vars(base):
-            spaces.setdefault(name, []).append(base)
-    places: dict[tuple[str, str], Place] = {}
-    names: set[str] = set()
-    followed: set[int] = set()
-    expanded: set[tuple[str, frozenset[str]]] = set()  # modules, with the names that code mentions beside them
-    work: list[Any] = [*functions]
+def named(name: str) -> str:
+    """A module as messages have it."""
+    return f"module {name}" if name else "the model"
 
-    def add(space: Any, owner: str, name: str, mentioned: frozenset[str]) -> None:
-        value = space[name]
-        is_new = (owner, name) not in places
-        if not isinstance(value, (*_CALLABLE, *_CONSTANTS, ModuleType, *_WRAPPERS)):
-            return
-        places[owner, name] = space, name, f"{owner}.{name}"
-        if isinstance(value, ModuleType):
-            if (value.__name__, mentioned) not in expanded and value.__name__.partition(".")[0] not in _OUTER:
-                expanded.add((value.__name__, mentioned))
-                for other in mentioned & vars(value).keys():
-                    add(vars(value), value.__name__, other, mentioned)
-        elif is_new and _is_from(value, packages) and not isinstance(value, _CONSTANTS):
-            work.append(value)
 
-    def mention(name: str) -> None:
-        if name not in names and name not in _OUTSIDE:
-            names.add(name)
-            for base in spaces.get(name, ()):
-                if not isinstance(vars(base)[name], _CONSTANTS):
-                    add(vars(base), _qualified_name(base), name, frozenset())
-
-    for name in ENTRIES | entries:
-        mention(name)
-    while work:
-        for function in _functions_in(work.pop()):
-            if id(function) in followed or _ends(function):
-                continue
-            followed.add(id(function))
-            mentioned = _names_in(function.__code__)
-            for name in mentioned:
-                if name in function.__globals__:
-                    add(function.__globals__, function.__globals__["__name__"], name, mentioned)
-                else:
-                    mention(name)
-    return list(places.values()), frozenset(names)
+def _inside(code: Any) -> Any:
+    """What this method, property or partial calls."""
+    return next(getattr(code, name) for name in ("fget", "func", "__func__") if hasattr(code, name))
 
 
 def _functions_in(code: Any) -> Iterator[FunctionType]:
     """The functions that this one, or this method, partial or property, runs through."""
-    if isinstance(code, (staticmethod, classmethod, MethodType)):
-        yield from _functions_in(code.__func__)
-    elif isinstance(code, property):
-        yield from _functions_in(code.fget)
-    elif isinstance(code, (functools.cached_property, functools.partial)):
-        yield from _functions_in(code.func)
+    if isinstance(code, (*_WRAPPERS, MethodType, functools.partial)):
+        yield from _functions_in(_inside(code))
     elif isinstance(code, FunctionType):
         yield code
-        inner = [cell.cell_contents for cell in code.__closure__ or () if not _is_empty(cell)]
-        for one in (getattr(code, "__wrapped__", None), *inner):
+        inner = [getattr(code, "__wrapped__", None)]
+        for cell in code.__closure__ or ():
+            with suppress(ValueError):  # it is empty
+                inner.append(cell.cell_contents)
+        for one in inner:
             if one is not code and isinstance(one, FunctionType):
                 yield from _functions_in(one)
 
@@ -179,14 +205,6 @@ def _ends(function: FunctionType) -> bool:
     """Whether what it calls is not followed: in torch, only the forwards of its modules are."""
     is_forward = function.__name__ == "forward" and function.__module__.startswith("torch.nn.modules.")
     return packages_of(function) <= _ENDS and not is_forward
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -199,9 +217,7 @@ def _names_in(code: CodeType) -> frozenset[str]:
 def _is_from(value: Any, packages: frozenset[str]) -> bool:
     if isinstance(value, (*_CONSTANTS, ModuleType, BuiltinFunctionType)):  # functions in C are hardly the program's
         return True
-    if isinstance(value, _WRAPPERS):
-        value = next(getattr(value, name) for name in ("fget", "func", "__func__") if hasattr(value, name))
-    return packages_of(value) <= packages
+    return packages_of(_inside(value) if isinstance(value, _WRAPPERS) else value) <= packages
 
 
 def _ref(value: Any) -> Callable[[], Any]:
@@ -211,5 +227,6 @@ def _ref(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
-def _qualified_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def qualified_name(code: object) -> str:
+    code = code.func if isinstance(code, functools.partial) else code
+    return f"{getattr(code, '__module__', '?')}.{getattr(code, '__qualname__', type(code).__name__)}"

@@ -21,10 +21,11 @@ from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor, nn
 
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import checks
+from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.model_facts import KnownCode, ModelFacts
-from fastgen.optimizer.decoding.reasons import Reason, that_hold
+from fastgen.optimizer.decoding.model_facts import ModelFacts
+from fastgen.optimizer.decoding.report import Reason, that_hold
+from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.provenance import PYTHON, comes_with, packages_of
 
 # What `net_input` may call the source, the first one that it has.
@@ -255,7 +256,7 @@ def can_capture(call: GenerateCall, generator: HostGenerator, plans: list[ModelP
     def reasons() -> list[Reason]:
         return _step_reasons(generator, plans, max_len)
 
-    return checks.can_capture(call, model, model.decoder, rows, max_len, KNOWN, reasons, lambda: called)
+    return graphs.can_capture(call, model, model.decoder, rows, max_len, KNOWN, reasons, lambda: called)
 
 
 def _step_reasons(generator: HostGenerator, plans: list[ModelPlan], max_len: int) -> list[Reason]:

@@ -25,7 +25,7 @@ from torch.nn import functional
 from fastgen.optimizer.decoding.call import GenerateCall, costs
 from fastgen.optimizer.decoding.decode_step import DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KV, KVCache, rounded
-from fastgen.optimizer.decoding.reasons import Reason
+from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.fairseq.checks import KNOWN, HostGenerator, ModelPlan
 from fastgen.patching import SwitchedOff
@@ -252,7 +252,7 @@ class FairseqDecodeStep(DecodeStep):
         if generator.lm_model is None:
             return False
         facts = self.call.facts_of(generator.lm_model, KNOWN)
-        return bool(facts.hooks or facts.foreign_classes or facts.replaced or facts.code.foreign)
+        return bool(facts.hooks or facts.user_code)
 
     def _find_changes(self) -> None:
         """Code of the program has run: modules that it has put into a model have states, and it may look at weights."""

@@ -15,9 +15,8 @@ from torch import Tensor
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.reasons import LOOP, Reason
-from fastgen.optimizer.decoding.report import Report
-from fastgen.optimizer.decoding.verify_once import RandomStates
+from fastgen.optimizer.decoding.report import LOOP, Reason, Report
+from fastgen.optimizer.decoding.verify import random_states
 from fastgen.optimizer.fairseq.checks import (
     KNOWN,
     SOURCES,
@@ -78,12 +77,12 @@ def generate(
 @contextmanager
 def _undone(call: GenerateCall) -> Iterator[None]:
     """After an error of fastgen's own fairseq does the work again, from the same random numbers on; it is said so."""
-    before = RandomStates.current()
+    restore = random_states()
     try:
         yield
     except Exception as error:
         if not is_from_elsewhere(error, "fairseq"):
-            before.restore()
+            restore()
             call.is_accelerated = False
             call.report.shared.clear()
             call.report.add_reasons(LOOP, [Reason("ERROR", f"{type(error).__name__}: {error}")])

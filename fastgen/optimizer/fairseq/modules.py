@@ -32,7 +32,7 @@ from fastgen.optimizer.decoding.call import add_reasons, count, current_call
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
 from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import facts_of
-from fastgen.optimizer.decoding.reasons import NGRAMS, Reason, with_code
+from fastgen.optimizer.decoding.report import NGRAMS, Reason, with_code
 from fastgen.optimizer.fairseq.checks import KNOWN, computes_whole
 from fastgen.optimizer.fairseq.decode_step import FILLED, DecodingState
 from fastgen.optimizer.vocoder import faster_waveform

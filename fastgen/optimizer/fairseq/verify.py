@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen.optimizer.decoding.verify_once import Difference
+from fastgen.optimizer.decoding.verify import Difference
 from fastgen.optimizer.fairseq.checks import HostGenerator
 
 # How far scores of one hypothesis may lie apart.

@@ -28,7 +28,7 @@ from fastgen.ops.beam_top_k import (
 from fastgen.ops.prefix_trie import PrefixTrie
 from fastgen.optimizer.decoding.call import GenerateCall, count, current_call
 from fastgen.optimizer.decoding.loop_state import LateStopCheck
-from fastgen.optimizer.decoding.reasons import LOOP, Reason
+from fastgen.optimizer.decoding.report import LOOP, Reason
 from fastgen.optimizer.transformers import checks, no_repeat_ngram
 from fastgen.optimizer.transformers.constrained import (
     ALONE,
@@ -37,7 +37,7 @@ from fastgen.optimizer.transformers.constrained import (
     trie_alone,
 )
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, rows_of
-from fastgen.optimizer.transformers.requested_outputs import drop_unused_outputs
+from fastgen.optimizer.transformers.generate import drop_unused_outputs
 
 # What the library adds to the score of a candidate that is out of the race, and gives to slots that are free.
 OUT = -1.0e9

@@ -14,6 +14,7 @@ tests/optimizer/transformers/test_training_mode.py, tests/optimizer/transformers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,10 +27,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen.ops.tracing import is_watched
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import checks, model_facts
+from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.model_facts import KnownCode, ModelFacts, named
-from fastgen.optimizer.decoding.reasons import LOOP, REORDERS_ITSELF, USER_CACHE, Reason
+from fastgen.optimizer.decoding.report import LOOP, REORDERS_ITSELF, USER_CACHE, Reason
+from fastgen.optimizer.decoding.user_code import KnownCode, named
 from fastgen.optimizer.transformers import compat, kv_layers
 from fastgen.optimizer.transformers.constrained import treats_rows_alone
 from fastgen.provenance import PYTHON, comes_with
@@ -43,9 +44,6 @@ COUPLED_MODELS = {
 # Models whose steps read no device with the positions of models/seamless.py, whatever the library says.
 READ_FREE = ("seamless_m4t", "seamless_m4t_v2")
 
-# Values of cache_implementation for which no version of transformers compiles.
-_NEVER_COMPILED = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
-
 _REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, compat.EXPERTS_FUNCTIONS)
 _REGISTERED_AS = ("_attn_implementation", "_experts_implementation")
 
@@ -57,8 +55,10 @@ def _registered_names(modules: Iterable[nn.Module]) -> frozenset[str]:
 
 
 def _registered_functions(names: frozenset[str]) -> tuple[Callable, ...]:
-    found = (functions.get(name) for functions in _REGISTRIES for name in sorted(names))
-    return tuple(function for function in found if function is not None)
+    found: list[Callable] = []
+    for functions in _REGISTRIES:
+        found += filter(None, map(functions.get, sorted(names)))
+    return tuple(found)
 
 
 KNOWN = KnownCode(
@@ -105,16 +105,12 @@ def is_tested(model: HostModel) -> bool:
     return is_known_class(model) and not PATCH_SET.newer_than_tested("transformers")
 
 
-def facts_of(call: GenerateCall, model: HostModel) -> ModelFacts:
-    return call.facts_of(model, KNOWN)
-
-
 def row_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
     """What in the model or around it lets rows depend on each other, or is made for its rows; empty if nothing is.
 
     Otherwise a forward of some of the rows gives them what a forward of all rows would.
     """
-    facts = facts_of(call, model)
+    facts = call.facts_of(model, KNOWN)
     reasons: list[Reason] = []
     if torch.is_grad_enabled():
         reasons.append(Reason("GRADIENTS", "autograd records, but shared caches are written in place"))
@@ -126,66 +122,31 @@ def row_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
         reasons.append(Reason("HOOKS", f"the model has a forward hook, which would see fewer rows: {hook}"))
     if is_watched() or torch._C._len_torch_dispatch_stack():
         reasons.append(Reason("TORCH_MODE", "a mode of torch that the program has entered would see fewer rows"))
-    foreign = [what for _, what in facts.replaced]
-    if is_known_class(model):  # other classes are verified
-        foreign += [what for _, what in facts.foreign_classes] + _foreign_functions(facts.keys) + facts.code.foreign
-    for code in foreign[:1]:
+    # Other classes than the library's are verified.
+    user_code = facts.user_code if is_known_class(model) else [what for _, what in facts.replaced]
+    for code in user_code[:1]:
         reasons.append(Reason("USER_CODE", f"{code} is not the library's, and may treat rows differently"))
-    reasons += compiled_reasons(call, model)
+    for name in facts.compiled[:1]:
+        reasons.append(Reason("COMPILED", f"{named(name)} is compiled"))
     if model.config.model_type in COUPLED_MODELS:
         text = f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}"
         reasons.append(Reason("ROWS_COUPLED", text))
-    return reasons + (model_facts.row_states(model) or [])
+    return reasons + (facts.row_states or [])
 
 
-def compiled_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
-    """What of the model is compiled, and so made for the library's caches; else empty."""
-    return [Reason("COMPILED", f"{named(name)} is compiled") for name in facts_of(call, model).compiled[:1]]
-
-
-def compiling_reasons(model: HostModel, args: tuple, kwargs: dict[str, Any]) -> list[Reason]:
-    """Why this call of `generate` may compile the model, as it does for the caches that have a static shape."""
-    configs = [kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)]
-    asked = [kwargs.get("cache_implementation"), *(getattr(one, "cache_implementation", None) for one in configs)]
-    texts = [f"cache_implementation {name}" for name in asked if name not in _NEVER_COMPILED]
-    cache = kwargs.get("past_key_values")
-    texts += [f"a {type(cache).__name__}"] if getattr(cache, "is_compileable", False) else []
-    return [Reason("COMPILED", text) for text in texts]
-
-
-def learn_row_states(
-    call: GenerateCall, model: HostModel, before: dict[tuple[int, str], Tensor], inputs: int
+def row_state_reasons(
+    call: GenerateCall, model: HostModel, sizes: set[int], before: dict[tuple[int, str], Tensor] | None = None
 ) -> list[Reason]:
-    """Notes what a prefill of `inputs` rows has left in modules, which no cache can give more rows; returns it.
+    """What the model's modules hold that may be of the rows: tensors that are as long as one of `sizes`.
 
-    Some models do so (RecurrentGemma's recurrent states, the rope_deltas of Qwen2-VL). before: `facts.row_tensors()`.
+    Some models keep such states (RecurrentGemma's recurrent states, the rope_deltas of Qwen2-VL). before: what they
+    held at another time (`ModelFacts.row_tensors`), which does not count.
     """
-    names = {
-        name
-        for (module, name), value in facts_of(call, model).row_tensors().items()
-        if before.get((module, name)) is not value and inputs in value.shape[:2]
-    }
-    return model_facts.remember_row_states(model, [_keeps(name) for name in sorted(names)])
-
-
-def row_state_reasons(call: GenerateCall, model: HostModel, sizes: set[int]) -> list[Reason]:
-    """What the model's modules hold that may be of the rows: tensors that are as long as one of `sizes`."""
-    tensors = facts_of(call, model).row_tensors()
-    names = {name for (_, name), value in tensors.items() if sizes.intersection(value.shape[:2])}
-    return [_keeps(name) for name in sorted(names)]
-
-
-def _keeps(name: str) -> Reason:
-    return Reason("MODEL_STATE", f"the model keeps states of its rows in {name}")
-
-
-def _foreign_functions(names: frozenset[str]) -> list[str]:
-    """The names of functions that the program has registered, if a module is set to them."""
-    return sorted(
-        f"registered function {name}"
-        for name in names
-        if not all(KNOWN.has(functions.get(name)) for functions in _REGISTRIES)
-    )
+    reasons = {}
+    for key, value in call.facts_of(model, KNOWN).row_tensors().items():
+        if (before is None or before.get(key) is not value) and sizes.intersection(value.shape[:2]):
+            reasons[key[1]] = Reason("MODEL_STATE", f"the model keeps states of its rows in {key[1]}")
+    return [*map(reasons.__getitem__, sorted(reasons))]
 
 
 # The loop.
@@ -222,9 +183,8 @@ def loop_reasons(
         reasons.append(Reason("RETURN_DICT", "return_dict_in_generate is set"))
     if getattr(generation_config, "is_assistant", False):
         reasons.append(Reason("ASSISTANT", "the model is the assistant of another"))
-    if any(type(criterion) not in (EosTokenCriteria, MaxLengthCriteria) for criterion in stopping_criteria):
-        text = "a stopping criterion other than length and end tokens"
-        reasons.append(Reason("STOPPING_CRITERION", text))
+    if not {EosTokenCriteria, MaxLengthCriteria}.issuperset(map(type, stopping_criteria)):
+        reasons.append(Reason("STOPPING_CRITERION", "a stopping criterion other than length and end tokens"))
     call.report.add_reasons(LOOP, reasons)
     return reasons
 
@@ -237,12 +197,9 @@ def can_capture(
 ) -> bool:
     """Whether a loop that begins with these `model_kwargs` should try to; tells the report why not."""
     most, (rows, length) = generation_config.max_length or 0, input_ids.shape
-
-    def host_reasons() -> list[Reason]:
-        return _step_reasons(model, most, arguments)
-
-    return checks.can_capture(
-        call, model, model, rows, most - length, KNOWN, host_reasons, lambda: row_reasons(call, model)
+    host_reasons = partial(_step_reasons, model, most, arguments)
+    return graphs.can_capture(
+        call, model, model, rows, most - length, KNOWN, host_reasons, partial(row_reasons, call, model)
     )
 
 
@@ -262,19 +219,13 @@ def _step_reasons(model: HostModel, most: int, arguments: dict[str, Any]) -> lis
         reasons.append(Reason("QUANTIZED", "the model is quantized"))
     if (cache := arguments.get("past_key_values")) is not None:
         reasons += kv_layers.layer_reasons(cache, most)
-    reasons += _position_reasons(model, most)
+    embedding: Any = getattr(model.get_decoder(), "embed_positions", None)
+    table = getattr(embedding, "weights", None)
+    if isinstance(table, Tensor) and most + embedding.padding_idx + 1 > len(table):  # M2M100's would have to grow
+        reasons.append(Reason("POSITIONS", f"{most} positions, and the table has {len(table)}"))
     if hasattr(model, "_reorder_cache"):
         reasons.append(REORDERS_ITSELF)
     return reasons
-
-
-def _position_reasons(model: HostModel, most: int) -> list[Reason]:
-    """Why steps up to position `most` are not captured: a table of positions would have to grow, which M2M100's may."""
-    embedding: Any = getattr(model.get_decoder(), "embed_positions", None)
-    table = getattr(embedding, "weights", None)
-    if isinstance(table, Tensor) and most + embedding.padding_idx + 1 > len(table):
-        return [Reason("POSITIONS", f"{most} positions, and the table has {len(table)}")]
-    return []
 
 
 # Finished inputs.

@@ -16,7 +16,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import utils
 
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.verify_once import Difference, verify_once
+from fastgen.optimizer.decoding.verify import Difference, verify_once
 from fastgen.patching import disabled
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from fastgen.ops.prefix_trie import PrefixTrie
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import add_reasons, count
-from fastgen.optimizer.decoding.reasons import ALLOWED, Reason
+from fastgen.optimizer.decoding.report import ALLOWED, Reason
 from fastgen.optimizer.transformers import compat
 
 NAME = "transformers.prefix_constrained"

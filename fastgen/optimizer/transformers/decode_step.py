@@ -25,7 +25,7 @@ from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.loop_state import reading_waits
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.reasons import COMPACTION, REORDERS_ITSELF, Reason
+from fastgen.optimizer.decoding.report import COMPACTION, REORDERS_ITSELF, Reason
 from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.transformers import checks, compat, kv_layers, row_groups
 

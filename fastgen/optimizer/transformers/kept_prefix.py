@@ -26,7 +26,7 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.graphs import torch_settings
 from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts
-from fastgen.optimizer.decoding.reasons import PREFIX, Reason
+from fastgen.optimizer.decoding.report import PREFIX, Reason
 from fastgen.optimizer.transformers import checks, kv_layers
 
 OUTDATED = Reason("PREFIX_OUTDATED", "the model has changed since its prefix was kept")
@@ -107,7 +107,7 @@ class PrefixReuse:
         """All that keys and values depend on beside the prompt, looked up once for each call; None if it is not known
         of the weights."""
         if self._state is None or self._state[0] is not call:
-            facts = checks.facts_of(call, model)
+            facts = call.facts_of(model, checks.KNOWN)
             sums = checksums_sync(facts) if self.check_weights else []
             device = model.device.type
             autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

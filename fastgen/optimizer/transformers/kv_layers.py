@@ -34,7 +34,7 @@ from transformers.cache_utils import (
 
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KV, KVCache
-from fastgen.optimizer.decoding.reasons import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Reason
+from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Reason
 from fastgen.optimizer.transformers.row_groups import RowGroups
 
 # Under which of these a model has its cache.

@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicCache
 
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.reasons import PREFIX, Reason
+from fastgen.optimizer.decoding.report import PREFIX, Reason
 from fastgen.optimizer.transformers import checks, kv_layers, prefixes
 from fastgen.optimizer.transformers.models import latent_attention
 
@@ -143,7 +143,7 @@ class Scorer:
             "position_ids": torch.arange(2, device=self.model.device)[None],
             "past_key_values": cache,
         }
-        facts = checks.facts_of(self.call, self.model)
+        facts = self.call.facts_of(self.model, checks.KNOWN)
         two = prefixes.CommonPrefix(2, 0, None)
         return prefixes.model_reasons(facts, lambda tried: self.model(**tried, use_cache=True), two, arguments)
 
@@ -187,7 +187,7 @@ class Scorer:
                 yield (context.tokens, continuation), _likelihood(scores, continuation)
 
     def _adopt(self, cache: Any, inputs: int, rows_per_input: int, limit: int, is_prefix: bool = False) -> None:
-        facts = checks.facts_of(self.call, self.model)
+        facts = self.call.facts_of(self.model, checks.KNOWN)
         is_adopted = kv_layers.adopt(cache, inputs, rows_per_input, limit, self.call, is_prefix)
         if is_adopted and latent_attention.NAME in facts.code.names:
             self.call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))

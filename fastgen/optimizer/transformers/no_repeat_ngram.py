@@ -24,7 +24,7 @@ from fastgen.ops.no_repeat_ngram.implementations import implementation_for
 from fastgen.ops.tracing import is_watched
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import add_reasons, count
-from fastgen.optimizer.decoding.reasons import NGRAMS, Reason, with_code
+from fastgen.optimizer.decoding.report import NGRAMS, Reason, with_code
 from fastgen.optimizer.transformers import compat
 from fastgen.provenance import comes_with
 

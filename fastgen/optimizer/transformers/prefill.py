@@ -21,10 +21,9 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.reasons import KV_CACHE, PREFILL, PREFIX, USER_CACHE, Reason
+from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, USER_CACHE, Reason
 from fastgen.optimizer.transformers import checks, kv_layers, prefixes, row_groups, verification
 from fastgen.optimizer.transformers.models import images, latent_attention
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
@@ -69,13 +68,14 @@ def prefill(
     if not reasons:
         given_cache = kv_layers.cache_of(arguments)
         empty = None if given_cache is None else kv_layers.undo_of(given_cache)
-        before = checks.facts_of(call, self).row_tensors() if model_facts.row_states(self) is None else None
+        facts = call.facts_of(self, checks.KNOWN)
+        before = facts.row_tensors() if facts.row_states is None else None
 
         def forward(arguments: dict[str, Any]) -> ModelOutput:
             return original(self, arguments.pop("input_ids"), generation_config, arguments, *args, **kwargs)
 
         if prefix is not None:
-            found = prefixes.model_reasons(checks.facts_of(call, self), forward, prefix, given)
+            found = prefixes.model_reasons(facts, forward, prefix, given)
             call.report.add_reasons(PREFIX, found)
             if found:
                 prefix, reasons = None, [ONE_ROW] if each_alone else []
@@ -88,9 +88,10 @@ def prefill(
                 outputs = forward(used)
             if len(groups) == 1:
                 prefixes.keep_prompt_sync(call, self, given, outputs)
-            reasons = [] if before is None else checks.learn_row_states(call, self, before, len(groups))
+            if before is not None:
+                reasons = facts.row_states = checks.row_state_reasons(call, self, {len(groups)}, before)
         if not reasons and _leaves_cache_to_model(arguments):
-            reasons = model_facts.remember_row_states(self, returned_cache_reasons(outputs))
+            reasons = facts.row_states = returned_cache_reasons(outputs)
         reasons = reasons or _done_or_reasons(self, lambda: expand(self, outputs, given_cache, groups, limit, call))
         if reasons and empty is not None:
             empty()
@@ -178,7 +179,7 @@ def expand_prefix(
 ) -> None:
     """Makes a cache with the prefix one of a row for each group, to which what follows can be added."""
     rest = prefix.columns_behind + (limit if groups.rows_per_input == 1 else 0)
-    facts = checks.facts_of(call, model)
+    facts = call.facts_of(model, checks.KNOWN)
     is_adopted = len(groups) > 1 and kv_layers.adopt(cache, 1, len(groups), rest, call, is_prefix=True)
     if is_adopted and latent_attention.NAME in facts.code.names:
         call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
@@ -214,7 +215,7 @@ def expand(
         if not groups.are_inputs:
             kv_layers.repeat(cache, groups.of_inputs)
         is_adopted |= kv_layers.adopt(cache, groups.inputs, groups.rows_per_input, limit, call)
-    facts = checks.facts_of(call, model)
+    facts = call.facts_of(model, checks.KNOWN)
     if is_adopted and latent_attention.NAME in facts.code.names:  # otherwise the library may compile the forward
         call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
     if not groups.are_inputs and groups.rows_per_input == 1:

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
-from fastgen.optimizer.decoding.reasons import PREFIX, Reason
+from fastgen.optimizer.decoding.report import PREFIX, Reason
 from fastgen.optimizer.transformers import checks, compat, kv_layers
 from fastgen.optimizer.transformers.kept_prefix import reuse_of
 from fastgen.optimizer.transformers.models import images

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
-from fastgen.optimizer.decoding.reasons import Reason
+from fastgen.optimizer.decoding.report import Reason
 
 # Arguments whose rows belong to images, videos or sounds in a prompt and not to the prompt's own rows.
 MULTIMODAL_WORDS = ("pixel", "image", "video", "audio", "mm_", "input_features", "input_values", "vision", "speech")

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
-from fastgen.optimizer.decoding.checks import unwanted_reasons
+from fastgen.optimizer.decoding.graphs import unwanted_reasons
 from fastgen.optimizer.decoding.loop_state import LateStopCheck
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.reasons import LOOP, STEPS, Reason
+from fastgen.optimizer.decoding.report import LOOP, STEPS, Reason
 from fastgen.optimizer.transformers import checks, no_repeat_ngram
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
-from fastgen.optimizer.transformers.requested_outputs import drop_unused_outputs
+from fastgen.optimizer.transformers.generate import drop_unused_outputs
 
 
 @drop_unused_outputs

@@ -36,8 +36,8 @@ from transformers.utils import logging
 from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
-from fastgen.optimizer.decoding.reasons import Reason, with_code
-from fastgen.optimizer.decoding.verify_once import Difference, NotComparable, RandomStates, is_verified, verify_once
+from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.decoding.verify import Difference, NotComparable, is_verified, random_states, verify_once
 from fastgen.optimizer.transformers import checks
 from fastgen.optimizer.transformers.checks import HostModel, is_known_class, is_tested
 from fastgen.patching import disabled, warn
@@ -65,45 +65,34 @@ _refused: dict[type, str] = {}
 _COMPARING = threading.Lock()
 
 
-@dataclass
-class HostCall:
-    """What a call of `generate` was given, and the unpatched `generate`."""
-
-    model: HostModel
-    arguments: dict[str, Any]
-    original: Callable
-
-
 def refused_reasons(model: HostModel) -> list[Reason]:
     """What differed when the model's class was compared; empty if nothing did, or if it was not compared yet."""
     return [Reason("DIFFERS", _refused[type(model)])] if type(model) in _refused else []
 
 
-def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: dict[str, Any]) -> HostCall | None:
-    """What `first_use_reasons` needs to know of a call of `generate`; None for models that nobody has to compare."""
+def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: dict[str, Any]) -> partial | None:
+    """The unpatched `generate` of this model with all arguments by name; None for models that nobody has to compare."""
     if is_tested(model):
         return None
     arguments = inspect.signature(GenerationMixin.generate).bind_partial(model, *args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
     del arguments["self"]
-    return HostCall(model, arguments, original)
+    return partial(original, model, **arguments)
 
 
 def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
-    host_call = call.to_verify
-    if is_tested(model) or (host_call is None and call.share is not None):  # the latter in `_compare_first_steps`
+    given = call.to_verify
+    if is_tested(model) or (given is None and call.share is not None):  # the latter in `_compare_first_steps`
         return []
-    if host_call is None or host_call.model is not model:
-        return [Reason("UNVERIFIED", f"{_subject(model)} is not verified yet, and this call has nothing to compare")]
-    key = _key(host_call, generation_config, call)
+    if given is None or given.args[0] is not model:
+        return _unverified(model, ["this call has nothing to compare"])
+    key = _key(given, generation_config, call)
     if is_verified(key):
         return []
     if _compared[key[1:]] >= MOST:
-        unfit_text = f"{_subject(model)} is not verified yet, and what its modules hold changes from call to call"
-        return [Reason("UNVERIFIED", unfit_text)]
-    stateful = [name for name, value in host_call.arguments.items() if _has_state(value)]
-    unfit = [f"a call with {name} cannot be repeated" for name in stateful]
+        return _unverified(model, ["what its modules hold changes from call to call"])
+    unfit = [f"a call with {name} cannot be repeated" for name, value in given.keywords.items() if _has_state(value)]
     if (generation_config.max_length or 0) - prompt_length < STEPS:
         unfit.append(f"a call for fewer than {STEPS} new tokens shows too little")
     if not unfit and not _COMPARING.acquire(blocking=False):
@@ -111,25 +100,29 @@ def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: i
     if not unfit:
         try:
             _compared[key[1:]] += 1
-            unfit = _compare_first_steps(key, host_call)
+            _compare_first_steps(key, given)
+        except NotComparable:
+            unfit.append("its first steps show nothing to compare")
         finally:
             _COMPARING.release()
-    texts = [f"{_subject(model)} is not verified yet, and {reason}" for reason in unfit]
-    return with_code("UNVERIFIED", texts) or refused_reasons(model)
+    return _unverified(model, unfit) or refused_reasons(model)
 
 
-def _compare_first_steps(key: tuple, host_call: HostCall) -> list[str]:
-    """Compares and notes what came out; returns why nothing did, if so.
+def _unverified(model: HostModel, reasons: list[str]) -> list[Reason]:
+    return [Reason("UNVERIFIED", f"{_subject(model)} is not verified yet, and {reason}") for reason in reasons]
+
+
+def _compare_first_steps(key: tuple, given: partial) -> None:
+    """Compares and notes what came out; raises NotComparable if nothing did.
 
     Prompts of any length are shared, so that those to come go through code that was compared, and then none.
     """
-    model, states = host_call.model, RandomStates.current()
+    model, restore = given.args[0], random_states()
 
     def first_steps() -> Any:
-        states.restore()
+        restore()
         stop = StoppingCriteriaList([_StopAfter(STEPS)])
-        others = {"return_dict_in_generate": True, "output_logits": True, "min_new_tokens": STEPS}
-        return host_call.original(model, **host_call.arguments | others | {"stopping_criteria": stop})
+        return given(return_dict_in_generate=True, output_logits=True, min_new_tokens=STEPS, stopping_criteria=stop)
 
     def theirs() -> Any:
         try:
@@ -141,28 +134,29 @@ def _compare_first_steps(key: tuple, host_call: HostCall) -> list[str]:
             raise NotComparable
         return expected
 
-    def ours(share: bool) -> Any:
-        with generate_call(type(model).__name__) as call:
-            call.user_code, call.share = not is_known_class(model), share
-            try:
-                found = first_steps()
-            except Exception as error:
-                return Difference(f"{type(error).__name__}: {error}")
-        if not call.is_accelerated:
-            raise NotComparable
-        return found
+    def ours() -> Iterator[Any]:
+        for share in (True, False):
+            with generate_call(type(model).__name__) as call:
+                call.user_code, call.share = not is_known_class(model), share
+                try:
+                    found = first_steps()
+                except Exception as error:
+                    found = Difference(f"{type(error).__name__}: {error}")
+            if not isinstance(found, Difference) and not call.is_accelerated:
+                raise NotComparable
+            yield found
 
     def difference(found: Iterator[Any], expected: Any) -> Difference | None:
-        differences = (one if isinstance(one, Difference) else first_difference(one, expected, model) for one in found)
-        return next((one for one in differences if one is not None), None)
+        for one in found:
+            one = one if isinstance(one, Difference) else first_difference(one, expected, model)
+            if one is not None:
+                return one
+        return None
 
     try:
-        verify_once(key, lambda: map(ours, (True, False)), theirs, difference, partial(_refuse, model))
-    except NotComparable:
-        return ["its first steps show nothing to compare"]
+        verify_once(key, ours, theirs, difference, partial(_refuse, model))
     finally:
-        states.restore()
-    return []
+        restore()
 
 
 def _refuse(model: HostModel, difference: Difference) -> None:
@@ -192,14 +186,8 @@ def first_difference(found: Any, expected: Any, model: HostModel) -> Difference 
             row, token = divmod(int(apart.argmax()), apart.shape[-1])
             text = f"logits of step {step} differ by {apart.max().item():.2g} in row {row}, token {token}"
             return Difference(text, step, row, ours[row, token].item(), theirs[row, token].item())
-    return (
-        None if is_half else first_token_difference(found.sequences, expected.sequences, generated_from(model, found))
-    )
-
-
-def generated_from(model: HostModel, output: Any) -> int:
-    """The column of the sequences with the first generated token, of a call that returns logits."""
-    return output.sequences.shape[1] - len(output.logits)
+    start = found.sequences.shape[1] - len(found.logits)
+    return None if is_half else first_token_difference(found.sequences, expected.sequences, start)
 
 
 def first_token_difference(ours: Tensor, theirs: Tensor, start: int) -> Difference | None:
@@ -226,18 +214,18 @@ class _StopAfter(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.steps <= 0, dtype=torch.bool, device=input_ids.device)
 
 
-def _key(host_call: HostCall, generation_config: Any, call: GenerateCall) -> tuple:
+def _key(given: partial, generation_config: Any, call: GenerateCall) -> tuple:
     """What decides which code a model runs, and whether a comparison shows it; the model's likeness first.
 
     That, as a captured step's fingerprint, holds its classes, their code, switches, configuration and dtype. Also the
     names of what its forward is given; whether rows are moved or sampled, and whether there is more than one input:
     what is made for one fits all rows.
     """
-    model, beams = host_call.model, generation_config.num_beams or 1
+    model, beams = given.args[0], generation_config.num_beams or 1
     several = (beams > 1, (generation_config.num_return_sequences or 1) > 1, call.inputs > 1)
     own = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(generation_config).keys()
-    likeness = checks.facts_of(call, model).likeness()
-    return likeness, type(model), frozenset(host_call.arguments.keys() - own), *several
+    likeness = call.facts_of(model, checks.KNOWN).likeness()
+    return likeness, type(model), frozenset(given.keywords.keys() - own), *several
 
 
 def _has_state(value: Any) -> bool:
@@ -264,12 +252,9 @@ class TransformersCall:
     host: str = "transformers"
 
     def run(self) -> Any:
-        return self._generate(self.inputs, self.kwargs)
-
-    def _generate(self, inputs: Any, kwargs: dict[str, Any]) -> Any:
-        if isinstance(inputs, Mapping):
-            return self.model.generate(**inputs, **kwargs)
-        return self.model.generate(inputs, **kwargs)
+        if isinstance(self.inputs, Mapping):
+            return self.model.generate(**self.inputs, **self.kwargs)
+        return self.model.generate(self.inputs, **self.kwargs)
 
     def rows_of(self, output: Any) -> int:
         return next(iter(_tensors(output))).shape[0]
@@ -321,7 +306,7 @@ class TransformersCall:
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # of settings that are meant for beams or samples
         try:
-            self._generate(_input_of(self.inputs, row, rows), kwargs)
+            replace(self, inputs=_input_of(self.inputs, row, rows), kwargs=kwargs).run()
         finally:
             logging.set_verbosity(level)
         return forced.log_prob_sum
@@ -345,15 +330,13 @@ class _Forced(LogitsProcessor):
 def _input_of(inputs: Any, row: int, rows: int) -> Any:
     """The input that a row of the outputs belongs to, alone."""
     if not isinstance(inputs, Mapping):
-        index = row // (rows // inputs.shape[0])
-        return inputs[index : index + 1]
+        return _input_of({"inputs": inputs}, row, rows)["inputs"]
     count = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
-    index = row // (rows // count)
-
-    def of_input(value: Any) -> Any:
-        return value[index : index + 1] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
-
-    return {name: of_input(value) for name, value in inputs.items()}
+    index, alone = row // (rows // count), dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.shape[:1] == (count,):
+            alone[name] = value[index : index + 1]
+    return alone
 
 
 def _sequences(output: Any) -> Tensor | None:

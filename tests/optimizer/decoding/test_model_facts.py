@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from fastgen.optimizer.decoding import model_facts
-from fastgen.optimizer.decoding.model_facts import KnownCode, facts_of
+from fastgen.optimizer.decoding.model_facts import facts_of
+from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.provenance import PYTHON
 
 KNOWN = KnownCode(packages=PYTHON | {"torch", __name__.partition(".")[0]}, hooks=frozenset({"torch"}))

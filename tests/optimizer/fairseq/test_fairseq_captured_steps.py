@@ -26,7 +26,7 @@ from torch import nn
 
 import fastgen
 from fastgen.optimizer.decoding import graphs
-from fastgen.optimizer.decoding.reasons import STEPS
+from fastgen.optimizer.decoding.report import STEPS
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "beams": {},

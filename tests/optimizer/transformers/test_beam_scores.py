@@ -11,8 +11,8 @@ from own_models import by_einsum, odd_model
 from parity import BEAMS, padded, run_both, tiny
 
 from fastgen.optimizer.decoding.call import current_call
-from fastgen.optimizer.decoding.reasons import LOOP
-from fastgen.optimizer.transformers.requested_outputs import SEQUENCES_SCORES, only_outputs
+from fastgen.optimizer.decoding.report import LOOP
+from fastgen.optimizer.transformers.generate import SEQUENCES_SCORES, only_outputs
 
 ASKED = {"return_dict_in_generate": True, "output_scores": True}
 

@@ -20,7 +20,7 @@ from transformers import LogitsProcessor
 from fastgen.config import CONFIG
 from fastgen.ops.tracing import Diverged
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import checks, graphs
+from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache
@@ -352,13 +352,13 @@ def test_nothing_is_captured_where_it_is_not_wanted(arguments):
 
 
 def test_steps_are_captured_on_a_gpu_only_if_the_user_asks_for_it(monkeypatch):
-    monkeypatch.setattr(checks, "graphs_of", lambda *models: SimpleNamespace(refused=[]))
+    monkeypatch.setattr(graphs, "graphs_of", lambda *models: SimpleNamespace(refused=[]))
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, is_cpu=False, is_cuda=False)
-    monkeypatch.setattr(checks, "first_weight", lambda decoder: on_gpu)
+    monkeypatch.setattr(graphs, "first_weight", lambda decoder: on_gpu)
     for cuda_graphs, codes in (("off", {"CAPTURE_OFF"}), ("auto", {"GPU_OPT_IN"}), ("on", set())):
         with capturing(cuda_graphs), generate_call("test") as call:
             model = nn.Module()
-            assert checks.can_capture(call, model, model, 1, 40, KNOWN, list, list) is (not codes)
+            assert graphs.can_capture(call, model, model, 1, 40, KNOWN, list, list) is (not codes)
         assert call.report.codes() == codes
 
 

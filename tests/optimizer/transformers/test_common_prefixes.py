@@ -18,7 +18,7 @@ from sharing import sharing
 
 import fastgen
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.reasons import PREFIX
+from fastgen.optimizer.decoding.report import PREFIX
 from fastgen.optimizer.transformers import prefixes
 
 pytestmark = pytest.mark.usefixtures("share_always")

@@ -20,8 +20,8 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 import fastgen
 from fastgen.ops import beam_top_k
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import verify_once
-from fastgen.optimizer.decoding.reasons import ALLOWED
+from fastgen.optimizer.decoding import verify
+from fastgen.optimizer.decoding.report import ALLOWED
 from fastgen.optimizer.transformers import constrained
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.optimizer.transformers.constrained import ALL_ROWS, ALONE
@@ -314,7 +314,7 @@ def test_a_processor_of_the_program_sees_what_the_library_gives_it(models):
 def test_a_newer_transformers_is_verified_first(monkeypatch):
     names = [[*sequence, EOS] for sequence in semantic_ids(300)]
     monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: True)
-    monkeypatch.setattr(verify_once, "_verified", set())
+    monkeypatch.setattr(verify, "_verified", set())
     processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie(names, [EOS]), 2)
     calls, asked = [], fastgen.PrefixTrie.__call__
     with mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: calls.append(1) or asked(*given)):
@@ -327,7 +327,7 @@ def test_a_newer_transformers_that_allows_other_tokens_switches_it_off(monkeypat
     failed = mock.Mock()
     monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: True)
     monkeypatch.setattr(PATCH_SET, "fail", failed)
-    monkeypatch.setattr(verify_once, "_verified", set())
+    monkeypatch.setattr(verify, "_verified", set())
     processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie([[5, 6]], [EOS]).after(2), 2)
     with mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: [7]):
         found = processor(token_ids(4, 2), torch.randn(4, VOCABULARY))

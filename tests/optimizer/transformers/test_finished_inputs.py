@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import current_call
-from fastgen.optimizer.decoding.reasons import COMPACTION, LOOP
+from fastgen.optimizer.decoding.report import COMPACTION, LOOP
 from fastgen.optimizer.transformers import decode_step, token_loop
 from fastgen.optimizer.transformers.beam_search import BeamSearch
 

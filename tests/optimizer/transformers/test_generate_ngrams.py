@@ -23,7 +23,7 @@ from versions import needs
 import fastgen
 from fastgen.ops import no_repeat_ngram as op
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import verify_once
+from fastgen.optimizer.decoding import verify
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.transformers import no_repeat_ngram as patch
 
@@ -395,14 +395,14 @@ class TestNewerThanTested:
     @pytest.fixture(autouse=True)
     def newer(self, monkeypatch):
         monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: True)
-        monkeypatch.setattr(verify_once, "_verified", set())
+        monkeypatch.setattr(verify, "_verified", set())
 
     def test_the_first_call_is_the_original_s(self, calls):
         processor, input_ids, scores = NoRepeatNGramLogitsProcessor(2), rows(2, 6), torch.randn(2, VOCABULARY)
         expected = stock(lambda: processor(input_ids, scores))
         for _ in range(2):
             assert torch.equal(processor(input_ids, scores), expected)
-        assert calls == ["copy", "copy"] and verify_once._verified == {NoRepeatNGramLogitsProcessor}
+        assert calls == ["copy", "copy"] and verify._verified == {NoRepeatNGramLogitsProcessor}
 
     def test_a_difference_switches_the_patches_off(self, monkeypatch):
         failed = []

@@ -26,7 +26,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen.optimizer.decoding.reasons import KV_CACHE
+from fastgen.optimizer.decoding.report import KV_CACHE
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 

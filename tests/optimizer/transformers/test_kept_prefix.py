@@ -20,7 +20,7 @@ from sharing import sharing
 
 import fastgen
 from fastgen.optimizer.decoding import model_facts
-from fastgen.optimizer.decoding.reasons import PREFIX
+from fastgen.optimizer.decoding.report import PREFIX
 from fastgen.optimizer.transformers import checks, kept_prefix
 from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import fastgen
 from fastgen.models.demo import demo_path
-from fastgen.optimizer.decoding.reasons import PREFIX
+from fastgen.optimizer.decoding.report import PREFIX
 from fastgen.optimizer.transformers import log_likelihoods
 
 pytestmark = pytest.mark.usefixtures("share_always")

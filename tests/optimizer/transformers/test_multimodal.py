@@ -31,8 +31,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from fastgen.optimizer.decoding.reasons import PREFIX
-from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.report import PREFIX, Report
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

@@ -12,7 +12,7 @@ from parity import padded, tiny
 import fastgen
 from fastgen.config import CONFIG
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
-from fastgen.optimizer.transformers.requested_outputs import SEQUENCES_SCORES, only_outputs
+from fastgen.optimizer.transformers.generate import SEQUENCES_SCORES, only_outputs
 
 pytestmark = pytest.mark.skipif(
     not LAYERS_ARE_KNOWN, reason="nothing is captured with the static caches of this transformers"

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import CROSS, PREFILL, PROMPT, compared, is_shared, padded, tiny
 
-from fastgen.optimizer.decoding.reasons import KV_CACHE
-from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.report import KV_CACHE, Report
 from fastgen.optimizer.transformers import row_groups
 
 GROUPS = "prefill: one of each group of equal rows"

@@ -26,7 +26,7 @@ from transformers import CompileConfig
 from versions import needs
 
 import fastgen
-from fastgen.optimizer.decoding.reasons import Reason
+from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.transformers import checks
 
 pytestmark = pytest.mark.usefixtures("share_always")

@@ -22,8 +22,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import segmented_kv, verify_once
-from fastgen.optimizer.decoding.reasons import PREFILL
+from fastgen.optimizer.decoding import segmented_kv, verify
+from fastgen.optimizer.decoding.report import PREFILL
 from fastgen.optimizer.transformers import verification
 
 CONFIG = LlamaConfig(
@@ -40,7 +40,7 @@ INPUT_IDS = torch.randint(5, 99, (2, 9), generator=torch.Generator().manual_seed
 
 @pytest.fixture(autouse=True)
 def _share_small_prompts_and_forget_afterwards(monkeypatch, share_always):
-    monkeypatch.setattr(verify_once, "_verified", set())
+    monkeypatch.setattr(verify, "_verified", set())
     monkeypatch.setattr(verification, "_compared", Counter())
     monkeypatch.setattr(verification, "_refused", {})
 
@@ -153,13 +153,13 @@ def test_a_prompt_too_short_to_share_shows_what_will_be_wrong_with_long_ones(rep
     model = make(own_class()).to(dtype)
     with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
         model.generate(INPUT_IDS[:, :2], num_beams=3, max_new_tokens=6)
-    assert not verify_once._verified
+    assert not verify._verified
 
 
 def test_half_precision_is_compared_in_all_steps_and_trusted():
     model = make(own_class()).to(torch.bfloat16)
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
-    assert "prefill: one row per input" in fastgen.explain().shared and verify_once._verified
+    assert "prefill: one row per input" in fastgen.explain().shared and verify._verified
 
 
 def test_another_dtype_or_attention_is_compared_again():
@@ -168,13 +168,13 @@ def test_another_dtype_or_attention_is_compared_again():
     model.config._attn_implementation = "eager"
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     model.double().generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
-    assert len(verify_once._verified) == 3
+    assert len(verify._verified) == 3
 
 
 def test_too_few_new_tokens_verify_nothing(rows):
     model = make(own_class())
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=1)
-    assert rows == [6] and not verify_once._verified
+    assert rows == [6] and not verify._verified
     assert fastgen.explain().codes(PREFILL) == {"UNVERIFIED"} and "fewer than 4 new" in str(fastgen.explain())
 
 
@@ -182,7 +182,7 @@ def test_a_call_that_shares_nothing_verifies_nothing_and_costs_nothing(rows):
     model = make(own_class()).train()
     model.model.layers[0].self_attn.attention_dropout = 0.1
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
-    assert rows == [6] * 6 and not verify_once._verified
+    assert rows == [6] * 6 and not verify._verified
     assert fastgen.explain().codes(PREFILL) == {"TRAINING"} and "training mode" in str(fastgen.explain())
 
 
@@ -198,7 +198,7 @@ def test_a_model_whose_own_modules_keep_rows_is_left_alone_and_its_class_not_ver
         expected = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     for _ in range(2):
         assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
-        assert not verify_once._verified and not fastgen.explain().shared
+        assert not verify._verified and not fastgen.explain().shared
 
 
 def test_an_end_in_the_first_steps_does_not_hide_what_is_wrong(wrong_attention):

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastgen
-from fastgen.optimizer.decoding import verify_once
+from fastgen.optimizer.decoding import verify
 from fastgen.optimizer.transformers import verification
 
 CONFIG = LlamaConfig(
@@ -52,7 +52,7 @@ def forgotten(monkeypatch, share_always):
     # transformers reads the file of a class's module
     sys.modules.setdefault("own_package", types.ModuleType("own_package")).__file__ = __file__
     monkeypatch.setattr(OwnLlama, "__module__", "own_package")
-    monkeypatch.setattr(verify_once, "_verified", set())
+    monkeypatch.setattr(verify, "_verified", set())
     monkeypatch.setattr(verification, "_compared", Counter())
     monkeypatch.setattr(verification, "_refused", {})
 
@@ -66,7 +66,7 @@ def make(**config: Any) -> OwnLlama:
 
 def verified(model: OwnLlama) -> OwnLlama:
     both = run_both(lambda: model.generate(INPUT_IDS, **BEAMS))
-    assert torch.equal(both.stock, both.fast) and both.report.shared and verify_once._verified
+    assert torch.equal(both.stock, both.fast) and both.report.shared and verify._verified
     return model
 
 
@@ -107,7 +107,7 @@ def test_a_class_that_was_verified_is_not_trusted_after_a_change(monkeypatch, ch
 def test_a_class_of_the_program_in_training_mode_is_left_alone_without_a_comparison():
     model = make().train()
     model.generate(INPUT_IDS, **BEAMS)
-    assert not verify_once._verified and not verification._refused
+    assert not verify._verified and not verification._refused
     assert any("is in training mode" in reason.text for _, reason in fastgen.explain().not_done)
 
 

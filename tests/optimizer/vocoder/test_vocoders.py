@@ -23,8 +23,8 @@ from vocoders import (
 import fastgen
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer import vocoder as op
-from fastgen.optimizer.decoding import verify_once
-from fastgen.optimizer.decoding.reasons import VOCODER
+from fastgen.optimizer.decoding import verify
+from fastgen.optimizer.decoding.report import VOCODER
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
@@ -314,7 +314,7 @@ def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypat
     from fastgen.optimizer.transformers.models import vocoders as host
 
     failed, real = [], host.faster_waveform
-    monkeypatch.setattr(verify_once, "_verified", set())
+    monkeypatch.setattr(verify, "_verified", set())
     monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda name: True)
     monkeypatch.setattr(PATCH_SET, "fail", lambda group, reason: failed.append(group))
     monkeypatch.setattr(host, "faster_waveform", lambda *given: real(*given) + (0 if is_right else 0.01))
@@ -323,7 +323,7 @@ def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypat
         found, expected, _ = waveforms(vocoder, *vocoder.inputs(1, 5))
     assert torch.equal(found, expected)
     assert failed == ([] if is_right else ["transformers.seamless_vocoder"])
-    assert len(verify_once._verified) == is_right
+    assert len(verify._verified) == is_right
 
 
 def test_vocoders_are_compiled_in_one_graph():

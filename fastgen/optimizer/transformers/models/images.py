@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
-from fastgen.optimizer.decoding.reasons import Reason
+from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.transformers.row_groups import IMAGES, RowGroups
 
 

@@ -109,7 +109,7 @@ def _is_filled(cache: Any, model: Any, kwargs: dict[str, Any]) -> bool:
 
 def _is_altered(call: GenerateCall, model: Any) -> bool:
     """Whether one of the `_SKIPPED` modules runs code of the program."""
-    altered = checks.facts_of(call, model).altered
+    altered = call.facts_of(model, checks.KNOWN).altered
     return None in altered or any(_SKIPPED.fullmatch(name) for name in altered if name is not None)
 
 

@@ -2,7 +2,7 @@
 
 Encoder and text decoder are those of the call of `generate` inside; then come text-to-unit and vocoder. The library
 asks that call for the scores and hidden states of every step and uses only its sequences and the encoder's states
-(requested_outputs.py). For speech it then calls the encoder again, with the same input: its first output is reused.
+(generate.py). For speech it then calls the encoder again, with the same input: its first output is reused.
 
 The decoders are M2M100's, with sinusoidal positions. At every step the library asks whether its table of them is long
 enough, which waits for the device. In captured steps the number of positions is on the device and nothing reads it
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.ops.tracing import is_transformed
-from fastgen.optimizer.decoding.call import count, current_call, generate_call, stage
+from fastgen.optimizer.decoding.call import count, current_call, end_stage, generate_call
 from fastgen.optimizer.transformers import checks
-from fastgen.optimizer.transformers.requested_outputs import ENCODER_STATES, only_outputs
+from fastgen.optimizer.transformers.generate import ENCODER_STATES, only_outputs
 
 # The arguments with which the library calls the speech encoder the second time; it uses the first output only.
 _ARGUMENTS = ("input_features", "attention_mask")
@@ -80,13 +80,15 @@ def _is_repeatable(encoder: nn.Module) -> bool:
 
 def text_to_unit(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """In version 2 one forward; in version 1 a step of a call of `generate`, which is the stage."""
-    with stage("text-to-unit"):
-        return original(self, *args, **kwargs)
+    units = original(self, *args, **kwargs)
+    end_stage("text-to-unit")
+    return units
 
 
 def vocoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    with stage("vocoder"):
-        return original(self, *args, **kwargs)
+    waveform = original(self, *args, **kwargs)
+    end_stage("vocoder")
+    return waveform
 
 
 def positions(

@@ -150,7 +150,8 @@ def test_reasons_are_noted_once_with_their_parts():
 def test_codes_in_the_source_are_those_of_the_documentation():
     """Each code once in the table of docs/reasons.md, and none there that no code gives."""
     sources = [path.read_text(encoding="utf-8") for path in (REPOSITORY / "fastgen").rglob("*.py")]
-    used = {code for source in sources for code in re.findall(r'(?:Reason|with_code)\(\s*"([A-Z0-9_]+)"', source)}
+    code_of = r'(?:(?:Reason|with_code|refused|that_hold\()\(\s*|^ +\()"([A-Z0-9_]+)",'  # cases: tuples
+    used = {code for source in sources for code in re.findall(code_of, source, re.MULTILINE)}
     page = (REPOSITORY / "docs" / "reasons.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| `([A-Z0-9_]+)` \|", page, re.MULTILINE)
     assert sorted(documented) == sorted(used)

@@ -163,8 +163,8 @@ class GraphCache:
 
     It decides nothing either. A call that holds `in_use` takes graphs out and puts them back, so that calls with the
     same shapes use them one after the other. refused: why none is to be captured any more. has_exact_lengths: no masks
-    hide what makes other lengths equal. steps_without: by the number of rows, steps of earlier calls that were too few
-    for a graph of their own.
+    hide what makes other lengths equal, which on a CPU in half precision could change which of close logits is the
+    largest. steps_without: by the number of rows, steps of earlier calls that were too few for a graph of their own.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -172,7 +172,7 @@ class GraphCache:
         self.capture = CudaCapture(device) if device.type == "cuda" else CpuCapture()
         self.in_use = threading.Lock()
         self.refused: list[Reason] = []
-        self.has_exact_lengths = False
+        self.has_exact_lengths = device.type == "cpu" and dtype not in (torch.float32, torch.float64)
         self.steps_without: Counter[int] = Counter()
         self._state: Any = None
         self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()  # the latest last
@@ -291,10 +291,7 @@ def _surroundings_reasons(
     call: GenerateCall, decoder: nn.Module, weight: Tensor, rows: int, steps: int
 ) -> list[Reason]:
     reasons = []
-    if weight.is_cpu and CONFIG.cuda_graphs != "on" and weight.dtype not in (torch.float32, torch.float64):
-        # Logits are often equal there, and hidden positions may change which is the largest.
-        reasons.append(Reason("HALF_PRECISION", f"{weight.dtype} would be rounded in another way on a CPU"))
-    elif not call.costs.should_capture(size_of(decoder), rows, steps, is_captured=True):
+    if not call.costs.should_capture(size_of(decoder), rows, steps, is_captured=True):
         text = f"{steps} steps of {rows} rows would save less than the capture costs"
         reasons.append(Reason("NOT_WORTH_CAPTURING", text))
     if torch.is_autocast_enabled(weight.device.type):

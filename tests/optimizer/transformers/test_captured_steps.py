@@ -383,13 +383,15 @@ def test_calls_too_short_for_a_recording_get_one_when_there_are_several():
     assert counts == [0, 0, 0, 12, 13]
 
 
-def test_half_precision_is_left_alone_on_a_cpu():
-    model = model_of("llama").bfloat16()
-    with capturing("auto"):
-        stock, fast, report = run_both(lambda: model.generate(**inputs_of("llama", rows=1), **GREEDY))
-    assert torch.equal(stock, fast) and not_captured_because(
-        report, "HALF_PRECISION", "torch.bfloat16 would be rounded in another way"
-    )
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_in_half_precision_steps_are_captured_without_padding(name, options):
+    model = model_of(name).bfloat16()
+    inputs = {key: value[:1, -7:] for key, value in inputs_of(name).items()}
+    stock, fast, report = run_both(lambda: model.generate(**inputs, **options))
+    assert replays(report) and torch.equal(stock, fast)
+    found = graphs.graphs_of(model, next(model.parameters()))
+    assert len(found) and not any(graph.cache.padding for graph in found._graphs.values())
 
 
 def test_a_new_recording_waits_for_a_call_that_is_not_short():

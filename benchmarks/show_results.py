@@ -3,13 +3,14 @@
     python benchmarks/show_results.py
 
 Reads benchmarks/results/generate-*.json, fairseq-*.json, mqa-*.json, constrained-*.json, rollouts-*.json,
-lm_eval-*.json and seamless-*.json, one of each for each CPU, as `bench_generate.py --json` and the others of these
-names write them.
+prefix-*.json, lm_eval-*.json and seamless-*.json, one of each for each CPU, as `bench_generate.py --json` and the
+others of these names write them.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,26 @@ MQA = """Microseconds per token, without fastgen → with it; {batch} inputs of 
 parameters (the language models 159). Last column: multi-head attention without fastgen by this model with fastgen.
 """
 ROLLOUTS = """Prompts that the caller repeats ([rollouts.md](rollouts.md)); 32 new tokens; completions are equal.
-
-| case | what it is |
-|---|---|
-| `g8`, `g16` | rollouts, `bench_rollouts.py`: 4 prompts of 512 tokens, 8 and 16 rows each, Llama-like, training mode |
-| `repeats16` | lm-evaluation-harness, `bench_lm_eval.py`: 6 questions of about 400 tokens, 16 samples each |
 """
+ROLLOUT_CASES = {
+    "g8": "rollouts: Llama-like, training mode, 4 prompts of 512 tokens, 8 rows each",
+    "g16": "the same, 16 rows each",
+    "repeats16": "lm-evaluation-harness: 6 questions of about 400 tokens, 16 samples each",
+}
+PREFIX = """Common prefixes are computed and stored once ([how-it-works.md](how-it-works.md)); tokens, answers and
+metrics are equal. `bench_prefix.py`; lm-evaluation-harness: `bench_lm_eval.py`.
+"""
+PREFIX_CASES = {
+    "greedy16": "Llama-like, 16 inputs, prefix 1,024, rest 32, greedy, 16 new tokens",
+    "beams8": "the same, 8 inputs, beam 4",
+    "samples8": "the same, 8 inputs, 4 samples each",
+    "classify16": "GPT-2-small, 16 inputs, prefix 768, rest 32, one new token",
+    "short2": "Llama-like, 2 inputs, prefix 16",
+    "ragged16": "GPT-2-small, 4 × 512 tokens without a prefix, 16 samples of 1 to 64 tokens each",
+    "shots5": "lm-evaluation-harness, 5 examples of about 600 tokens together, 48 questions",
+    "choice4": "lm-evaluation-harness, 64 questions of about 300 tokens, 4 options",
+    "choice4-shots5": "the same behind 5 examples",
+}
 CONSTRAINED = {
     "ids-beam20": "Qwen-like, semantic ids of 4 tokens, 20 beams",
     "ids-beam50": "Qwen-like, semantic ids of 4 tokens, 50 beams",
@@ -125,7 +140,8 @@ def tables() -> str:
             rows = [row(result) for result in measured["results"]]
             parts.append("\n".join([f"## {title}, {cpu_name(measured)}", "", head, *rows]) + "\n")
     parts += [*map(mqa_section, read("mqa")), *map(constrained_section, read("constrained"))]
-    parts += map(rollouts_section, read("rollouts"), read("lm_eval"))
+    parts += sections("Repeated prompts", ROLLOUTS, ROLLOUT_CASES, "rollouts")
+    parts += sections("Prompts that begin alike", PREFIX, PREFIX_CASES, "prefix")
     return "\n".join([*parts, *map(seamless_section, seamless_results())])
 
 
@@ -146,18 +162,21 @@ def mqa_table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def rollouts_section(rollouts: dict[str, Any], evaluation: dict[str, Any]) -> str:
-    """What bench_rollouts.py and bench_lm_eval.py measured on one CPU."""
-    lines = [f"## Repeated prompts, {cpu_name(rollouts)}\n", ROLLOUTS, "| case | stock | fastgen | faster | memory |"]
-    lines.append("|---|---|---|---|---|")
-    for result in rollouts["results"] + evaluation["results"]:
-        seconds, added = result["seconds"], result.get("added_mb")
-        memory = "–" if added is None else f"{added['stock']:.0f} → {added['fastgen']:.0f} MB"
-        lines.append(
-            f"| {result['case']} | {seconds['stock']:.1f} s | {seconds['fastgen']:.1f} s "
-            f"| **{result['ratio']:.1f}×** | {memory} |"
-        )
-    return "\n".join(lines) + "\n"
+def sections(title: str, text: str, cases: dict[str, str], kind: str) -> Iterator[str]:
+    """For each CPU what a benchmark of this kind and bench_lm_eval.py measured of these cases."""
+    evaluations = {cpu_name(one): one["results"] for one in read("lm_eval")}
+    for measured in read(kind):
+        cpu = cpu_name(measured)
+        lines = [f"## {title}, {cpu}\n", text, "| workload | stock | fastgen | faster | memory, stock → fastgen |"]
+        lines.append("|---|---|---|---|---|")
+        for result in (one for one in measured["results"] + evaluations.get(cpu, []) if one["case"] in cases):
+            seconds, added = result["seconds"], result.get("added_mb") or {"stock": 0}
+            memory = f"{added['stock']:.0f} → {added['fastgen']:.0f} MB" if added["stock"] >= LEAST_MB else "–"
+            lines.append(
+                f"| {cases[result['case']]} | {seconds['stock']:.1f} s | {seconds['fastgen']:.1f} s "
+                f"| **{result['ratio']:.1f}×** | {memory} |"
+            )
+        yield "\n".join(lines) + "\n"
 
 
 def constrained_section(measured: dict[str, Any]) -> str:

@@ -261,16 +261,13 @@ def convolution(states: Tensor, layer: Any, slope: float | None = None, plus: Te
     operation = torch.ops.mkldnn._convolution_pointwise
     weight, stride, padding, dilation = _on_two_dimensions(layer)
     states, given = _channels_last(states), (weight, layer.bias, padding, stride, dilation, layer.groups)
-    if plus is not None and plus.shape == _output_shape(states, layer):  # which oneDNN does not check
+    left = states.shape[3] + 2 * layer.padding[0] - layer.dilation[0] * (layer.kernel_size[0] - 1) - 1
+    shape = states.shape[0], layer.out_channels, 1, left // layer.stride[0] + 1
+    if plus is not None and plus.shape == shape:  # which oneDNN does not check
         return operation.binary(states, _channels_last(plus), *given, "add", 1.0, None, [], None)
     activation = ("none", [], "") if slope is None else ("leaky_relu", [slope], "")
     found = operation.default(states, *given, *activation)
     return found if plus is None else found + plus
-
-
-def _output_shape(states: Tensor, layer: Any) -> tuple[int, ...]:
-    left = states.shape[3] + 2 * layer.padding[0] - layer.dilation[0] * (layer.kernel_size[0] - 1) - 1
-    return states.shape[0], layer.out_channels, 1, left // layer.stride[0] + 1
 
 
 def _channels_last(states: Tensor) -> Tensor:

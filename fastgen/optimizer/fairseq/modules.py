@@ -30,7 +30,6 @@ from fastgen.ops.no_repeat_ngram.implementations import implementation_for
 from fastgen.ops.shared_attention import fold, query_key_scores, shared_attention, unfold, weighted_values
 from fastgen.optimizer.decoding.call import add_reasons, count, current_call
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
-from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.report import NGRAMS, Reason, with_code
 from fastgen.optimizer.fairseq.checks import KNOWN, computes_whole
@@ -97,7 +96,15 @@ def cross_attention(
     first step reads. query and result `[length, rows, embed_dim]`; weights, if asked for, `[heads, rows, length,
     source_length]`.
     """
-    keys, values = state.prompt(attention) or _first_cross(attention, query, key, padding, state)
+    stored = state.prompt(attention)
+    if stored is None:
+        inputs = query.shape[1] // state.rows_per_input
+        by_input = key[:, :: key.shape[1] // inputs]
+        if padding is not None:
+            state.mask_sync(padding, inputs)
+        projections = attention.k_proj, attention.v_proj
+        stored = state.set_prompt(attention, *(_split_heads(attention, project(by_input)) for project in projections))
+    keys, values = stored
     rows_per_input, heads, weights = state.rows_per_input, attention.num_heads, None
     folded = fold(_split_heads(attention, attention.q_proj(query)), rows_per_input, heads)  # [B, H, M*L, D]
     count("matmul" if need_weights else "shared_attention")
@@ -111,15 +118,6 @@ def cross_attention(
     else:
         attended = shared_attention(folded, [keys], [values], state.mask, attention.scaling)
     return attention.out_proj(_join_heads(unfold(attended, rows_per_input, heads))), weights
-
-
-def _first_cross(attention: Any, query: Tensor, key: Tensor, padding: Tensor | None, state: DecodingState) -> KV:
-    inputs = query.shape[1] // state.rows_per_input
-    by_input = key[:, :: key.shape[1] // inputs]
-    if padding is not None:
-        state.mask_sync(padding, inputs)
-    keys, values = (_split_heads(attention, project(by_input)) for project in (attention.k_proj, attention.v_proj))
-    return state.set_prompt(attention, keys, values)
 
 
 def whole_attention(

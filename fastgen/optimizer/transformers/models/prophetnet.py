@@ -28,13 +28,13 @@ from transformers.models.prophetnet.modeling_prophetnet import (
     ProphetNetSeq2SeqLMOutput,
 )
 
-from fastgen.optimizer.decoding.call import GenerateCall, count, current_call
+from fastgen.optimizer.decoding.call import count, current_call
 from fastgen.optimizer.transformers import checks, kv_layers
 
 KERNEL = "ProphetNet's step, first predict stream"
 STREAMS = 2  # the main one and the first that predicts
 
-# The names of modules that are not called in a step.
+# The names of modules that are not called in a step: none of them may run code of the program.
 _SKIPPED = re.compile(r"prophetnet(\.decoder(\.layers\.\d+(\.(self|cross)_attn)?)?)?")
 
 
@@ -94,7 +94,8 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
     mask = kwargs.get(f"{prefix}attention_mask")
     if mask is not None and tuple(mask.shape) != (input_ids.shape[0], cache.get_seq_length() + 1):
         return False
-    return not _is_altered(call, model)
+    altered = call.facts_of(model, checks.KNOWN).altered
+    return None not in altered and not any(_SKIPPED.fullmatch(name) for name in altered if name is not None)
 
 
 def _is_filled(cache: Any, model: Any, kwargs: dict[str, Any]) -> bool:
@@ -105,12 +106,6 @@ def _is_filled(cache: Any, model: Any, kwargs: dict[str, Any]) -> bool:
         return True
     layers = range(model.config.num_decoder_layers)  # the library makes as many in the cache as the encoder has
     return isinstance(cache, EncoderDecoderCache) and all(map(cache.is_updated.get, layers))
-
-
-def _is_altered(call: GenerateCall, model: Any) -> bool:
-    """Whether one of the `_SKIPPED` modules runs code of the program."""
-    altered = call.facts_of(model, checks.KNOWN).altered
-    return None in altered or any(_SKIPPED.fullmatch(name) for name in altered if name is not None)
 
 
 def _hidden_states(

@@ -39,9 +39,8 @@ class Kernel:
 def kernels() -> list[Kernel]:
     """Every implementation of every operation on this machine."""
     if not find_spec("torch"):
-        missing = ("torch is not installed",)
         names = ("shared attention", "cpu linear", "fused activation", "no-repeat n-gram")
-        return [Kernel(name, "all", missing) for name in names]
+        return [Kernel(name, "all", ("torch is not installed",)) for name in names]
     from fastgen.ops.cpu_linear import MIN_ELEMENTS, few_rows, machine_reasons
     from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, reasons
 
@@ -52,12 +51,7 @@ def kernels() -> list[Kernel]:
         Kernel("shared attention", "torch", task="rows that share keys and values", counted_as=attention),
         Kernel("cpu linear", "C++", tuple(few_rows.machine_reasons()), few, ("cpu_linear, few rows",)),
         Kernel("cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear, oneDNN",)),
-        Kernel(
-            "fused activation",
-            "torch",
-            task="NewGELUActivation in large models",
-            counted_as=("fused activation",),
-        ),
+        Kernel("fused activation", "torch", task="NewGELUActivation in large models", counted_as=("fused activation",)),
         *(
             Kernel("no-repeat n-gram", one.name, tuple(reasons(one)), one.task, (one.counted_as,))
             for one in IMPLEMENTATIONS

@@ -78,8 +78,7 @@ def _typed(tokens: Tensor, scores: object, ngram_size: object, lengths: Any, enc
     if lengths is None or isinstance(lengths, Tensor):
         return tokens, lengths
     if not _is_int(lengths):
-        name = type(lengths).__name__
-        raise TypeError(f"lengths is of type {name} (accepted: int, tensor of int32 or int64, None)")
+        raise TypeError(f"lengths is of type {type(lengths).__name__} (accepted: int, tensor of int32 or int64, None)")
     _check_dimensions("tokens", tokens, "rows, width")
     if not 0 <= lengths <= tokens.shape[1]:
         raise ValueError(f"lengths is {lengths} (accepted: 0 to {tokens.shape[1]}, the width of tokens)")
@@ -111,23 +110,20 @@ def check(
     """Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or n."""
     _check_dimensions("tokens", tokens, "rows, width")
     _check_dimensions("scores", scores, "rows, vocabulary_size")
-    _check_dtype("tokens", tokens, TOKEN_DTYPES)
-    _check_dtype("scores", scores, SCORE_DTYPES)
-    _check_device("tokens", tokens, scores)
+    _check_tensor("tokens", tokens, TOKEN_DTYPES, scores)
+    _check_tensor("scores", scores, SCORE_DTYPES, scores)
     rows = tokens.shape[0]
     if scores.shape[0] != rows:
         raise ValueError(f"scores has {scores.shape[0]} rows (accepted: {rows}, as tokens)")
     if ngram_size < 1:
         raise ValueError(f"ngram_size is {ngram_size} (accepted: 1 or more)")
     if lengths is not None:
-        _check_dtype("lengths", lengths, TOKEN_DTYPES)
-        _check_device("lengths", lengths, scores)
+        _check_tensor("lengths", lengths, TOKEN_DTYPES, scores)
         if lengths.dim() > 1 or (lengths.dim() == 1 and lengths.shape[0] != rows):
             raise ValueError(f"lengths has shape {list(lengths.shape)} (accepted: [] or [{rows}])")
     if encoder_tokens is not None:
         _check_dimensions("encoder_tokens", encoder_tokens, "rows / beams, source_width")
-        _check_dtype("encoder_tokens", encoder_tokens, (tokens.dtype,))
-        _check_device("encoder_tokens", encoder_tokens, scores)
+        _check_tensor("encoder_tokens", encoder_tokens, (tokens.dtype,), scores)
         inputs = encoder_tokens.shape[0]
         if (rows % inputs if inputs else rows) != 0:
             raise ValueError(f"encoder_tokens has {inputs} rows (accepted: a divisor of {rows}, the rows of tokens)")
@@ -139,15 +135,11 @@ def check_writable(scores: Tensor) -> None:
     """Raises ValueError for scores of which two entries may be one place in memory."""
     for dimension, (size, stride) in enumerate(zip(scores.shape, scores.stride())):
         if size > 1 and stride == 0:
-            raise ValueError(
-                f"scores is expanded along dimension {dimension} (accepted: scores with memory of their own)"
-            )
+            expanded = f"scores is expanded along dimension {dimension}"
+            raise ValueError(f"{expanded} (accepted: scores with memory of their own)")
     (rows, vocabulary_size), (row_stride, stride) = scores.shape, scores.stride()
-    if (
-        rows > 1 < vocabulary_size
-        and row_stride <= (vocabulary_size - 1) * stride
-        and stride <= (rows - 1) * row_stride
-    ):
+    overlap = row_stride <= (vocabulary_size - 1) * stride and stride <= (rows - 1) * row_stride
+    if rows > 1 < vocabulary_size and overlap:
         raise ValueError(f"scores has strides {row_stride} and {stride}, rows overlap (accepted: rows that do not)")
 
 
@@ -157,20 +149,17 @@ def can_ban(tokens: Tensor, scores: Tensor, ngram_size: int, encoder_tokens: Ten
     return scores.numel() > 0 and source.shape[1] >= ngram_size and tokens.shape[1] >= ngram_size - 1
 
 
-def _check_dimensions(name: str, tensor: Tensor, wanted: str) -> None:
-    if tensor.dim() != 2:
-        raise ValueError(f"{name} has shape {list(tensor.shape)} (accepted: [{wanted}])")
-
-
-def _check_dtype(name: str, tensor: Tensor, accepted: tuple[torch.dtype, ...]) -> None:
+def _check_tensor(name: str, tensor: Tensor, accepted: tuple[torch.dtype, ...], scores: Tensor) -> None:
     if tensor.dtype not in accepted:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
         raise TypeError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')} (accepted: {names})")
-
-
-def _check_device(name: str, tensor: Tensor, scores: Tensor) -> None:
     if tensor.device != scores.device:
         raise ValueError(f"{name} is on {tensor.device} (accepted: {scores.device}, as scores)")
+
+
+def _check_dimensions(name: str, tensor: Tensor, wanted: str) -> None:
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} has shape {list(tensor.shape)} (accepted: [{wanted}])")
 
 
 def _ban_in_place(

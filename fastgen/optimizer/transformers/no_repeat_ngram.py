@@ -118,8 +118,10 @@ class EncoderNGrams(UserList):
     def __getitem__(self, index: Any) -> Any:
         return self.data[index]
 
-    def __copy__(self) -> Any:
+    def copy(self) -> Any:
         return self.data.copy()
+
+    __copy__ = copy
 
     def __reduce__(self) -> tuple:
         """As a list: what is pickled is read without fastgen, too."""

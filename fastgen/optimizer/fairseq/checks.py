@@ -287,7 +287,8 @@ def _position_reasons(positions: Any, max_len: int) -> list[Reason]:
     else:
         return [Reason("POSITIONS", f"positions of a {type(positions).__name__}")]
     needed = (positions.padding_idx or 0) + max_len + 2
-    return that_hold(("POSITIONS", f"positions up to {needed} in a table of {most}", needed > most))
+    text = f"positions up to {needed} in a table of {most}"
+    return [Reason("POSITIONS", text)] if needed > most else []
 
 
 def _cross_attentions(decoder: Any) -> list[Any]:

@@ -37,26 +37,23 @@ def with_one_row_per_group(arguments: dict[str, Any], groups: RowGroups) -> dict
 
 def unsupported_reasons_sync(arguments: dict[str, Any], config: Any, groups: RowGroups) -> list[Reason]:
     """Why these items cannot be reduced to those of one row per group; empty if they can. Reads the device."""
-
-    def refused(code: str, text: str) -> list[Reason]:
-        return [Reason(code, f"argument {IMAGES}: {text}")]
-
+    name = f"argument {IMAGES}"
     for modality, output in arguments[IMAGES].items():
         items = getattr(output, "pooler_output", None)
         token_id = getattr(config, f"{modality}_token_id", None)
         deep = getattr(output, "deepstack_features", None)
         if items is None or token_id is None or arguments.get("inputs_embeds") is not None:
-            return refused("IMAGES", f"its {modality}s are not known to be those of the prompt's rows")
+            return [Reason("IMAGES", f"{name}: its {modality}s are not known to be those of the prompt's rows")]
         if deep is not None and not isinstance(deep[0][0], Tensor):
-            return refused("IMAGES", f"the features of its {modality}s are in the model's own order")
+            return [Reason("IMAGES", f"{name}: the features of its {modality}s are in the model's own order")]
         wanted = (arguments["input_ids"] == token_id).sum(-1).tolist()
         each, left = divmod(len(items), groups.rows)
         lengths = iter([len(item) for item in items])
         if left or wanted != [sum(islice(lengths, each)) for _ in range(groups.rows)]:
-            return refused("IMAGES_PER_ROW", f"not every row of the prompt has the same number of {modality}s")
+            return [Reason("IMAGES_PER_ROW", f"{name}: not every row of the prompt has the same number of {modality}s")]
         firsts = groups.firsts[groups.of_rows].tolist()
         if not all(torch.equal(item, items[index]) for item, index in zip(items, _places(firsts, each))):
-            return refused("IMAGES_DIFFER", f"equal rows of the prompt have different {modality}s")
+            return [Reason("IMAGES_DIFFER", f"{name}: equal rows of the prompt have different {modality}s")]
     return []
 
 

@@ -131,30 +131,28 @@ def shared_attention(
             masks = attn_mask.split(most, dim=-2)
         found = (shared_attention(part, keys, values, mask, scale) for part, mask in zip(parts, masks))
         return torch.cat(tuple(found), dim=2)
-    one_width = width == values[0].shape[-1]
-    if len(keys) > 1:
-        weights, hidden = _softmax(query_key_scores(query * scale, keys), attn_mask, query.dtype, one_width)
-        return _without(hidden, weighted_values(weights, values))
     copies, kv_heads = keys[0].shape[:2]
-    folded = fold(query, rows // copies, kv_heads)
-    if attn_mask is not None:
-        attn_mask = fold_mask(attn_mask, rows // copies, kv_heads, heads, length)
-    if _is_skinny(folded, keys[0]):
-        weights, hidden = _softmax(_products(folded * scale, keys[0]), attn_mask, query.dtype, one_width)
-        output = _without(hidden, weights @ values[0])
+    if len(keys) > 1:
+        scores = query_key_scores(query * scale, keys)
     else:
-        output = functional.scaled_dot_product_attention(folded, keys[0], values[0], attn_mask=attn_mask, scale=scale)
-    return unfold(output, rows // copies, heads)
+        query = fold(query, rows // copies, kv_heads)
+        if attn_mask is not None:
+            attn_mask = fold_mask(attn_mask, rows // copies, kv_heads, heads, length)
+        if not _is_skinny(query, keys[0]):
+            output = functional.scaled_dot_product_attention(query, keys[0], values[0], attn_mask, scale=scale)
+            return unfold(output, rows // copies, heads)
+        scores = _products(query * scale, keys[0])
+    weights, hidden = _softmax(scores, attn_mask, query.dtype, width == values[0].shape[-1])
+    output = weighted_values(weights, values) if len(keys) > 1 else weights @ values[0]
+    if hidden is not None:
+        output.masked_fill_(hidden, 0.0)
+    return output if len(keys) > 1 else unfold(output, rows // copies, heads)
 
 
 def _most_queries(query: Tensor, keys: Sequence[Tensor]) -> int:
     """Of each row, for whose scores there is memory: of a long prompt behind a common prefix."""
     of_one_query = query.shape[0] * query.shape[1] * sum(segment.shape[2] for segment in keys)
     return max(MOST_SCORES // of_one_query, 1)
-
-
-def _without(hidden: Tensor | None, output: Tensor) -> Tensor:
-    return output if hidden is None else output.masked_fill_(hidden, 0.0)
 
 
 def _softmax(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -72,9 +73,8 @@ class SegmentedKV(Tensor):
         base: SegmentedKV | None = None,
     ) -> SegmentedKV:
         first = segments[0]
-        _, heads, _, width = first.shape
-        length = 0
-        for segment in segments:
+        _, heads, length, width = first.shape
+        for segment in segments[1:]:
             length += segment.shape[2]
         block = length * width
         size, strides = {
@@ -136,9 +136,13 @@ class SegmentedKV(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        for arg in (*args, *kwargs.values()):
+            if isinstance(arg, SegmentedKV) and not arg.is_segmented:
+                handler = None
         try:
-            result = _HANDLERS[func](*args, **kwargs) if func in _HANDLERS else NotImplemented
-        except TypeError:  # arguments that the handler does not know (`out`, names of dimensions, …)
+            result = NotImplemented if handler is None else handler(*args, **kwargs)
+        except (TypeError, AttributeError):  # arguments that the handler does not know (`out`, …)
             result = NotImplemented
         return _on_materialized(func, args, kwargs) if result is NotImplemented else result
 
@@ -159,10 +163,12 @@ def _on_materialized(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def materialized(segments: tuple[Tensor, ...], rows: int) -> Tensor:
     """The segments of so many rows in one piece, `[rows, kv_heads, length, head_dim]`, in memory of its own."""
-    if len(segments) == 1:
-        return segments[0].repeat_interleave(rows // segments[0].shape[0], dim=0)
-    repeated = (one if one.shape[0] == rows else one.repeat_interleave(rows // one.shape[0], 0) for one in segments)
-    return torch.cat(tuple(repeated), dim=2)
+    repeated = [one if one.shape[0] == rows else one.repeat_interleave(rows // one.shape[0], 0) for one in segments]
+    return torch.cat(repeated, dim=2)
+
+
+# How operations work on segments; NotImplemented where they need the tensor in one piece. Those of their arguments that
+# are a SegmentedKV are segmented.
 
 
 def _sdpa(
@@ -175,99 +181,85 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    segmented = _is_segmented(key) and _is_segmented(value) and type(query) is not SegmentedKV
-    if not segmented or dropout_p or is_causal or key.form != PLAIN or value.form != PLAIN:
+    if not isinstance(key, SegmentedKV) or not isinstance(value, SegmentedKV) or dropout_p or is_causal:
         return NotImplemented
-    if [one.shape[:3] for one in key.segments] != [one.shape[:3] for one in value.segments]:
+    if key.form != PLAIN or value.form != PLAIN or not _rows_fit(query, key):
         return NotImplemented
-    heads_fit = enable_gqa or key.shape[1] in (1, query.shape[1])  # a single key head is broadcast
-    if not _rows_fit(query, key) or not heads_fit:
+    if not enable_gqa and key.shape[1] not in (1, query.shape[1]):  # a single key head is broadcast
         return NotImplemented
+    for keys, values in zip_longest(key.segments, value.segments):
+        if keys is None or values is None or keys.shape[:3] != values.shape[:3]:
+            return NotImplemented
     key.usage["scaled_dot_product_attention"] += 1
     return shared_attention(query, key.segments, value.segments, attn_mask, scale)
 
 
-def _matmul(input: Tensor, other: Tensor) -> Tensor:
-    if isinstance(input, SegmentedKV) or not isinstance(input, Tensor) or not _is_segmented(other):
-        return NotImplemented
+def _matmul(input: Tensor, other: SegmentedKV) -> Tensor:
     if not _rows_fit(input, other) or input.shape[3] != other.shape[2] or other.shape[1] not in (1, input.shape[1]):
         return NotImplemented
     other.usage["matmul"] += 1
-    if other.form == TRANSPOSED:
-        return query_key_scores(input, other.segments)
-    return weighted_values(input, other.segments)
+    return (query_key_scores if other.form == TRANSPOSED else weighted_values)(input, other.segments)
 
 
-def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
-    if isinstance(input, SegmentedKV) or not isinstance(input, Tensor) or not _is_segmented(mat2):
+def _bmm(input: Tensor, mat2: SegmentedKV) -> Tensor:
+    if isinstance(input, SegmentedKV) or mat2.form not in (FLAT, FLAT_TRANSPOSED) or input.dtype != mat2.dtype:
         return NotImplemented
-    if mat2.form not in (FLAT, FLAT_TRANSPOSED) or input.dim() != 3 or input.dtype != mat2.dtype:
+    if input.dim() != 3 or input.shape[0] != mat2.shape[0] or input.shape[2] != mat2.shape[1]:
         return NotImplemented
-    if input.shape[0] != mat2.shape[0] or input.shape[2] != mat2.shape[1]:
-        return NotImplemented
-    rows = input.unflatten(0, (mat2.rows, -1))
     mat2.usage["bmm"] += 1
     multiply = query_key_scores if mat2.form == FLAT_TRANSPOSED else weighted_values
-    return multiply(rows, mat2.segments).flatten(0, 1)
+    return multiply(input.unflatten(0, (mat2.rows, -1)), mat2.segments).flatten(0, 1)
 
 
-def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if isinstance(input, SegmentedKV):
-        return NotImplemented
-    product = _bmm(batch1, batch2)
+def _baddbmm(input: Tensor, batch1: Tensor, batch2: SegmentedKV, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = NotImplemented if isinstance(input, SegmentedKV) else _bmm(batch1, batch2)
     return product if product is NotImplemented else beta * input + alpha * product
 
 
-def _is_segmented(states: Any) -> bool:
-    return isinstance(states, SegmentedKV) and states.is_segmented
-
-
-def _rows_fit(rows: Tensor, states: SegmentedKV) -> bool:
+def _rows_fit(rows: Any, states: Any) -> bool:
     """Whether `rows` is `[rows, heads, …, …]` with the rows of `states` and heads that its heads divide."""
+    if not isinstance(states, SegmentedKV) or not isinstance(rows, Tensor) or type(rows) is SegmentedKV:
+        return False
     fits = rows.dim() == 4 and states.dim() == 4 and rows.shape[0] == states.shape[0]
     return fits and rows.shape[1] % states.segments[0].shape[1] == 0 and rows.dtype == states.dtype
 
 
 def _transpose(input: SegmentedKV, dim0: int, dim1: int) -> Tensor:
     dims = input.dim()
-    if not input.is_segmented or input.form not in _TRANSPOSES or {dim0 % dims, dim1 % dims} != {dims - 2, dims - 1}:
+    if input.form not in _TRANSPOSES or {dim0 % dims, dim1 % dims} != {dims - 2, dims - 1}:
         return NotImplemented
     return input.view_as_form(_TRANSPOSES[input.form], input.groups)
 
 
 def _getitem(states: SegmentedKV, index: Any) -> Tensor:
-    everything = slice(None)
-    if states.is_segmented and states.form == PLAIN and states.groups == 1 and isinstance(index, tuple):
-        kinds = [item is None or (isinstance(item, slice) and item == everything) for item in index]
-        if all(kinds) and len(index) in (3, 5) and index[2] is None and index.count(None) == 1:
-            return states.view_as_form(UNSQUEEZED)
+    everything, added = slice(None), isinstance(index, tuple) and len(index) in (3, 5) and index[2] is None
+    others = (*index[:2], *index[3:]) if added else ()
+    is_plain = states.form == PLAIN and states.groups == 1
+    if is_plain and added and all(isinstance(one, slice) and one == everything for one in others):
+        return states.view_as_form(UNSQUEEZED)
     return NotImplemented
 
 
 def _expand(states: SegmentedKV, *size: Any) -> Tensor:
     size = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-    if not states.is_segmented or states.form != UNSQUEEZED or len(size) != 5:
+    if states.form != UNSQUEEZED or len(size) != 5 or size[2] <= 0:
         return NotImplemented
-    kept = [wanted in (-1, now) for position, (wanted, now) in enumerate(zip(size, states.shape)) if position != 2]
-    return states.view_as_form(EXPANDED, size[2]) if all(kept) and size[2] > 0 else NotImplemented
+    fits = all(wanted in (-1, now) for dim, (wanted, now) in enumerate(zip(size, states.shape)) if dim != 2)
+    return states.view_as_form(EXPANDED, size[2]) if fits else NotImplemented
 
 
 def _reshape(states: SegmentedKV, *shape: Any) -> Tensor:
     shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     rows, heads, *rest = states.shape
-    if not states.is_segmented or states.form not in (PLAIN, EXPANDED):
-        return NotImplemented
     if states.form == PLAIN and shape in ((rows * heads, *rest), (rows * heads, -1, rest[-1])):
         return states.view_as_form(FLAT, states.groups)
     if states.form == EXPANDED and shape == (rows, heads * states.groups, *rest[1:]):
         return _repeated(states, states.groups) if states.groups > 1 else states.view_as_form(PLAIN)
-    return states if shape == states.shape else NotImplemented
+    return states if states.form in (PLAIN, EXPANDED) and shape == states.shape else NotImplemented
 
 
 def _repeat_interleave(input: SegmentedKV, repeats: Any, dim: int | None = None) -> Tensor:
-    if not input.is_segmented or input.form != PLAIN or dim not in (1, -3):
-        return NotImplemented
-    if not isinstance(repeats, int) or repeats < 1:
+    if input.form != PLAIN or dim not in (1, -3) or not isinstance(repeats, int) or repeats < 1:
         return NotImplemented
     return _repeated(input, input.groups * repeats)
 
@@ -278,7 +270,7 @@ def _repeated(states: SegmentedKV, groups: int) -> SegmentedKV:
 
 
 def _to(states: SegmentedKV, *args: Any, **kwargs: Any) -> Tensor:
-    if not states.is_segmented or states.form != PLAIN:
+    if states.form != PLAIN:
         return NotImplemented
     segments = tuple(segment.to(*args, **kwargs) for segment in states.segments)
     if segments[0] is states.segments[0]:
@@ -287,30 +279,22 @@ def _to(states: SegmentedKV, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _same(states: SegmentedKV) -> Tensor:
-    return states if states.is_segmented and states.form == PLAIN else NotImplemented
+    return states if states.form == PLAIN else NotImplemented
 
 
 _HANDLERS: dict[Callable, Callable] = {
     functional.scaled_dot_product_attention: _sdpa,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
-    torch.transpose: _transpose,
-    Tensor.transpose: _transpose,
     Tensor.mT.__get__: lambda states: _transpose(states, -2, -1),
-    torch.bmm: _bmm,
-    Tensor.bmm: _bmm,
-    torch.baddbmm: _baddbmm,
-    Tensor.baddbmm: _baddbmm,
     Tensor.__getitem__: _getitem,
     Tensor.expand: _expand,
     Tensor.reshape: _reshape,
-    torch.repeat_interleave: _repeat_interleave,
-    Tensor.repeat_interleave: _repeat_interleave,
     Tensor.to: _to,
     Tensor.contiguous: _same,
     Tensor.detach: _same,
 }
+for _handler in (_matmul, _bmm, _baddbmm, _transpose, _repeat_interleave):  # functions, and methods of the same name
+    _HANDLERS |= {getattr(owner, _handler.__name__[1:]): _handler for owner in (torch, Tensor)}
 
 # What the wrapper, which has the shape, strides and type of the whole tensor, answers as that would.
 _METADATA: frozenset[Callable] = frozenset(

@@ -6,8 +6,9 @@ Tests: tests/optimizer/transformers/test_row_groups.py, tests/optimizer/transfor
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ IMAGES = "mm_encoder_outputs"
 # recordings when some of them have ended, or are decoded again at another temperature.
 UNREAD = {"whisper": ("attention_mask",)}
 
+# Arguments of these types have no rows.
+_PLAIN = (bool, int, float, str, Cache, torch.dtype, torch.device)
+
 
 class RowGroups:
     """Rows that are equal, next to each other: `sizes` of the groups, one after the other.
@@ -46,9 +50,7 @@ class RowGroups:
         self.rows, self.rows_per_input = sum(sizes), math.gcd(*sizes)
         self.inputs = self.rows // self.rows_per_input
 
-    # Tensors when they are asked for: most calls have one row per input.
-
-    @cached_property
+    @cached_property  # tensors when they are asked for: most calls have one row per input
     def firsts(self) -> Tensor:
         sizes = torch.tensor(self.sizes, device="cpu")
         return sizes.cumsum(0) - sizes
@@ -73,9 +75,20 @@ class RowGroups:
 
 def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -> list[Reason]:
     """Why rows of these arguments cannot be left out; empty if they can."""
-    unread = UNREAD.get(model_type, ())
-    read = {name: value for name, value in arguments.items() if name not in unread}
-    return [reason for name, value in read.items() for reason in _reasons(name, value, rows)]
+    reasons, unread = [], UNREAD.get(model_type, ())
+    for name, value in _leaves(arguments):
+        if name in unread or name == IMAGES or value is None or isinstance(value, _PLAIN):
+            continue
+        if name not in OF_THE_PROMPT and any(word in name for word in MULTIMODAL_WORDS):
+            reasons.append(Reason("ARGUMENT_ROWS", f"argument {name}: its rows are not those of the prompt"))
+        elif isinstance(value, Tensor):
+            if name not in WITHOUT_ROWS and value.dim() and _row_dim(name, value, rows) is None:
+                text = f"argument {name} of shape {tuple(value.shape)} does not have {rows} rows"
+                reasons.append(Reason("ARGUMENT_ROWS", text))
+        elif not (isinstance(value, tuple) and name.startswith("encoder_outputs.")):
+            # those are the encoder's hidden states or attentions, which the library does not repeat
+            reasons.append(Reason("ARGUMENT_TYPE", f"argument {name} is a {type(value).__name__}"))
+    return reasons
 
 
 def one_per_group(arguments: dict[str, Any], groups: RowGroups) -> dict[str, Any]:
@@ -85,16 +98,13 @@ def one_per_group(arguments: dict[str, Any], groups: RowGroups) -> dict[str, Any
 
 def take(arguments: dict[str, Any], rows: int, kept: Tensor) -> dict[str, Any]:
     """The same arguments with these of their rows (int64) only; images stay, no decoding step looks at them."""
-
-    def reduce(name: str, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            dim = _row_dim(name, value, rows)
-            return value if dim is None else value.index_select(dim, kept.to(value.device))
+    taken = dict(arguments)
+    for name, value in arguments.items():
         if isinstance(value, ModelOutput):
-            return type(value)(**{key: reduce(f"{name}.{key}", part) for key, part in value.items()})
-        return value
-
-    return {name: reduce(name, value) for name, value in arguments.items()}
+            taken[name] = type(value)(**take(value, rows, kept))
+        elif isinstance(value, Tensor) and (dim := _row_dim(name, value, rows)) is not None:
+            taken[name] = value.index_select(dim, kept.to(value.device))
+    return taken
 
 
 def repeat(name: str, value: Any, groups: RowGroups) -> Any:
@@ -108,37 +118,36 @@ def repeat(name: str, value: Any, groups: RowGroups) -> Any:
 def groups_are_equal_sync(arguments: dict[str, Any], groups: RowGroups) -> bool:
     """Whether the rows of each group hold the same values in all arguments. Reads the device."""
     equal = _equal_to_row_before_sync(arguments, groups.rows)
-    firsts = set(groups.firsts.tolist())
-    return all(equal[row] for row in range(groups.rows) if row not in firsts)
+    equal[groups.firsts[1:] - 1] = True
+    return bool(equal.all())
 
 
 def repetitions_sync(arguments: dict[str, Any], rows: int) -> RowGroups:
     """Equal rows that stand next to each other. Reads the device."""
-    equal = _equal_to_row_before_sync(arguments, rows)
-    starts = [row for row in range(rows) if not equal[row]]
+    others = (~_equal_to_row_before_sync(arguments, rows)).nonzero().flatten() + 1
+    starts = [0, *others.tolist()]
     return RowGroups([end - start for start, end in zip(starts, [*starts[1:], rows])])
 
 
-def _equal_to_row_before_sync(arguments: dict[str, Any], rows: int) -> list[bool]:
-    """For each row whether all its values are those of the row before; the first row has none before it."""
-    equal = [False] + [True] * (rows - 1)
-    for name, value in sorted(_tensors(arguments), key=lambda item: item[1].numel()):
+def _equal_to_row_before_sync(arguments: dict[str, Any], rows: int) -> Tensor:
+    """For each row but the first whether all its values are those of the row before, bool `[rows - 1]`."""
+    equal = torch.ones(rows - 1, dtype=torch.bool, device="cpu")
+    tensors = [(value.numel(), name, value) for name, value in _leaves(arguments) if isinstance(value, Tensor)]
+    for count, name, value in sorted(tensors, key=itemgetter(0)):
         dim = _row_dim(name, value, rows)
-        if dim is not None and value.numel() and any(equal):
-            flat = value.movedim(dim, 0).flatten(1) if value.dim() > 1 else value.unsqueeze(1)  # [rows, …]
-            same = (flat[1:] == flat[:-1]).all(dim=1).tolist()
-            equal[1:] = [before and now for before, now in zip(equal[1:], same)]
+        if dim is not None and count and equal.any():
+            flat = value.movedim(dim, 0).reshape(rows, -1)
+            equal &= (flat[1:] == flat[:-1]).all(dim=1).cpu()
     return equal
 
 
-def _tensors(arguments: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    found = []
+def _leaves(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments, and in place of outputs of a model their parts, as `NAME.PART`."""
     for name, value in arguments.items():
-        if isinstance(value, Tensor):
-            found.append((name, value))
-        elif isinstance(value, ModelOutput):
-            found += _tensors({f"{name}.{key}": part for key, part in value.items()})
-    return found
+        if isinstance(value, ModelOutput):
+            yield from _leaves({f"{name}.{key}": part for key, part in value.items()})
+        else:
+            yield name, value
 
 
 def _row_dim(name: str, value: Tensor, rows: int) -> int | None:
@@ -147,19 +156,3 @@ def _row_dim(name: str, value: Tensor, rows: int) -> int | None:
         return None
     dim = 1 if name == "position_ids" and value.dim() == 3 else 0
     return dim if value.shape[dim] == rows else None
-
-
-def _reasons(name: str, value: Any, rows: int) -> list[Reason]:
-    if name == IMAGES or value is None or isinstance(value, (bool, int, float, str, Cache, torch.dtype, torch.device)):
-        return []
-    if name not in OF_THE_PROMPT and any(word in name for word in MULTIMODAL_WORDS):
-        return [Reason("ARGUMENT_ROWS", f"argument {name}: its rows are not those of the prompt")]
-    if isinstance(value, Tensor):
-        if name in WITHOUT_ROWS or not value.dim() or _row_dim(name, value, rows) is not None:
-            return []
-        return [Reason("ARGUMENT_ROWS", f"argument {name} of shape {tuple(value.shape)} does not have {rows} rows")]
-    if isinstance(value, ModelOutput):
-        return [reason for key, part in value.items() for reason in _reasons(f"{name}.{key}", part, rows)]
-    if isinstance(value, tuple) and name.startswith("encoder_outputs."):
-        return []  # the encoder's hidden states or attentions, which the library does not repeat
-    return [Reason("ARGUMENT_TYPE", f"argument {name} is a {type(value).__name__}")]

@@ -147,4 +147,4 @@ def test_between_calls_no_more_is_kept_than_the_bounds_allow(monkeypatch):
     model = model_of("gpt2")
     for max_new_tokens in range(10, 100, 10):
         model.generate(**inputs_of("gpt2"), **{**BEAMS, "max_new_tokens": max_new_tokens})
-        assert len(graphs._known[model]) <= 2
+        assert len(graphs._known[model].entries) <= 2

@@ -56,8 +56,8 @@ class DecodeStep(ABC):
     decoder: the part of the model that a step calls. max_length: of the tokens that a row can reach. captures: steps
     are captured if they turn out to be fit. steps: how many there were. since: how many of one token there were since
     the prefill, or since inputs left. graph: the one in use, whose static cache holds the loop's keys and values; None
-    while steps are eager. most: positions that a row can generate. variant: what else a graph is
-    captured for. known: the host's code. prefill_is_a_step: of one token, like those that follow.
+    while steps are eager. most: positions that a row can generate. variant: what else a graph is captured for. known:
+    the host's code. prefill_is_a_step: of one token, like those that follow.
     """
 
     prefill_is_a_step = False
@@ -127,9 +127,9 @@ class DecodeStep(ABC):
     def runs_user_code(self) -> bool:
         """Whether code of the program runs in each step: it may change the model."""
 
-    def model_reasons(self) -> list[Reason]:
+    def model_reasons(self) -> Sequence[Reason]:
         """Why a model that has changed since the loop began is not captured."""
-        return []
+        return ()
 
     def __enter__(self) -> Self:
         return self
@@ -161,7 +161,7 @@ class DecodeStep(ABC):
         self.rows, self.since = rows.shape[0], 0
         self.rows_per_input = rows.shape[0] // batch_index.shape[0]
         if self.graph is not None:
-            self._change_to(self.graph, self.graph.cache.content(batch_index, rows))
+            self._change_to(self.graph.cache.content(batch_index, rows))
 
     def end(self) -> None:
         """The call is over: other calls may use its graphs."""
@@ -174,58 +174,55 @@ class DecodeStep(ABC):
     def abandon(self) -> None:
         """The loop has failed: the graphs give their memory back."""
         if self._holds_graphs:
-            self._graphs.clear()
+            self._graphs.entries.clear()
             self.graph = None
             self.end()
 
     def _start_captures(self, tokens: Tensor, expected: Tensor) -> None:
         """From the next step on steps are captured, if that pays; the last one has given these logits."""
-        if self.call.has_changed(self.model) and (found := self.model_reasons()):
+        costs, left = self.call.costs, self.max_length - tokens.shape[1]
+        if reasons := self.model_reasons() if self.call.has_changed(self.model) else ():
             self.captures = False
-            self.call.report.add_reasons(STEPS, found)
+            self.call.report.add_reasons(STEPS, reasons)
             return
-        left, rows = self.max_length - tokens.shape[1], self.rows
         graphs = graphs_of(self.model, first_weight(self.decoder))
-        costs, is_last = self.call.costs, self.since >= self.call.costs.steps_before_capture
-        wants_new = self._wants_new_graph(left + (graphs.steps_without[rows] if costs.looks_back else 0))
+        is_last = self.since >= costs.steps_before_capture
+        wants_new = self._wants_new_graph(left + (graphs.steps_without[self.rows] if costs.looks_back else 0))
         if is_last and not wants_new:
-            graphs.steps_without[rows] += left
-        if not wants_new and not (costs.looks_back and len(graphs)):
+            graphs.steps_without[self.rows] += left
+        if not wants_new and not (costs.looks_back and graphs.entries):
             if is_last:
                 reason = Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")
                 self.call.report.add_reasons(STEPS, [reason])
             return
         cache, reasons = self.kv_cache(left)
         if cache is not None and cache.nbytes > graphs.most_bytes:
-            text = f"keys and values of more than {graphs.most_bytes >> 20} MB"
-            reasons = [Reason("KV_CACHE_TOO_LARGE", text)]
+            reasons = [Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {graphs.most_bytes >> 20} MB")]
         if not reasons and not self._holds_graphs:
-            if graphs.in_use.acquire(blocking=False):
-                self._graphs, self._holds_graphs = graphs, True
-            else:
+            self._graphs, self._holds_graphs = graphs, graphs.in_use.acquire(blocking=False)
+            if not self._holds_graphs:
                 reasons = [Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")]
         if cache is not None and not reasons:
-            self.most = cache.generated_length + left
+            self.most = cache.generated[0].lengths[0] + left
             try:
                 reasons = self._first_capture(cache.content(drop_last=True), tokens, expected, wants_new)
             except torch.cuda.OutOfMemoryError:  # the call's own cache is as it was
                 self.graph = None
-                graphs.clear()
+                graphs.entries.clear()
                 reasons = graphs.refused = [Reason("OUT_OF_MEMORY", "out of memory while allocating static buffers")]
         self.call.report.add_reasons(STEPS, reasons)
         if self.graph is None:
             self.end()
 
-    def _first_capture(self, content: KVCache, tokens: Tensor, expected: Tensor, wants_new: bool) -> list[Reason]:
+    def _first_capture(self, content: KVCache, tokens: Tensor, expected: Tensor, wants_new: bool) -> Sequence[Reason]:
         """Takes or makes a graph and lets it repeat the step that has given `expected`; returns why not.
 
         If there is none for such a step as yet, and a new one is not wanted, that needs no reason.
         """
         graphs = self._graphs
-        if not wants_new and self._key_of(content) not in graphs:
-            return []
-        graphs.set_state(self.call.facts_of(self.model, self.known).fingerprint)
-        if not wants_new and self._key_of(content) not in graphs:
+        if wants_new or self._key_of(content) in graphs.entries:  # otherwise there is no need to look at the model
+            graphs.set_state(self.call.facts_of(self.model, self.known).fingerprint)
+        if not wants_new and self._key_of(content) not in graphs.entries:
             return []
         graph = self._fill(content)
         try:
@@ -250,15 +247,17 @@ class DecodeStep(ABC):
         self.captures = False
         if self.graph is not None:
             self.leave(self.graph.cache)
+            self.graph = None
         self.end()
 
     def _static_step(self, graph: CapturedGraph, tokens: Tensor) -> Any:
         if graph.cache.generated_length == graph.cache.capacity:
-            graph = self._change_to(graph, graph.cache.content())
+            graph = self._change_to(graph.cache.content())
         inputs = self.inputs(tokens, graph.view)
         self.since += 1
-        captures = graph.structure is not None or self._wants_new_graph(self.most - graph.cache.generated_length)
-        outputs = self._captured(graph, inputs) if captures else None
+        outputs = None
+        if graph.structure is not None or self._wants_new_graph(self.most - graph.cache.generated_length):
+            outputs = self._captured(graph, inputs)
         if outputs is None:
             outputs = graph.function(inputs)
         graph.cache.advance()
@@ -280,57 +279,52 @@ class DecodeStep(ABC):
             expected = None
             if not graph.is_proven:
                 expected = self.logits_of(graph.function(inputs))
-                graph.rewind()
+                graph.cache.advance(0)
             outputs = graph.replay(inputs)
         except torch.cuda.OutOfMemoryError:
             raise
-        except NotRepeatable as reason:
-            self._refuse(graph, str(reason), is_expected=True)
-            return None
-        except Diverged as reason:
-            if not graph.is_proven:  # it does so at every step
+        except (NotRepeatable, Diverged) as reason:
+            graph.drop()
+            if isinstance(reason, NotRepeatable) or not graph.is_proven:  # what diverges at once does so at every step
                 self._refuse(graph, str(reason), is_expected=True)
-            else:
-                graph.drop()
             return None
         except Exception as error:
             self._refuse(graph, f"{type(error).__name__}: {error}")
             return None
-        if outputs is None:
-            return None
-        if expected is not None and differs_sync(self.logits_of(outputs), expected):
+        if outputs is not None and expected is not None and differs_sync(self.logits_of(outputs), expected):
             self._refuse(graph, "a replay gave other logits than the forward")
             return None
-        graph.is_proven = True
-        self.call.report.usages[0][graphs.capture.name] += 1
+        if outputs is not None:
+            graph.is_proven = True
+            self.call.report.usages[0][graphs.capture.name] += 1
         return outputs
 
     def _refuse(self, graph: CapturedGraph, reason: str, is_expected: bool = False) -> None:
         """Captures this model's steps no more; is_expected: nothing is wrong, and a report tells it."""
         graph.drop()
-        self._graphs.clear()
+        self._graphs.entries.clear()
         self._graphs.refused = [Reason("CAPTURE_REFUSED", f"{type(self.model).__name__}: {reason}")]
         if not is_expected:
             warn(f"fastgen does not capture the decode steps of a model: {self._graphs.refused[0]}")
 
-    def _change_to(self, graph: CapturedGraph, content: KVCache) -> CapturedGraph:
-        """Goes on with this content in a static cache for it, a larger one or one of fewer rows; returns its graph."""
-        key = self._key
-        new = self._fill(content)
-        self._graphs.put(key, graph)
-        self.use(new.cache)
-        return new
+    def _change_to(self, content: KVCache) -> CapturedGraph:
+        """Goes on with this content in a static cache for it, a larger one or one of fewer rows."""
+        graph = self._fill(content)
+        self.use(graph.cache)
+        return graph
 
     def _fill(self, content: KVCache) -> CapturedGraph:
         """Copies the content to the static cache of a graph with room for more, which is the loop's from now on."""
         key = self._key_of(content)
-        graph = self._graphs.take(key)
+        graph = self._graphs.entries.pop(key, None)
         if graph is None:
             static = content.to_static(key[-1])
             view, model, forward = self.view_of(static), ref(self.model), type(self).forward
             graph = CapturedGraph(lambda inputs: forward(model(), inputs, view), static, view)
-        self._key, self.graph = key, graph
         graph.cache.load(content)
+        if self.graph is not None:
+            self._graphs.put(self._key, self.graph)
+        self._key, self.graph = key, graph
         return graph
 
     def _key_of(self, content: KVCache) -> tuple:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -91,80 +92,66 @@ class CapturedGraph:
     It owns no KV buffers: those are of `cache`, which it keeps alive and neither makes, fills, moves nor grows. It
     decides nothing: `DecodeStep` says when to capture, replay or drop it, and whether its output can be trusted.
 
-    function: of nested inputs, adds one position to `cache`. cache: a static cache.
-    view: what a host sees of the cache. is_proven: a replay gave the function's output for other inputs than those of
-    the capture.
+    function: of nested inputs, adds one position to `cache`. cache: a static cache. view: what a host sees of it.
+    is_proven: a replay gave the function's output for other inputs than those of the capture. nbytes: that it holds.
     """
 
     def __init__(self, function: Callable[[Any], Any], cache: KVCache, view: Any = None) -> None:
         self.function, self.cache, self.view = function, cache, view
         self.buffers: list[Any] = []  # the leaves of the inputs
-        self.structure: Hashable = None
+        self.structure: Any = None  # of the inputs
         self._copied: dict[int, tuple[ref[Tensor], int]] = {}  # of each leaf: what was copied in last, its version
         self._replay: Run | None = None
-        self._bytes_of_replay = 0
-        self.is_proven = False
-
-    @property
-    def is_captured(self) -> bool:
-        return self._replay is not None
-
-    @property
-    def nbytes(self) -> int:
-        tensors = [leaf for leaf in self.buffers if isinstance(leaf, Tensor)]
-        return sum(tensor.nbytes for tensor in [*tensors, *self.cache.tensors]) + self._bytes_of_replay
+        self.is_captured = self.is_proven = False
+        self.nbytes = 0
 
     def capture(self, inputs: Any, capture: CpuCapture | CudaCapture) -> Any:
         """Captures the function with inputs like these; returns what it gives for them."""
-        leaves, spec = tree_flatten(inputs)
+        leaves, self.structure = tree_flatten(inputs)
         self.buffers = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.structure = _structure(leaves, spec)
-        run = lambda: self.function(tree_unflatten(self.buffers, spec))  # noqa: E731
-        output, self._replay, self._bytes_of_replay = capture.capture(run, self.rewind)
+        output, self._replay, bytes_of_replay = capture.capture(
+            lambda: self.function(tree_unflatten(self.buffers, self.structure)), partial(self.cache.advance, 0)
+        )
+        self.is_captured = True
+        of_inputs = sum(leaf.nbytes for leaf in self.buffers if isinstance(leaf, Tensor))
+        self.nbytes = self.cache.nbytes + of_inputs + bytes_of_replay
         return output
 
     def drop(self) -> None:
-        """It is not replayed any more."""
-        self._replay = None
-        self.rewind()
+        """It is not replayed any more; whatever was tried, the position that it was to add is added next."""
+        self.is_captured, self._replay = False, None
+        self.cache.advance(0)
 
     def replay(self, inputs: Any) -> Any:
         """The output for these inputs, which the next replay overwrites; None if it was captured with other kinds."""
-        if self._replay is None or not self._copy_in(inputs):
+        leaves, structure = tree_flatten(inputs)
+        fits = structure == self.structure
+        for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers) if fits else ()):
+            if not isinstance(leaf, Tensor) or not isinstance(buffer, Tensor):
+                fits = fits and type(leaf) is type(buffer) and leaf == buffer
+            elif leaf.shape != buffer.shape or leaf.dtype != buffer.dtype or leaf.device != buffer.device:
+                fits = False
+            elif leaf.is_inference():  # does not tell whether it was written since
+                buffer.copy_(leaf)
+            else:  # this very tensor, such as the states of an encoder, may be there already
+                known = self._copied.get(index)
+                if known is None or known[1] != leaf._version or known[0]() is not leaf:
+                    self._copied[index] = ref(leaf), leaf._version
+                    buffer.copy_(leaf)
+        if self._replay is None or not fits:
             self.drop()
             return None
         return self._replay()
-
-    def _copy_in(self, inputs: Any) -> bool:
-        """False if the inputs are not like those of the capture."""
-        leaves, spec = tree_flatten(inputs)
-        if _structure(leaves, spec) != self.structure:
-            return False
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and not self._holds(index, leaf):
-                self.buffers[index].copy_(leaf)
-        return True
-
-    def _holds(self, index: int, leaf: Tensor) -> bool:
-        """Whether this very tensor, such as the states of an encoder, is there already; otherwise notes that it is."""
-        if leaf.is_inference():  # does not tell whether it was written since
-            return False
-        known = self._copied.get(index)
-        self._copied[index] = ref(leaf), leaf._version
-        return known is not None and known[1] == leaf._version and known[0]() is leaf
-
-    def rewind(self) -> None:
-        """Whatever was tried, the position that it was to add is added next."""
-        self.cache.rewind()
 
 
 class GraphCache:
     """The captured steps of one model of one type on one device; the least recently used goes first.
 
-    It decides nothing either. A call that holds `in_use` takes graphs out and puts them back, so that calls with the
-    same shapes use them one after the other. refused: why none is to be captured any more. has_exact_lengths: no masks
-    hide what makes other lengths equal, which on a CPU in half precision could change which of close logits is the
-    largest. steps_without: by the number of rows, steps of earlier calls that were too few for a graph of their own.
+    It decides nothing either. A call that holds `in_use` takes graphs out of `entries` and puts them back, so that
+    calls with the same shapes use them one after the other. refused: why none is to be captured any more.
+    has_exact_lengths: no masks hide what makes other lengths equal, which on a CPU in half precision could change which
+    of close logits is the largest. steps_without: by the number of rows, steps of earlier calls that were too few for a
+    graph of their own.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -174,37 +161,25 @@ class GraphCache:
         self.refused: list[Reason] = []
         self.has_exact_lengths = device.type == "cpu" and dtype not in (torch.float32, torch.float64)
         self.steps_without: Counter[int] = Counter()
+        self.entries: OrderedDict[Hashable, CapturedGraph] = OrderedDict()  # the latest last
         self._state: Any = None
-        self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()  # the latest last
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs
 
     def set_state(self, state: Any) -> None:
         """Drops what was captured when the model's state was another."""
         if not same(state, self._state):
-            self.clear()
+            self.entries.clear()
             self._state = state
-
-    def take(self, key: Hashable) -> CapturedGraph | None:
-        return self._graphs.pop(key, None)
 
     def put(self, key: Hashable, graph: CapturedGraph) -> None:
         """Stores it for other calls; drops those that were not used for longest, if there are too many."""
         if graph.is_captured and graph.nbytes <= self.most_bytes:
-            self._graphs[key] = graph
-        while self._graphs and (len(self) > MOST_GRAPHS or self.nbytes > self.most_bytes):
-            self._graphs.popitem(last=False)
-
-    def clear(self) -> None:
-        self._graphs.clear()
+            self.entries[key] = graph
+        while len(self.entries) > MOST_GRAPHS or self.nbytes > self.most_bytes:
+            self.entries.popitem(last=False)
 
     @property
     def nbytes(self) -> int:
-        return sum(graph.nbytes for graph in self._graphs.values())
+        return sum(graph.nbytes for graph in self.entries.values())
 
 
 _known: WeakKeyDictionary[nn.Module, GraphCache] = WeakKeyDictionary()
@@ -223,7 +198,8 @@ def graphs_of(model: nn.Module, weight: Tensor) -> GraphCache:
 
 def torch_settings() -> tuple:
     """What of torch decides which kernels run, and whether tensors may be written outside of inference mode."""
-    attention = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math")]
+    cuda = torch.backends.cuda
+    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
     precision = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     types = torch.get_default_dtype(), torch.get_num_threads()
     return torch.is_inference_mode_enabled(), *precision, *types, *attention
@@ -235,10 +211,6 @@ def differs_sync(found: Tensor, expected: Tensor) -> bool:
     largest = expected.masked_fill(expected.abs() == HUGE, 0).nan_to_num().abs().max().item()
     atol = tolerance("logits", expected.dtype) * largest
     return found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=atol, equal_nan=True)
-
-
-def _structure(leaves: list[Any], spec: Any) -> tuple:
-    return spec, tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
 
 
 # Whether to capture the steps of a loop.

@@ -89,11 +89,6 @@ class StepHistory:
         return self.values[steps, ancestors].permute(1, 2, 0).contiguous()
 
 
-def reading_waits(device: torch.device) -> bool:
-    """Whether to read a flag waits for the device."""
-    return device.type != "cpu"
-
-
 class LateStopCheck:
     """Whether a loop stops, read one step late: the host never waits for the step that it has just queued.
 

@@ -98,12 +98,12 @@ class DecodingState(dict):
 
         Of a self-attention those of the prompt, of a cross-attention those of the encoder's output.
         """
-        return next(iter(self.kv.prompts[self.layers[attention]]), None)
+        return next(iter(self.kv.layers[self.layers[attention]].prompt), None)
 
     def set_prompt(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> KV:
         """Takes keys and values `[inputs, heads, length, head_dim]`, see `prompt`."""
         pair = keys.contiguous(), values.contiguous()
-        self.kv.prompts[self.layers[attention]] = (pair,)
+        self.kv.layers[self.layers[attention]].prompt = (pair,)
         return pair
 
     def prefill(self, decoder: Any, tokens: Tensor) -> tuple[Tensor, Any]:
@@ -241,7 +241,7 @@ class FairseqDecodeStep(DecodeStep):
         self.states[0].kv = static
 
     def leave(self, static: KVCache) -> None:
-        self.states[0].kv = static.to_growable(self.most)
+        static.make_growable(self.most)
 
     @cached_property
     def runs_user_code(self) -> bool:

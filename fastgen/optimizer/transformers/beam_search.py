@@ -25,7 +25,6 @@ from fastgen.ops.beam_top_k import (
     log_probs_in_parts,
     two_stages_pay,
 )
-from fastgen.ops.prefix_trie import PrefixTrie
 from fastgen.optimizer.decoding.call import GenerateCall, count, current_call
 from fastgen.optimizer.decoding.loop_state import LateStopCheck
 from fastgen.optimizer.decoding.report import LOOP, Reason
@@ -36,7 +35,7 @@ from fastgen.optimizer.transformers.constrained import (
     all_rows_occur,
     trie_alone,
 )
-from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep, rows_of
+from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
 from fastgen.optimizer.transformers.generate import drop_unused_outputs
 
 # What the library adds to the score of a candidate that is out of the race, and gives to slots that are free.
@@ -74,8 +73,9 @@ def beam_search(
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
     captures = checks.can_capture(call, self, generation_config, input_ids, model_kwargs)
     rows, num_beams = input_ids.shape[0], generation_config.num_beams
-    step = TransformersDecodeStep(call, self, generation_config, processors, model_kwargs, rows, num_beams, captures)
-    with step:
+    with TransformersDecodeStep(
+        call, self, generation_config, processors, model_kwargs, rows, num_beams, captures
+    ) as step:
         return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
 
 
@@ -83,9 +83,7 @@ def _reasons(
     call: GenerateCall, model: checks.HostModel, criteria: Any, config: Any, synced_gpus: bool, kwargs: dict
 ) -> list[Reason]:
     """Why this search is left to the library, as the report tells."""
-    reasons = []
-    if config.do_sample:
-        reasons.append(Reason("SAMPLED_BEAMS", "beams are sampled"))
+    reasons = [Reason("SAMPLED_BEAMS", "beams are sampled")] if config.do_sample else []
     if config.low_memory:
         reasons.append(Reason("LOW_MEMORY", "low_memory is set"))
     call.report.add_reasons(LOOP, reasons)
@@ -108,6 +106,7 @@ class BeamSearch:
     beams, the best first, `[B, M]`. best: the tokens of the M best hypotheses,
     prompt included, `[B, M, max_length]`; best_scores, lengths, complete: their scores, their numbers of generated
     tokens, and whether they have ended, `[B, M]`. can_improve: whether a beam may still become one of them, `[B, 1]`.
+    is_full: whether an input takes no further hypotheses because there are enough, `[B, 1]`.
     batch_index: which inputs of the batch these are, `[B]`. late_stop: where the end is read one step late, because
     the host is not to wait for the device; has_ended: whether the search was over before this step, on the device.
     """
@@ -127,7 +126,7 @@ class BeamSearch:
         self.lengths = torch.zeros_like(self.scores, dtype=torch.int64)
         self.complete = torch.zeros_like(self.scores, dtype=torch.bool)
         self.can_improve = torch.ones((inputs, 1), dtype=torch.bool, device=device)
-        self.stops_when_full = config.early_stopping is True
+        self.is_full = torch.zeros_like(self.can_improve)
         self.is_constrained = [*map(type, step.processors)] == [PrefixConstrainedLogitsProcessor]
         self.batch_index = torch.arange(inputs, device=device)
         self.numbers = torch.arange(self.num_beams, device=device)
@@ -162,31 +161,26 @@ class BeamSearch:
 
     def allowed_candidates(self, logits: Tensor) -> Candidates | None:
         """The scores and indices `[B, C]` of the best where a trie says what is allowed; None where all count."""
-        trie = trie_alone(self.step.processors, logits.shape[1])
-        if trie is None:
+        found, count_of_rows = None, self.input_ids.shape[0]
+        if (trie := trie_alone(self.step.processors, logits.shape[1])) is None:
             return None
-        found = self.candidates_in_race(trie, logits) if trie.at_dead_ends else None
+        racing = (self.scores.flatten() > LOWEST).nonzero().flatten() if trie.at_dead_ends else ()
+        if len(racing) not in (0, count_of_rows):  # these may be enough: in the first step it is one row of each input
+            rows, tokens = trie.allowed_sync(self.input_ids[racing])
+            found = best_of_different(logits, self.scores, racing[rows], tokens, self.num_candidates)
         if found is None:
             rows, tokens = trie.allowed_sync(self.input_ids)
-            if not all_rows_occur(rows, self.input_ids.shape[0]):
+            if not all_rows_occur(rows, count_of_rows):
                 return None
             found = best_of_allowed(logits, self.scores, rows, tokens, self.num_candidates)
         if found is not None:
             count(ALONE)
         return found
 
-    def candidates_in_race(self, trie: PrefixTrie, logits: Tensor) -> Candidates | None:
-        """Those of rows in the race, where these are enough: in the first step it is one row of each input."""
-        racing = (self.scores.flatten() > LOWEST).nonzero().flatten()
-        if len(racing) in (0, self.input_ids.shape[0]):
-            return None
-        rows, tokens = trie.allowed_sync(self.input_ids[racing])
-        return best_of_different(logits, self.scores, racing[rows], tokens, self.num_candidates)
-
     def all_candidates(self, logits: Tensor) -> Candidates:
         """The scores and indices `[B, C]` of the best of all tokens, after the processors."""
         if self.step.processors or not two_stages_pay(logits, self.scores, self.num_candidates):
-            log_probs = self.step.process(self.input_ids, functional.log_softmax(logits, dim=-1))
+            log_probs = self.step.processors(self.input_ids, functional.log_softmax(logits, dim=-1))
             return best_of_all(log_probs, self.scores, self.num_candidates)
         found = best_in_two_stages(log_probs_in_parts(logits), self.scores, self.num_candidates)
         return found or best_in_one_stage(functional.log_softmax(logits, dim=-1), self.scores, self.num_candidates)
@@ -226,7 +220,7 @@ class BeamSearch:
         ended = ended.clone()
         ended[:, self.num_beams :] = False  # the others are there so that enough go on
         scores = candidates / (generated**self.config.length_penalty)
-        scores += self.is_full().to(torch.float32) * OUT
+        scores += self.is_full.to(torch.float32) * OUT
         scores += (~self.can_improve).to(torch.float32) * OUT
         scores += (~ended) * OUT
         merged = torch.cat([self.best_scores, scores], dim=1)
@@ -239,10 +233,6 @@ class BeamSearch:
         self.lengths = torch.cat([self.lengths, lengths], dim=1).gather(1, entering)
         return entering
 
-    def is_full(self) -> Tensor:
-        """For each input, `[B, 1]`, whether it takes no further hypotheses because there are enough."""
-        return self.complete.all(dim=-1, keepdim=True) & self.stops_when_full
-
     def judge(self, ended: Tensor, generated: int) -> tuple[Tensor, Tensor]:
         """Whether the search has ended, and for each input, `[B, 1]`, whether its hypotheses can change no more."""
         config = self.config
@@ -252,9 +242,10 @@ class BeamSearch:
         worst = self.best_scores.amin(dim=1, keepdim=True)
         to_beat = torch.where(self.complete, worst, OUT)
         self.can_improve = self.can_improve & (best_possible > to_beat).any(dim=-1, keepdim=True)
-        is_full = self.is_full()
-        stop = ~self.can_improve.any() | is_full.all() | ended.all()
-        return stop, (~self.can_improve | is_full) & (worst > LOWEST)
+        if config.early_stopping is True:
+            self.is_full = self.complete.all(dim=-1, keepdim=True)
+        stop = ~self.can_improve.any() | self.is_full.all() | ended.all()
+        return stop, (~self.can_improve | self.is_full) & (worst > LOWEST)
 
     def move_best(self, entering: Tensor, parents: Tensor, tokens: Tensor) -> None:
         """Writes the tokens of the best hypotheses, see `enter`; the candidates continue the rows `parents`."""
@@ -267,10 +258,10 @@ class BeamSearch:
         """Drops the inputs that are not among these."""
         self.results = self.stored()
         kept = torch.tensor(remaining, device=self.batch_index.device)
-        rows = rows_of(kept, self.num_beams)
+        rows = (kept[:, None] * self.num_beams + self.numbers).flatten()
         self.step.compact(kept, rows)
         self.input_ids = self.input_ids.index_select(0, rows)
-        for name in ("scores", "best", "best_scores", "lengths", "complete", "can_improve", "batch_index"):
+        for name in ("scores", "best", "best_scores", "lengths", "complete", "can_improve", "is_full", "batch_index"):
             setattr(self, name, getattr(self, name).index_select(0, kept))
 
     def stored(self) -> tuple[Tensor, ...]:

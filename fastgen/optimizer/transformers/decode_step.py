@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import ref
 
@@ -23,7 +23,6 @@ from transformers.cache_utils import Cache
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.loop_state import reading_waits
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import COMPACTION, REORDERS_ITSELF, Reason
 from fastgen.optimizer.decoding.user_code import is_user_code
@@ -67,9 +66,8 @@ class TransformersDecodeStep(DecodeStep):
         self.arguments, self._dynamic, self._undo = {}, None, None
 
     def abandon(self) -> None:
-        """The loop has failed: the cache is empty again, for the library's loop to begin anew."""
         super().abandon()
-        if self._undo is not None:
+        if self._undo is not None:  # the cache is empty again, for the library's loop to begin anew
             self._undo()
 
     @property
@@ -149,29 +147,25 @@ class TransformersDecodeStep(DecodeStep):
             fits = encoded is not None and masks[0].shape[1] == encoded[0].shape[1]
         if not fits:
             raise CannotPad
-        if is_cross:
-            return {**inputs, **{name: self._pad_once(name, inputs[name], padding) for name in (MASK, ENCODED)}}
-        return {**inputs, MASK: tree_map_only(Tensor, lambda mask: _hidden_before(mask, padding), inputs[MASK])}
-
-    def _pad_once(self, name: str, value: Any, padding: int) -> Any:
-        known, of, padded = self._padded.get(name, (None, 0, None))
-        if known is not value or of != padding:
-            pad = _hidden_before if name == MASK else _zeros_before
-            padded = tree_map_only(Tensor, lambda tensor: pad(tensor, padding), value)
-            self._padded[name] = value, padding, padded
+        padded = dict(inputs)
+        for name in (MASK, ENCODED) if is_cross else (MASK,):
+            known, of, found = self._padded.get(name, (None, 0, None))
+            if known is not inputs[name] or of != padding:
+                pad = _hidden_before if name == MASK else _zeros_before
+                found = tree_map_only(Tensor, partial(pad, padding=padding), inputs[name])
+                self._padded[name] = inputs[name], padding, found
+            padded[name] = found
         return padded
-
-    def process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """What the processors make of scores `[rows, vocabulary_size]`, which they may overwrite."""
-        return self.processors(input_ids, scores)
 
     def reorder(self, beam_idx: Tensor) -> None:
         """Row i goes on with the keys of row `beam_idx[i]`; ValueError where the library raises it, too."""
         if self.graph is not None:
             self.graph.cache.reorder(beam_idx)
             return
-        name = next((name for name in compat.MOVED_CACHES if name in self.arguments), None)
-        if name is None:
+        for name in compat.MOVED_CACHES:
+            if name in self.arguments:
+                break
+        else:
             return
         cache = self.arguments[name]
         if hasattr(self.model, "_reorder_cache"):
@@ -190,12 +184,8 @@ class TransformersDecodeStep(DecodeStep):
 
     def should_compact(self, leaving: int, steps_left: int) -> bool:
         """Whether `leaving` rows, which are finished, leave the batch; `steps_left`: at most to come."""
-        costs, size = self.call.costs, size_of(self.model)
-        if not self.arguments.get("use_cache"):
-            return False
-        if not costs.should_compact(size, leaving, self.rows, self.steps, steps_left):
-            return False
-        return not self.compaction_reasons
+        pays = self.call.costs.should_compact(size_of(self.model), leaving, self.rows, self.steps, steps_left)
+        return bool(self.arguments.get("use_cache")) and pays and not self.compaction_reasons
 
     @cached_property
     def compaction_reasons(self) -> list[Reason]:
@@ -217,26 +207,21 @@ class TransformersDecodeStep(DecodeStep):
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Row i becomes what row `rows[i]` was, of the inputs at `batch_index` (int64 both); the others are dropped."""
         self.arguments = row_groups.take(self.arguments, self.rows, rows)
-        if self.graph is None:
-            for name in kv_layers.NAMES:
-                if self.arguments.get(name) is not None:
-                    kv_layers.compact(self.arguments[name], batch_index, rows)
+        for name in kv_layers.NAMES if self.graph is None else ():
+            if self.arguments.get(name) is not None:
+                kv_layers.reorder(self.arguments[name], rows, batch_index)
         super().compact(batch_index, rows)
-        self.processors = type(self.processors)(_of_rows(one, rows) for one in self.processors)
+        self.processors = copy.copy(self.processors)
+        for index, processor in enumerate(self.processors):  # one knows how long the padding of each row is
+            lengths = getattr(processor, "prompt_ignore_length", None)
+            if isinstance(lengths, Tensor):
+                self.processors[index] = copy.copy(processor)
+                self.processors[index].prompt_ignore_length = lengths.index_select(0, rows.to(lengths.device))
 
 
-def _of_rows(processor: Any, kept: Tensor) -> Any:
-    """A processor for these rows only: that of repetitions knows how long the padding of each row is."""
-    lengths = getattr(processor, "prompt_ignore_length", None)
-    if isinstance(lengths, Tensor):
-        processor = copy.copy(processor)
-        processor.prompt_ignore_length = lengths.index_select(0, kept.to(lengths.device))
-    return processor
-
-
-def rows_of(batch_index: Tensor, rows_per_input: int) -> Tensor:
-    """The rows of the inputs at `batch_index`, in their order."""
-    return (batch_index[:, None] * rows_per_input + torch.arange(rows_per_input, device=batch_index.device)).flatten()
+def reading_waits(device: torch.device) -> bool:
+    """Whether to read a flag waits for the device."""
+    return device.type != "cpu"
 
 
 def _hidden_before(mask: Tensor, padding: int) -> Tensor:

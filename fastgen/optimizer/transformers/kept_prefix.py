@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.graphs import torch_settings
@@ -35,8 +34,7 @@ OUTDATED = Reason("PREFIX_OUTDATED", "the model has changed since its prefix was
 _ROW = 4096
 
 
-@dataclass(frozen=True)
-class KeptPrefix:
+class KeptPrefix(NamedTuple):
     """columns: arguments of the prefill with a value for each column, `[1, length, …]`. options: the others. state:
     of the model and of torch. layers: keys and values `[1, kv_heads, length, head_dim]`."""
 
@@ -71,9 +69,11 @@ class PrefixReuse:
         if kept is None or kept.columns.keys() != columns.keys() or kept.options != options:
             return 0
         length = min(_common_length_sync(kept.columns[name], value) for name, value in columns.items())
-        if length and not _same_state(self._state_of(call, model), kept.state):
-            call.report.add_reasons(PREFIX, [OUTDATED])
-            self.kept, length = None, 0
+        if length:
+            state = self._state_of(call, model)
+            if state is None or state[0] is not kept.state[0] or state[1:] != kept.state[1:]:
+                call.report.add_reasons(PREFIX, [OUTDATED])
+                self.kept, length = None, 0
         return length
 
     def fill(self, cache: Cache, length: int) -> None:
@@ -92,13 +92,16 @@ class PrefixReuse:
         """Keeps a copy of what a forward of these columns of one row has put into this cache; not if it holds more."""
         layers = getattr(cache, "layers", [])
         length = next(iter(columns.values())).shape[1]
-        if not layers or call.user_cache or checks.row_reasons(call, model) or not _can_be_compared(options):
+        can_be_compared = all(isinstance(value, (type(None), bool, int, float, str)) for value in options.values())
+        if not layers or not can_be_compared or call.user_cache or checks.row_reasons(call, model):
             return
-        if not all(type(layer) is DynamicLayer or type(layer) in kv_layers.ADOPTED for layer in layers):
-            return
-        pairs = [(layer.keys, layer.values) for layer in layers]
-        if any(states is None or states.shape[0] != 1 or states.shape[2] != length for kv in pairs for states in kv):
-            return  # of what a sliding window has left, the cache holds no more
+        pairs = []
+        for layer in layers:
+            if type(layer) not in kv_layers.ADOPTED or layer.keys is None:
+                return
+            if {layer.keys.shape[::2], layer.values.shape[::2]} != {(1, length)}:
+                return  # of what a sliding window has left, the cache holds no more
+            pairs.append((layer.keys, layer.values))
         if (state := self._state_of(call, model)) is not None:
             copied = {name: value.clone() for name, value in columns.items()}
             self.kept = KeptPrefix(copied, options, state, [(keys.clone(), values.clone()) for keys, values in pairs])
@@ -115,14 +118,6 @@ class PrefixReuse:
         return self._state[1]
 
 
-def _same_state(found: tuple[Any, ...] | None, kept: tuple[Any, ...]) -> bool:
-    return found is not None and found[0] is kept[0] and found[1:] == kept[1:]
-
-
-def _can_be_compared(options: dict[str, Any]) -> bool:
-    return all(isinstance(value, (type(None), bool, int, float, str)) for value in options.values())
-
-
 def _common_length_sync(kept: Tensor, columns: Tensor) -> int:
     """Of `[1, length, …]` each."""
     length = min(kept.shape[1], columns.shape[1])
@@ -137,20 +132,17 @@ def checksums_sync(facts: ModelFacts) -> list[int] | None:
 
     Integers, which a huge number does not hide others from. Reads all weights, as a decode step does.
     """
-    sums: list[Tensor] = []
+    tensors = [tensor for tensor in facts.row_tensors().values() if type(tensor) is Tensor]
     for module in facts.modules.values():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_meta:
                     return None
-                sums.append(_sums(tensor))
-    sums += [_sums(tensor) for tensor in facts.row_tensors().values() if type(tensor) is Tensor]
-    return [value for part in _by_device(sums) for value in part.tolist()]
-
-
-def _by_device(sums: list[Tensor]) -> list[Tensor]:
-    devices = dict.fromkeys(part.device for part in sums)
-    return [torch.stack([part for part in sums if part.device == device]) for device in devices]
+                tensors.append(tensor)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(_sums(tensor))
+    return [value for sums in by_device.values() for value in torch.stack(sums).flatten().tolist()]
 
 
 def _sums(tensor: Tensor) -> Tensor:

@@ -11,19 +11,22 @@ tests/optimizer/transformers/test_static_prefill.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
+from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, USER_CACHE, Reason
+from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, PREFILL, PREFIX, USER_CACHE, Reason
 from fastgen.optimizer.transformers import checks, kv_layers, prefixes, row_groups, verification
 from fastgen.optimizer.transformers.models import images, latent_attention
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
@@ -51,14 +54,13 @@ def prefill(
     limit = max((generation_config.max_length or 0) - input_ids.shape[1], 1)  # of tokens that can be generated
     groups, compared, reasons = groups_of_equal_rows(call, self, arguments, generation_config)
     call.set_rows(groups.inputs, groups.rows)
-    each_alone, prefix = len(groups) == groups.rows, None
-    has_images = not each_alone and arguments.get(row_groups.IMAGES) is not None
-    if has_images:
-        reasons = reasons or images.unsupported_reasons_sync(arguments, self.config, groups)
-    if each_alone or not reasons:
-        given = arguments if each_alone else row_groups.one_per_group(arguments, groups)
-        if has_images:
-            given = images.with_one_row_per_group(given, groups)
+    each_alone, prefix, given = len(groups) == groups.rows, None, arguments
+    if not each_alone and not reasons:
+        given = row_groups.one_per_group(arguments, groups)
+        if arguments.get(row_groups.IMAGES) is not None:
+            reasons = images.unsupported_reasons_sync(arguments, self.config, groups)
+            given = given if reasons else images.with_one_row_per_group(given, groups)
+    if (each_alone or not reasons) and not self.config.is_encoder_decoder:
         prefix = prefixes.common_prefix_sync(call, self, given, generation_config)
     if each_alone and prefix is not None:
         reasons, compared = [], True
@@ -84,14 +86,16 @@ def prefill(
             prefixes.fill_sync(call, self, forward, prefix, given)
             reasons = _done_or_reasons(self, lambda: expand_prefix(self, given_cache, prefix, groups, limit, call))
         if not reasons:
-            with kv_layers.filling_all_rows(given_cache, groups):
+            with filling_all_rows(given_cache, groups) if kv_layers.is_static(given_cache) else nullcontext():
                 outputs = forward(used)
             if len(groups) == 1:
                 prefixes.keep_prompt_sync(call, self, given, outputs)
             if before is not None:
                 reasons = facts.row_states = checks.row_state_reasons(call, self, {len(groups)}, before)
-        if not reasons and _leaves_cache_to_model(arguments):
-            reasons = facts.row_states = returned_cache_reasons(outputs)
+        if not reasons and given_cache is None and arguments.get("use_cache", True):
+            made = kv_layers.cache_of(outputs)  # by the model, as all do in transformers 5.0
+            found = [Reason("NO_CACHE", "the model returns no cache")] if made is None else []
+            reasons = facts.row_states = found or kv_layers.unsupported_types(made)
         reasons = reasons or _done_or_reasons(self, lambda: expand(self, outputs, given_cache, groups, limit, call))
         if reasons and empty is not None:
             empty()
@@ -119,24 +123,21 @@ def groups_of_equal_rows(
     equally often (a batch of an evaluation may begin in the middle of the samples of a prompt).
     """
     rows_per_input = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-    row_count = arguments["input_ids"].shape[0]
-    each = RowGroups([1] * row_count)
-    if row_count == 1:
+    rows = arguments["input_ids"].shape[0]
+    each = RowGroups([1] * rows)
+    if rows == 1:
         return each, False, [ONE_ROW]
-    if row_count % rows_per_input:
-        text = f"{row_count} rows are no multiple of {rows_per_input} beams or samples"
+    if rows % rows_per_input:
+        text = f"{rows} rows are no multiple of {rows_per_input} beams or samples"
         return each, False, [Reason("ROWS_NOT_MULTIPLE", text)]
-    reasons = too_small_reasons(call, model, arguments, 1 if rows_per_input == 1 else row_count // rows_per_input)
+    groups = RowGroups([rows_per_input] * (rows // rows_per_input))
+    reasons = too_small_reasons(call, model, arguments, 1 if rows_per_input == 1 else len(groups))
     if rows_per_input > 1:
-        return RowGroups([rows_per_input] * (row_count // rows_per_input)), False, reasons
+        return groups, False, reasons
     if reasons or not checks.is_tested(model):
         return each, False, [ONE_ROW, *reasons]
-    groups = row_groups.repetitions_sync(arguments, row_count)
-    return (
-        groups,
-        True,
-        [ONE_ROW] if len(groups) == row_count else too_small_reasons(call, model, arguments, len(groups)),
-    )
+    groups = row_groups.repetitions_sync(arguments, rows)
+    return groups, True, [ONE_ROW] if len(groups) == rows else too_small_reasons(call, model, arguments, len(groups))
 
 
 def too_small_reasons(
@@ -243,10 +244,10 @@ def unsupported_reasons(
     if call.user_cache:
         reasons.append(USER_CACHE)
     elif kv_layers.is_static(cache := kv_layers.cache_of(arguments)):
-        reasons += kv_layers.static_prefill_reasons(cache, generation_config)
+        reasons += static_prefill_reasons(cache, generation_config)
     elif cache is not None:
         reasons += kv_layers.unsupported_reasons(cache)
-    elif _leaves_cache_to_model(arguments) and not getattr(model, "_supports_default_dynamic_cache", bool)():
+    elif arguments.get("use_cache", True) and not getattr(model, "_supports_default_dynamic_cache", bool)():
         reasons.append(Reason("MODEL_CACHE", "the model makes its own cache"))
     reasons += row_groups.unsupported_reasons(model.config.model_type, arguments, groups.rows)
     if not reasons and not compared and not row_groups.groups_are_equal_sync(arguments, groups):
@@ -254,13 +255,37 @@ def unsupported_reasons(
     return reasons
 
 
-def returned_cache_reasons(outputs: ModelOutput) -> list[Reason]:
-    """Why the rows of the cache that a forward has made itself (all do so in transformers 5.0) cannot be expanded."""
-    cache = kv_layers.cache_of(outputs)
-    if cache is None:
-        return [Reason("NO_CACHE", "the model returns no cache")]
-    return kv_layers.unsupported_types(cache)
+# The library's own static caches, which a prefill with one row per group fills for all rows. Their layers stay the
+# library's, for which it compiles its steps: keys and values are written by its `update` to where a prefill with all
+# rows writes them.
 
 
-def _leaves_cache_to_model(arguments: dict[str, Any]) -> bool:
-    return kv_layers.cache_of(arguments) is None and arguments.get("use_cache", True)
+def static_prefill_reasons(cache: Cache, generation_config: Any) -> list[Reason]:
+    """Why a prefill with one row per input cannot fill this static cache; empty if it can."""
+    if generation_config.prefill_chunk_size is not None:
+        text = "past_key_values is a StaticCache, for which the library may compile a prefill in chunks"
+        return [Reason("CHUNKED_PREFILL", text)]
+    layers = {type(layer) for part in kv_layers.parts(cache) for layer in part.layers}
+    if foreign := sorted(layer.__name__ for layer in layers - {StaticLayer, StaticSlidingWindowLayer}):
+        text = f"past_key_values is a StaticCache with layers of other kinds ({', '.join(foreign)})"
+        return [Reason("CACHE_LAYERS", text)]
+    return [CACHE_NOT_EMPTY] if cache.get_seq_length() > 0 else []
+
+
+@contextmanager
+def filling_all_rows(cache: object, groups: RowGroups) -> Iterator[None]:
+    """Inside this context a static cache takes and returns one row per group, and keeps it for all of its rows."""
+
+    def fill_all_rows(update: Callable[..., KV], keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> KV:
+        of_rows, firsts = groups.of_rows.to(keys.device), groups.firsts.to(keys.device)
+        filled = update(keys.index_select(0, of_rows), values.index_select(0, of_rows), *args, **kwargs)
+        return tuple(states.index_select(0, firsts) for states in filled)
+
+    layers = [layer for part in kv_layers.parts(cache) for layer in part.layers]
+    for layer in layers:
+        layer.update = partial(fill_all_rows, layer.update)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.update

@@ -13,7 +13,7 @@ Tests: tests/optimizer/transformers/test_common_prefixes.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,35 +62,34 @@ class CommonPrefix:
     @classmethod
     def after(cls, length: int, columns: int, padding: Tensor | None) -> CommonPrefix:
         """The first `length` of so many columns, behind the padding `[rows]` on the left of each row."""
-        return cls(length, columns - length, None if padding is None else _order(padding, length, columns))
+        if padding is None:
+            return cls(length, columns - length, None)
+        places, padding = torch.arange(columns, device=padding.device).expand(len(padding), columns), padding[:, None]
+        behind = torch.where(places < length + padding, places - length, places)
+        return cls(length, columns - length, torch.where(places < length, places + padding, behind))
 
     def of_prefix(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """These arguments of a prefill, for one row that holds the prefix."""
-        ordered, names = self._in_order(arguments), column_names(arguments)
-        found = {
-            name: value[:1, : self.length] if name in names else value[:1] if name == TOKENS else value
-            for name, value in ordered.items()
-        }
+        found = self.of_rests(arguments)
+        for name in (TOKENS, *column_names(arguments)):
+            if name in found:
+                found[name] = found[name][:1, : self.length] if name in column_names(arguments) else found[name][:1]
         return found if self.images is None else found | {IMAGES: self.images[0]}
 
     def of_rests(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """These arguments for all rows, with all columns in the order that puts the prefix first."""
-        ordered = self._in_order(arguments)
+        ordered = dict(arguments)
+        for name in column_names(arguments) if self.order is not None else ():
+            ordered[name] = _take(ordered[name], self.order)
         return ordered if self.images is None else ordered | {IMAGES: self.images[1]}
 
     def columns(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
         """Those of the prefix, `[1, length, …]`, of the arguments that have some; no mask, where it hides nothing."""
-        names = column_names(arguments)
-        found = {name: value for name, value in self.of_prefix(arguments).items() if name in names}
+        of_prefix = self.of_prefix(arguments)
+        found = {name: of_prefix[name] for name in column_names(arguments)}
         if MASK in found and bool((found[MASK] == 1).all()):
             del found[MASK]
         return found
-
-    def _in_order(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        if self.order is None:
-            return dict(arguments)
-        names = column_names(arguments)
-        return {name: _take(value, self.order) if name in names else value for name, value in arguments.items()}
 
 
 def _prompt(arguments: dict[str, Any]) -> Tensor:
@@ -123,7 +122,7 @@ def common_prefix_sync(
     def gains(tokens: int) -> bool:
         return tokens > 0 and costs.should_split_prefix(size, tokens)
 
-    if model.config.is_encoder_decoder or (reuse is None and not gains((rows - 1) * (length - 1))):
+    if reuse is None and not gains((rows - 1) * (length - 1)):
         return None
     longest, padding = _longest_sync(arguments, model.config)
     if longest < 2:  # one may be the beginning of every text
@@ -143,7 +142,10 @@ def common_prefix_sync(
     if arguments.get(IMAGES):
         tokens_of_prefix = _first_tokens(arguments, prefix.length, padding)
         prefix = replace(prefix, images=images.split_sync(arguments, model.config, tokens_of_prefix))
-    reasons = [] if common else [_too_short(longest, tokens)]
+    reasons = []
+    if not common:
+        detail = f"{longest} tokens, {tokens} of which need not be computed"
+        reasons.append(Reason("PREFIX_SHORT", "too short to gain", detail))
     reasons = reasons or unsupported_reasons(model, arguments, generation_config, prefix)
     call.report.add_reasons(PREFIX, reasons)
     return None if reasons else prefix
@@ -177,9 +179,7 @@ def keep_prompt_sync(
 ) -> None:
     """Keeps the whole prompt of a prefill of one row for the next call, if the program asks for it."""
     reuse = None if model.config.is_encoder_decoder else reuse_of(model)
-    if reuse is None or reuse.head is not None:
-        return
-    if _have_other_shapes(arguments, column_names(arguments), moves=True):
+    if reuse is None or reuse.head is not None or _have_other_shapes(arguments, moves=True):
         return
     columns = CommonPrefix(_prompt(arguments).shape[1], 0, None).columns(arguments)
     if MASK not in columns:
@@ -197,31 +197,25 @@ def model_reasons(
     """
     if facts.prefix_reasons is None:
         names = column_names(arguments)
-        one = {name: value for name, value in prefix.of_prefix(arguments).items() if name != IMAGES}
-        two = {name: value[:, :2] if name in names else value for name, value in one.items()}
-        two = {name: torch.cat([value, value]) if name in (TOKENS, *names) else value for name, value in two.items()}
+        two = replace(prefix, length=2, images=None).of_prefix(arguments)
+        two.pop(IMAGES, None)
+        for name in {TOKENS, *names} & two.keys():
+            two[name] = torch.cat([two[name], two[name]])
         prompt = two[names[0]]
         prompt[1, 1] = prompt[1, 1] + 1 if names[0] == EMBEDS else torch.where(prompt[1, 1] > 0, prompt[1, 1] - 1, 1)
         cache: Any = kv_layers.cache_of(arguments)
         empty = kv_layers.undo_of(cache)
         forward(two)
-        facts.prefix_reasons = _tried(cache.layers)
+        facts.prefix_reasons = []
+        if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
+            facts.prefix_reasons.append(Reason("NO_CACHE", "the model fills no cache"))
+        else:
+            first = (states[:, :, 0] for layer in cache.layers for states in (layer.keys, layer.values))
+            if not all(torch.allclose(*rows, atol=1e-5, equal_nan=True) for rows in first):
+                text = "what the model computes for a token depends on those behind it"
+                facts.prefix_reasons.append(Reason("NOT_CAUSAL", text))
         empty()
     return facts.prefix_reasons
-
-
-def _tried(layers: list[Any]) -> list[Reason]:
-    if not layers or not all(layer.is_initialized for layer in layers):
-        return [Reason("NO_CACHE", "the model fills no cache")]
-    first = (states[:, :, 0] for layer in layers for states in (layer.keys, layer.values))
-    if all(torch.allclose(*rows, atol=1e-5, equal_nan=True) for rows in first):
-        return []
-    return [Reason("NOT_CAUSAL", "what the model computes for a token depends on those behind it")]
-
-
-def _too_short(length: int, tokens: int) -> Reason:
-    detail = f"{length} tokens, {tokens} of which need not be computed"
-    return Reason("PREFIX_SHORT", "too short to gain", detail)
 
 
 def unsupported_reasons(
@@ -231,15 +225,15 @@ def unsupported_reasons(
     reasons = cache_reasons(model, kv_layers.cache_of(arguments), generation_config.max_length or 0)
     if generation_config.prefill_chunk_size is not None:
         reasons.append(Reason("CHUNKED_PREFILL", "prefill_chunk_size is set"))
-    if asked := [name for name in ("output_attentions", "output_hidden_states") if _asks_for(name, model, arguments)]:
-        reasons.append(Reason("OUTPUTS", f"{asked[0]} is set, which are those of all columns"))
-    known = (type(None), bool, int, float, str, Cache)
-    names = column_names(arguments)
+    for name in ("output_attentions", "output_hidden_states"):
+        if arguments.get(name) or getattr(model.config, name, False):
+            reasons.append(Reason("OUTPUTS", f"{name} is set, which are those of all columns"))
+            break
     if prefix.images is not None and images.features_of_rows_sync(arguments, model.config) is None:
         reasons.append(Reason("IMAGES", "the features of images are not known to be those of the prompt's columns"))
-    others = {name: value for name, value in arguments.items() if name not in (*COLUMNS, IMAGES)}
-    foreign = [name for name, value in others.items() if not isinstance(value, known)]
-    if foreign := foreign or _have_other_shapes(arguments, names, prefix.order is not None):
+    known = (type(None), bool, int, float, str)
+    foreign = [name for name, value in options_of(arguments).items() if name != IMAGES and not isinstance(value, known)]
+    if foreign := foreign or _have_other_shapes(arguments, moves=prefix.order is not None):
         reasons.append(Reason("ARGUMENT_COLUMNS", f"argument {foreign[0]}: its columns are not known"))
     if prefix.order is not None:
         if generation_config.return_dict_in_generate:
@@ -261,7 +255,10 @@ def cache_reasons(model: checks.HostModel, cache: Cache | None, most: int) -> li
         reasons.append(Reason("CACHE_TYPE", "there is no DynamicCache"))
     else:
         reasons += kv_layers.layer_reasons(cache, most)
-    if growing := _GROWING_ROPE & set(_rope_types(getattr(model.config, "rope_parameters", None))):
+    ropes = getattr(model.config, "rope_parameters", None)  # of all layers, or for each type of layer
+    ropes = [ropes, *ropes.values()] if isinstance(ropes, dict) else []
+    kinds = {str(one.get("rope_type")) for one in ropes if isinstance(one, dict)}
+    if growing := _GROWING_ROPE & kinds:
         reasons.append(Reason("POSITIONS", f"rope_type {growing.pop()}: positions depend on the length of the prompt"))
     return reasons
 
@@ -276,23 +273,11 @@ def order_reasons(model: checks.HostModel, has_positions: bool) -> list[Reason]:
     return reasons
 
 
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """Those of all layers: parameters are a dictionary, or one for each type of layer."""
-    if isinstance(parameters, dict):
-        yield str(parameters.get("rope_type"))
-        for inner in parameters.values():
-            yield from _rope_types(inner)
-
-
-def _asks_for(name: str, model: checks.HostModel, arguments: dict[str, Any]) -> bool:
-    return bool(arguments.get(name) or getattr(model.config, name, False))
-
-
-def _have_other_shapes(arguments: dict[str, Any], names: list[str], moves: bool) -> list[str]:
-    """Which of these are none `[rows, length]`: M-RoPE has positions on several axes."""
+def _have_other_shapes(arguments: dict[str, Any], moves: bool) -> list[str]:
+    """Which arguments with columns are none `[rows, length]`: M-RoPE has positions on several axes."""
     rows, length = _prompt(arguments).shape[:2]
     found = []
-    for name in names:
+    for name in column_names(arguments):
         shapes = [(rows, length)] if moves or name != POSITIONS else [(rows, length), (1, length)]
         if arguments[name].shape[:2] not in shapes or arguments[name].dim() != (3 if name == EMBEDS else 2):
             found.append(name)
@@ -334,14 +319,6 @@ def _longest_sync(arguments: dict[str, Any], config: Any) -> tuple[int, Tensor |
 def _first_tokens(arguments: dict[str, Any], length: int, padding: Tensor | None) -> Tensor:
     start = 0 if padding is None else int(padding[0])
     return arguments[TOKENS][0, start : start + length]
-
-
-def _order(padding: Tensor, prefix: int, length: int) -> Tensor:
-    """The order of the columns `[rows, length]`: the prefix, the padding `[rows]` on the left of it, the rest."""
-    columns = torch.arange(length, device=padding.device).expand(len(padding), length)
-    padding = padding[:, None]
-    behind = torch.where(columns < prefix + padding, columns - prefix, columns)
-    return torch.where(columns < prefix, columns + padding, behind)
 
 
 def _take(value: Tensor, columns: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from fastgen.optimizer.decoding.call import GenerateCall, current_call
+from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.graphs import unwanted_reasons
 from fastgen.optimizer.decoding.loop_state import LateStopCheck
 from fastgen.optimizer.decoding.model_facts import size_of
@@ -44,8 +44,14 @@ def sample(
     processors = logits_processor
     if processors and type(processors[0]) in no_repeat_ngram.PATCH_NAMES:
         processors = no_repeat_ngram.writing_processors(processors, generation_config)
-    call, captures, compacts = current_call(), False, False
-    if call is not None and _fits(call, streamer, generation_config):
+    call, captures, compacts, reasons = current_call(), False, False, []
+    if streamer is not None:
+        reasons.append(Reason("STREAMER", "a streamer is given"))
+    if generation_config.compile_config is not None:
+        reasons.append(Reason("COMPILED", "compile_config is set"))
+    if call is not None:
+        call.report.add_reasons(LOOP, reasons)
+    if call is not None and not reasons:
         steps, rows = (generation_config.max_length or 0) - input_ids.shape[1], len(input_ids)
         compacts = call.costs.should_compact(size_of(self), rows - 1, rows, steps, steps - 1)
         compacts = compacts and _can_end_early(input_ids, stopping_criteria, generation_config)
@@ -57,29 +63,10 @@ def sample(
         compacts = compacts and fits
         captures = fits and checks.can_capture(call, self, generation_config, input_ids, model_kwargs)
     if call is None or not (captures or compacts):
-        return original(
-            self,
-            input_ids,
-            processors,
-            stopping_criteria,
-            generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
+        model_kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
+        return original(self, input_ids, processors, stopping_criteria, generation_config, **model_kwargs)
     with TransformersDecodeStep(call, self, generation_config, processors, model_kwargs, rows, 1, captures) as step:
         return TokenLoop(input_ids, generation_config, step, compacts).run(stopping_criteria)
-
-
-def _fits(call: GenerateCall, streamer: Any, config: Any) -> bool:
-    """Whether this loop does all that the call asks for; tells the report why not."""
-    reasons = []
-    if streamer is not None:
-        reasons.append(Reason("STREAMER", "a streamer is given"))
-    if config.compile_config is not None:
-        reasons.append(Reason("COMPILED", "compile_config is set"))
-    call.report.add_reasons(LOOP, reasons)
-    return not reasons
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:
@@ -126,10 +113,17 @@ class TokenLoop:
 
     def advance(self, logits: Tensor, stopping_criteria: Any) -> bool:
         """Adds a token to each row; returns whether all have ended."""
-        scores = self.step.process(self.input_ids, logits.clone()) if self.step.processors else logits
+        scores = self.step.processors(self.input_ids, logits.clone()) if self.step.processors else logits
         draws = self.config.do_sample
         before = self.random.get_state() if draws and self.late_stop is not None else None
-        tokens = self._drawn(scores) if draws else scores.argmax(dim=-1)
+        if not draws:
+            tokens = scores.argmax(dim=-1)
+        else:  # with the operations of the library's loop, and the random numbers of all rows
+            probs = functional.softmax(scores, dim=-1)
+            if not self.finished or not probs.sum().isfinite():  # torch's own raises an error then
+                tokens = torch.multinomial(probs, num_samples=1).squeeze(1)
+            else:
+                tokens = _draw(probs, len(self.finished[0][0]), self.row_index)
         if self.pad is not None:
             tokens = torch.where(self.going_on, tokens, self.pad)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)
@@ -165,13 +159,6 @@ class TokenLoop:
         step.compact(kept, rows)
         self.input_ids, self.going_on = self.input_ids[rows], self.going_on[rows]
         self.row_index = self.row_index[rows]
-
-    def _drawn(self, scores: Tensor) -> Tensor:
-        """Tokens `[rows]`, with the operations of the library's loop; with the random numbers of all rows."""
-        probs = functional.softmax(scores, dim=-1)
-        if not self.finished or not probs.sum().isfinite():  # torch's own raises an error then
-            return torch.multinomial(probs, num_samples=1).squeeze(1)
-        return _draw(probs, len(self.finished[0][0]), self.row_index)
 
 
 def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:

@@ -75,10 +75,10 @@ def test_prompt_lies_before_the_generated_keys(share):
 def test_a_graph_serves_sources_of_other_lengths():
     case, options = CASES["transformer"](), {"min_len": 6, "max_len_b": 6}  # all sentences stay to the end
     compare(case, source_sample(case.task, (7, 5, 6)), **options)
-    made = list(graphs_of(case.models[0])._graphs)
+    made = list(graphs_of(case.models[0]).entries)
     assert len(made) == 1
     report = compare(case, source_sample(case.task, (6, 4, 4), seed=5), **options).report
-    assert replays(report) == 7 and list(graphs_of(case.models[0])._graphs) == made
+    assert replays(report) == 7 and list(graphs_of(case.models[0]).entries) == made
 
 
 def test_when_sentences_leave_the_others_go_on():
@@ -245,13 +245,13 @@ def test_after_an_error_fairseq_does_the_work_and_nothing_is_kept(monkeypatch):
     with pytest.raises(RuntimeError) if fastgen.config.CONFIG.strict else pytest.warns(RuntimeWarning):
         assert len(generate(case)) == len(expected)
     cached = graphs_of(case.models[0])
-    assert not len(cached) and not cached.in_use.locked()
+    assert not cached.entries and not cached.in_use.locked()
 
 
 def test_a_model_of_fairseq_that_is_gone_leaves_nothing_behind():
     case = CASES["transformer"]()
     generate(case)
-    buffers = weakref.ref(next(iter(graphs_of(case.models[0])._graphs.values())).cache)
+    buffers = weakref.ref(next(iter(graphs_of(case.models[0]).entries.values())).cache)
     alive = weakref.ref(case.models[0])
     del case
     gc.collect()

@@ -56,7 +56,7 @@ def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeyp
     monkeypatch.setattr(kv_cache.KVCache, "__init__", remember)
     monkeypatch.setattr(torch.Tensor, "index_select", record)
     model.generate(**inputs, num_beams=3, max_new_tokens=6)
-    shared = [states for cache in caches for prompt in cache.prompts for pair in prompt for states in pair]
+    shared = [states for cache in caches for layer in cache.layers for pair in layer.prompt for states in pair]
     assert shared, "nothing was shared"
     for states in shared:
         assert states.shape[0] == 2  # inputs, where stock keeps 6 rows

@@ -91,8 +91,8 @@ def test_every_step_after_the_first_is_a_replay_and_buffers_are_outgrown(name, a
     model = model_of(name)
     arguments = {**arguments, "max_new_tokens": 40, "eos_token_id": None}
     replayed = captured(model, inputs_of(name), **arguments)
-    assert len(graphs._known[model]) > 1
-    assert replayed == 39 - len(graphs._known[model])  # the steps from which they were made
+    assert len(graphs._known[model].entries) > 1
+    assert replayed == 39 - len(graphs._known[model].entries)  # the steps from which they were made
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_inputs_of_other_lengths_use_them_too(name, shared):
             inputs = padded(*lengths, side="right" if name in ("t5", "bart") else "left")
             for arguments in (BEAMS, SAMPLES):
                 assert captured(model, inputs, **arguments, min_new_tokens=8)
-        assert len(graphs._known[model]) == 2  # of other numbers of rows
+        assert len(graphs._known[model].entries) == 2  # of other numbers of rows
 
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
@@ -239,21 +239,21 @@ def test_recordings_of_another_state_are_dropped(change):
     model = model_of("llama")
     inputs = inputs_of("llama")
     captured(model, inputs, **BEAMS)
-    before = set(map(id, graphs._known[model]._graphs.values()))
-    kept = list(graphs._known[model]._graphs.values())
+    before = set(map(id, graphs._known[model].entries.values()))
+    kept = list(graphs._known[model].entries.values())
     change(model)
     captured(model, inputs, **BEAMS)
-    assert kept and before.isdisjoint(map(id, graphs._known[model]._graphs.values()))
+    assert kept and before.isdisjoint(map(id, graphs._known[model].entries.values()))
 
 
 def test_an_adapter_that_is_switched_off_drops_them_too():
     model = model_of("llama")
     add_an_adapter(model)
     captured(model, inputs_of("llama"), **BEAMS)
-    kept = list(graphs._known[model]._graphs.values())
+    kept = list(graphs._known[model].entries.values())
     model.disable_adapters()
     captured(model, inputs_of("llama"), **BEAMS)
-    assert kept and not set(map(id, kept)) & set(map(id, graphs._known[model]._graphs.values()))
+    assert kept and not set(map(id, kept)) & set(map(id, graphs._known[model].entries.values()))
 
 
 def test_training_and_foreign_hooks_leave_the_steps_to_the_library():
@@ -311,7 +311,7 @@ def test_a_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch,
     assert bool(replayed) == bool(right)
     stock, fast, report = run_both(lambda: model.generate(**inputs, **arguments))  # a second warning would raise
     assert torch.equal(stock, fast) and not_captured_because(report, "CAPTURE_REFUSED", "GPT2LMHeadModel: ")
-    assert not len(graphs._known[model])
+    assert not len(graphs._known[model].entries)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -325,7 +325,7 @@ def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
         assert captured(model, inputs_of("llama"), **{**GREEDY, "num_beams": num_beams})
     recordings = graphs._known[model]
     assert failed == 2 * ["'NoneType' object is not callable"]
-    assert not recordings.in_use.locked() and not len(recordings)
+    assert not recordings.in_use.locked() and not recordings.entries
 
 
 def test_without_memory_for_the_buffers_the_call_goes_on_with_its_own_cache(monkeypatch):
@@ -391,7 +391,7 @@ def test_in_half_precision_steps_are_captured_without_padding(name, options):
     stock, fast, report = run_both(lambda: model.generate(**inputs, **options))
     assert replays(report) and torch.equal(stock, fast)
     found = graphs.graphs_of(model, next(model.parameters()))
-    assert len(found) and not any(graph.cache.padding for graph in found._graphs.values())
+    assert found.entries and not any(graph.cache.padding for graph in found.entries.values())
 
 
 def test_a_new_recording_waits_for_a_call_that_is_not_short():
@@ -479,7 +479,7 @@ def test_a_second_thread_on_the_same_model_goes_on_without_recordings():
 def test_a_model_that_is_gone_leaves_nothing_behind():
     model = model_of("gpt2")
     captured(model, inputs_of("gpt2"), **BEAMS)
-    buffers = weakref.ref(next(iter(graphs._known[model]._graphs.values())).cache)
+    buffers = weakref.ref(next(iter(graphs._known[model].entries.values())).cache)
     alive = weakref.ref(model)
     del model
     gc.collect()
@@ -511,14 +511,14 @@ def test_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
     for key in range(3):
         recordings.put(key, graph_of())
-    recordings.put(0, recordings.take(0))
+    recordings.put(0, recordings.entries.pop(0))
     recordings.put(3, graph_of())
-    assert list(recordings._graphs) == [2, 0, 3]
+    assert list(recordings.entries) == [2, 0, 3]
     recordings.most_bytes = 2 * graph_of().nbytes
     recordings.put(4, graph_of())
-    assert list(recordings._graphs) == [3, 4] and recordings.nbytes == recordings.most_bytes
+    assert list(recordings.entries) == [3, 4] and recordings.nbytes == recordings.most_bytes
     recordings.put(5, graph_of(rows=20))  # larger than the bound: not kept
-    assert list(recordings._graphs) == [3, 4]
+    assert list(recordings.entries) == [3, 4]
 
 
 def test_a_replay_gets_the_inputs_of_its_call_and_no_others_than_were_captured():

@@ -107,9 +107,9 @@ def test_one_row_goes_through_the_model_for_the_prefix_and_all_rows_for_the_rest
 def test_a_prefix_is_stored_once_a_rest_per_input_and_what_is_generated_per_row(llama, way, copies):
     seen, real = [], KVCache.segments
 
-    def segments(self: KVCache, layer: int) -> Any:
-        seen.append([keys.shape[0] for keys, _ in real(self, layer)])
-        return real(self, layer)
+    def segments(self: KVCache, layer: int, **options: bool) -> Any:
+        seen.append([keys.shape[0] for keys, _ in real(self, layer, **options)])
+        return real(self, layer, **options)
 
     with mock.patch.object(KVCache, "segments", segments):
         compared(llama, prompts(12, 11, 12), max_new_tokens=4, **WAYS[way], **TOKENS_ONLY)

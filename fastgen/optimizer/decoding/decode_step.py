@@ -120,7 +120,7 @@ class DecodeStep(ABC):
 
     @abstractmethod
     def leave(self, static: KVCache) -> None:
-        """The loop goes on with copies of the keys and values in this cache, in steps that are eager."""
+        """The loop goes on with the keys and values in this cache, which no graph uses any more, in eager steps."""
 
     @cached_property
     @abstractmethod

@@ -162,10 +162,8 @@ class TransformersDecodeStep(DecodeStep):
         if self.graph is not None:
             self.graph.cache.reorder(beam_idx)
             return
-        for name in compat.MOVED_CACHES:
-            if name in self.arguments:
-                break
-        else:
+        name = next((name for name in compat.MOVED_CACHES if name in self.arguments), None)
+        if name is None:
             return
         cache = self.arguments[name]
         if hasattr(self.model, "_reorder_cache"):

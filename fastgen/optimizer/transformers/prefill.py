@@ -214,7 +214,7 @@ def expand(
             report.add_reasons(KV_CACHE, [STATIC_CACHE])
             continue
         if not groups.are_inputs:
-            kv_layers.repeat(cache, groups.of_inputs)
+            kv_layers.repeat(cache, groups.of_rows[:: groups.rows_per_input])
         is_adopted |= kv_layers.adopt(cache, groups.inputs, groups.rows_per_input, limit, call)
     facts = call.facts_of(model, checks.KNOWN)
     if is_adopted and latent_attention.NAME in facts.code.names:  # otherwise the library may compile the forward

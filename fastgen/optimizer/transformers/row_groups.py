@@ -6,6 +6,7 @@ Tests: tests/optimizer/transformers/test_row_groups.py, tests/optimizer/transfor
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from operator import itemgetter
@@ -19,7 +20,7 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen.optimizer.decoding.report import Reason
 
 # Arguments whose rows belong to images, videos or sounds in a prompt and not to the prompt's own rows.
-MULTIMODAL_WORDS = ("pixel", "image", "video", "audio", "mm_", "input_features", "input_values", "vision", "speech")
+MULTIMODAL = re.compile("pixel|image|video|audio|mm_|input_features|input_values|vision|speech")
 
 # What each token of the prompt is, text or image: `[rows, length]`.
 OF_THE_PROMPT = ("mm_token_type_ids",)
@@ -42,13 +43,15 @@ class RowGroups:
     """Rows that are equal, next to each other: `sizes` of the groups, one after the other.
 
     An input has as many rows (`rows_per_input`) as divide all groups: of groups of 16 and 8 rows, 8; of 5 and 3, one.
-    firsts: the first row of each group, `[groups]`. of_rows, of_inputs: the group of each row and of each input, int64.
+    are_inputs: all are of one size, so that each is an input. firsts: the first row of each group, int64 `[groups]`.
+    of_rows: the group of each row, int64.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
         self.rows, self.rows_per_input = sum(sizes), math.gcd(*sizes)
         self.inputs = self.rows // self.rows_per_input
+        self.are_inputs = len(sizes) == self.inputs
 
     @cached_property  # tensors when they are asked for: most calls have one row per input
     def firsts(self) -> Tensor:
@@ -60,17 +63,8 @@ class RowGroups:
         sizes = torch.tensor(self.sizes, device="cpu")
         return torch.arange(len(self), device="cpu").repeat_interleave(sizes)
 
-    @property
-    def of_inputs(self) -> Tensor:
-        return self.of_rows[:: self.rows_per_input]
-
     def __len__(self) -> int:
         return len(self.sizes)
-
-    @property
-    def are_inputs(self) -> bool:
-        """Whether all are of one size, so that each is an input."""
-        return len(self) == self.inputs
 
 
 def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -> list[Reason]:
@@ -79,7 +73,7 @@ def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -
     for name, value in _leaves(arguments):
         if name in unread or name == IMAGES or value is None or isinstance(value, _PLAIN):
             continue
-        if name not in OF_THE_PROMPT and any(word in name for word in MULTIMODAL_WORDS):
+        if name not in OF_THE_PROMPT and MULTIMODAL.search(name):
             reasons.append(Reason("ARGUMENT_ROWS", f"argument {name}: its rows are not those of the prompt"))
         elif isinstance(value, Tensor):
             if name not in WITHOUT_ROWS and value.dim() and _row_dim(name, value, rows) is None:

@@ -36,7 +36,7 @@ from transformers.utils import logging
 from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
-from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.decoding.report import Reason, with_code
 from fastgen.optimizer.decoding.verify import Difference, NotComparable, is_verified, random_states, verify_once
 from fastgen.optimizer.transformers import checks
 from fastgen.optimizer.transformers.checks import HostModel, is_known_class, is_tested
@@ -86,17 +86,18 @@ def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: i
     if is_tested(model) or (given is None and call.share is not None):  # the latter in `_compare_first_steps`
         return []
     if given is None or given.args[0] is not model:
-        return _unverified(model, ["this call has nothing to compare"])
-    key = _key(given, generation_config, call)
-    if is_verified(key):
+        unfit = ["this call has nothing to compare"]
+    elif is_verified(key := _key(given, generation_config, call)):
         return []
-    if _compared[key[1:]] >= MOST:
-        return _unverified(model, ["what its modules hold changes from call to call"])
-    unfit = [f"a call with {name} cannot be repeated" for name, value in given.keywords.items() if _has_state(value)]
-    if (generation_config.max_length or 0) - prompt_length < STEPS:
-        unfit.append(f"a call for fewer than {STEPS} new tokens shows too little")
-    if not unfit and not _COMPARING.acquire(blocking=False):
-        unfit.append("another comparison is running")
+    elif _compared[key[1:]] >= MOST:
+        unfit = ["what its modules hold changes from call to call"]
+    else:
+        stateful = [name for name, value in given.keywords.items() if _has_state(value)]
+        unfit = [f"a call with {name} cannot be repeated" for name in stateful]
+        if (generation_config.max_length or 0) - prompt_length < STEPS:
+            unfit.append(f"a call for fewer than {STEPS} new tokens shows too little")
+        if not unfit and not _COMPARING.acquire(blocking=False):
+            unfit.append("another comparison is running")
     if not unfit:
         try:
             _compared[key[1:]] += 1
@@ -105,11 +106,8 @@ def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: i
             unfit.append("its first steps show nothing to compare")
         finally:
             _COMPARING.release()
-    return _unverified(model, unfit) or refused_reasons(model)
-
-
-def _unverified(model: HostModel, reasons: list[str]) -> list[Reason]:
-    return [Reason("UNVERIFIED", f"{_subject(model)} is not verified yet, and {reason}") for reason in reasons]
+    texts = [f"{_subject(model)} is not verified yet, and {reason}" for reason in unfit]
+    return with_code("UNVERIFIED", texts) or refused_reasons(model)
 
 
 def _compare_first_steps(key: tuple, given: partial) -> None:
@@ -153,19 +151,17 @@ def _compare_first_steps(key: tuple, given: partial) -> None:
                 return one
         return None
 
+    def refuse(difference: Difference) -> None:
+        _refused[type(model)] = reason = f"{_subject(model)}: {difference}"
+        if is_known_class(model):
+            PATCH_SET.fail(GROUP, reason)
+        else:
+            warn(f"fastgen leaves this model class alone: {reason}")
+
     try:
-        verify_once(key, ours, theirs, difference, partial(_refuse, model))
+        verify_once(key, ours, theirs, difference, refuse)
     finally:
         restore()
-
-
-def _refuse(model: HostModel, difference: Difference) -> None:
-    """Leaves the model's class alone, or all classes where it is one of the library's."""
-    _refused[type(model)] = reason = f"{_subject(model)}: {difference}"
-    if is_known_class(model):
-        PATCH_SET.fail(GROUP, reason)
-    else:
-        warn(f"fastgen leaves this model class alone: {reason}")
 
 
 def first_difference(found: Any, expected: Any, model: HostModel) -> Difference | None:

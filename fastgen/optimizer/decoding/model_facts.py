@@ -132,7 +132,7 @@ class ModelFacts:
 
         Equal for two models of one class with the same configuration, flags, shapes and types.
         """
-        return self.code.number, *_description(self.modules.values(), self.known, of_instance=False)
+        return self.code, *_description(self.modules.values(), self.known, of_instance=False)
 
     def row_tensors(self) -> dict[tuple[int, str], Tensor]:
         """The tensors that modules hold as plain attributes, as some do with states of their rows."""
@@ -209,7 +209,7 @@ def _measured(model: nn.Module) -> ModelSize:
 def _fingerprint(modules: Collection[nn.Module], known: KnownCode, keys: frozenset[str]) -> tuple[LibraryCode, list]:
     """The code that these modules run, and their fingerprint: see the rule at the top."""
     code = library_code(modules, known.registered(keys), known)
-    found: list[Any] = [code.number]
+    found: list[Any] = [code]
     for hooks in _HOOKS_OF_ALL:
         for key, hook in hooks.items():
             found += key, _referred(hook)

@@ -10,7 +10,6 @@ Tests: tests/optimizer/decoding/test_model_facts.py, tests/optimizer/transformer
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,8 +36,6 @@ _CALLABLE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, t
 _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
 _CONSTANTS = (bool, int, float, str, type(None))
 
-_numbers = itertools.count()
-
 
 @dataclass(frozen=True, eq=False)
 class KnownCode:
@@ -59,12 +56,11 @@ class KnownCode:
 class LibraryCode:
     """What the forwards of these classes can call, and whether all of it comes from known packages.
 
-    functions: what they call through a registry. number: another one as soon as any of it was replaced. names: the
-    attributes that the code mentions. foreign: what is not from a known package, as `module.name`.
+    functions: what they call through a registry. names: the attributes that the code mentions. foreign: what is not
+    from a known package, as `module.name`.
     """
 
     def __init__(self, kinds: Iterable[type], functions: tuple[Callable, ...], known: KnownCode) -> None:
-        self.number = next(_numbers)
         self.names: set[str] = set()
         self.foreign: list[str] = []
         self._foreign: list[tuple[Any, str, Callable[[], Any]]] = []  # the values as references: they may hold a model
@@ -143,7 +139,7 @@ _known: dict[Any, LibraryCode] = {}
 
 
 def library_code(modules: Iterable[nn.Module], functions: tuple[Callable, ...], known: KnownCode) -> LibraryCode:
-    """Of those of their classes that are from known packages; looked up again if any of it was replaced."""
+    """Of those of their classes that are from known packages; another object as soon as any of it was replaced."""
     kinds = set()
     for kind in set(map(type, modules)):
         if kind.__module__.partition(".")[0] in known.packages:

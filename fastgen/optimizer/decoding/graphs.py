@@ -1,4 +1,5 @@
-"""Captured decode steps: on a GPU a CUDA graph, on a CPU the kernels one after the other.
+"""Captured decode steps, and whether those of a loop may be captured: on a GPU a CUDA graph, on a CPU the kernels one
+after the other.
 
 Seamless, "CUDA Graph": one launch for all kernels of the text decoder's step. On a CPU the kernels are called without
 the Python in between (fastgen/ops/cpu_graph.py). Not yet run on a GPU. Knows no host library.

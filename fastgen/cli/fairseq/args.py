@@ -1,8 +1,7 @@
 """The flags of the fairseq commands, what is wrong with them, and who does what they ask for.
 
-fastgen-generate-for-fairseq takes every flag of fairseq-generate and prints the same lines in the same order, made
-beside the model. DATA and --path are not looked at beforehand, for only fairseq's tasks and loaders know what they make
-of them: an error that they have caused gets the name of the argument.
+DATA and --path are not looked at beforehand, for only fairseq's tasks and loaders know what they make of them: an error
+that they have caused gets the name of the argument.
 
 Tests: tests/cli/fairseq/test_cli_fairseq_mistakes.py, tests/cli/fairseq/test_cli_fairseq_eval_lm.py
 """
@@ -36,14 +35,9 @@ from fastgen.optimizer.fairseq.checkpoints import allowed, refusal
 
 MOST_WORKERS = 8  # unless told otherwise: one that is not needed sleeps, and costs a fork
 LARGEST_POOL = 256
-# Flags of FastSeq for what happens here in any case.
-WITHOUT_EFFECT = {
-    "decode_hypothesis": "sources, targets and hypotheses (D-) are always detokenised",
-    "use_el_attn": "keys and values that beams share are always kept once per input",
-}
-# The function of fairseq, and its replacement.
-READS_CHECKPOINTS = checkpoint_utils.load_checkpoint_to_cpu.__name__
-_NO_MODEL = "Model file not found: "
+IN_ANY_CASE = ("decode_hypothesis", "use_el_attn")  # flags of FastSeq
+READS_CHECKPOINTS = checkpoint_utils.load_checkpoint_to_cpu.__name__  # fairseq's function, and its replacement
+NO_MODEL = "Model file not found: "
 
 
 def generate() -> None:
@@ -53,43 +47,38 @@ def generate() -> None:
     parser.add_argument("--arch", "-a", metavar="ARCH", default="wav2vec2", help="model architecture, for some tasks")
     group = add_flags(parser)
     group.add_argument(
-        "--postprocess-workers",
-        "--postprocess_workers",
-        "--post-process-workers",
+        *("--postprocess-workers", "--postprocess_workers", "--post-process-workers"),
         type=number_of_workers,
         default=min(MOST_WORKERS, usable_cpus()),
         metavar="N",
-        help="processes that turn the model's output into text while the model runs "
-        "(default: enough; 0: in between, as fairseq-generate does)",
+        help="processes that turn the model's output into text while the model runs (default: enough; 0: in between)",
     )
-    for name, why in WITHOUT_EFFECT.items():
-        flags = {f"--{name.replace('_', '-')}", f"--{name}"}
-        group.add_argument(*sorted(flags), action="store_true", help=f"accepted for FastSeq's command lines: {why}")
+    for name in IN_ANY_CASE:
+        what = "accepted for FastSeq's command lines: what it asks for is done in any case"
+        group.add_argument(f"--{name.replace('_', '-')}", f"--{name}", action="store_true", help=what)
     args = parse(parser)
-    workers, no_fastgen = (vars(args).pop(name) for name in ("postprocess_workers", "no_fastgen"))
-    for name, why in WITHOUT_EFFECT.items():
+    for name in IN_ANY_CASE:
         if vars(args).pop(name):
-            say(f"--{name.replace('_', '-')} changes nothing: {why}")
+            say(f"--{name.replace('_', '-')} changes nothing: what it asks for is done in any case")
+    workers, no_fastgen = (vars(args).pop(name) for name in ("postprocess_workers", "no_fastgen"))
     check(args)
 
     def generate_beside_the_model(cfg: Any) -> None:
         if not (reasons := unsupported_reasons(cfg, workers)):
             pipeline.generate(cfg, workers)
-            return
-        if args.num_shards > 1:
+        elif args.num_shards > 1:
             raise InputError(f"--num-shards {args.num_shards} needs the pipeline: {'; '.join(reasons)}")
-        say(f"without the pipeline: {'; '.join(reasons)}")
-        upstream.main(cfg)
+        else:
+            say(f"without the pipeline: {'; '.join(reasons)}")
+            upstream.main(cfg)
 
     run(convert_namespace_to_omegaconf(args), no_fastgen, upstream.main, generate_beside_the_model)
 
 
 def evaluate_language_model() -> None:
     """Parses sys.argv and evaluates under fastgen, in as many processes as fairseq-eval-lm would use."""
-    parser = options.get_eval_lm_parser()
-    add_flags(parser)
-    args = parse(parser)
-    no_fastgen = vars(args).pop("no_fastgen")
+    add_flags(parser := options.get_eval_lm_parser())
+    no_fastgen = vars(args := parse(parser)).pop("no_fastgen")
     distributed_utils.call_main(convert_namespace_to_omegaconf(args), evaluate, no_fastgen=no_fastgen)
 
 
@@ -115,35 +104,38 @@ def number_of_workers(text: str) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Raises InputError where fairseq-generate would stop with an assertion or a traceback."""
-    for flag, value in (("--beam", args.beam), ("--nbest", args.nbest)):
-        if value < 1:
-            raise InputError(f"{flag} {value} (accepted: 1 or more)")
-    if args.sampling and args.nbest != args.beam:
-        raise InputError(f"--sampling needs --nbest {args.beam}, the value of --beam (given: {args.nbest})")
-    if not 0 <= args.shard_id < args.num_shards:
-        accepted = f"accepted: 0 to {args.num_shards - 1}, one less than --num-shards"
-        raise InputError(f"--shard-id {args.shard_id} ({accepted})")
-    if args.replace_unk is not None and args.dataset_impl != "raw":
-        raise InputError(f"--replace-unk needs --dataset-impl raw (given: {args.dataset_impl})")
     # Other tasks than translations have no languages, and moses takes English.
-    if args.tokenizer == "moses" and None in (vars(args).get(f"{side}_lang", "en") for side in ("source", "target")):
-        raise InputError("--tokenizer moses needs --source-lang and --target-lang (accepted: as in DATA, such as en)")
+    languages = [vars(args).get(f"{side}_lang", "en") for side in ("source", "target")]
+    for is_wrong, message in (
+        (args.beam < 1, f"--beam {args.beam} (accepted: 1 or more)"),
+        (args.nbest < 1, f"--nbest {args.nbest} (accepted: 1 or more)"),
+        (args.sampling and args.nbest != args.beam, f"--sampling needs --nbest {args.beam}, the value of --beam"),
+        (
+            not 0 <= args.shard_id < args.num_shards,
+            f"--shard-id {args.shard_id} (accepted: 0 to {args.num_shards - 1})",
+        ),
+        (args.replace_unk is not None and args.dataset_impl != "raw", "--replace-unk needs --dataset-impl raw"),
+        (args.tokenizer == "moses" and None in languages, "--tokenizer moses needs --source-lang and --target-lang"),
+    ):
+        if is_wrong:
+            raise InputError(message)
     if args.scoring == "wer":
         check_packages("editdistance", flag="--scoring wer")
 
 
 def unsupported_reasons(cfg: Any, workers: int) -> list[str]:
     """Why this run is left to fairseq-generate's own loop."""
-    reasons = [] if workers else ["--postprocess-workers 0"]
-    if "fork" not in get_all_start_methods():
-        reasons.append(f"processes cannot be forked on {sys.platform}")
-    if torch.cuda.is_initialized():
-        reasons.append("CUDA is in use before the model is loaded, by a module of --user-dir")
     name = cfg.scoring if isinstance(cfg.scoring, str) else cfg.scoring._name
     scorer = scoring.SCORER_REGISTRY.get(name, Scorer)
-    if scorer is not Scorer and not hasattr(scorer, "add_string"):
-        reasons.append(f"--scoring {name} compares token numbers (supported: bleu, and scorers that compare strings)")
-    return reasons
+    reasons = {
+        "--postprocess-workers 0": not workers,
+        f"processes cannot be forked on {sys.platform}": "fork" not in get_all_start_methods(),
+        "CUDA is in use before the model is loaded, by a module of --user-dir": torch.cuda.is_initialized(),
+        f"--scoring {name} compares token numbers (supported: bleu, and scorers that compare strings)": scorer
+        is not Scorer
+        and not hasattr(scorer, "add_string"),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def run(cfg: Any, no_fastgen: bool, without: Callable[[Any], Any], under: Callable[[Any], Any]) -> None:
@@ -164,28 +156,25 @@ def run(cfg: Any, no_fastgen: bool, without: Callable[[Any], Any], under: Callab
 
 def explain(cfg: Any, error: Exception) -> str | None:
     """What is wrong with DATA, --path or --lm-path, if that is what an error of fairseq is about."""
-    message, data = str(error), getattr(cfg.task, "data", None)
+    message, data, results_path = str(error), getattr(cfg.task, "data", None), cfg.common_eval.results_path
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    read = [frame.f_locals["path"] for frame in frames if frame.f_code.co_name == READS_CHECKPOINTS]
-    if read and isinstance(error, pickle.UnpicklingError):
-        return f"{_flag(cfg, read[0])}{refusal(read[0], error.__cause__ or error)}"
-    if read:  # errors are of any kind then
+    for path in [frame.f_locals["path"] for frame in frames if frame.f_code.co_name == READS_CHECKPOINTS][:1]:
+        if isinstance(error, pickle.UnpicklingError):
+            return f"{_flag(cfg, path)}{refusal(path, error.__cause__ or error)}"
         first_sentence = f"{type(error).__name__}: {error}".partition(". ")[0].rstrip(": ")
-        return f"{_flag(cfg, read[0])}{read[0]}: is no checkpoint, or a damaged one ({first_sentence})"
-    results_path = cfg.common_eval.results_path
+        return f"{_flag(cfg, path)}{path}: is no checkpoint, or a damaged one ({first_sentence})"
     if isinstance(error, OSError) and results_path and str(error.filename).startswith(results_path):
         return f"--results-path {results_path}: {error.filename} cannot be written ({error.strerror})"
     if isinstance(error, FileNotFoundError) and data and not PathManager.exists(utils.split_paths(data)[0]):
         return f"DATA {data}: does not exist (accepted: a folder that fairseq-preprocess wrote)"
     if message.startswith("Could not infer language pair"):
         return f"DATA {data}: no file there is named for a pair of languages (needs --source-lang and --target-lang)"
-    if message.startswith(_NO_MODEL):
-        path = message.removeprefix(_NO_MODEL)
+    if message.startswith(NO_MODEL):
+        path = message.removeprefix(NO_MODEL)
         return f"{_flag(cfg, path)}{path}: does not exist (accepted: a checkpoint)"
     lm_path = cfg.generation.lm_path
     if lm_path is not None and any(frame.f_locals.get("filenames") == [lm_path] for frame in frames):
-        needed = f"its dictionary must be the target's and be in {data}"
-        return f"--lm-path {lm_path}: cannot be loaded ({error}); {needed}"
+        return f"--lm-path {lm_path}: cannot be loaded ({error}); its dictionary must be the target's and be in {data}"
     return None
 
 

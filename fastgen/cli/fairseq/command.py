@@ -11,6 +11,7 @@ import importlib
 import os
 import pickle
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pkgutil import resolve_name
@@ -24,17 +25,7 @@ from fastgen.cli.threads import set_openmp_variables
 from fastgen.optimizer.fairseq.compat import how_to_install, import_hint
 
 
-def generate(argv: list[str] | None = None) -> int:
-    """Runs fastgen-generate-for-fairseq and returns its exit status."""
-    return _run_command("fastgen-generate-for-fairseq", "generate", argv)
-
-
-def eval_lm(argv: list[str] | None = None) -> int:
-    """Runs fastgen-eval-lm-for-fairseq and returns its exit status."""
-    return _run_command("fastgen-eval-lm-for-fairseq", "evaluate_language_model", argv)
-
-
-def _run_command(prog: str, what: str, argv: list[str] | None) -> int:
+def run(prog: str, what: str, argv: list[str] | None = None) -> int:
     """Calls a function of args.py with `argv` as the program's arguments; expected errors are one line each.
 
     0 done, 1 failed on the way, 2 a flag, file or model cannot be used, 130 interrupted, 141 nobody reads any more.
@@ -51,14 +42,13 @@ def _run_command(prog: str, what: str, argv: list[str] | None) -> int:
         with interruptible():
             getattr(_import("fastgen.cli.fairseq.args", is_program=argv is None), what)()
             sys.stdout.flush()
-    except (InputError, FileNotFoundError, pickle.UnpicklingError) as error:
-        return _stop(error, UNUSABLE)
     except BrokenPipeError:
         # What is left in the buffer cannot be written: the interpreter must not try again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
-    except OSError as error:
-        return _stop(error, FAILED)
+    except (InputError, OSError, pickle.UnpicklingError) as error:
+        say(f"error: {' '.join(str(error).split()) or type(error).__name__}")
+        return FAILED if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else UNUSABLE
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED
@@ -70,15 +60,13 @@ def _run_command(prog: str, what: str, argv: list[str] | None) -> int:
 def _import(module: str, is_program: bool) -> ModuleType:
     """A module that imports fairseq; raises InputError with what to install where Python cannot import that.
 
-    Of what an import makes nothing is garbage, and looking for it takes a quarter of its time. A program has
-    collections leave out torch and fairseq later, too: they are half a second of a run of ten. Another half second is
-    scikit-learn, which fairseq imports for the scores of training.
+    Nothing that an import makes is garbage: looking for it takes a quarter of its time, and in a program, later, half a
+    second of a run of ten. Another half is scikit-learn, which fairseq imports for the scores of training.
     """
     if find_spec("fairseq") is None:
         raise InputError(f"needs the package fairseq: {how_to_install()}")
-    collects = gc.isenabled()
-    deferred = {name: _Deferred(name) for name in ("sklearn", "sklearn.metrics") if "sklearn" not in sys.modules}
-    sys.modules |= deferred
+    collects, deferred = gc.isenabled(), {"sklearn", "sklearn.metrics"} - sys.modules.keys()
+    sys.modules |= {name: _Deferred(name) for name in deferred}
     gc.disable()
     try:
         return importlib.import_module(module)
@@ -119,13 +107,11 @@ def say(message: str) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """The group of fastgen's flags, with those that both commands have."""
     group = parser.add_argument_group("fastgen")
-    version = f"fastgen {fastgen.__version__}"
-    group.add_argument("--version", action="version", version=version, help="show the version and leave")
+    group.add_argument("--version", action="version", version=f"fastgen {fastgen.__version__}", help="show the version")
     what = "run fairseq's own command, unpatched but for the loading of checkpoints"
     group.add_argument("--no-fastgen", action="store_true", help=what)
     return group
 
 
-def _stop(error: Exception, status: int) -> int:
-    say(f"error: {' '.join(str(error).split()) or type(error).__name__}")
-    return status
+generate = partial(run, "fastgen-generate-for-fairseq", "generate")
+eval_lm = partial(run, "fastgen-eval-lm-for-fairseq", "evaluate_language_model")

@@ -1,12 +1,7 @@
-"""Worker processes whose results are written in the order of their tasks, while the caller does something else.
+"""Worker processes that do tasks while the caller does something else; results are written in the order of the tasks.
 
-    with OrderedPool(start, write, workers=4, limit=32) as pool:
-        for batch in batches:
-            pool.submit(batch)      # waits while too much is unfinished
-    # here everything is written, or the first error was raised
-
-Workers take turns, and each has a connection of its own, which is read in the order of the tasks. Those of
-concurrent.futures share one: a worker that is killed while it writes a result leaves the others waiting for ever.
+Each process is behind a thread of a ThreadPoolExecutor, with a connection of its own: the processes of a
+ProcessPoolExecutor share one, on which all wait for ever when one is killed while it writes a result.
 
 Tests: tests/cli/fairseq/test_ordered_pool.py
 """
@@ -14,41 +9,36 @@ Tests: tests/cli/fairseq/test_ordered_pool.py
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import multiprocessing
 import os
-import queue
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 SECONDS_TO_END = 10.0  # on a busy machine, too
-SECONDS_FOR_A_WRITE = 0.5
 SECONDS_BETWEEN_LOOKS = 1.0
-_END = object()
 
 
 class WorkerError(Exception):
     """A task raised, or a worker ended before its task was done. The message is one line."""
 
 
-class WorkerTraceback(Exception):
-    """The cause of a WorkerError: where in the worker's program it was raised."""
-
-
 class OrderedPool(AbstractContextManager):
     """`workers` processes that are forked at once, so that they hold what the program holds then and nothing later.
 
     start: called in each worker; returns the function that turns a task into a result. Results must be picklable.
-    write: called with each result, of a task or given to `put`, in order, by one thread.
-    limit: how many tasks and results may be unfinished before `submit` and `put` wait.
+    write: called with each result in order, by the thread that calls `submit` and `wait`.
+    limit: how many tasks may be unfinished before `submit` waits.
     """
 
     def __init__(
@@ -63,69 +53,37 @@ class OrderedPool(AbstractContextManager):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pids = [worker.process.pid for worker in self._workers]
-        self._turns = itertools.cycle(self._workers)
-        self._write = write
-        self._error: BaseException | None = None
-        self._unfinished: queue.Queue[Any] = queue.Queue(limit)
-        self._thread = threading.Thread(target=self._write_results, name="fastgen-writer", daemon=True)
-        self._thread.start()
+        self._own, without_thread = threading.local(), iter(self._workers)
+        take = partial(setattr, self._own, "worker")
+        self._threads = ThreadPoolExecutor(workers, "fastgen-worker", lambda: take(next(without_thread)))
+        self._write, self._limit = write, limit
+        self._unfinished: deque[Future[Any]] = deque()
 
     def submit(self, task: Any) -> None:
-        """Has a worker do the task, whose result is written in this place; raises what has gone wrong so far."""
-        worker = next(self._turns)
-        with suppress(OSError):  # it has ended, which is raised in the place of its result
-            worker.connection.send(task)
-        self.put(worker)
+        """Has a worker do the task; raises what has gone wrong so far, of a task or of `write`."""
+        self._unfinished.append(self._threads.submit(lambda: self._own.worker.do(task)))
+        self.wait(self._limit)
 
-    def put(self, result: Any) -> None:
-        """Has `result` written in this place; waits for room, raises what has gone wrong so far."""
-        self._raise_error()
-        self._unfinished.put(result)
-
-    def is_writing_here(self) -> bool:
-        """Whether this is called from inside `write`, where `put` could wait for itself."""
-        return threading.current_thread() is self._thread
-
-    def wait(self) -> None:
-        """Until everything is written; raises the first error in the order of the tasks."""
-        self._unfinished.join()
-        self._raise_error()
+    def wait(self, most: int = 0) -> None:
+        """Writes what is done, until no more than `most` tasks are unfinished; raises the first error in order."""
+        try:
+            while self._unfinished and (len(self._unfinished) > most or self._unfinished[0].done()):
+                self._write(self._unfinished.popleft().result())
+        except BaseException:
+            self._unfinished.clear()  # nothing is written behind what could not be
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Waits like `wait`, or, after an interruption, for nothing: a `write` that never returns is left behind."""
-        waits = kind is None or issubclass(kind, Exception)
+        """Waits like `wait`, but for nothing after an interruption, or an error of a task or of `write`."""
         try:
-            if not waits:
-                self._error = self._error or RuntimeError("given up")
-            with suppress(queue.Full):
-                self._unfinished.put(_END, timeout=None if waits else SECONDS_FOR_A_WRITE)
-            self._thread.join(None if waits else SECONDS_FOR_A_WRITE)
+            if kind is None or issubclass(kind, Exception):
+                with suppress(*[] if kind is None else [Exception]):  # the caller's own error is the one that is raised
+                    self.wait()
         finally:
-            self._end_workers()
-        if kind is None:  # otherwise the caller's own error is the one that is raised
-            self._raise_error()
-
-    def _write_results(self) -> None:
-        """In a thread. After an error it goes on taking results, so that a `put` that waits for room comes back."""
-        while (result := self._unfinished.get()) is not _END:
-            try:
-                if self._error is None:
-                    self._write(result.receive() if isinstance(result, _Worker) else result)
-            except BaseException as error:
-                self._error = self._error or error
-                self._end_workers()  # `submit` must not wait for one whose results are not received any more
-            finally:
-                self._unfinished.task_done()
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _end_workers(self) -> None:
-        """Those in the middle of a task, too."""
-        for worker in self._workers:
-            worker.process.kill()
-            worker.process.join()
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for worker in self._workers:  # those in the middle of a task, too
+                worker.process.kill()
+                worker.process.join()
 
 
 class _Worker:
@@ -133,15 +91,16 @@ class _Worker:
 
     def __init__(self, start: Callable[[], Callable[[Any], Any]]) -> None:
         context = multiprocessing.get_context("fork")
-        self.connection, theirs = context.Pipe()
+        self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, start, os.getpid()), daemon=True)
         self.process.start()
         theirs.close()
 
-    def receive(self) -> Any:
-        """The result of the first task whose result was not received; raises WorkerError."""
+    def do(self, task: Any) -> Any:
+        """The result of a task; raises WorkerError."""
         try:
-            result, message, details = self.connection.recv()
+            self._connection.send(task)
+            result, message, details = self._connection.recv()
         except (EOFError, OSError):
             self.process.join(SECONDS_TO_END)
             status = self.process.exitcode
@@ -149,13 +108,13 @@ class _Worker:
             if status is not None and status < 0:
                 how = f"was ended by {signal.Signals(-status).name}"
             raise WorkerError(f"worker process {self.process.pid} {how}") from None
-        if message is not None:
-            raise WorkerError(message) from WorkerTraceback(details)
+        if message:
+            raise WorkerError(message) from RuntimeError(details)
         return result
 
 
 def _serve(connection: Connection, start: Callable[[], Callable[[Any], Any]], parent: int) -> None:
-    """Sends the result of each task, the message None and no details; those of the first error, which ends it."""
+    """Sends the result of each task, and no message; a message and the traceback for the first error, which ends it."""
     gc.freeze()  # a collection would write into every object that is inherited, and so copy it
     # Warnings and prints of the libraries that are used here stay out of the way of the results.
     sys.stdout = sys.stderr
@@ -165,7 +124,7 @@ def _serve(connection: Connection, start: Callable[[], Callable[[Any], Any]], pa
     try:
         work = start()
         while True:
-            connection.send((work(connection.recv()), None, ""))
+            connection.send((work(connection.recv()), "", ""))
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
         with suppress(OSError):  # the parent may be gone

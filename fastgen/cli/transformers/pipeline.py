@@ -9,7 +9,8 @@ whichever came before; `Pipeline` hands what came of it to the journal, in the o
 split until the lines that fail stand alone. Random numbers are seeded per batch, so that a batch gives the same samples
 whoever runs it, and whenever.
 
-Tests: tests/cli/transformers/test_cli_pipeline.py, tests/cli/transformers/test_cli_memory.py
+Tests: tests/cli/transformers/test_cli_pipeline.py, tests/cli/transformers/test_cli_memory.py,
+tests/cli/transformers/test_stage_threads.py
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 import torch
 
 from fastgen.cli.errors import RunError
-from fastgen.cli.ordered import SECONDS_TO_END, Ahead
 from fastgen.cli.signals import Stop
 from fastgen.cli.transformers.batching import Batch, Generated, Item, Planner
 from fastgen.cli.transformers.files import Line
@@ -36,12 +39,57 @@ from fastgen.cli.transformers.tasks import Task
 BATCHES_AHEAD = 4
 CHUNKS_PER_WORKER = 4
 RESULTS_PER_WORKER = 8
+SECONDS_TO_END = 0.5
 # In a row, and a whole window of them: lines of one length, which come together, may all fail for their length.
 MOST_FAILED_BATCHES = 3
 # What allocators say that raise a plain RuntimeError.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """The items of an iterator, which a thread takes from it before they are wanted: `limit`, and one in its hands.
+
+    The thread is a daemon: one that waits for standard input does not keep the program from ending.
+    """
+
+    def __init__(self, items: Iterator[T], limit: int, name: str) -> None:
+        self._taken: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(limit)
+        self._stopped = False
+        threading.Thread(target=self._run, args=(items,), name=name, daemon=True).start()
+
+    def __iter__(self) -> Iterator[T]:
+        """Raises what the iterator raised, after the items that came before it."""
+        while (item := self._taken.get()) is not None and not self._stopped:
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next item would have to be waited for."""
+        return self._taken.empty()
+
+    def stop(self) -> None:
+        """Ends the thread after the present item, and the iteration of who waits for one."""
+        self._stopped = True
+        with suppress(queue.Empty):
+            while True:
+                self._taken.get_nowait()  # makes room for a thread that waits in put
+        with suppress(queue.Full):
+            self._taken.put_nowait(None)
+
+    def _run(self, items: Iterator[T]) -> None:
+        try:
+            for item in items:
+                self._taken.put((item,))
+                if self._stopped:
+                    return
+            self._taken.put(None)
+        except BaseException as error:
+            self._taken.put(error)
 
 
 class Prefetcher:
@@ -60,7 +108,7 @@ class Prefetcher:
     ) -> None:
         self._task, self._planner, self._written = task, planner, written
         self._workers = ThreadPoolExecutor(workers, "fastgen-tokenise")
-        self._tasks = Ahead(self._submitted(chunks), CHUNKS_PER_WORKER * workers, "fastgen-reader")
+        self._prepared = Ahead(self._submitted(chunks), CHUNKS_PER_WORKER * workers, "fastgen-reader")
         self._batches = Ahead(self._planned(), BATCHES_AHEAD, "fastgen-planner")
 
     def __iter__(self) -> Iterator[Batch]:
@@ -74,11 +122,12 @@ class Prefetcher:
 
     def stop(self) -> None:
         """Gives up what the model has not taken."""
-        self._tasks.stop()
+        self._prepared.stop()
         self._batches.stop()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _submitted(self, chunks: Iterator[list[Line]]) -> Iterator[tuple[list[Item | None], Future[list[Item]]]]:
+        """What is written already of each chunk, and what is being prepared: the rest, or all that planning needs."""
         for lines in chunks:
             known = [self._known(line) for line in lines]
             fresh = [line for line, item in zip(lines, known, strict=True) if item is None or self._task.plans_by_head]
@@ -90,26 +139,22 @@ class Prefetcher:
         group = tuple(map(tuple, entry.group)) if isinstance(entry.group, list) else entry.group
         return Item(line, length=entry.length, group=group, is_written=True)
 
-    def _merged(self, known: Item | None, fresh: Iterator[Item]) -> Item:
-        """What an earlier run has written, with its tokens where the plan depends on them; or the next fresh item."""
-        if known is None:
-            return next(fresh)
-        if self._task.plans_by_head:
-            known.arrays = next(fresh).arrays
-        return known
-
     def _planned(self) -> Iterator[Batch]:
-        for known, prepared in self._tasks:
-            fresh = iter(prepared.result())
-            yield from self._collated(self._planner.add([self._merged(item, fresh) for item in known]))
+        for known, prepared in self._prepared:
+            fresh = {item.line.number: item for item in prepared.result()}
+            for item in filter(None, known):
+                item.arrays = fresh.pop(item.line.number, item).arrays
+            unwritten = iter(fresh.values())
+            yield from self._collated(self._planner.add([item or next(unwritten) for item in known]))
         yield from self._collated(self._planner.rest())
 
     def _collated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            if batch.items and not any(item.is_written for item in batch.items):
-                batch.inputs = self._task.collate(batch.items)
-            elif not all(item.is_written for item in batch.items):
+            written = [item.is_written for item in batch.items]
+            if any(written) and not all(written):
                 raise RunError(f"OUTPUT.part has a part of batch {batch.number} only (remove it to start again)")
+            if batch.items and not any(written):
+                batch.inputs = self._task.collate(batch.items)
             if not batch.is_written:
                 yield batch
 
@@ -210,7 +255,6 @@ class Pipeline:
         self._workers = ThreadPoolExecutor(workers, "fastgen-detokenise")
         self._most_unfinished = RESULTS_PER_WORKER * workers
         self._unfinished: deque[Future[None]] = deque()
-        self._failed: list[Item] = []  # the first of each batch that failed in every line, of those in a row
 
     def run(self, batches: Iterator[Batch]) -> Iterator[None]:
         """Yields after each batch; ends early, with the batch in flight finished, when somebody asks for that.
@@ -219,28 +263,24 @@ class Pipeline:
         that fails, and then they are left to a run that goes on. Raises RunError where there are several.
         """
         held: list[tuple[Batch, list[Generated]]] = []
+        failed: list[Item] = []  # the first of each batch that failed in every line, of those in a row
         for batch in batches:
             self._stop.finishing = True
             held.append((batch, self._generate(batch)))
-            if not self._failed_in_a_row(batch):
+            if any(item.error is None for item in batch.items):
+                failed.clear()
+            else:
+                failed += batch.items[:1]
+            if batch.items and len(failed) >= MOST_FAILED_BATCHES and batch.ends_window:
+                what = f"line {failed[0].line.number}: {failed[0].error}"
+                raise RunError(f"every line of {len(failed)} batches failed; {what}")
+            if not failed:
                 self._submit(held)
             self._stop.finishing = False
             yield
             if self._stop.requests:
                 return
         self._submit(held)
-
-    def _failed_in_a_row(self, batch: Batch) -> int:
-        """How many batches up to this one have failed in every line."""
-        errors = [item for item in batch.items if item.error is not None]
-        if len(errors) < len(batch.items):
-            self._failed.clear()
-        elif errors:
-            self._failed.append(errors[0])
-            if len(self._failed) >= MOST_FAILED_BATCHES and batch.ends_window:
-                what = f"line {self._failed[0].line.number}: {self._failed[0].error}"
-                raise RunError(f"every line of {len(self._failed)} batches failed; {what}")
-        return len(self._failed)
 
     def drain(self, prefetcher: Prefetcher) -> bool:
         """Runs all batches; returns whether they are all written, and not ended early."""

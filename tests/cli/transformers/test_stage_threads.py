@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 from python_process import run_code
 
-from fastgen.cli.ordered import Ahead
 from fastgen.cli.signals import Stop
 from fastgen.cli.transformers.batching import Batch, Item, Limits, Planner
 from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.pipeline import BATCHES_AHEAD, RESULTS_PER_WORKER, Pipeline, Prefetcher
+from fastgen.cli.transformers.pipeline import BATCHES_AHEAD, RESULTS_PER_WORKER, Ahead, Pipeline, Prefetcher
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -73,7 +72,8 @@ def test_who_waits_for_an_item_is_told_when_there_will_be_none() -> None:
 
 def test_an_input_that_never_ends_does_not_keep_the_program() -> None:
     run_code(
-        "import time; from fastgen.cli.ordered import Ahead\nAhead((time.sleep(600) for _ in range(9)), 2, 'reader')"
+        "import time; from fastgen.cli.transformers.pipeline import Ahead\n"
+        "Ahead((time.sleep(600) for _ in range(9)), 2, 'reader')"
     )
 
 

@@ -166,65 +166,29 @@ def token_ids(value: int | list[int] | None) -> list[int]:
 def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
     """Why an output depends on what else is in its batch, in the unpatched library: phrases for a note, or nothing.
 
-    Where there is a reason, batches of lines sorted by length would give other outputs than batches in file order.
+    Where there is a reason, batches of lines sorted by length would give other outputs than batches in file order. Of
+    the architecture a rule, no measurement: masks keep padding out of attention, but not out of positions that are
+    numbered from the first column on (a causal LM without position_ids, an encoder padded on the left), of states that
+    pass through padding, of convolutions over sounds of several lengths, of experts that take a part of each batch.
     """
-    value = loaded.value
-    reasons = {
-        "sampling draws all random numbers of a batch in a row": value("do_sample"),
-        "the fallback to other temperatures samples": isinstance(value("temperature"), (list, tuple)),
-        "max_time ends whole batches": value("max_time") is not None,
-        "condition_on_prev_tokens pads earlier text to the longest of a batch": value("condition_on_prev_tokens"),
-    }
-    if loaded.feature_extractor is None:
-        reasons["encoder_repetition_penalty counts padding"] = (value("encoder_repetition_penalty") or 1.0) != 1.0
-        reasons["encoder_no_repeat_ngram_size counts padding"] = value("encoder_no_repeat_ngram_size")
-        if loaded.args.causal_lm:
-            reasons |= _reasons_of_prompts(loaded)
-    return [reason for reason, holds in (reasons | _reasons_of_architecture(loaded)).items() if holds]
-
-
-def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:
-    """Causal LMs go on from prompts that are padded on the left, and some settings take padding for prompt."""
-    value = loaded.value
-    counts_prompt, longest = value("max_new_tokens") is None, value("max_length")
-    ngram, pad_ends = value("no_repeat_ngram_size") or 0, value("pad_token_id") in token_ids(value("eos_token_id"))
-    has_last_position = positions(loaded.model.config, "decoder") is not None
-    penalty = (value("repetition_penalty") or 1.0) != 1.0
-    return {
-        "max_length counts padding": counts_prompt and longest is not None,
-        "without a length, outputs end at MODEL's last position, padding counted": counts_prompt
-        and longest is None
-        and has_last_position,
-        "min_length counts padding": value("min_length") and value("min_new_tokens") is None,
-        "repetition_penalty counts padding": penalty and REPETITION_PENALTY_COUNTS_PADDING,
-        # An n-gram with padding in it blocks something only after a token that pads and that ends no output.
-        "no_repeat_ngram_size counts padding": ngram == 1 or (ngram > 1 and not pad_ends),
-        "sequences of several tokens are looked for in padding": any(
-            _several_tokens(value(name)) for name in ("bad_words_ids", "sequence_bias")
-        ),
-        "forced_bos_token_id looks at the longest prompt of a batch": value("forced_bos_token_id") is not None,
-        "the watermark reads padding": value("watermarking_config") is not None,
-        "token_healing pads the prompts again": value("token_healing"),
-    }
-
-
-def _reasons_of_architecture(loaded: Loaded) -> dict[str, Any]:
-    """Masks keep padding out of attention; a model that lets it in elsewhere depends on the longest input of a batch.
-
-    A rule, no measurement: positions that are numbered from the first column on (a causal LM without position_ids, an
-    encoder padded on the left), states that pass through padding, convolutions over sounds of several lengths, experts
-    that take a part of each batch.
-    """
-    args, model, left = loaded.args, loaded.model, loaded.tokenizer.padding_side == "left"
-    config, kind = model.config, model.config.model_type
-    if loaded.feature_extractor is not None:
+    value, args, model = loaded.value, loaded.args, loaded.model
+    config, kind, left = model.config, model.config.model_type, loaded.tokenizer.padding_side == "left"
+    reads_text = loaded.feature_extractor is None
+    if not reads_text:
         depends = not args.audio_out and getattr(loaded.feature_extractor, "nb_max_frames", None) is None
     elif args.causal_lm:
         has_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         depends = not left or not has_positions or getattr(model, "_is_stateful", False)
     else:
         depends = left and not args.audio_out
-    return {
+    reasons = {
+        "sampling draws all random numbers of a batch in a row": value("do_sample"),
+        "the fallback to other temperatures samples": isinstance(value("temperature"), (list, tuple)),
+        "max_time ends whole batches": value("max_time") is not None,
+        "condition_on_prev_tokens pads earlier text to the longest of a batch": value("condition_on_prev_tokens"),
+        "encoder_repetition_penalty counts padding": reads_text and (value("encoder_repetition_penalty") or 1.0) != 1.0,
+        "encoder_no_repeat_ngram_size counts padding": reads_text and value("encoder_no_repeat_ngram_size"),
+        **(_reasons_of_prompts(loaded) if reads_text and args.causal_lm else {}),
         "MODEL's attention depends on the longest input of a batch": kind == "bigbird_pegasus"
         and config.attention_type == "block_sparse",
         "MODEL's experts take a part of each batch only": kind == "switch_transformers"
@@ -232,14 +196,31 @@ def _reasons_of_architecture(loaded: Loaded) -> dict[str, Any]:
         "the end of a sound depends on how much it is padded": args.audio_out,
         "outputs of MODEL depend on padding": depends,
     }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
-def _several_tokens(sequences: Any) -> bool:
-    """Of bad_words_ids [[id, …], …] or sequence_bias {(id, …): bias} or [[[id, …], bias], …]."""
-    if not sequences:
-        return False
-    keys = [each[0] if isinstance(each[0], (list, tuple)) else each for each in sequences]
-    return any(len(key) > 1 for key in keys)
+def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:
+    """Causal LMs go on from prompts that are padded on the left, and some settings take padding for prompt."""
+    value = loaded.value
+    counts_prompt, longest = value("max_new_tokens") is None, value("max_length")
+    ngram, pad_ends = value("no_repeat_ngram_size") or 0, value("pad_token_id") in token_ids(value("eos_token_id"))
+    ends_at_position = longest is None and positions(loaded.model.config, "decoder") is not None
+    penalty = (value("repetition_penalty") or 1.0) != 1.0
+    # [[id, …], …], or {(id, …): bias}, or [[[id, …], bias], …]
+    sequences = [*(value("bad_words_ids") or ()), *(value("sequence_bias") or ())]
+    sequences = [each[0] if isinstance(each[0], (list, tuple)) else each for each in sequences]
+    return {
+        "max_length counts padding": counts_prompt and longest is not None,
+        "without a length, outputs end at MODEL's last position, padding counted": counts_prompt and ends_at_position,
+        "min_length counts padding": value("min_length") and value("min_new_tokens") is None,
+        "repetition_penalty counts padding": penalty and REPETITION_PENALTY_COUNTS_PADDING,
+        # An n-gram with padding in it blocks something only after a token that pads and that ends no output.
+        "no_repeat_ngram_size counts padding": ngram == 1 or (ngram > 1 and not pad_ends),
+        "sequences of several tokens are looked for in padding": any(len(each) > 1 for each in sequences),
+        "forced_bos_token_id looks at the longest prompt of a batch": value("forced_bos_token_id") is not None,
+        "the watermark reads padding": value("watermarking_config") is not None,
+        "token_healing pads the prompts again": value("token_healing"),
+    }
 
 
 def language_settings(loaded: Loaded) -> dict[str, Any]:
@@ -267,15 +248,13 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
         return _of_seamless(args, loaded.model.generation_config, known)
     if args.tgt_lang is None:
         return {}
-    code = _find("--tgt_lang", args.tgt_lang, known)
-    if type(tokenizer).__name__.removesuffix("Fast") in DECODER_STARTS_WITH_LANGUAGE:
-        if args.decoder_start_token_id is not None:
-            raise InputError(
-                f"{args.given('decoder_start_token_id')} and {args.given('tgt_lang')} contradict each other "
-                "(accepted: one of them)"
-            )
-        return {"decoder_start_token_id": known[code]}
-    return {"forced_bos_token_id": known[code]}
+    index = known[_find("--tgt_lang", args.tgt_lang, known)]
+    if type(tokenizer).__name__.removesuffix("Fast") not in DECODER_STARTS_WITH_LANGUAGE:
+        return {"forced_bos_token_id": index}
+    if args.decoder_start_token_id is not None:
+        flags = f"{args.given('decoder_start_token_id')} and {args.given('tgt_lang')}"
+        raise InputError(f"{flags} contradict each other (accepted: one of them)")
+    return {"decoder_start_token_id": index}
 
 
 def language_ids(tokenizer: Any) -> dict[str, int]:
@@ -308,19 +287,16 @@ def _of_whisper(args: RunConfig, config: Any) -> dict[str, Any]:
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
     if args.tgt_lang is not None:
-        raise InputError(
-            f"--tgt_lang {args.tgt_lang}: Whisper writes the language it hears, or English (--gen task=translate)"
-        )
+        other = "Whisper writes the language it hears, or English (--gen task=translate)"
+        raise InputError(f"{args.given('tgt_lang')}: {other}")
     if args.src_lang is None:
         return {}
     if getattr(config, "lang_to_id", None) is None or not getattr(config, "is_multilingual", True):
-        raise InputError(f"--src_lang {args.src_lang}: MODEL {args.model} has no languages to choose from")
+        raise InputError(f"{args.given('src_lang')}: MODEL {args.model} has no languages to choose from")
     codes = {token.strip("<|>") for token in config.lang_to_id}
-    names = {name for name, code in TO_LANGUAGE_CODE.items() if code in codes}
-    if args.src_lang.lower() not in codes | names:
-        raise InputError(
-            f"--src_lang {args.src_lang} is not known to MODEL (accepted: {_nearest(args.src_lang, codes | names)})"
-        )
+    _find(
+        "--src_lang", args.src_lang.lower(), codes | {name for name, code in TO_LANGUAGE_CODE.items() if code in codes}
+    )
     return {"language": args.src_lang}
 
 

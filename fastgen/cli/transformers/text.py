@@ -8,7 +8,6 @@ Tests: tests/cli/transformers/test_cli_preprocess.py, tests/cli/transformers/tes
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,20 +15,11 @@ import numpy as np
 import torch
 import transformers
 
+from fastgen.cli.transformers import records
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import Generated, Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.model import Loaded, embedded_tokens, input_limit, lengths_of_inputs
-from fastgen.cli.transformers.records import (
-    LONGEST_RECORD,
-    Messages,
-    RecordError,
-    decode,
-    each_or_error,
-    items_of,
-    kind,
-    parse,
-)
 
 TOKENIZER_RAISES = "cannot be tokenized"
 DECODER_RAISES = "what was generated cannot be decoded"
@@ -50,63 +40,47 @@ BODY_SETTINGS = {
 BODY_WITHOUT_SETTINGS = ("model", "messages", *BODY_SETTINGS)
 
 
-@dataclass(frozen=True)
-class TextLimits:
-    """How long texts may be.
-
-    truncate_to: to so many tokens they are truncated. most: the most tokens that the model takes, and what sets this
-    limit. embedded_tokens: how many the model's embedding has. None of each: nobody knows, or nothing limits it.
-    """
-
-    truncate_to: int | None = None
-    most: tuple[int, str] | None = None
-    embedded_tokens: int | None = None
-
-    @property
-    def characters(self) -> int:
-        """No tokenizer is given a text that has more."""
-        limits = [self.truncate_to, None if self.most is None else self.most[0]]
-        tokens = min((each for each in limits if each is not None), default=TOKENS_WITHOUT_LIMIT)
-        return max(SHORTEST_LONG_TEXT, CHARACTERS_PER_TOKEN * tokens)
-
-    def line_bytes(self, args: RunConfig) -> int:
-        """How much of a line is to be read. Text of which this is not all has more than `characters` in it."""
-        characters = 4 * (self.characters + 2)  # a byte order mark, and one that is cut, do not count
-        return max(characters, LONGEST_RECORD) if args.reads_records else characters
-
-
 class TextInput:
     """Tokenizes lines, {"input_ids": int64 [N]} for each; threads may share it.
 
-    args.prefix: stands before every text that is not empty, but not before a list of messages.
+    args.prefix: stands before every text that is not empty, but not before a list of messages. truncate_to: to so many
+    tokens texts are truncated. most: the most tokens that the model takes, and what sets this limit; `most_of(n)`: of
+    an input that asks for n new ones. embedded_tokens: how many the model's embedding has. None: nothing limits it.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         args: RunConfig,
-        limits: TextLimits,
-        limit_of: Callable[[int], tuple[int, str] | None] | None = None,
+        truncate_to: int | None = None,
+        most: tuple[int, str] | None = None,
+        embedded_tokens: int | None = None,
+        most_of: Callable[[int], tuple[int, str] | None] = lambda new_tokens: None,
     ) -> None:
-        """limit_of: the most tokens of an input that asks for so many new ones."""
-        self._tokenizer, self._args, self._limits, self._limit_of = tokenizer, args, limits, limit_of
-        most = [] if limits.most is None else [limits.most]
+        self._tokenizer, self._args, self._most_of, self._embedded = tokenizer, args, most_of, embedded_tokens
+        limits = [] if most is None else [most]
         # Truncating is asked for by a length; without one the full length is wanted, to compare it with the limit.
-        truncates = limits.truncate_to is not None and not args.chat
-        options: dict[str, Any] = {}
-        if truncates:
-            options = {"truncation": True, "max_length": limits.truncate_to}
-        elif limits.truncate_to is not None:
-            most.append((limits.truncate_to, CHAT_IS_NOT_TRUNCATED))
+        self._options: dict[str, Any] = {}
+        if truncate_to is not None and not args.chat:
+            self._options = {"truncation": True, "max_length": truncate_to}
+        elif truncate_to is not None:
+            limits.append((truncate_to, CHAT_IS_NOT_TRUNCATED))
         if isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
             # The first call with these settings writes them into the tokenizer, which must not be in use then:
             # tokenizers before 0.23 raise "Already borrowed" where another thread is in the middle of a call.
-            tokenizer([""], verbose=False, **options)
-        self._options = options
+            tokenizer([""], verbose=False, **self._options)
+        self._truncate_to, self._most = truncate_to, min(limits, default=None)
         # Where the end of a text is kept, its beginning says nothing.
-        self._cuts = truncates and tokenizer.truncation_side == "right"
-        self._most = min(most, default=None)
-        self.line_bytes = limits.line_bytes(args)
+        self._cuts = bool(self._options) and tokenizer.truncation_side == "right"
+        tokens = min(
+            (each for each in (truncate_to, most and most[0]) if each is not None), default=TOKENS_WITHOUT_LIMIT
+        )
+        self.characters = max(SHORTEST_LONG_TEXT, CHARACTERS_PER_TOKEN * tokens)  # no tokenizer is given a longer text
+        # How much of a line is read. Text of which this is not all has more characters in it than that, for a byte
+        # order mark, and a character that is cut, do not count.
+        self.line_bytes = 4 * (self.characters + 2)
+        if args.reads_records:
+            self.line_bytes = max(self.line_bytes, records.LONGEST_RECORD)
         self.unused: set[str] = set()  # names in bodies of OpenAI's format that change nothing
 
     def prepare(self, lines: list[Line]) -> list[Item]:
@@ -116,13 +90,13 @@ class TextInput:
         def take(item: Item, found: Any) -> None:
             if self._args.input_format == "openai":
                 item.group = self._body_settings(item.line)
-            if _length(found) > self._limits.characters:
+            if _length(found) > self.characters:
                 self._fill(item, self._encode_long(found))
             else:
                 taken.append((item, found))
 
-        items = items_of(lines, self._args, take)
-        encoded = each_or_error(self._encode, [found for _, found in taken], TOKENIZER_RAISES)
+        items = records.items_of(lines, self._args, take)
+        encoded = records.each_or_error(self._encode, [found for _, found in taken], TOKENIZER_RAISES)
         for (item, _), ids in zip(taken, encoded, strict=True):
             self._fill(item, ids)
         return items
@@ -135,10 +109,9 @@ class TextInput:
         return self._tokenizer(inputs, verbose=False, **self._options)["input_ids"]
 
     def _fill(self, item: Item, ids: list[int] | str) -> None:
-        known, most = self._limits.embedded_tokens, self._most
-        asked = dict(item.group or ()).get("max_new_tokens")
-        if asked and self._limit_of is not None:
-            most = min(filter(None, (most, self._limit_of(asked))), default=None)
+        known, most = self._embedded, self._most
+        if asked := dict(item.group or ()).get("max_new_tokens"):
+            most = min(filter(None, (most, self._most_of(asked))), default=None)
         if isinstance(ids, str):
             item.error = ids
         elif most is not None and len(ids) > most[0]:
@@ -150,7 +123,7 @@ class TextInput:
 
     def _body_settings(self, line: Line) -> tuple[tuple[str, Any], ...] | None:
         """What the body of a request asks generate for; requests that ask for the same share batches."""
-        body = parse(decode(line))["body"]
+        body = records.parse(records.decode(line))["body"]
         self.unused.update(name for name in body if name not in BODY_WITHOUT_SETTINGS)
         found: dict[str, Any] = {}
         for name, setting in BODY_SETTINGS.items():
@@ -158,7 +131,9 @@ class TextInput:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-                raise RecordError(f'has {kind(value)} as "{name}" of its body (accepted: a number, 0 or more)')
+                raise records.RecordError(
+                    f'has {records.kind(value)} as "{name}" of its body (accepted: a number, 0 or more)'
+                )
             found[setting] = value
         if "temperature" in found:
             found["do_sample"] = found["temperature"] > 0
@@ -172,12 +147,14 @@ class TextInput:
 
     def _encode_long(self, text: Any) -> list[int] | str:
         """The tokens that a text is truncated to, of its beginning, where half of that comes to the same ones."""
-        most, tokens = self._limits.characters, self._limits.truncate_to
+        most, tokens = self.characters, self._truncate_to
         why = f"has more than {most} characters"
         if not self._cuts:
             hint = " (--max_tokenizer_length N truncates to N tokens)" if tokens is None else ""
             return f"{why}, the most that are tokenized{hint}"
-        half, ids = (each_or_error(self._encode, [text[:size]], TOKENIZER_RAISES)[0] for size in (most // 2, most))
+        half, ids = (
+            records.each_or_error(self._encode, [text[:size]], TOKENIZER_RAISES)[0] for size in (most // 2, most)
+        )
         if isinstance(ids, str) or (half == ids and len(ids) == tokens):
             return ids
         return f"{why}, and half of these do not come to its first {tokens} tokens"
@@ -185,8 +162,8 @@ class TextInput:
     @staticmethod
     def of(loaded: Loaded) -> TextInput:
         """For a model, with the prefix of its task unless there is another."""
-        limits = TextLimits(*lengths_of_inputs(loaded), embedded_tokens(loaded.model))
-        return TextInput(loaded.tokenizer, loaded.args, limits, partial(input_limit, loaded))
+        limits = *lengths_of_inputs(loaded), embedded_tokens(loaded.model)
+        return TextInput(loaded.tokenizer, loaded.args, *limits, partial(input_limit, loaded))
 
 
 def pad_text(rows: list[np.ndarray], pad_token_id: int, left: bool) -> dict[str, torch.Tensor]:
@@ -201,7 +178,7 @@ def pad_text(rows: list[np.ndarray], pad_token_id: int, left: bool) -> dict[str,
     return {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
 
 
-def _length(found: str | Messages) -> int:
+def _length(found: str | records.Messages) -> int:
     return len(found) if isinstance(found, str) else sum(len(message["content"]) for message in found)
 
 
@@ -230,7 +207,7 @@ class TextOutput:
             tokens = np.array([sum(len(part[2]) for part in output) for output in generated.segments])
         each = len(sequences) // len(generated.items)  # R outputs of every item
         by_item = sequences.reshape(len(generated.items), each, *sequences.shape[1:])
-        texts = each_or_error(self._texts, by_item, DECODER_RAISES)
+        texts = records.each_or_error(self._texts, by_item, DECODER_RAISES)
         for index, (item, found) in enumerate(zip(generated.items, texts, strict=True)):
             if isinstance(found, str):
                 item.error = found

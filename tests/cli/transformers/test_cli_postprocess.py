@@ -20,7 +20,7 @@ from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import Generated, Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.records import ADDED_FIELDS, first_text, name_of, record_of
-from fastgen.cli.transformers.text import TextInput, TextLimits, TextOutput
+from fastgen.cli.transformers.text import TextInput, TextOutput
 
 EOS, PAD = 2, 1
 SAVED = {"bart": save_bart, "t5": save_t5, "gpt2": save_gpt2}
@@ -371,7 +371,7 @@ def test_failed_records_keep_their_fields_where_they_have_any(
     ]
     lines = [Line(number, text.encode()) for number, text in enumerate(raw, start=1)]
     form = asked(output_format="jsonl", input_format="jsonl", text_field="text", id_field="id")
-    prepared = TextInput(tokenizer, replace(form, id_field=None), TextLimits(most=(3, "positions"))).prepare(lines)
+    prepared = TextInput(tokenizer, replace(form, id_field=None), most=(3, "positions")).prepare(lines)
     finished = finish(tokenizer, form, {EOS}, PAD)(generated([], np.empty((0, 0)), others=tuple(prepared)))
     errors = [each.error for each in prepared]
     assert parsed(finished) == [

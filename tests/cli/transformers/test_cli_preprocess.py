@@ -14,7 +14,7 @@ from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.records import WrongKindError
-from fastgen.cli.transformers.text import SHORTEST_LONG_TEXT, TextInput, TextLimits
+from fastgen.cli.transformers.text import SHORTEST_LONG_TEXT, TextInput
 from fastgen.models.demo import demo_path
 
 TEMPLATE = (
@@ -42,7 +42,7 @@ def prepare(tokenizer: transformers.PreTrainedTokenizerBase) -> Callable[..., li
         raw = [line if isinstance(line, bytes) else line.encode() for line in lines]
         numbered = [Line(number, each) for number, each in enumerate(raw, start=1)]
         lengths = {name: given.pop(name) for name in ("max_tokenizer_length", "limit") if name in given}
-        return TextInput(with_tokenizer or tokenizer, asked(**given), limits(**lengths)).prepare(numbered)
+        return TextInput(with_tokenizer or tokenizer, asked(**given), *limits(**lengths)).prepare(numbered)
 
     return prepare_lines
 
@@ -52,8 +52,8 @@ def asked(jsonl: bool = False, **flags: Any) -> RunConfig:
     return RunConfig("model", "in", "out", **formats | flags)
 
 
-def limits(max_tokenizer_length: int | None = None, limit: tuple[int, str] | None = None) -> TextLimits:
-    return TextLimits(max_tokenizer_length, limit)
+def limits(max_tokenizer_length: int | None = None, limit: tuple[int, str] | None = None) -> tuple:
+    return max_tokenizer_length, limit
 
 
 def are_empty(prepared: list[Item]) -> bool:
@@ -298,8 +298,8 @@ def test_a_long_text_that_cannot_be_cut_fails_before_it_is_tokenized(
     long, why = "word1 " * LONG, "has more than 262144 characters, the most that are tokenized"
     good, bad = prepare(["word1", long], never, limit=(60, "positions"))
     assert (ids([good]), bad.error) == ([[0, 5, 2]], f"{why} (--max_tokenizer_length N truncates to N tokens)")
-    assert limits().characters == 1 << 20
-    assert limits(limit=(70_000, "positions")).characters == 16 * 70_000
+    assert TextInput(tokenizer, asked()).characters == 1 << 20
+    assert TextInput(tokenizer, asked(), *limits(limit=(70_000, "positions"))).characters == 16 * 70_000
     turns = [{"role": "user", "content": long[:LONG]}]
     [bad] = prepare(records([turns]), tokenizer, jsonl=True, chat=True, max_tokenizer_length=60)
     assert bad.error == why
@@ -312,25 +312,25 @@ def test_a_line_that_is_cut_ends_before_a_character_and_a_record_must_be_whole(
     tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> None:
     plain, cut = asked(), limits(max_tokenizer_length=5)
-    most = cut.line_bytes(plain)
+    most = TextInput(tokenizer, plain, *cut).line_bytes
     raw = ("word1 ö " * SHORTEST_LONG_TEXT).encode()
     for size in range(most - 3, most + 1):
-        [found] = TextInput(tokenizer, plain, cut).prepare([Line(1, raw[:size], cut=True)])
+        [found] = TextInput(tokenizer, plain, *cut).prepare([Line(1, raw[:size], cut=True)])
         assert ids([found]) == [[0, 5, 3, 5, 2]]
     blank = Line(1, b" " * most, cut=True)
-    assert "has more than 262144 characters" in TextInput(tokenizer, plain, cut).prepare([blank])[0].error
+    assert "has more than 262144 characters" in TextInput(tokenizer, plain, *cut).prepare([blank])[0].error
     of_records = asked(jsonl=True)
-    begins = b'{"text": "' + b"a" * limits().line_bytes(of_records)
-    [found] = TextInput(tokenizer, of_records, limits()).prepare([Line(1, begins, cut=True)])
+    begins = b'{"text": "' + b"a" * TextInput(tokenizer, of_records).line_bytes
+    [found] = TextInput(tokenizer, of_records).prepare([Line(1, begins, cut=True)])
     assert "the most that are read of a record" in found.error
 
 
 def test_a_tokenizer_is_settled_before_threads_share_it(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(save_bart(tmp_path))
     tokenizer.backend_tokenizer.enable_truncation(3)
-    TextInput(tokenizer, asked(), limits())
+    TextInput(tokenizer, asked())
     assert tokenizer.backend_tokenizer.truncation is None
-    TextInput(tokenizer, asked(), limits(max_tokenizer_length=4))
+    TextInput(tokenizer, asked(), *limits(max_tokenizer_length=4))
     assert tokenizer.backend_tokenizer.truncation["max_length"] == 4
 
 

@@ -25,14 +25,6 @@ SIGNALS: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATE
 NOTICE = b"\nfinishing the batch in flight; a second Ctrl-C or SIGTERM stops at once\n"
 
 
-class Stopped(KeyboardInterrupt):
-    """Of one of SIGNALS; `status` is the exit status."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__()
-        self.status = status
-
-
 class Stop:
     """How often somebody asked the run to end, by Ctrl-C or SIGTERM, and the exit status that the last one has."""
 
@@ -41,11 +33,11 @@ class Stop:
         self.finishing = False  # set by the run while it does what the first request is to let finish
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler: notes the first request while `finishing`, raises Stopped otherwise."""
+        """A signal handler: notes the first request while `finishing`, raises KeyboardInterrupt(status) otherwise."""
         self.requests += 1
         self.status = SIGNALS[number]
         if self.requests > 1 or not self.finishing:
-            raise Stopped(self.status)
+            raise KeyboardInterrupt(self.status)
         with suppress(OSError):  # nobody may read it
             os.write(sys.stderr.fileno(), NOTICE)  # print could be in the middle of printing
 

@@ -224,7 +224,6 @@ def build_parser() -> argparse.ArgumentParser:
     version = f"fastgen {fastgen.__version__}"
     parser.add_argument("--version", action="version", version=version, help="show the version and leave")
     group: argparse._ActionsContainer = parser
-    exclusive: dict[tuple[str, ...], argparse._ActionsContainer] = {}
     for each in fields(RunConfig):
         options = {name: value for name, value in each.metadata.items() if name not in ("setting", "also")}
         if each.name in ("model", "input", "output"):
@@ -232,10 +231,7 @@ def build_parser() -> argparse.ArgumentParser:
             continue
         if each.name in GROUPS:
             group = parser.add_argument_group(GROUPS[each.name])
-        target = group
-        if (rivals := next((names for names in EXCLUSIVE if each.name in names), None)) is not None:
-            target = exclusive.setdefault(rivals, exclusive.get(rivals) or group.add_mutually_exclusive_group())
-        target.add_argument(f"--{each.name}", default=argparse.SUPPRESS, **options)
+        group.add_argument(f"--{each.name}", default=argparse.SUPPRESS, **options)
     return parser
 
 
@@ -330,6 +326,9 @@ REFUSED_SETTINGS = {
 
 def _check(args: RunConfig) -> None:
     """Raises InputError for flags that contradict each other; what a task does not take is the task's to say."""
+    for names in EXCLUSIVE:
+        if len(rivals := [args.given(name) for name in names if args.given(name)]) > 1:
+            raise InputError(f"{' and '.join(rivals)} contradict each other (accepted: one of them)")
     given = args.settings()
     first = [args.given(name) for name in ("forced_bos_token", "tgt_lang")]
     given += [("forced_bos_token_id", 0, flag) for flag in first if flag]

@@ -19,31 +19,13 @@ from typing import Any
 
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError, check_packages
-from fastgen.cli.signals import Stopped, interruptible, stoppable
+from fastgen.cli.signals import interruptible, stoppable
 from fastgen.cli.threads import set_openmp_variables
+from fastgen.cli.transformers import files, records
 from fastgen.cli.transformers.args import PROG, STREAM, RunConfig, completed, parse_arguments
 from fastgen.cli.transformers.batching import Item
-from fastgen.cli.transformers.files import (
-    Line,
-    Survey,
-    check_writable,
-    is_stream,
-    is_url,
-    raw_lines,
-    read_chunks,
-    survey,
-)
 from fastgen.cli.transformers.journal import Entry, Journal, StreamOutput
 from fastgen.cli.transformers.metrics import references_of, score_output
-from fastgen.cli.transformers.records import (
-    LONGEST_RECORD,
-    RecordError,
-    is_openai,
-    name_of,
-    parse,
-    read_input,
-    record_of,
-)
 from fastgen.cli.transformers.signature import signature, with_commit
 from fastgen.cli.transformers.tasks import Task, task_for
 from fastgen.config import CONFIG
@@ -69,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, RunError) as error:
         message, status = f"error: {error}", FAILED
     except KeyboardInterrupt as stopped:
-        message, status = "interrupted", stopped.status if isinstance(stopped, Stopped) else INTERRUPTED
+        message, status = "interrupted", stopped.args[0] if stopped.args else INTERRUPTED
     with suppress(OSError):  # nobody may read it
         print(f"{PROG}: {' '.join(message.split())}", file=sys.stderr)
     return status
@@ -77,10 +59,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: RunConfig) -> int:
     """Whatever does not need the model comes first: flags, files, and whether there is something to do at all."""
-    args = _recognized(args)
+    args = _with_first_record(args)
     task = task_for(args)
     surveyed, references = check_files(args)
-    journal = not is_stream(args.output)
+    journal = not files.is_stream(args.output)
     output = Journal(args.output, args.resume, args.overwrite) if journal else StreamOutput(args.output)
     try:
         made = output.completed or {}
@@ -107,14 +89,27 @@ def _run(args: RunConfig) -> int:
         output.leave()
 
 
-def _recognized(args: RunConfig) -> RunConfig:
-    """Records of OpenAI's batch format need no flag where INPUT is a file."""
-    if args.input_format != "jsonl" or args.text_field != "text" or is_stream(args.input):
+def _with_first_record(args: RunConfig) -> RunConfig:
+    """With OpenAI's batch format, which needs no flag where INPUT's first record has it.
+
+    One bad record is that line's failure; a file that begins with one is not in this format, or has other fields.
+    """
+    if files.is_stream(args.input) or not args.reads_records:
         return args
-    with suppress(RecordError):
-        record = parse(next(map(bytes.decode, raw_lines("INPUT", args.input)), "{}").removeprefix("\ufeff"))
-        if "text" not in record and is_openai(record):
-            return completed(replace(args, input_format="openai"))
+    raw = next(files.raw_lines("INPUT", args.input, records.LONGEST_RECORD), b"")
+    if len(raw) > records.LONGEST_RECORD:  # that is a failed input
+        return args
+    line = files.Line(1, raw)
+    with suppress(records.RecordError):
+        record = records.parse(records.decode(line))
+        takes_text = args.text_field != "text" or "text" in record
+        if args.input_format == "jsonl" and not takes_text and records.is_openai(record):
+            args = completed(replace(args, input_format="openai"))
+    try:
+        records.read_input(line, args)
+    except records.RecordError as error:
+        hint = "--input_format, --text_field, --id_field"
+        raise InputError(f"INPUT {args.input}: line 1 {error} ({hint})") from error
     return args
 
 
@@ -125,7 +120,9 @@ def _as_before(args: RunConfig, before: dict[str, Any]) -> RunConfig:
     return args if args.seed is not None else replace(args, seed=before.get("--seed", secrets.randbits(31)))
 
 
-def _generate(task: Task, surveyed: Survey | None, references: list[str] | None, output: Journal | StreamOutput) -> int:
+def _generate(
+    task: Task, surveyed: files.Survey | None, references: list[str] | None, output: Journal | StreamOutput
+) -> int:
     """Loads, generates, writes and scores; returns the exit status."""
     from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, WithinMemory
     from fastgen.cli.transformers.progress import Progress
@@ -142,7 +139,7 @@ def _generate(task: Task, surveyed: Survey | None, references: list[str] | None,
 
     def write(items: list[Item], amount: float) -> None:
         output.write([_entry(item, args) for item in items])
-        failures = [(item.line.number, name_of(item, args) + item.error) for item in items if item.error]
+        failures = [(item.line.number, records.name_of(item, args) + item.error) for item in items if item.error]
         progress.finished(len(items), amount, failures)
 
     try:
@@ -152,7 +149,7 @@ def _generate(task: Task, surveyed: Survey | None, references: list[str] | None,
         for note in notes:
             progress.note(note)
         progress.begin()
-        chunks = read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
+        chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
         with stoppable() as stop:
             generate = WithinMemory(task, progress.say, args.seed)
             prefetcher = Prefetcher(chunks, task, planner, args.preprocess_workers, output.entry)
@@ -161,12 +158,12 @@ def _generate(task: Task, surveyed: Survey | None, references: list[str] | None,
             if surveyed is not None and output.records != total:
                 had = f"it had {total} lines, and {output.records} could be read"
                 raise InputError(f"INPUT changed while it was read: {had}")
-            if output.failures and not output.generated and not is_stream(args.output):
+            if output.failures and not output.generated and not files.is_stream(args.output):
                 raise RunError(f"every input failed ({output.failures}), so no OUTPUT is written")
             output.complete(output.records)
     finally:
         progress.close()
-        if left := output.leave(resumable=not is_stream(args.input)):
+        if left := output.leave(resumable=not files.is_stream(args.input)):
             progress.say(left)
     if not complete:
         progress.say("interrupted")
@@ -185,7 +182,7 @@ def _generate(task: Task, surveyed: Survey | None, references: list[str] | None,
 
 
 def _entry(item: Item, args: RunConfig) -> Entry:
-    return Entry(item.line.number, item.length, item.group, item.error is not None, record_of(item, args))
+    return Entry(item.line.number, item.length, item.group, item.error is not None, records.record_of(item, args))
 
 
 def _status(failures: int, inputs: int) -> int:
@@ -195,42 +192,29 @@ def _status(failures: int, inputs: int) -> int:
     return FAILED if failures else 0
 
 
-def check_files(args: RunConfig) -> tuple[Survey | None, list[str] | None]:
+def check_files(args: RunConfig) -> tuple[files.Survey | None, list[str] | None]:
     """The survey of INPUT, None where it can be read only once, and the references, None where nothing is scored.
 
     Raises InputError where a file cannot be used, or where INPUT does not hold what the task reads.
     """
     for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
-        if args.resume and is_stream(path):
+        if args.resume and files.is_stream(path):
             why = f"--resume needs {name} to be a file, and {path} can be gone through only once"
             raise InputError(f"{name} {path}: {why}")
-    surveyed = None if is_stream(args.input) else survey(args.input)
-    if surveyed is not None and args.reads_records:
-        _check_first_record(args)
+    surveyed = None if files.is_stream(args.input) else files.survey(args.input)
     references = references_of(args, None if surveyed is None else surveyed.lines)
     sources = {"INPUT": args.input, "--reference_path": args.reference_path}
-    check_writable("OUTPUT", args.output, sources)
+    files.check_writable("OUTPUT", args.output, sources)
     _check_sounds(args, begins=True)
     if args.score_path is not None:
-        if is_url(args.score_path):
+        if files.is_url(args.score_path):
             raise InputError(f"--score_path {args.score_path}: is a URL (accepted: a local file)")
-        check_writable("--score_path", args.score_path, sources | {"OUTPUT": args.output})
+        files.check_writable("--score_path", args.score_path, sources | {"OUTPUT": args.output})
         # A run that --resume finds complete leaves the scores as they are, too.
         is_there = os.path.exists(args.score_path)
         if is_there and not args.overwrite and not (args.resume and os.path.exists(args.output)):
             raise InputError(f"--score_path {args.score_path}: is there already (accepted: another, or --overwrite)")
     return surveyed, references
-
-
-def _check_first_record(args: RunConfig) -> None:
-    """One bad record is that line's failure; a file that begins with one is not in this format, or has other fields."""
-    raw = next(raw_lines("INPUT", args.input, LONGEST_RECORD), b"")
-    try:
-        if len(raw) <= LONGEST_RECORD:  # else it is a failed input
-            read_input(Line(1, raw), args)
-    except RecordError as error:
-        hint = "--input_format, --text_field, --id_field"
-        raise InputError(f"INPUT {args.input}: line 1 {error} ({hint})") from error
 
 
 def _check_sounds(args: RunConfig, begins: bool = False) -> None:

@@ -21,6 +21,7 @@ import os
 import zlib
 from array import array
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -97,7 +98,7 @@ class Journal(Output):
         self._reader: IO[bytes] | None = None
         self._offsets = array("q")  # of each line's record, -1 where there is none
         self._end = 0  # of the last batch, in bytes
-        self._descriptor = -1  # of the journal while it is written
+        self._file: Any = None  # the journal while it is written
         self._lock = FileLock(f"{self.path}.lock", timeout=0)
         try:
             self._lock.acquire()
@@ -148,23 +149,22 @@ class Journal(Output):
             files.write_whole(self.path, head, self._new)
             self._end = len(head)
         self.signature = signature
-        self._descriptor, self._sounds = os.open(self.path, os.O_RDWR | getattr(os, "O_BINARY", 0)), sounds
+        self._file, self._sounds = FileIO(self.path, "r+"), sounds
         self._cut()
         if sounds is not None:
             sounds.begin(resumes=self.records > 0)
 
     def entry(self, number: int) -> Entry | None:
         """Reads it from the journal."""
-        if number >= len(self._offsets) or self._offsets[number] < 0:
-            return None
-        return self._read(self._offsets[number])
+        offset = self._offset(number)
+        return None if offset < 0 else self._read(offset)
 
     def write(self, entries: list[Entry]) -> None:
         """Adds a batch: all of it or, with an OSError, nothing."""
         lines = [_line([*entry[:4], entry.data[:-1].decode()]) for entry in entries]
         try:
             with files.named(self.path):
-                files.write_all(self._descriptor, b"".join([*lines, end := _line(len(entries))]))
+                files.write_all(self._file.fileno(), b"".join([*lines, end := _line(len(entries))]))
         except BaseException:
             self._cut()
             raise
@@ -187,9 +187,7 @@ class Journal(Output):
             digest = self._assemble(self._new)
             made: dict[str, Any] = {"written_by": WRITTEN_BY, "signature": self.signature, "sha256": digest}
             made |= {"failures": self.failures, "records": self.records}
-            files.write_whole(
-                self._made, json.dumps(made, ensure_ascii=False, indent=1).encode(), files.beside(self._made, ".new")
-            )
+            files.write_whole(self._made, json.dumps(made, indent=1).encode(), files.beside(self._made, ".new"))
             if self._sounds is not None:
                 self._sounds.complete(self._overwrite)
             if files.is_url(self._output):
@@ -209,16 +207,18 @@ class Journal(Output):
         Returns a line about what is kept.
         """
         left = ""
-        if self._descriptor >= 0 and not self.generated:
+        if self._file is None:
+            pass  # nothing was begun, or all is complete
+        elif not self.generated:
             self._discard()
             if self._sounds is not None:
                 self._sounds.discard()
-        elif self._descriptor >= 0 and resumable:
+        elif resumable:
             self._cut()
             self._close()
             done = f"{self.records} lines are complete in {self.path}"
             left = f"{done}; the same command with --resume goes on after them"
-        elif self._descriptor >= 0:
+        else:
             path = files.beside(self._target, ".incomplete")
             self._assemble(path)
             self._discard()
@@ -244,29 +244,32 @@ class Journal(Output):
                 why = "is damaged in its first line, or was not written by this version"
                 raise InputError(f"--resume: {self.path} {why} ({again})")
             self.signature, self._end = head["signature"], file.tell()
-            pending: list[tuple[Entry, int]] = []
+            pending: dict[int, tuple[Entry, int]] = {}  # of the batch that is read
             offset = self._end
             for place, line in enumerate(file, start=2):
                 if not line.endswith(b"\n"):
                     break  # not whole: the run was killed while it wrote it
-                found = _payload(line)
+                found, damage = _payload(line), ""
                 if isinstance(found, list):
-                    pending.append((Entry(found[0], found[1], found[2], found[3], b""), offset))
-                    is_twice = any(entry.number == found[0] for entry, _ in pending[:-1])
-                    if is_twice or (found[0] < len(self._offsets) and self._offsets[found[0]] >= 0):
-                        raise InputError(f"--resume: {self.path} is damaged: line {place} repeats a record ({again})")
+                    if found[0] in pending or self._offset(found[0]) >= 0:
+                        damage = "repeats a record"
+                    number, length, group, failed, _ = found
+                    pending[number] = Entry(number, length, group, failed, b""), offset
                 elif found is None or found != len(pending):
-                    what = "has another checksum" if found is None else f"counts {found} records of {len(pending)}"
-                    raise InputError(f"--resume: {self.path} is damaged: line {place} {what} ({again})")
+                    damage = "has another checksum" if found is None else f"counts {found} records of {len(pending)}"
                 else:
-                    for entry, start in pending:
+                    for entry, start in pending.values():
                         self._add(entry, start)
-                    pending, self._end = [], offset + len(line)
+                    pending, self._end = {}, offset + len(line)
+                if damage:
+                    raise InputError(f"--resume: {self.path} is damaged: line {place} {damage} ({again})")
                 offset += len(line)
 
+    def _offset(self, number: int) -> int:
+        return self._offsets[number] if number < len(self._offsets) else -1
+
     def _add(self, entry: Entry, offset: int) -> None:
-        missing = entry.number + 1 - len(self._offsets)
-        self._offsets.extend([-1] * missing)
+        self._offsets.extend([-1] * (entry.number + 1 - len(self._offsets)))
         self._offsets[entry.number] = offset
         self.count(entry)
 
@@ -293,8 +296,8 @@ class Journal(Output):
     def _cut(self) -> None:
         """Behind the last batch that is complete."""
         with files.named(self.path):
-            os.ftruncate(self._descriptor, self._end)
-            os.lseek(self._descriptor, self._end, os.SEEK_SET)
+            self._file.seek(self._end)
+            self._file.truncate()
 
     def _discard(self) -> None:
         self._close()
@@ -302,11 +305,9 @@ class Journal(Output):
             path.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._reader, self._descriptor = None, -1
+        for file in filter(None, (self._reader, self._file)):
+            file.close()
+        self._reader = self._file = None
 
     def _exists(self) -> bool:
         if files.is_url(self._output):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -26,19 +27,16 @@ class Progress:
     """
 
     def __init__(self, total: int | None, done: int, quiet: bool, unit: str = "tokens") -> None:
-        self.inputs = 0
-        self.amount = 0.0
+        self.inputs, self.amount = 0, 0.0
         self._unit, self._total, self._done, self._quiet = unit, total, done, quiet
         self.begin()
         inputs = "{n_fmt} inputs" if total is None else "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} inputs"
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            bar_format=inputs + "{postfix}",
-            dynamic_ncols=True,
-            file=sys.stderr,
-            disable=quiet or not _has_columns(),
-        )
+        has_columns = False
+        with suppress(OSError, ValueError):
+            has_columns = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        shown = {"bar_format": inputs + "{postfix}", "dynamic_ncols": True, "disable": quiet or not has_columns}
+        self._bar = tqdm(total=total, initial=done, file=sys.stderr, **shown)
+        self.close = self._bar.close  # leaves the bar as it is
 
     def begin(self) -> None:
         """Time counts from here on."""
@@ -50,27 +48,24 @@ class Progress:
             self.say(f"line {number}: {error}")
         self.inputs += inputs
         self.amount += amount
+        now = time.perf_counter()
         if not self._bar.disable:
             self._bar.set_postfix_str(self._speed(), refresh=False)
             self._bar.update(inputs)
-        now = time.perf_counter()
-        if not self._quiet and self._bar.disable and now - self._said >= SECONDS_BETWEEN_LINES:
+        elif not self._quiet and now - self._said >= SECONDS_BETWEEN_LINES:
             self._said = now
             of = "" if self._total is None else f" of {self._total}"
-            self._print(f"{self._done + self.inputs}{of} inputs, {self._speed()}")
+            print(f"{self._done + self.inputs}{of} inputs, {self._speed()}", file=sys.stderr, flush=True)
 
     def say(self, message: str) -> None:
         """A line on stderr that begins with the command's name, above the bar."""
-        self._print(f"{PROG}: {message}")
+        with tqdm.external_write_mode(file=sys.stderr):
+            print(f"{PROG}: {message}", file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:
         """The same, but not with --quiet."""
         if not self._quiet:
             self.say(message)
-
-    def close(self) -> None:
-        """Leaves the bar as it is."""
-        self._bar.close()
 
     def summary(self) -> str:
         """What was done, and how fast."""
@@ -79,10 +74,6 @@ class Progress:
         speed = f"{self.inputs / seconds:.2f} inputs/s, {self.amount / seconds:.{places}f} {self._unit}/s"
         return f"{self.inputs} lines in {seconds:.2f} s, {speed}"
 
-    def _print(self, line: str) -> None:
-        with tqdm.external_write_mode(file=sys.stderr):
-            print(line, file=sys.stderr, flush=True)
-
     def _speed(self) -> str:
         """With the time left at this speed: too long at first, where the longest inputs come first."""
         speed = self.inputs / (time.perf_counter() - self._begun)
@@ -90,11 +81,3 @@ class Progress:
             return f"{speed:.1f} inputs/s"
         left = (self._total - self._done - self.inputs) / speed
         return f"{speed:.1f} inputs/s, {tqdm.format_interval(left)} left"
-
-
-def _has_columns() -> bool:
-    """Whether stderr is a terminal that knows how wide it is."""
-    try:
-        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except (OSError, ValueError):
-        return False

@@ -384,7 +384,7 @@ def test_input_that_ends_early_completes_nothing(
 ) -> None:
     source, output = tmp_path / "in", tmp_path / "out"
     source.write_text("\n".join(LINES))
-    monkeypatch.setattr(module, "survey", lambda path: Survey(len(LINES) + 1, "the sum of a longer file"))
+    monkeypatch.setattr(module.files, "survey", lambda path: Survey(len(LINES) + 1, "the sum of a longer file"))
     assert main([str(bart), str(source), str(output)]) == 2
     assert "INPUT changed while it was read: it had 71 lines, and 70 could be read" in capsys.readouterr().err
     assert not output.exists()

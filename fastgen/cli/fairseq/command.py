@@ -24,6 +24,8 @@ from fastgen.cli.signals import interruptible
 from fastgen.cli.threads import set_openmp_variables
 from fastgen.optimizer.fairseq.compat import how_to_install, import_hint
 
+FOR_SCORES_OF_TRAINING = {"sklearn", "sklearn.metrics", "scipy.stats"}
+
 
 def run(prog: str, what: str, argv: list[str] | None = None) -> int:
     """Calls a function of args.py with `argv` as the program's arguments; expected errors are one line each.
@@ -61,11 +63,11 @@ def _import(module: str, is_program: bool) -> ModuleType:
     """A module that imports fairseq; raises InputError with what to install where Python cannot import that.
 
     Nothing that an import makes is garbage: looking for it takes a quarter of its time, and in a program, later, half a
-    second of a run of ten. Another half is scikit-learn, which fairseq imports for the scores of training.
+    second of a run of ten. A whole one are scikit-learn and scipy.stats, which fairseq imports for scores of training.
     """
     if find_spec("fairseq") is None:
         raise InputError(f"needs the package fairseq: {how_to_install()}")
-    collects, deferred = gc.isenabled(), {"sklearn", "sklearn.metrics"} - sys.modules.keys()
+    collects, deferred = gc.isenabled(), FOR_SCORES_OF_TRAINING - sys.modules.keys()
     sys.modules |= {name: _Deferred(name) for name in deferred}
     gc.disable()
     try:

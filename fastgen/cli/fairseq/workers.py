@@ -1,6 +1,6 @@
 """Worker processes that do tasks while the caller does something else; results are written in the order of the tasks.
 
-Each process is behind a thread of a ThreadPoolExecutor, with a connection of its own: the processes of a
+Workers take turns. Each is behind a ThreadPoolExecutor of one thread, with a connection of its own: the processes of a
 ProcessPoolExecutor share one, on which all wait for ever when one is killed while it writes a result.
 
 Tests: tests/cli/fairseq/test_ordered_pool.py
@@ -9,6 +9,7 @@ Tests: tests/cli/fairseq/test_ordered_pool.py
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -21,7 +22,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -53,15 +53,14 @@ class OrderedPool(AbstractContextManager):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pids = [worker.process.pid for worker in self._workers]
-        self._own, without_thread = threading.local(), iter(self._workers)
-        take = partial(setattr, self._own, "worker")
-        self._threads = ThreadPoolExecutor(workers, "fastgen-worker", lambda: take(next(without_thread)))
+        self._turns = itertools.cycle(self._workers)
         self._write, self._limit = write, limit
         self._unfinished: deque[Future[Any]] = deque()
 
     def submit(self, task: Any) -> None:
         """Has a worker do the task; raises what has gone wrong so far, of a task or of `write`."""
-        self._unfinished.append(self._threads.submit(lambda: self._own.worker.do(task)))
+        worker = next(self._turns)
+        self._unfinished.append(worker.thread.submit(worker.do, task))
         self.wait(self._limit)
 
     def wait(self, most: int = 0) -> None:
@@ -80,8 +79,8 @@ class OrderedPool(AbstractContextManager):
                 with suppress(*[] if kind is None else [Exception]):  # the caller's own error is the one that is raised
                     self.wait()
         finally:
-            self._threads.shutdown(wait=False, cancel_futures=True)
             for worker in self._workers:  # those in the middle of a task, too
+                worker.thread.shutdown(wait=False, cancel_futures=True)
                 worker.process.kill()
                 worker.process.join()
 
@@ -91,6 +90,7 @@ class _Worker:
 
     def __init__(self, start: Callable[[], Callable[[Any], Any]]) -> None:
         context = multiprocessing.get_context("fork")
+        self.thread = ThreadPoolExecutor(1, "fastgen-worker")  # which starts with the first task
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, start, os.getpid()), daemon=True)
         self.process.start()
@@ -98,8 +98,9 @@ class _Worker:
 
     def do(self, task: Any) -> Any:
         """The result of a task; raises WorkerError."""
-        try:
+        with suppress(OSError):  # it has ended, and may have said why
             self._connection.send(task)
+        try:
             result, message, details = self._connection.recv()
         except (EOFError, OSError):
             self.process.join(SECONDS_TO_END)

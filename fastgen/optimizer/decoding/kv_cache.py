@@ -223,7 +223,7 @@ class KVCache:
 
     def _of_rows(self, pair: KV, batch_index: Tensor, rows: Tensor) -> KV:
         copies = pair[0].shape[0]
-        if copies == 1:
+        if copies == 1 or (copies != self.rows and copies == batch_index.shape[0]):  # all inputs stay
             return pair
         index = (rows if copies == self.rows else batch_index).to(pair[0].device)
         return tuple(states.index_select(0, index) for states in pair)

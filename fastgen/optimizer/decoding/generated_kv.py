@@ -72,13 +72,13 @@ class Generated:
         """Row i becomes what row `rows[i]` (int64) was; the others are dropped."""
         if not self.buffers:
             return
-        ascends = rows.device.type == "cpu" and bool((rows[1:] > rows[:-1]).all())
-        if not ascends or self.buffers[0].device.type != "cpu" or _are_held_elsewhere(self.buffers):
+        index = rows.tolist() if rows.device.type == self.buffers[0].device.type == "cpu" else []
+        if not index or index != sorted(set(index)) or _are_held_elsewhere(self.buffers):
             self._move(self.by_layer[0], self.buffers[0].shape[3], rows)
             return
         used = max(self.lengths)
         for buffer in self.buffers:  # rows only move to the front: none is overwritten before it has moved
-            for to, row in enumerate(rows.tolist()):
+            for to, row in enumerate(index):
                 if to != row:
                     buffer[:, to, :, :used] = buffer[:, row, :, :used]
         self.use([buffer[:, : len(rows)] for buffer in self.buffers])

@@ -70,7 +70,7 @@ ROLLOUTS = """Prompts that the caller repeats ([rollouts.md](rollouts.md)); 32 n
 """
 ROLLOUT_CASES = {
     "g8": "rollouts: Llama-like, training mode, 4 prompts of 512 tokens, 8 rows each",
-    "g16": "the same, 16 rows each",
+    "g16": "rollouts: Llama-like, training mode, 4 prompts of 512 tokens, 16 rows each",
     "repeats16": "lm-evaluation-harness: 6 questions of about 400 tokens, 16 samples each",
 }
 PREFIX = """Common prefixes are computed and stored once ([how-it-works.md](how-it-works.md)); tokens, answers and
@@ -78,14 +78,14 @@ metrics are equal. `bench_prefix.py`; lm-evaluation-harness: `bench_lm_eval.py`.
 """
 PREFIX_CASES = {
     "greedy16": "Llama-like, 16 inputs, prefix 1,024, rest 32, greedy, 16 new tokens",
-    "beams8": "the same, 8 inputs, beam 4",
-    "samples8": "the same, 8 inputs, 4 samples each",
+    "beams8": "Llama-like, 8 inputs, prefix 1,024, rest 32, beam 4, 16 new tokens",
+    "samples8": "Llama-like, 8 inputs, prefix 1,024, rest 32, 4 samples each, 16 new tokens",
     "classify16": "GPT-2-small, 16 inputs, prefix 768, rest 32, one new token",
     "short2": "Llama-like, 2 inputs, prefix 16",
     "ragged16": "GPT-2-small, 4 × 512 tokens without a prefix, 16 samples of 1 to 64 tokens each",
     "shots5": "lm-evaluation-harness, 5 examples of about 600 tokens together, 48 questions",
     "choice4": "lm-evaluation-harness, 64 questions of about 300 tokens, 4 options",
-    "choice4-shots5": "the same behind 5 examples",
+    "choice4-shots5": "lm-evaluation-harness, 64 questions with 4 options behind 5 examples",
 }
 CONSTRAINED = {
     "ids-beam20": "Qwen-like, semantic ids of 4 tokens, 20 beams",

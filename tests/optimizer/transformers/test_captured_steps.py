@@ -20,7 +20,7 @@ from transformers import LogitsProcessor
 from fastgen.config import CONFIG
 from fastgen.ops.tracing import Diverged
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import graphs
+from fastgen.optimizer.decoding import graphs, model_facts
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache
@@ -392,6 +392,18 @@ def test_in_half_precision_steps_are_captured_without_padding(name, options):
     assert replays(report) and torch.equal(stock, fast)
     found = graphs.graphs_of(model, next(model.parameters()))
     assert found.entries and not any(graph.cache.padding for graph in found.entries.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_later_calls_look_at_no_module_of_a_model_that_is_as_it_was(name, shared):
+    """Neither what the loops nor what the forwards on its modules leave in it counts as a change."""
+    model, inputs = model_of(name), inputs_of(name)
+    for _ in range(2):
+        model.generate(**inputs, **BEAMS)
+    with costs(min_large_per_module=0, min_large=0):
+        model.generate(**inputs, **BEAMS)
+        with mock.patch.object(model_facts, "ModelFacts", side_effect=AssertionError("the model is walked again")):
+            model.generate(**inputs, **BEAMS)
 
 
 def test_a_new_recording_waits_for_a_call_that_is_not_short():

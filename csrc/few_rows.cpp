@@ -57,21 +57,6 @@ inline void store(float number, Bf16 *to) {
     to->bits = number != number ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-struct Fp32 {
-    typedef float Row, Number; // of the rows as they are read, and of weight, bias and output
-    typedef Vector Part;       // a register
-    static constexpr int STEP = WIDTH; // elements along in_features in a part of a dot product, ...
-    static constexpr int PAIR = 1;     // ... and in a part of a sum of rows of the weight
-    static Part row_part(const Row *row) { return *(const Vector *)row; }
-    static Part weight_part(const Number *weight) { return *(const Vector *)weight; }
-    static Part element(const Row *row) { return *row - Vector{}; }
-    template <int V>
-    static void columns(const Number *first, const Number *, Part (&parts)[V]) {
-        for (int j = 0; j < V; j++) parts[j] = weight_part(first + j * WIDTH);
-    }
-    static void add(Vector &sum, Part row, Part weight) { sum += row * weight; }
-};
-
 // A register of bf16 as the upper halves of 32 bits each.
 typedef uint32_t Bits __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
 
@@ -80,14 +65,25 @@ inline Bits upper_halves(const Bf16 *numbers) {
     return __builtin_convertvector(*(const Halves *)numbers, Bits) << 16;
 }
 
-// Weights are widened in registers, rows before.
-struct Widened : Fp32 {
-    typedef Bf16 Number;
-    static Part weight_part(const Number *weight) { return (Part)upper_halves(weight); }
+inline Vector load(const float *numbers) { return *(const Vector *)numbers; }
+inline Vector load(const Bf16 *numbers) { return (Vector)upper_halves(numbers); }
+
+// Weights of this type become fp32 in registers; rows are fp32 before.
+template <typename T>
+struct Single {
+    typedef float Row;                 // of the rows as they are read
+    typedef T Number;                  // of weight, bias and output
+    typedef Vector Part;               // a register
+    static constexpr int STEP = WIDTH; // elements along in_features in a part of a dot product, ...
+    static constexpr int PAIR = 1;     // ... and in a part of a sum of rows of the weight
+    static Part row_part(const Row *row) { return load(row); }
+    static Part weight_part(const Number *weight) { return load(weight); }
+    static Part element(const Row *row) { return *row - Vector{}; }
     template <int V>
     static void columns(const Number *first, const Number *, Part (&parts)[V]) {
-        for (int j = 0; j < V; j++) parts[j] = weight_part(first + j * WIDTH);
+        for (int j = 0; j < V; j++) parts[j] = load(first + j * WIDTH);
     }
+    static void add(Vector &sum, Part row, Part weight) { sum += row * weight; }
 };
 
 #ifdef __AVX512BF16__
@@ -355,7 +351,7 @@ extern "C" void fastgen_few_rows(const float *rows, const float *weight, const f
                                  int64_t row_count, int64_t in_features, int64_t out_features, int32_t is_transposed,
                                  int32_t threads) {
     const bool transposed = is_transposed != 0;
-    multiply_in<Fp32>(threads, {rows, weight, bias, output, row_count, in_features, out_features, transposed});
+    multiply_in<Single<float>>(threads, {rows, weight, bias, output, row_count, in_features, out_features, transposed});
 }
 
 extern "C" void fastgen_few_rows_bf16(const Bf16 *rows, const Bf16 *weight, const Bf16 *bias, Bf16 *output,
@@ -368,5 +364,5 @@ extern "C" void fastgen_few_rows_bf16(const Bf16 *rows, const Bf16 *weight, cons
 #endif
     std::vector<float> widened(row_count * in_features);
     for (int64_t i = 0; i < row_count * in_features; i++) widened[i] = to_float(rows[i]);
-    multiply_in<Widened>(threads, {widened.data(), weight, bias, output, row_count, in_features, out_features, transposed});
+    multiply_in<Single<Bf16>>(threads, {widened.data(), weight, bias, output, row_count, in_features, out_features, transposed});
 }

@@ -148,12 +148,13 @@ def measurements() -> dict[GemmShape, str]:
 
 def stored() -> Iterator[tuple[GemmShape, str]]:
     """The measurements in the file among the ways that there are, without those that cannot be read."""
+    field = _field()
     with suppress(OSError), _opened(os.O_RDONLY) as file:
         for line in os.read(file, MAX_BYTES).splitlines():
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last: many brackets
                 values = json.loads(line)
-                if values[_field()] in ways():
-                    yield GemmShape(**values["product"]), values[_field()]
+                if values[field] in ways():
+                    yield GemmShape(**values["product"]), values[field]
 
 
 def store(shape: GemmShape, way: str) -> None:

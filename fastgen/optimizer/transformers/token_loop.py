@@ -80,17 +80,17 @@ class TokenLoop:
     """Rows that get one token at each step, greedy or drawn.
 
     input_ids: of the rows that are there, `[rows, length]`; going_on: those that have not ended; row_index: which of
-    all rows they are. finished: before rows left, the indices and tokens of those that were there. late_stop:
+    all_rows rows they are. finished: before rows left, the indices and tokens of those that were there. late_stop:
     where the end is read one step late, because the host is not to wait for the device.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, compacts: bool) -> None:
         self.config, self.step, self.compacts = config, step, compacts
-        rows, device = input_ids.shape[0], input_ids.device
-        self.input_ids = input_ids
+        device = input_ids.device
+        self.input_ids, self.all_rows = input_ids, input_ids.shape[0]
         self.pad = None if config._pad_token_tensor is None else config._pad_token_tensor.to(device)
-        self.going_on = torch.ones(rows, dtype=torch.bool, device=device)
-        self.row_index = torch.arange(rows, device=device)
+        self.going_on = torch.ones(self.all_rows, dtype=torch.bool, device=device)
+        self.row_index = torch.arange(self.all_rows, device=device)
         self.finished: list[tuple[Tensor, Tensor]] = []
         self.late_stop = LateStopCheck(device) if step.stops_late else None
         is_cuda = device.type == "cuda"
@@ -106,7 +106,7 @@ class TokenLoop:
                 logits = self.step.logits(self.input_ids)
         if self.pad is None or not self.finished:  # without padding no row ends before the others
             return self.input_ids
-        output = self.pad.repeat(len(self.finished[0][0]), self.input_ids.shape[1])
+        output = self.pad.repeat(self.all_rows, self.input_ids.shape[1])
         for rows, found in [*self.finished, (self.row_index, self.input_ids)]:
             output[rows, : found.shape[1]] = found
         return output
@@ -121,12 +121,11 @@ class TokenLoop:
         else:  # with the operations of the library's loop, and the random numbers of all rows
             probs = functional.softmax(scores, dim=-1)
             live = self.going_on
-            if not self.compacts or (live.all() and not self.finished) or not probs.sum().isfinite():
+            if not self.compacts or int(live.sum()) == self.all_rows or not probs.sum().isfinite():
                 tokens = torch.multinomial(probs, num_samples=1).squeeze(1)  # where probs are not finite, an error
             else:
                 tokens = torch.zeros_like(live, dtype=torch.int64)
-                rows = len(self.finished[0][0]) if self.finished else len(live)
-                tokens[live] = _draw(probs[live], rows, self.row_index[live])
+                tokens[live] = _draw(probs[live], self.all_rows, self.row_index[live])
         if self.pad is not None:
             tokens = torch.where(self.going_on, tokens, self.pad)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)

@@ -27,8 +27,8 @@ from transformers.cache_utils import DynamicCache
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import PREFIX, Reason
-from fastgen.optimizer.transformers import checks, kv_layers, prefixes
-from fastgen.optimizer.transformers.models import latent_attention
+from fastgen.optimizer.transformers import checks, prefixes
+from fastgen.optimizer.transformers.prefill import adopt
 
 Tokens = tuple[int, ...]
 Pair = tuple[Tokens, Tokens]
@@ -168,12 +168,12 @@ class Scorer:
         if length:
             for number, layer in enumerate(prefix.layers):
                 cache.update(layer.keys, layer.values, number)
-            self._adopt(cache, 1, len(batch), rests.shape[1] + longest, is_prefix=True)
+            adopt(self.model, cache, 1, len(batch), rests.shape[1] + longest, self.call, is_prefix=True)
         mask = torch.cat([torch.ones(len(batch), length), mask], dim=1)
         first = self._forward(rests, mask, cache, 1)[:, -1]  # [contexts, vocabulary_size]
         then = torch.empty(len(batch), 0, 0, first.shape[-1])
         if most:
-            self._adopt(cache, len(batch), most, longest)
+            adopt(self.model, cache, len(batch), most, longest, self.call)
             rows = [one for found in behind for one in (*found, *[(0,)] * (most - len(found)))]
             tokens, _ = _padded(rows, left=False)
             mask = torch.cat([mask.repeat_interleave(most, 0), torch.ones(tokens.shape)], dim=1)
@@ -185,12 +185,6 @@ class Scorer:
                     number = behind[row].index(continuation[:-1])
                     scores = torch.cat([scores, then[row, number, : len(continuation) - 1]])
                 yield (context.tokens, continuation), _likelihood(scores, continuation)
-
-    def _adopt(self, cache: Any, inputs: int, rows_per_input: int, limit: int, is_prefix: bool = False) -> None:
-        facts = self.call.facts_of(self.model, checks.KNOWN)
-        is_adopted = kv_layers.adopt(cache, inputs, rows_per_input, limit, self.call, is_prefix)
-        if is_adopted and latent_attention.NAME in facts.code.names:
-            self.call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
 
     # Each context with each of its continuations.
 

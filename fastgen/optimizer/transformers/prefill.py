@@ -175,15 +175,29 @@ def _done_or_reasons(model: checks.HostModel, change: Callable[[], None]) -> lis
     return []
 
 
+def adopt(
+    model: checks.HostModel,
+    cache: Cache,
+    inputs: int,
+    rows_per_input: int,
+    limit: int,
+    call: GenerateCall,
+    is_prefix: bool = False,
+) -> None:
+    """As `kv_layers.adopt`; a model's latents in segments are expanded in parts until the call ends."""
+    if kv_layers.adopt(cache, inputs, rows_per_input, limit, call, is_prefix):  # the library may compile other forwards
+        facts = call.facts_of(model, checks.KNOWN)
+        if latent_attention.NAME in facts.code.names:
+            call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
+
+
 def expand_prefix(
     model: checks.HostModel, cache: Cache, prefix: CommonPrefix, groups: RowGroups, limit: int, call: GenerateCall
 ) -> None:
     """Makes a cache with the prefix one of a row for each group, to which what follows can be added."""
     rest = prefix.columns_behind + (limit if groups.rows_per_input == 1 else 0)
-    facts = call.facts_of(model, checks.KNOWN)
-    is_adopted = len(groups) > 1 and kv_layers.adopt(cache, 1, len(groups), rest, call, is_prefix=True)
-    if is_adopted and latent_attention.NAME in facts.code.names:
-        call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
+    if len(groups) > 1:
+        adopt(model, cache, 1, len(groups), rest, call, is_prefix=True)
     call.report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.kept, prefix.kept)
 
 
@@ -208,17 +222,13 @@ def expand(
     caches = [value for value in outputs.values() if isinstance(value, Cache)]
     if given is not None and not any(given in (cache, *kv_layers.parts(cache)) for cache in caches):
         caches.append(given)
-    is_adopted = False
     for cache in caches:
         if kv_layers.is_static(cache):
             report.add_reasons(KV_CACHE, [STATIC_CACHE])
             continue
         if not groups.are_inputs:
             kv_layers.repeat(cache, groups.of_rows[:: groups.rows_per_input])
-        is_adopted |= kv_layers.adopt(cache, groups.inputs, groups.rows_per_input, limit, call)
-    facts = call.facts_of(model, checks.KNOWN)
-    if is_adopted and latent_attention.NAME in facts.code.names:  # otherwise the library may compile the forward
-        call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
+        adopt(model, cache, groups.inputs, groups.rows_per_input, limit, call)
     if not groups.are_inputs and groups.rows_per_input == 1:
         sizes = ", ".join(map(str, groups.sizes[:8]))
         text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"

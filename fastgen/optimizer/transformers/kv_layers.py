@@ -62,15 +62,19 @@ class KVLayer(DynamicLayer):
         lambda self: self._read("values", 1), lambda self, values: setattr(self.to_dynamic_layer(), "values", values)
     )
 
+    def _must_be_dynamic(self) -> bool:
+        """Whether code of the program may hold, and write into, what stands for the content."""
+        return self.user_code and self.kv.was_materialized(self.index)
+
     def _read(self, name: str, which: int) -> Tensor:
-        if not (self.user_code and self.kv.was_materialized(self.index)):
+        if not self._must_be_dynamic():
             states = self.kv.read(self.index)[which]
             if self.kv.is_static or states.is_contiguous():  # a buffer with spare room is not, and the library's is
                 return states
         return getattr(self.to_dynamic_layer(), name)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
-        if self.user_code and self.kv.was_materialized(self.index):
+        if self._must_be_dynamic():
             return self.to_dynamic_layer().update(key_states, value_states, *args, **kwargs)
         self.kv.append(self.index, key_states, value_states)
         return self.kv.read(self.index)
@@ -90,7 +94,7 @@ class KVLayer(DynamicLayer):
         if beam_idx.device.type == "cpu":  # a decoding method of the caller may move rows from input to input
             inputs = torch.arange(len(beam_idx), dtype=beam_idx.dtype) // self.kv.rows_per_input
             stays = torch.equal(beam_idx // self.kv.rows_per_input, inputs)
-        if stays and not (self.user_code and self.kv.was_materialized(self.index)):
+        if stays and not self._must_be_dynamic():
             self.kv.reorder(beam_idx, self.index)
         else:
             self.to_dynamic_layer().reorder_cache(beam_idx)
@@ -120,8 +124,7 @@ class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
         if self.kv.is_static:
             return super().update(key_states, value_states, *args, **kwargs)
         unseen = self.kv.length(self.index) - (self.sliding_window - 1)
-        must_be_dynamic = self.user_code and self.kv.was_materialized(self.index)
-        if must_be_dynamic or (unseen > 0 and not self.kv.drop(self.index, unseen)):
+        if self._must_be_dynamic() or (unseen > 0 and not self.kv.drop(self.index, unseen)):
             return self.to_dynamic_layer().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length += key_states.shape[-2]
         return super().update(key_states, value_states, *args, **kwargs)

@@ -65,9 +65,7 @@ def beam_search(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
-    processors = logits_processor
-    if processors and type(processors[0]) in no_repeat_ngram.PATCH_NAMES:
-        processors = no_repeat_ngram.writing_processors(processors, generation_config)
+    processors = no_repeat_ngram.writing_processors(logits_processor, generation_config)
     call = current_call()
     if call is None or _reasons(call, self, stopping_criteria, generation_config, synced_gpus, model_kwargs):
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)

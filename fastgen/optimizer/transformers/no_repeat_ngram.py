@@ -42,12 +42,13 @@ def writing_processors(processors: LogitsProcessorList, generation_config: Any) 
 
     So where nobody else holds the scores that the loop gives to it, as far as is tested.
     """
+    if not processors or not _is_patched(processors[0]) or generation_config.output_logits:  # which are returned
+        return processors
     is_library = type(processors) is LogitsProcessorList and comes_with(
         LogitsProcessorList.__call__, LogitsProcessorList
     )
-    if not is_library or PATCH_SET.newer_than_tested("transformers") or generation_config.output_logits:
-        return processors  # the logits are returned
-    return WritingProcessors(processors) if any(map(_is_patched, processors[:1])) else processors
+    is_tested = is_library and not PATCH_SET.newer_than_tested("transformers")
+    return WritingProcessors(processors) if is_tested else processors
 
 
 class WritingProcessors(LogitsProcessorList):

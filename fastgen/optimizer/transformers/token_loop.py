@@ -41,9 +41,7 @@ def sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    processors = logits_processor
-    if processors and type(processors[0]) in no_repeat_ngram.PATCH_NAMES:
-        processors = no_repeat_ngram.writing_processors(processors, generation_config)
+    processors = no_repeat_ngram.writing_processors(logits_processor, generation_config)
     call, captures, compacts, reasons = current_call(), False, False, []
     if streamer is not None:
         reasons.append(Reason("STREAMER", "a streamer is given"))

@@ -67,7 +67,8 @@ class ModelFacts:
 
     compiled, in_training: the names of modules that are compiled or in training mode, "" for the model. training: what
     training mode switches on that makes rows differ. foreign_in_training: a module of a class of the program's own in
-    training mode, which may do anything there. devices: of all weights and buffers.
+    training mode, which may do anything there. devices: of all weights and buffers. coupled: why the rows of a batch
+    have an influence on each other, None if they have none that is known.
     Each with the name of its module: hooks: forward hooks that may care how many rows they see, None for those of all
     modules; foreign_classes: modules of the program's own classes; replaced: what the program has put in the place of
     the library's functions on single modules. What it has put into the library's classes, files and registries:
@@ -75,16 +76,17 @@ class ModelFacts:
     altered: the names of modules that are not only the library's code; None is among them where all are, by torch's
     global hooks or by code in the library's files.
 
-    None until a call has tried: prefix_reasons: why the beginning of a prompt cannot be computed apart from the rest;
-    row_states: why rows cannot be expanded after a prefill.
+    What calls have tried: prefix_reasons: why the beginning of a prompt cannot be computed apart from the rest, by the
+    type of its tokens, None where they have none; row_states: why rows cannot be expanded after a prefill, None before
+    the first one.
     """
 
-    prefix_reasons: list[Reason] | None = None
     row_states: list[Reason] | None = None
 
     def __init__(self, model: nn.Module, known: KnownCode) -> None:
         modules = dict(model.named_modules())
         self.known = known
+        self.prefix_reasons: dict[int | None, list[Reason]] = {}
         self._modules = [(name, ref(module)) for name, module in modules.items()]
         self.keys = known.keys(modules.values())
         self.code, self.fingerprint = _fingerprint(modules.values(), known, self.keys)
@@ -94,6 +96,10 @@ class ModelFacts:
         hooks = [(name, hook) for name, module in modules.items() for hook in _hooks(module)]
         hooks += [(None, hook) for hooks in _HOOKS_OF_ALL for hook in hooks.values()]
         self.hooks = [(name, qualified_name(hook)) for name, hook in hooks if not packages_of(hook) <= known.hooks]
+        scaling = next((name for name, module in modules.items() if _scales_all_rows(module)), None)
+        self.coupled = (
+            None if scaling is None else f"{named(scaling)} scales its input by the largest number of all rows"
+        )
         self.is_sharded = any(type(module).__module__.startswith("torch.distributed.") for module in modules.values())
         tensors = [(*module._parameters.values(), *module._buffers.values()) for module in modules.values()]
         self.devices = {tensor.device for of_module in tensors for tensor in of_module if tensor is not None}
@@ -359,6 +365,12 @@ def _switched_on(name: str, module: nn.Module) -> str:
                 what = f"{read}={value:g}, where rows differ"
                 break
     return what and f"{name or 'the model'} is in training mode with {what}"
+
+
+def _scales_all_rows(module: nn.Module) -> bool:
+    """Whether it is from `torch.ao.quantization.quantize_dynamic`."""
+    kind = type(module).__module__
+    return kind.startswith(("torch.ao.nn.quantized.dynamic.", "torch.ao.nn.intrinsic.quantized.dynamic."))
 
 
 def _is_random(name: str) -> bool:

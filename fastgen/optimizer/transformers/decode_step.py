@@ -192,6 +192,8 @@ class TransformersDecodeStep(DecodeStep):
         if hasattr(self.model, "_reorder_cache"):
             reasons.append(REORDERS_ITSELF)
         reasons = reasons or checks.row_reasons(self.call, self.model)
+        if (text := self.call.facts_of(self.model, self.known).coupled) is not None:
+            reasons = reasons or [Reason("ROWS_COUPLED", text)]
         sizes = {self.rows, self.rows // self.rows_per_input}
         reasons = reasons or checks.row_state_reasons(self.call, self.model, sizes)
         if self.graph is None:

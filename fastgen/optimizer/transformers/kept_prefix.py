@@ -61,25 +61,21 @@ class PrefixReuse:
         """Whether this model's calls are meant; PEFT's models and others call `generate` of one inside."""
         return model is self.model or any(model is module for module in self.model.modules())
 
-    def length_sync(
+    def found_sync(
         self, call: GenerateCall, model: checks.HostModel, columns: dict[str, Tensor], options: dict[str, Any]
-    ) -> int:
-        """How many of these columns of a prefill were kept. Tells the report if the model has changed."""
+    ) -> tuple[int, list[KV]]:
+        """How many of these columns of a prefill were kept, and the keys and values, which a call in another thread may
+        replace. Tells the report if the model has changed."""
         kept = self.kept
         if kept is None or kept.columns.keys() != columns.keys() or kept.options != options:
-            return 0
+            return 0, []
         length = min(_common_length_sync(kept.columns[name], value) for name, value in columns.items())
         if length:
             state = self._state_of(call, model)
             if state is None or state[0] is not kept.state[0] or state[1:] != kept.state[1:]:
                 call.report.add_reasons(PREFIX, [OUTDATED])
                 self.kept, length = None, 0
-        return length
-
-    def fill(self, cache: Cache, length: int) -> None:
-        """Puts a copy of the first `length` columns into an empty cache."""
-        for index, (keys, values) in enumerate(self.kept.layers if self.kept is not None and length else ()):
-            cache.update(keys[:, :, :length], values[:, :, :length], index)
+        return length, kept.layers
 
     def keep(
         self,
@@ -109,13 +105,14 @@ class PrefixReuse:
     def _state_of(self, call: GenerateCall, model: checks.HostModel) -> tuple[Any, ...] | None:
         """All that keys and values depend on beside the prompt, looked up once for each call; None if it is not known
         of the weights."""
-        if self._state is None or self._state[0] is not call:
+        known = self._state
+        if known is None or known[0] is not call:
             facts = call.facts_of(model, checks.KNOWN)
             sums = checksums_sync(facts) if self.check_weights else []
             device = model.device.type
             autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            self._state = call, None if sums is None else (facts, torch_settings(), autocast, sums)
-        return self._state[1]
+            known = self._state = call, None if sums is None else (facts, torch_settings(), autocast, sums)
+        return known[1]
 
 
 def _common_length_sync(kept: Tensor, columns: Tensor) -> int:

@@ -130,7 +130,8 @@ class Scorer:
         return not reasons
 
     def _unsupported_reasons(self, contexts: list[Context]) -> list[Reason]:
-        most = max(len(tokens) + max(map(len, found)) for tokens, found in contexts)
+        # Padding lies between a prefix and the rest of a context: a window has to hold the columns of all rows.
+        most = max(len(tokens) for tokens, _ in contexts) + max(len(one) for _, found in contexts for one in found)
         cache = DynamicCache(config=self.model.config)
         reasons = prefixes.cache_reasons(self.model, cache, most)
         reasons += prefixes.order_reasons(self.model, prefixes.POSITIONS in self.accepted)

@@ -13,7 +13,7 @@ Tests: tests/optimizer/transformers/test_common_prefixes.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.report import PREFIX, Reason
 from fastgen.optimizer.transformers import checks, compat, kv_layers
@@ -30,10 +31,11 @@ from fastgen.optimizer.transformers.models import images
 from fastgen.optimizer.transformers.row_groups import IMAGES
 
 TOKENS, EMBEDS, MASK, POSITIONS = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
+TYPES = "token_type_ids"
 
 # Arguments of a prefill with a value for each column: `[rows, length]`, or `[rows, length, width]`. Of positions there
 # may be one row for all.
-COLUMNS = (TOKENS, EMBEDS, MASK, POSITIONS, "token_type_ids")
+COLUMNS = (TOKENS, EMBEDS, MASK, POSITIONS, TYPES)
 
 # Rotary positions that are scaled by the longest prompt seen.
 _GROWING_ROPE = {"dynamic", "longrope"}
@@ -49,13 +51,15 @@ COLUMN_MODELS = {
 class CommonPrefix:
     """length: columns that all rows have in common; columns_behind: those that follow. order: int64 `[rows, length of
     the prompt]`, the order of the columns that puts the prefix first; None where it is that already, because no row has
-    padding on the left. kept: how many of the first columns an earlier call has kept. head: how many are to be kept for
-    the next one, which are computed by themselves. images: those of the prefix, and those behind it."""
+    padding on the left. kept: how many of the first columns an earlier call has kept; kept_layers: keys and values of
+    as many or more, of each layer. head: how many are to be kept for the next one, which are computed by themselves.
+    images: those of the prefix, and those behind it."""
 
     length: int
     columns_behind: int
     order: Tensor | None
     kept: int = 0
+    kept_layers: Sequence[KV] = ()
     head: int = 0
     images: tuple[dict[str, Any], dict[str, Any]] | None = None
 
@@ -127,18 +131,21 @@ def common_prefix_sync(
     longest, padding = _longest_sync(arguments, model.config)
     if longest < 2:  # one may be the beginning of every text
         return None
+    layers: list[KV] = []
     kept, head = 0, 0
     if reuse is not None:
         asked = longest if reuse.head is None else reuse.head if reuse.head <= longest else 0
         columns = CommonPrefix.after(asked, length, padding).columns(arguments)
-        kept = reuse.length_sync(call, model, columns, options_of(arguments)) if asked > 1 else 0
+        if asked > 1:
+            kept, layers = reuse.found_sync(call, model, columns, options_of(arguments))
         head = asked if reuse.head is not None and gains(rows * asked) else 0
         kept = kept if kept > 1 and gains(rows * kept) and head in (0, kept) else 0
     tokens = (rows - 1) * (longest - max(kept, head))
     common = longest if gains(tokens) else max(kept, head)
     if not common and rows == 1:
         return None
-    prefix = replace(CommonPrefix.after(common or longest, length, padding), kept=kept, head=head)
+    prefix = CommonPrefix.after(common or longest, length, padding)
+    prefix = replace(prefix, kept=kept, kept_layers=layers, head=head)
     if arguments.get(IMAGES):
         tokens_of_prefix = _first_tokens(arguments, prefix.length, padding)
         prefix = replace(prefix, images=images.split_sync(arguments, model.config, tokens_of_prefix))
@@ -159,9 +166,10 @@ def fill_sync(
     arguments: dict[str, Any],
 ) -> None:
     """Puts the prefix into the empty cache among a prefill's arguments, for one row: what was kept, then the rest."""
-    reuse, cache, filled = reuse_of(model), kv_layers.cache_of(arguments), prefix.kept
-    if reuse is not None:
-        reuse.fill(cache, filled)
+    cache: Any = kv_layers.cache_of(arguments)
+    reuse, filled = reuse_of(model), prefix.kept
+    for index, (keys, values) in enumerate(prefix.kept_layers if filled else ()):
+        cache.update(keys[:, :, :filled], values[:, :, :filled], index)
     for part in (replace(prefix, length=prefix.head), prefix) if prefix.head else (prefix,):
         if filled >= part.length:
             continue
@@ -190,39 +198,55 @@ def keep_prompt_sync(
 def model_reasons(
     facts: ModelFacts, forward: Callable[[dict[str, Any]], Any], prefix: CommonPrefix, arguments: dict[str, Any]
 ) -> list[Reason]:
-    """Why this model cannot compute a prefix apart from the rest, tried once: with two tokens, and another second one.
+    """Why this model cannot compute a prefix apart from the rest, tried once for each type that a token has.
 
-    Encoders that serve as decoders cannot, nor can models that see a prompt from both sides. forward: a prefill, which
-    fills the empty cache among the arguments.
+    Encoders that serve as decoders cannot, nor can models that see a prompt, or what has one type, from both sides.
+    forward: a prefill, which fills the empty cache among the arguments.
     """
-    if facts.prefix_reasons is None:
-        names = column_names(arguments)
-        two = replace(prefix, length=2, images=None).of_prefix(arguments)
-        two.pop(IMAGES, None)
-        for name in {TOKENS, *names} & two.keys():
-            two[name] = torch.cat([two[name], two[name]])
-        prompt = two[names[0]]
-        prompt[1, 1] = prompt[1, 1] + 1 if names[0] == EMBEDS else torch.where(prompt[1, 1] > 0, prompt[1, 1] - 1, 1)
-        cache: Any = kv_layers.cache_of(arguments)
-        empty = kv_layers.undo_of(cache)
-        forward(two)
-        facts.prefix_reasons = []
-        if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
-            facts.prefix_reasons.append(Reason("NO_CACHE", "the model fills no cache"))
-        else:
-            first = (states[:, :, 0] for layer in cache.layers for states in (layer.keys, layer.values))
-            if not all(torch.allclose(*rows, atol=1e-5, equal_nan=True) for rows in first):
-                text = "what the model computes for a token depends on those behind it"
-                facts.prefix_reasons.append(Reason("NOT_CAUSAL", text))
-        empty()
-    return facts.prefix_reasons
+    if facts.coupled is not None:
+        return [Reason("ROWS_COUPLED", facts.coupled)]
+    types = arguments.get(TYPES)
+    for kind in [None] if types is None else types.unique().tolist():
+        if kind not in facts.prefix_reasons:
+            facts.prefix_reasons[kind] = _tried(forward, prefix, arguments, kind)
+        if reasons := facts.prefix_reasons[kind]:
+            return reasons
+    return []
+
+
+def _tried(
+    forward: Callable[[dict[str, Any]], Any], prefix: CommonPrefix, arguments: dict[str, Any], kind: int | None
+) -> list[Reason]:
+    """With two tokens of this type, and another second one."""
+    names = column_names(arguments)
+    two = replace(prefix, length=2, images=None).of_prefix(arguments)
+    two.pop(IMAGES, None)
+    for name in {TOKENS, *names} & two.keys():
+        two[name] = torch.cat([two[name], two[name]])
+    if kind is not None:
+        two[TYPES] = torch.full_like(two[TYPES], kind)
+    prompt = two[names[0]]
+    prompt[1, 1] = prompt[1, 1] + 1 if names[0] == EMBEDS else torch.where(prompt[1, 1] > 0, prompt[1, 1] - 1, 1)
+    cache: Any = kv_layers.cache_of(arguments)
+    empty = kv_layers.undo_of(cache)
+    forward(two)
+    reasons = []
+    if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
+        reasons.append(Reason("NO_CACHE", "the model fills no cache"))
+    else:
+        first = (states[:, :, 0] for layer in cache.layers for states in (layer.keys, layer.values))
+        if not all(torch.allclose(*rows, atol=1e-5, equal_nan=True) for rows in first):
+            reasons.append(Reason("NOT_CAUSAL", "what the model computes for a token depends on those behind it"))
+    empty()
+    return reasons
 
 
 def unsupported_reasons(
     model: checks.HostModel, arguments: dict[str, Any], generation_config: Any, prefix: CommonPrefix
 ) -> list[Reason]:
     """Why this prefix cannot be computed apart from what follows; empty if it can."""
-    reasons = cache_reasons(model, kv_layers.cache_of(arguments), generation_config.max_length or 0)
+    generated = (generation_config.max_length or 0) - arguments[TOKENS].shape[1]  # max_length counts no embeddings
+    reasons = cache_reasons(model, kv_layers.cache_of(arguments), _prompt(arguments).shape[1] + generated)
     if generation_config.prefill_chunk_size is not None:
         reasons.append(Reason("CHUNKED_PREFILL", "prefill_chunk_size is set"))
     for name in ("output_attentions", "output_hidden_states"):
@@ -255,7 +279,8 @@ def cache_reasons(model: checks.HostModel, cache: Cache | None, most: int) -> li
         reasons.append(Reason("CACHE_TYPE", "there is no DynamicCache"))
     else:
         reasons += kv_layers.layer_reasons(cache, most)
-    ropes = getattr(model.config, "rope_parameters", None)  # of all layers, or for each type of layer
+    text: Any = model.config.get_text_config(decoder=True)
+    ropes = getattr(text, "rope_parameters", None)  # of all layers, or for each type of layer
     ropes = [ropes, *ropes.values()] if isinstance(ropes, dict) else []
     kinds = {str(one.get("rope_type")) for one in ropes if isinstance(one, dict)}
     if growing := _GROWING_ROPE & kinds:

@@ -16,7 +16,7 @@ from fastgen.cli.transformers import tasks
 from fastgen.cli.transformers.batching import LEAST_HEAD, Item, Limits, Planner, common_head
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.files import Line
-from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
+from fastgen.optimizer.transformers import prefixes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "share_always")
 
@@ -35,13 +35,13 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens of each call were kept."""
     lengths: list[int] = []
-    real = PrefixReuse.fill
+    real = prefixes.fill_sync
 
-    def fill(self: PrefixReuse, cache: Any, length: int) -> None:
-        lengths.append(length)
-        real(self, cache, length)
+    def fill(call: Any, model: Any, forward: Any, prefix: prefixes.CommonPrefix, arguments: dict[str, Any]) -> None:
+        lengths.append(prefix.kept)
+        real(call, model, forward, prefix, arguments)
 
-    monkeypatch.setattr(PrefixReuse, "fill", fill)
+    monkeypatch.setattr(prefixes, "fill_sync", fill)
     return lengths
 
 

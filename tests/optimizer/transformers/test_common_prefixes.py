@@ -160,6 +160,12 @@ def test_an_encoder_that_decodes_sees_what_follows():
     assert report.prefix_length == 0 and report.codes(PREFIX) == {"NOT_CAUSAL"}
 
 
+def test_a_model_whose_products_scale_all_rows_alike_is_left_alone():
+    model = torch.ao.quantization.quantize_dynamic(tiny("llama"), {torch.nn.Linear})
+    report = compared(model, prompts(12, 10, 9), max_new_tokens=4, do_sample=False, **TOKENS_ONLY).report
+    assert report.prefix_length == 0 and report.codes(PREFIX) == {"ROWS_COUPLED"}
+
+
 def test_a_model_is_tried_again_after_its_configuration_has_changed():
     model = tiny_encoder("bert")
     for _ in range(2):
@@ -180,6 +186,13 @@ def test_windows_that_a_prefix_leaves_are_the_librarys():
     options = {"max_new_tokens": 6, "do_sample": False, **TOKENS_ONLY}
     assert compared(near, inputs, **options).report.codes(PREFIX) == {"SLIDING_WINDOW"}
     assert compared(far, inputs, **options).report.prefix_length == 9
+
+
+def test_embeddings_count_as_columns_that_a_window_may_leave():
+    model, inputs = tiny("mistral", sliding_window=14), prompts(12, 8, 10)
+    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    options = {"max_new_tokens": 8, "do_sample": False, **TOKENS_ONLY}
+    assert compared(model, inputs, **options).report.codes(PREFIX) == {"SLIDING_WINDOW"}
 
 
 @pytest.mark.parametrize("kind", ("dynamic", "longrope"))

@@ -167,6 +167,14 @@ def test_a_processor_of_the_program_keeps_all_rows(num_beams):
     assert report.codes(COMPACTION) == {"PROCESSOR_BY_ROW"} and "ByPlace" in str(report)
 
 
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_model_whose_products_scale_all_rows_alike_keeps_them(num_beams):
+    model = torch.ao.quantization.quantize_dynamic(tiny("llama"), {torch.nn.Linear})
+    stock, fast, report = run_both(lambda: model.generate(token_ids(6, 9), **ENDS, num_beams=num_beams))
+    assert torch.equal(stock, fast) and LEFT not in report.shared
+    assert report.codes(COMPACTION) == {"ROWS_COUPLED"}
+
+
 def test_repeated_rows_of_a_caller_leave_together():
     model = tiny("llama")
     input_ids = token_ids(4, 5).repeat_interleave(3, dim=0)

@@ -304,6 +304,21 @@ def test_what_is_returned_may_be_written_into(llama):
         assert compared(llama, prompts(5, seed=2), **SHORT).report.prefix_tokens_kept == 9
 
 
+def test_a_call_in_another_thread_may_keep_another_prefix_meanwhile(llama):
+    """The context of a thread may be copied to others, as `asyncio.to_thread` does."""
+    real = PrefixReuse.found_sync
+
+    def found_sync(self: PrefixReuse, *args: Any) -> Any:
+        found = real(self, *args)
+        self.kept = self._state = None
+        return found
+
+    with fastgen.reusing_prefix(llama):
+        compared(llama, prompts(5), **SHORT)
+        with mock.patch.object(PrefixReuse, "found_sync", found_sync):
+            assert compared(llama, prompts(5, seed=1), **SHORT).report.prefix_tokens_kept == 9
+
+
 def test_windows_that_the_positions_leave_are_the_librarys():
     model = tiny("mistral", sliding_window=8)
     with fastgen.reusing_prefix(model):

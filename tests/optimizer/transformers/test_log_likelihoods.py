@@ -106,6 +106,13 @@ def test_equal_pairs_and_different_numbers_of_continuations():
     assert found[0] == found[3] and fastgen.explain().inputs == 3 and fastgen.explain().rows == 5
 
 
+def test_a_window_holds_the_padding_between_a_prefix_and_the_rest_of_a_context():
+    model = tiny("mistral", sliding_window=20)
+    contexts, continuations = [[5, 6, 7, *range(20, 32)], [5, 6, 7, 8]], [[40], [*range(50, 60)]]  # 16 tokens at most
+    assert_equal(fastgen.log_likelihoods(model, contexts, continuations), one_by_one(model, contexts, continuations))
+    assert fastgen.explain().codes(PREFIX) == {"SLIDING_WINDOW"}
+
+
 def test_a_prefix_is_computed_once_for_all_batches(monkeypatch):
     model, seen = tiny("llama"), []
     real = log_likelihoods.Scorer._forward

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,29 +34,31 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+import fastgen
 from fastgen.optimizer.decoding.report import PREFIX, Report
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
 IMAGE, VIDEO, BEGIN, END = 95, 96, 97, 98
+TOKENS_ONLY = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 99}
 VISION = SiglipVisionConfig(**SIZES, image_size=16, patch_size=8)
 
 
-def llava() -> nn.Module:
+def llava(**options: Any) -> nn.Module:
     config = LlavaConfig(
         vision_config=VISION,
-        text_config=LlamaConfig(**TEXT),
+        text_config=LlamaConfig(**TEXT, **options),
         image_token_index=IMAGE,
         vision_feature_select_strategy="full",
     )
     return LlavaForConditionalGeneration(config)
 
 
-def gemma3() -> nn.Module:
+def gemma3(window: int = 6) -> nn.Module:
     layers = ["sliding_attention", "full_attention"]
-    text = Gemma3TextConfig(**TEXT, num_key_value_heads=2, head_dim=8, sliding_window=6, layer_types=layers)
+    text = Gemma3TextConfig(**TEXT, num_key_value_heads=2, head_dim=8, sliding_window=window, layer_types=layers)
     ids = {"image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": END}
     return Gemma3ForConditionalGeneration(
         Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4, **ids)
@@ -240,8 +245,7 @@ def alike(inputs: dict[str, torch.Tensor], prefix: int, differ: bool = True) -> 
 
 
 def prefix_report(make: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], arguments: dict) -> Report:
-    tokens_only = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}
-    return assert_same(ready(make), inputs, **arguments, **tokens_only)
+    return assert_same(ready(make), inputs, **arguments, **TOKENS_ONLY)
 
 
 @BOTH
@@ -298,6 +302,31 @@ def test_types_of_tokens_beside_images_leave_the_prefix_to_the_library(arguments
     inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
     report = prefix_report(gemma3, inputs, arguments)
     assert report.prefix_length == 0 and "IMAGES" in report.codes(PREFIX)
+
+
+@pytest.mark.parametrize("order", (1, -1))
+def test_a_prefix_of_tokens_whose_type_sees_what_follows_is_the_librarys(order):
+    """Gemma 3 lets neighbours of type 1 see each other."""
+    model, options = ready(partial(gemma3, window=60)), TOKENS_ONLY | {"max_new_tokens": 5, "do_sample": False}
+    inputs = alike(text(14, 14, 14), 8)
+    causal = torch.zeros_like(inputs["input_ids"])
+    mixed = causal.clone()
+    mixed[:, 5:11] = 1
+    for types in (causal, mixed)[::order]:
+        report = assert_same(model, inputs | {"token_type_ids": types}, **options)
+        assert report.prefix_length == (8 if types is causal else 0)
+        assert types is causal or report.codes(PREFIX) == {"NOT_CAUSAL"}
+
+
+def test_positions_of_a_text_model_that_depend_on_the_length_of_the_prompt_are_the_librarys():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = ready(partial(llava, rope_parameters=rope, max_position_embeddings=8))
+    unused = copy.deepcopy(model)  # it remembers the longest prompt
+    inputs, options = alike(text(14, 14, 14), 6), {"max_new_tokens": 5, "do_sample": False}
+    with fastgen.disabled():
+        expected = unused.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    assert fastgen.explain().prefix_length == 0 and fastgen.explain().codes(PREFIX) == {"POSITIONS"}
 
 
 @BOTH

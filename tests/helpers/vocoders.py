@@ -137,8 +137,7 @@ CLASSES = tuple(_BUILDERS)
 def onednn(is_used: bool = True) -> Iterator[None]:
     """oneDNN for any number of frames and all layers, or for none."""
     least = 0 if is_used else sys.maxsize
-    frames = mock.patch.multiple(op, MIN_FRAMES=least, MIN_CODEC_FRAMES=least)
-    with frames, mock.patch.object(op, "MIN_INPUT", 0):
+    with mock.patch.multiple(op, MIN_FRAMES=least, MIN_INPUT=0):
         yield
 
 

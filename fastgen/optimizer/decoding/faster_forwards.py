@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from fastgen.ops import cpu_linear
 from fastgen.ops.tracing import is_watched
-from fastgen.provenance import comes_with
+from fastgen.provenance import packages_of
 
 _LOCK = threading.Lock()
 
@@ -63,7 +63,7 @@ def faster_forwards(
     models: the modules of each model. A forward that the program has put on a module stays.
     """
     usages.append(Counter())
-    forwards = {kind: faster for kind, faster in forwards.items() if comes_with(kind.forward, kind)}
+    forwards = {kind: faster for kind, faster in forwards.items() if packages_of(kind.forward) == packages_of(kind)}
     put_on = []
     with _LOCK:
         for module in itertools.chain(*models.values()):
@@ -135,7 +135,7 @@ class ModuleForward:
     blas_shapes: set[torch.Size] = field(default_factory=set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and (call := _call.get()) and len(args) == 1 and not kwargs:
+        if not torch.compiler.is_compiling() and (call := _call.get()) and len(args) == 1 and _are_none(kwargs):
             rows = args[0]
             if not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes:
                 output = self.faster(self, rows, call)
@@ -151,6 +151,10 @@ class ModuleForward:
         """The module's `__getstate__`: copies and pickles of it have neither this forward nor this method."""
         attributes = vars(self.module).items()
         return {name: value for name, value in attributes if value is not self and name != "__getstate__"}
+
+
+def _are_none(kwargs: dict[str, Any]) -> bool:
+    return not kwargs or all(value is None for value in kwargs.values())
 
 
 # Given the forward of a module, its input and the call: what it returns, or None to leave it to the library.

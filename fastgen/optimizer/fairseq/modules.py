@@ -17,10 +17,10 @@ tests/optimizer/fairseq/test_fairseq_ngrams.py, tests/optimizer/vocoder/test_fai
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from fairseq.models.text_to_speech.hifigan import LRELU_SLOPE
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 from torch.nn import functional
@@ -34,7 +34,7 @@ from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.report import NGRAMS, Reason, with_code
 from fastgen.optimizer.fairseq.checks import KNOWN, computes_whole
 from fastgen.optimizer.fairseq.decode_step import FILLED, DecodingState
-from fastgen.optimizer.vocoder import faster_waveform
+from fastgen.optimizer.vocoder import CONVOLUTIONS, faster_waveform
 
 
 def multihead_attention(
@@ -245,9 +245,7 @@ def _ngram_reasons(blocker: Any, tokens: Tensor, lprobs: Tensor, rows: int, step
 
 def vocode(original: Callable, self: Any, x: Tensor) -> Tensor:
     """Of a HiFi-GAN generator: states `[batch, channels, frames]` become a waveform `[batch, 1, samples]`."""
-    upsamplings = self.ups[: self.num_upsamples]
-    found = faster_waveform(self, KNOWN, x, lambda layers: layers.hifi_gan(self, upsamplings, LRELU_SLOPE))
-    return original(self, x) if found is None else found
+    return faster_waveform(partial(original, self, x), self, x, CONVOLUTIONS)
 
 
 def vocode_without_gradients(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:

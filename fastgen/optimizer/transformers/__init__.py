@@ -58,7 +58,12 @@ _ALONE = (
         f"FastSpeech2Conformer{_SPECTROGRAM}",
         "vocoders:vocode_spectrogram",
     ),
-    ("vits_vocoder", "vits", "VitsHifiGan.forward(self, spectrogram, global_conditioning)", "vocoders:decode_latents"),
+    (
+        "vits_vocoder",
+        "vits",
+        "VitsHifiGan.forward(self, spectrogram, global_conditioning)",
+        "vocoders:vocode_spectrogram",
+    ),
     ("encodec_decoder", "encodec", "EncodecDecoder.forward(self, hidden_states)", "vocoders:decode_codes"),
     ("mimi_decoder", "mimi", "MimiDecoder.forward(self, hidden_states)", "vocoders:decode_codes"),
 )

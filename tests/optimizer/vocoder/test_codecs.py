@@ -12,17 +12,19 @@ from torch.nn.utils import parametrizations, parametrize
 from vocoders import ONEDNN, make_loud, onednn
 
 import fastgen
+from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer import vocoder as op
+from fastgen.optimizer.decoding import verify
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not op.has_onednn(), reason="no oneDNN"),
+    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN"),
 ]
 
-FRAMES = op.MIN_CODEC_FRAMES
+FRAMES = op.MIN_FRAMES
 SHAPE = {"num_filters": 4, "upsampling_ratios": [3, 2], "codebook_size": 16}
 
 
@@ -242,3 +244,18 @@ def test_errors_of_codecs_are_those_of_the_library():
                 decoder(wrong)
             errors.append(str(caught.value))
         assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypatch, is_right):
+    from fastgen.optimizer.transformers.models import vocoders as host
+
+    failed, real = [], host.faster_waveform
+    monkeypatch.setattr(verify, "_verified", set())
+    monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda name: True)
+    monkeypatch.setattr(PATCH_SET, "fail", lambda group, reason: failed.append(group))
+    monkeypatch.setattr(host, "faster_waveform", lambda *given: real(*given) + (0 if is_right else 0.01))
+    found, expected, _ = decoded(decoder_of(encodec()), states_of())
+    assert torch.equal(found, expected)
+    assert failed == ([] if is_right else ["transformers.encodec_decoder"])
+    assert len(verify._verified) == is_right

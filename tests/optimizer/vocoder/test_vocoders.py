@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -21,15 +22,13 @@ from vocoders import (
 )
 
 import fastgen
-from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer import vocoder as op
-from fastgen.optimizer.decoding import verify
 from fastgen.optimizer.decoding.report import VOCODER
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 TRANSFORMERS = [name for name in CLASSES if "fairseq" not in name]
-needs_onednn = pytest.mark.skipif(not op.has_onednn(), reason="no oneDNN")
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
 
 
 def vocoder_of(name):
@@ -170,9 +169,8 @@ def test_what_is_left_to_the_library_has_a_reason():
         assert waveforms(vocoder, *inputs)[2].kernels[ONEDNN] == 1
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert "autocast" in left_alone(vocoder, *inputs)
-        handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
-        assert "no layer is known" in left_alone(vocoder, *inputs)
-        handle.remove()
+        with mock.patch.object(nn.functional, "conv1d", lambda *args: torch.conv1d(*args)):
+            assert "no layer is known" in left_alone(vocoder, *inputs)
         assert waveforms(vocoder, *inputs)[2].kernels[ONEDNN] == 1
     with onednn(False):
         assert "too few to gain" in left_alone(vocoder, *inputs)
@@ -203,16 +201,35 @@ def test_hooks_are_called_and_see_the_states_of_the_library():
 
 
 @needs_onednn
-@pytest.mark.parametrize("place", ["layer", "block", "class"])
+def test_hooks_of_all_modules_are_called_as_often_as_in_the_library():
+    vocoder, seen = vocoder_of("SeamlessM4THifiGan"), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *args: seen.append(module))
+    with onednn():
+        found, expected, report = waveforms(vocoder, *vocoder.inputs(1, 5))
+    handle.remove()
+    assert report.kernels[ONEDNN] == 1
+    assert_same(found, expected)
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+@needs_onednn
+@pytest.mark.parametrize("place", ["layer", "block", "class", "method of a layer", "method of all layers"])
 def test_forwards_of_the_program_are_called(place, monkeypatch):
     vocoder = vocoder_of("SeamlessM4THifiGan")
     inputs = vocoder.inputs(1, 5)
     block = vocoder.generator.resblocks[0]
-    owner = {"layer": block.convs1[0], "block": block, "class": type(block)}[place]
-    forward = owner.forward
+    owner = {
+        "layer": block.convs1[0],
+        "block": block,
+        "class": type(block),
+        "method of a layer": block.convs1[0],
+        "method of all layers": nn.Conv1d,
+    }[place]
+    name = "_conv_forward" if place.startswith("method") else "forward"
+    forward = getattr(owner, name)
     with onednn():
         before = waveforms(vocoder, *inputs)[0]
-        monkeypatch.setattr(owner, "forward", lambda *args: forward(*args) * 1.5)
+        monkeypatch.setattr(owner, name, lambda *args: forward(*args) * 1.5)
         found, expected, _ = waveforms(vocoder, *inputs)
     assert_same(found, expected)
     assert (found - before).abs().max() > 1e-3
@@ -307,23 +324,6 @@ def test_short_inputs_are_left_to_the_library(frames):
     found, expected, report = waveforms(vocoder, *vocoder.inputs(1, frames))
     assert_same(found, expected)
     assert report.kernels[ONEDNN] == (frames == op.MIN_FRAMES)
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypatch, is_right):
-    from fastgen.optimizer.transformers.models import vocoders as host
-
-    failed, real = [], host.faster_waveform
-    monkeypatch.setattr(verify, "_verified", set())
-    monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda name: True)
-    monkeypatch.setattr(PATCH_SET, "fail", lambda group, reason: failed.append(group))
-    monkeypatch.setattr(host, "faster_waveform", lambda *given: real(*given) + (0 if is_right else 0.01))
-    vocoder = vocoder_of("SeamlessM4THifiGan")
-    with onednn():
-        found, expected, _ = waveforms(vocoder, *vocoder.inputs(1, 5))
-    assert torch.equal(found, expected)
-    assert failed == ([] if is_right else ["transformers.seamless_vocoder"])
-    assert len(verify._verified) == is_right
 
 
 def test_vocoders_are_compiled_in_one_graph():

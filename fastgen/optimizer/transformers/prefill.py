@@ -58,8 +58,7 @@ def prefill(
     if not each_alone and not reasons:
         given = row_groups.one_per_group(arguments, groups)
         if arguments.get(row_groups.IMAGES) is not None:
-            reasons = images.unsupported_reasons_sync(arguments, self.config, groups)
-            given = given if reasons else images.with_one_row_per_group(given, groups)
+            given[row_groups.IMAGES], reasons = images.of_first_rows_sync(arguments, self.config, groups)
     if (each_alone or not reasons) and not self.config.is_encoder_decoder:
         prefix = prefixes.common_prefix_sync(call, self, given, generation_config)
     if each_alone and prefix is not None:

@@ -253,7 +253,7 @@ def unsupported_reasons(
         if arguments.get(name) or getattr(model.config, name, False):
             reasons.append(Reason("OUTPUTS", f"{name} is set, which are those of all columns"))
             break
-    if prefix.images is not None and images.features_of_rows_sync(arguments, model.config) is None:
+    if prefix.images is not None and not images.can_split_sync(arguments, model.config):
         reasons.append(Reason("IMAGES", "the features of images are not known to be those of the prompt's columns"))
     known = (type(None), bool, int, float, str)
     foreign = [name for name, value in options_of(arguments).items() if name != IMAGES and not isinstance(value, known)]

@@ -39,24 +39,6 @@ def going_on(ended: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
     return active, rank.ge(2 * candidates)
 
 
-def force_tokens(log_probs: Tensor, tokens: Tensor, pad: int) -> Tensor:
-    """Leaves each row the token that it must take, where it must take one; in place.
-
-    log_probs `[rows, vocabulary]`; tokens `[rows]`, `pad` where the row is free.
-    """
-    kept = log_probs.gather(1, tokens.unsqueeze(1))
-    log_probs.masked_fill_(tokens.ne(pad).unsqueeze(1), -torch.inf)
-    return log_probs.scatter_(1, tokens.unsqueeze(1), kept)
-
-
-def sum_in_order(values: Tensor) -> Tensor:
-    """Sums up to each of the columns of `[rows, columns]`, each rounded, as a search adds them up step by step."""
-    columns = list(values.unbind(1))
-    for index in range(1, len(columns)):
-        columns[index] = columns[index - 1] + columns[index]
-    return torch.stack(columns, dim=1)
-
-
 class StepHistory:
     """Values `[rows, width]` of up to `steps` steps, for at most `rows` rows, which change places.
 

@@ -15,12 +15,17 @@ from typing import Any, Protocol, TypeVar
 
 import numpy
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from fastgen.optimizer.decoding.call import last_report
 from fastgen.optimizer.decoding.report import Report
 from fastgen.patching import disabled
 
 T = TypeVar("T")
+
+# In place of a token where the other sequences are longer.
+ABSENT = -1
 
 # The keys of what was compared and did not differ.
 _verified: set[object] = set()
@@ -53,6 +58,21 @@ class Difference:
         if self.gap is None:
             return self.text
         return f"{self.text}: score {self.ours:.6g} instead of {self.theirs:.6g}, gap {self.gap:.2g}"
+
+
+def first_token_difference(ours: Tensor, theirs: Tensor, start: int) -> Difference | None:
+    """Between tokens `[rows, length]` that are generated from column `start` on, the earliest step first."""
+    if ours.shape[0] != theirs.shape[0]:
+        return Difference(f"{ours.shape[0]} rows instead of {theirs.shape[0]}")
+    length = max(ours.shape[1], theirs.shape[1])
+    ours, theirs = (functional.pad(tokens, (0, length - tokens.shape[1]), value=ABSENT) for tokens in (ours, theirs))
+    different = (ours != theirs).nonzero()  # [differences, 2]
+    if not len(different):
+        return None
+    row, column = different[different[:, 1].argmin()].tolist()
+    tokens = ["the end" if token == ABSENT else f"token {token}" for token in (ours[row, column], theirs[row, column])]
+    text = f"step {column - start} of row {row} gives {tokens[0]} instead of {tokens[1]}"
+    return Difference(text, column - start, row)
 
 
 def is_verified(key: object) -> bool:

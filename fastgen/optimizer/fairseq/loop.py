@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from fairseq.search import BeamSearch, Sampling
-from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
 from fastgen.optimizer.decoding import loop_state
 from fastgen.optimizer.decoding.loop_state import StepHistory
 from fastgen.optimizer.fairseq.checks import HostGenerator, computes_prompt_at_once
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
-from fastgen.provenance import comes_with
 
 # Log-probabilities of all words are needed at all positions of the prompt, but not at once.
 MAX_ELEMENTS = 1 << 25
@@ -148,7 +147,8 @@ class Loop:
             return 0
         self.tokens[:, 1 : prompt.length + 1] = prompt.tokens.repeat_interleave(self.num_beams, dim=0)
         self.scores[:, : prompt.length] = -torch.inf
-        self.scores[:: self.num_beams, : prompt.length] = loop_state.sum_in_order(prompt.forced)  # one beam is left
+        sums = [*accumulate(prompt.forced.unbind(1))]  # each rounded, as a search adds them up step by step
+        self.scores[:: self.num_beams, : prompt.length] = torch.stack(sums, dim=1)  # one beam is left
         return prompt.length
 
     def propose(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,20 +195,14 @@ class Loop:
             log_probs[:, : generator.eos] = -torch.inf
             log_probs[:, generator.eos + 1 :] = -torch.inf
         elif self.prefixes is not None and step < self.prefixes.shape[1]:
-            return self.force_prefix(step, log_probs, self.prefixes)
+            log_probs, self.tokens, self.scores = generator._prefix_tokens(
+                step, log_probs, self.scores, self.tokens, self.prefixes, self.num_beams
+            )
+            return log_probs
         if step < generator.min_len:
             log_probs[:, generator.eos] = -torch.inf
         if self.suppressed is not None:
             log_probs.index_fill_(1, self.suppressed, -torch.inf)
-        return log_probs
-
-    def force_prefix(self, step: int, log_probs: Tensor, prefixes: Tensor) -> Tensor:
-        if comes_with(self.generator._prefix_tokens, SequenceGenerator):
-            tokens = prefixes[:, step].repeat_interleave(self.num_beams)
-            return loop_state.force_tokens(log_probs, tokens, self.generator.pad)
-        log_probs, self.tokens, self.scores = self.generator._prefix_tokens(
-            step, log_probs, self.scores, self.tokens, prefixes, self.num_beams
-        )
         return log_probs
 
     def collect(self, step: int, scores: Tensor, beams: Tensor, ended: Tensor) -> list[int]:

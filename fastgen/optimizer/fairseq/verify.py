@@ -4,10 +4,13 @@ Tests: tests/optimizer/test_verify.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-from fastgen.optimizer.decoding.verify import Difference
+from torch.nn.utils.rnn import pad_sequence
+
+from fastgen.optimizer.decoding.verify import ABSENT, Difference, first_token_difference
 from fastgen.optimizer.fairseq.checks import HostGenerator
 
 # How far scores of one hypothesis may lie apart.
@@ -30,23 +33,18 @@ class FairseqCall:
         return sum(map(len, output))
 
     def difference(self, ours: list[list[dict[str, Any]]], theirs: list[list[dict[str, Any]]]) -> Difference | None:
-        """Of the hypothesis that differs at the earliest step; the scores are those of the whole hypotheses."""
+        """Of tokens first; the scores are those of the whole hypotheses."""
         if list(map(len, ours)) != list(map(len, theirs)):
             return Difference(f"{list(map(len, ours))} hypotheses instead of {list(map(len, theirs))}")
-        pairs = [pair for found, expected in zip(ours, theirs) for pair in zip(found, expected)]
-        found = (_first_difference(row, *pair) for row, pair in enumerate(pairs))
-        return min((one for one in found if one is not None), key=lambda one: (one.step, one.row), default=None)
-
-
-def _first_difference(row: int, ours: dict[str, Any], theirs: dict[str, Any]) -> Difference | None:
-    scores = float(ours["score"]), float(theirs["score"])
-    tokens = ours["tokens"].tolist(), theirs["tokens"].tolist()
-    if tokens[0] == tokens[1]:
-        steps = (ours["positional_scores"] - theirs["positional_scores"]).abs() > TOLERANCE
-        if not steps.any():
-            return None
-        step = int(steps.nonzero()[0])
-        return Difference(f"step {step} of row {row} gives other scores", step, row, *scores)
-    step = next((i for i, pair in enumerate(zip(*tokens)) if pair[0] != pair[1]), min(map(len, tokens)))
-    names = [f"token {one[step]}" if step < len(one) else "the end" for one in tokens]
-    return Difference(f"step {step} of row {row} gives {names[0]} instead of {names[1]}", step, row, *scores)
+        rows = [list(chain.from_iterable(hypotheses)) for hypotheses in (ours, theirs)]
+        tokens = [pad_sequence([row["tokens"] for row in each], True, ABSENT) for each in rows]
+        found = first_token_difference(tokens[0], tokens[1], 0)
+        if found is None:
+            by_step = [pad_sequence([row["positional_scores"] for row in each], True) for each in rows]
+            steps = ((by_step[0] - by_step[1]).abs() > TOLERANCE).t().nonzero()  # the earliest step first
+            if not len(steps):
+                return None
+            step, row = steps[0].tolist()
+            found = Difference(f"step {step} of row {row} gives other scores", step, row)
+        scores = [float(each[found.row or 0]["score"]) for each in rows]
+        return replace(found, ours=scores[0], theirs=scores[1])

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -37,7 +36,15 @@ from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.report import Reason, with_code
-from fastgen.optimizer.decoding.verify import Difference, NotComparable, is_verified, random_states, verify_once
+from fastgen.optimizer.decoding.verify import (
+    ABSENT,
+    Difference,
+    NotComparable,
+    first_token_difference,
+    is_verified,
+    random_states,
+    verify_once,
+)
 from fastgen.optimizer.transformers import checks
 from fastgen.optimizer.transformers.checks import HostModel, is_known_class, is_tested
 from fastgen.patching import disabled, warn
@@ -47,9 +54,6 @@ STEPS = 4
 # A model that differs more often than this between calls is not compared any more.
 MOST = 8
 GROUP = "transformers.shared_caches"
-
-# In place of a token where the other sequences are longer.
-ABSENT = -1
 
 # Settings of how tokens are chosen: the scores of a sequence that is there already are those of a greedy call.
 _CHOICE = ("num_beams", "num_return_sequences", "do_sample", "early_stopping", "length_penalty", "streamer")
@@ -184,21 +188,6 @@ def first_difference(found: Any, expected: Any, model: HostModel) -> Difference 
             return Difference(text, step, row, ours[row, token].item(), theirs[row, token].item())
     start = found.sequences.shape[1] - len(found.logits)
     return None if is_half else first_token_difference(found.sequences, expected.sequences, start)
-
-
-def first_token_difference(ours: Tensor, theirs: Tensor, start: int) -> Difference | None:
-    """Between tokens `[rows, length]` that are generated from column `start` on, the earliest step first."""
-    if ours.shape[0] != theirs.shape[0]:
-        return Difference(f"{ours.shape[0]} rows instead of {theirs.shape[0]}")
-    length = max(ours.shape[1], theirs.shape[1])
-    ours, theirs = (functional.pad(tokens, (0, length - tokens.shape[1]), value=ABSENT) for tokens in (ours, theirs))
-    different = (ours != theirs).nonzero()  # [differences, 2]
-    if not len(different):
-        return None
-    row, column = different[different[:, 1].argmin()].tolist()
-    tokens = ["the end" if token == ABSENT else f"token {token}" for token in (ours[row, column], theirs[row, column])]
-    text = f"step {column - start} of row {row} gives {tokens[0]} instead of {tokens[1]}"
-    return Difference(text, column - start, row)
 
 
 class _StopAfter(StoppingCriteria):

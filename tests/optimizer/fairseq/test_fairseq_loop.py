@@ -42,24 +42,6 @@ def test_places_for_which_nothing_is_left_are_ignored():
     assert active[0, 0] == 0 and ignored.tolist() == [[False, True, True]]
 
 
-def test_forced_tokens_keep_their_own_log_probability():
-    log_probs = torch.randn(3, 5).log_softmax(-1)
-    before = log_probs.clone()
-    forced = loop_state.force_tokens(log_probs, torch.tensor([4, 1, 0]), pad=1)
-    assert torch.equal(forced[1], before[1])
-    for row, token in ((0, 4), (2, 0)):
-        assert forced[row, token] == before[row, token]
-        assert forced[row].isinf().sum() == 4
-
-
-def test_sums_are_rounded_as_a_search_rounds_them():
-    values = torch.full((2, 3000), 0.1)
-    expected = values[:, 0]
-    for column in range(1, 3000):
-        expected = expected + values[:, column]
-    assert torch.equal(loop_state.sum_in_order(values)[:, -1], expected)
-
-
 def test_a_sentence_collects_no_more_hypotheses_than_beams():
     """In the last step all beams end, whatever has ended before."""
     ends, read_flags = [], loop._flags_sync

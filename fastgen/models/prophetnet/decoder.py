@@ -15,7 +15,8 @@ from fairseq.modules import FairseqDropout, LayerNorm, LearnedPositionalEmbeddin
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastgen.models.prophetnet.attention import NgramMultiheadAttention, Streams, make_streams
+from fastgen.models.predict_streams import Streams, make_streams
+from fastgen.models.prophetnet.attention import NgramMultiheadAttention
 
 
 class NgramTransformerDecoderLayer(nn.Module):

@@ -17,6 +17,7 @@ from models.prophetnet.tiny import WORDS, dictionary, prophetnet, tokens  # noqa
 from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
 
 import fastgen  # noqa: E402
+from fastgen.models.predict_streams import bucket_of, make_streams  # noqa: E402
 from fastgen.models.prophetnet import (  # noqa: E402
     BertDictionary,
     NgramLanguageLoss,
@@ -24,7 +25,6 @@ from fastgen.models.prophetnet import (  # noqa: E402
     to_fairseq,
     to_transformers,
 )
-from fastgen.models.prophetnet.attention import bucket_of, make_streams  # noqa: E402
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ def test_the_library_mixes_positions_up_without_its_cache():
 
 
 def test_buckets_are_computed_once_per_step():
-    with mock.patch.object(prophetnet, "_step", wraps=prophetnet._step) as buckets:
+    with mock.patch.object(prophetnet, "_streams", wraps=prophetnet._streams) as buckets:
         make(num_encoder_layers=3).generate(token_ids(2, 7), num_beams=2, min_new_tokens=6, max_new_tokens=6)
     assert buckets.call_count == 5  # the first of 6 tokens comes from the prompt
 

@@ -16,41 +16,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.models.prophetnet import modeling_prophetnet
 from transformers.models.prophetnet.modeling_prophetnet import (
     ProphetNetDecoderLMOutput,
     ProphetNetSeq2SeqLMOutput,
 )
 
+from fastgen.models.predict_streams import Streams, attend, make_streams
 from fastgen.optimizer.decoding.call import count, current_call
 from fastgen.optimizer.transformers import checks, kv_layers
 
 KERNEL = "ProphetNet's step, first predict stream"
-STREAMS = 2  # the main one and the first that predicts
 
 # The names of modules that are not called in a step: none of them may run code of the program.
 _SKIPPED = re.compile(r"prophetnet(\.decoder(\.layers\.\d+(\.(self|cross)_attn)?)?)?")
-
-
-@dataclass(frozen=True)
-class Step:
-    """What all layers of one step have in common; `length` keys of the main stream, with that of this step.
-
-    buckets: int64 `[1, 1, 2, length + 1]`, of the distance of each stream to each key of the main stream and, last, to
-        the predict stream's own.
-    bias: `[1 or rows, 1, 2, length + 1]`, added to scores: hides the own key from the main stream, and padding.
-    encoder_bias: `[rows, 1, 1, encoder_length]`, added to scores of the cross-attention; None where nothing is hidden.
-    """
-
-    buckets: Tensor
-    bias: Tensor
-    encoder_bias: Tensor | None
 
 
 def conditional_generation(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,13 +102,14 @@ def _hidden_states(
     count(KERNEL)
     decoder, cache = model.prophetnet.decoder, kwargs["past_key_values"]
     length = cache.get_seq_length() + 1
-    step = _step(decoder, length, kwargs.get(f"{prefix}attention_mask"), encoder_mask)
+    streams = _streams(decoder, length, kwargs.get(f"{prefix}attention_mask"))
+    encoder_bias = None if encoder_mask is None else _additive(encoder_mask, decoder.dtype)
     hidden_states = decoder.embeddings_layer_norm(_embedded(decoder, kwargs[f"{prefix}input_ids"], length))
     for layer in decoder.layers:  # hidden_states: [rows, 2, hidden_size]
-        attended = _self_attention(layer.self_attn, hidden_states, step, cache)
+        attended = _self_attention(layer.self_attn, hidden_states, streams, cache)
         hidden_states = layer.self_attn_layer_norm(hidden_states + attended)
         if encoded is not None:
-            attended = _cross_attention(layer.cross_attn, hidden_states, step, cache)
+            attended = _cross_attention(layer.cross_attn, hidden_states, encoder_bias, cache)
             hidden_states = layer.cross_attn_layer_norm(attended + hidden_states)
         hidden_states = layer.feed_forward_layer_norm(layer.feed_forward(hidden_states) + hidden_states)
     return hidden_states[:, 1:]
@@ -140,20 +125,17 @@ def _embedded(decoder: Any, input_ids: Tensor, length: int) -> Tensor:
     return torch.cat([main, predict], dim=1)
 
 
-def _step(decoder: Any, length: int, mask: Tensor | None, encoder_mask: Tensor | None) -> Step:
-    """mask, encoder_mask: ones and zeros `[rows, length]`, `[rows, encoder_length]`, zero where a key is padding."""
-    device, dtype = decoder.word_embeddings.weight.device, decoder.dtype
-    to_main = torch.arange(1 - length, 2, device=device).clamp(max=0)  # the last is hidden
-    to_predict = torch.arange(-length, 1, device=device)
-    distances = torch.stack([to_main, to_predict])
-    compute = modeling_prophetnet.compute_relative_buckets  # looked up now: a program may have replaced it at import
-    buckets = compute(decoder.num_buckets, decoder.relative_max_distance, distances)
-    bias = torch.zeros(1, 1, STREAMS, length + 1, dtype=dtype, device=device)
-    bias[0, 0, 0, -1] = float("-inf")
-    if mask is not None:
-        bias = bias + nn.functional.pad(_additive(mask, dtype), (0, 1))
-    encoder_bias = None if encoder_mask is None else _additive(encoder_mask, dtype)
-    return Step(buckets[None, None].long(), bias, encoder_bias)
+def _streams(decoder: Any, length: int, mask: Tensor | None) -> Streams:
+    """For `length` keys of the main stream, with that of this step.
+
+    mask: ones and zeros `[rows, length]`, zero where a key is padding; then the bias is `[rows, 1, 2, length + 1]`.
+    """
+    like = decoder.word_embeddings.weight
+    position = torch.full((1, 1), length - 1, device=like.device)
+    streams = make_streams(position, length, 1, decoder.num_buckets, decoder.relative_max_distance, like)
+    if mask is None:
+        return streams
+    return replace(streams, bias=streams.bias + nn.functional.pad(_additive(mask, decoder.dtype), (0, 1)))
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -161,35 +143,29 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return (1.0 - mask[:, None, None, :].to(dtype)) * torch.finfo(dtype).min
 
 
-def _self_attention(attention: Any, hidden_states: Tensor, step: Step, cache: Cache) -> Tensor:
+def _self_attention(attention: Any, hidden_states: Tensor, streams: Streams, cache: Cache) -> Tensor:
     """Of a `ProphetNetNgramSelfAttention`, `[rows, 2, hidden_size]`."""
     query, key, value = (
         _heads(project(hidden_states), attention.num_attn_heads)
         for project in (attention.query_proj, attention.key_proj, attention.value_proj)
     )  # [rows, heads, 2, head_dim] each
-    query = query / attention.head_dim**0.5
     keys, values = kv_layers.parts(cache)[0].update(key[:, :, :1], value[:, :, :1], attention.layer_idx)
-    own_key, own_value = key[:, :, 1:], value[:, :, 1:]
-    scores = torch.cat([torch.matmul(query, keys.transpose(2, 3)), torch.matmul(query, own_key.transpose(2, 3))], -1)
-    scores = scores + _relative(attention, hidden_states, step.buckets) + step.bias
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).type_as(scores)  # as in the library
-    result = torch.matmul(weights[..., :-1], values) + weights[..., -1:] * own_value
-    return attention.out_proj(_joined(result))
-
-
-def _relative(attention: Any, hidden_states: Tensor, buckets: Tensor) -> Tensor:
-    """What is added to scores for their distances, `[rows, heads, 2, length + 1]`."""
     by_bucket = attention.relative_pos_embeddings(hidden_states)  # [rows, 2, buckets * heads]
     by_bucket = by_bucket.unflatten(2, (attention.num_buckets, attention.num_attn_heads)).permute(0, 3, 1, 2)
-    return torch.gather(by_bucket, 3, buckets.expand(*by_bucket.shape[:3], -1))
+    relative = by_bucket.gather(3, streams.buckets.expand(*by_bucket.shape[:3], -1))
+    query = query / attention.head_dim**0.5
+    return attention.out_proj(_joined(attend(query, key, value, keys, values, relative + streams.bias)))
 
 
-def _cross_attention(attention: Any, hidden_states: Tensor, step: Step, cache: Any) -> Tensor:
-    """Of a `ProphetNetAttention`, with the keys of the cache, which may be stored once per input."""
+def _cross_attention(attention: Any, hidden_states: Tensor, bias: Tensor | None, cache: Any) -> Tensor:
+    """Of a `ProphetNetAttention`, with the keys of the cache, which may be stored once per input.
+
+    bias: `[rows, 1, 1, encoder_length]`, added to scores; None where nothing is hidden.
+    """
     layer = cache.cross_attention_cache.layers[attention.layer_idx]
     query = _heads(attention.query_proj(hidden_states) / attention.head_dim**0.5, attention.num_attn_heads)
     scores = torch.matmul(query, layer.keys.transpose(2, 3))
-    scores = scores if step.encoder_bias is None else scores + step.encoder_bias
+    scores = scores if bias is None else scores + bias
     result = torch.matmul(nn.functional.softmax(scores, dim=-1), layer.values)
     return attention.out_proj(_joined(result))
 

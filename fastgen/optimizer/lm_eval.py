@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.decoding.report import PREFIX, Reason
+from fastgen.optimizer.decoding.report import PREFIX, Reason, that_hold
 from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Pair, Scorer, contexts_of
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -47,19 +47,17 @@ def log_likelihoods(
 
 def unsupported_reasons(harness: HFLM, requests: list[Request]) -> list[Reason]:
     """Why the harness answers these requests itself; empty if fastgen can."""
-    reasons = []
-    if harness.backend != "causal" or harness.mixed_precision_dtype is not None:
-        reasons.append(Reason("HARNESS", "the model has an encoder, or runs under autocast"))
-    if PATCH_SET.newer_than_tested("lm_eval"):
-        reasons.append(Reason("UNTESTED", "this version of lm-evaluation-harness was not tested"))
-    if replaced := [name for name in METHODS if getattr(type(harness), name) is not getattr(HFLM, name)]:
-        reasons.append(Reason("METHOD_REPLACED", f"{replaced[0]} is not that of HFLM"))
-    if any(text is None for text, _, _ in requests):
-        reasons.append(Reason("HARNESS", "rolling log-likelihoods are the harness's"))
+    has_encoder = harness.backend != "causal" or harness.mixed_precision_dtype is not None
+    replaced = [name for name in METHODS if getattr(type(harness), name) is not getattr(HFLM, name)]
     lengths = [(len(context), len(continuation)) for _, context, continuation in requests]
-    if any(not min(both) or sum(both) > harness.max_length + 1 for both in lengths) or not lengths:
-        reasons.append(Reason("HARNESS", "a text is empty or too long for the model"))
-    return reasons
+    fit = all(min(both) and sum(both) <= harness.max_length + 1 for both in lengths) and bool(lengths)
+    return that_hold(
+        ("HARNESS", "the model has an encoder, or runs under autocast", has_encoder),
+        ("UNTESTED", "this version of lm-evaluation-harness was not tested", PATCH_SET.newer_than_tested("lm_eval")),
+        *(("METHOD_REPLACED", f"{name} is not that of HFLM", True) for name in replaced[:1]),
+        ("HARNESS", "rolling log-likelihoods are the harness's", any(text is None for text, _, _ in requests)),
+        ("HARNESS", "a text is empty or too long for the model", not fit),
+    )
 
 
 def tokens_per_batch(harness: HFLM, pairs: list[Pair]) -> int:

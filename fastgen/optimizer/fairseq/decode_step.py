@@ -180,7 +180,6 @@ class FairseqDecodeStep(DecodeStep):
         super().__init__(call, model, model.decoder, rows, states[0].rows_per_input, max_len + 1, captures, KNOWN)
         self.generator, self.states = generator, states
         self.mask: Tensor | None = None
-        self._padded_mask: tuple[int, int, Tensor] | None = None
 
     def log_probs(self, tokens: Tensor) -> Outputs:
         """What the models give for the token after tokens `[rows, length]`, which the loop may overwrite."""
@@ -204,7 +203,8 @@ class FairseqDecodeStep(DecodeStep):
         cache = view.kv
         position = torch.full((1, 1), tokens.shape[1], device=tokens.device)
         # Without a source it is the prompt that is padded, which the cache's own mask hides.
-        masks = {"self_mask": cache.mask(), "mask": self._padded(cache.padding)}
+        mask = None if self.mask is None else functional.pad(self.mask, (cache.padding, 0))
+        masks = {"self_mask": cache.mask(), "mask": mask}
         return {"tokens": tokens[:, -1:], "position": position, "temperature": temperature, **masks}
 
     @staticmethod
@@ -274,11 +274,3 @@ class FairseqDecodeStep(DecodeStep):
 
     def _variant(self) -> tuple[float, bool]:
         return self.generator.temperature, self.mask is not None
-
-    def _padded(self, padding: int) -> Tensor | None:
-        """The mask of a step, with so many hidden positions before the first one; made once for each mask."""
-        if self.mask is None or padding == 0:
-            return self.mask
-        if self._padded_mask is None or self._padded_mask[:2] != (id(self.mask), padding):
-            self._padded_mask = id(self.mask), padding, functional.pad(self.mask, (padding, 0))
-        return self._padded_mask[2]

@@ -29,7 +29,8 @@ def main(argv: list[str]) -> int:
     try:
         found = _verify(args, rest)
     except InputError as error:
-        parser.error(str(error))
+        # Here a setting has a flag of its own, and --gen is none.
+        parser.error(str(error).replace("argument --gen: ", "--").replace("--gen ", "--"))
     print(json.dumps(found.as_dict()) if args.json else found)
     return 0 if found.equal else 1
 

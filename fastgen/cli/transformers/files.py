@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.errors import InputError, check_packages
 from fastgen.cli.transformers.args import STREAM
 
 BLOCK = 1 << 20
@@ -68,6 +68,8 @@ def opened(flag: str, path: str, raw: bool = False) -> Iterator[Any]:
     """
     if path == STREAM and sys.stdin is None:
         raise InputError(f"{flag} {path}: standard input is closed")
+    if path.endswith(".zst") and not raw:
+        check_packages("zstandard", flag=f"{flag} {path}")
     try:
         if is_url(path) or (path.endswith(COMPRESSED) and not raw):
             import fsspec  # takes a moment, and most inputs do without
@@ -172,7 +174,17 @@ def _ended_lines(file: Any, longest: int) -> Iterator[list[bytes]]:
 
 def check_writable(flag: str, path: str, sources: dict[str, str | None]) -> None:
     """Raise InputError where `path` cannot be written, or where writing it would destroy one of the other files."""
-    if is_url(path) or is_stream(path):
+    if path.endswith(".zst"):
+        check_packages("zstandard", flag=f"{flag} {path}")
+    if is_url(path):
+        from fsspec.core import url_to_fs
+
+        try:
+            url_to_fs(path)
+        except (ImportError, ValueError) as error:  # a package that is not there, or a protocol that fsspec has not
+            raise InputError(f"{flag} {path}: {error}") from error
+        return
+    if is_stream(path):
         return
     target = Path(os.path.realpath(path))
     try:
@@ -222,7 +234,10 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 @contextmanager
 def compressing(file: IO[bytes], name: str) -> Iterator[Any]:
-    """What compresses as the name says; gzip with no time in it, so that the same records give the same bytes."""
+    """What compresses as the name says; gzip with no time in it, so that the same records give the same bytes.
+
+    It may close `file` (zstandard does), and have `write` only.
+    """
     if name.endswith(".gz"):
         with GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
             yield packed

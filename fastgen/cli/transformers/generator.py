@@ -24,7 +24,7 @@ from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.model import Loaded, prepare_tokenizer
 from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, WithinMemory
-from fastgen.cli.transformers.records import fields_of
+from fastgen.cli.transformers.records import WrongKindError, fields_of
 from fastgen.cli.transformers.tasks import task_for
 
 # Flags that say where the command reads and writes.
@@ -69,6 +69,8 @@ class TextGenerator:
         """
         if not isinstance(inputs, Mapping):
             return list(self.iterate(inputs))
+        if self._text_field not in inputs:
+            raise InputError(f"text_field={self._text_field!r} is no column (accepted: {', '.join(inputs)})")
         records = list(self.iterate(inputs[self._text_field]))
         names = ("input_tokens", "outputs", "error")
         return {**inputs, **{name: [record.get(name) for record in records] for name in names}}
@@ -106,6 +108,8 @@ class TextGenerator:
                     goes_on = next(batches, pipeline) is None
             pipeline.wait()
             yield from ready()
+        except WrongKindError as error:
+            raise InputError(f"the first input {error}") from error
         finally:
             prefetcher.stop()
             pipeline.kill()

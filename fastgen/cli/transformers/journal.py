@@ -285,13 +285,14 @@ class Journal(Output):
 
     def _assemble(self, path: Path) -> str:
         """Writes all records in order to a file that is compressed as OUTPUT's name says; returns its SHA-256."""
-        with files.named(path), path.open("wb") as file:
-            with files.compressing(file, self._output) as packed:
-                packed.writelines(self._read(offset).data for offset in self._offsets if offset >= 0)
-            file.flush()
-            os.fsync(file.fileno())
-        with path.open("rb") as written:
-            return files.sha256(written)
+        with files.named(path):
+            with path.open("wb") as file, files.compressing(file, self._output) as packed:
+                for offset in self._offsets:
+                    if offset >= 0:
+                        packed.write(self._read(offset).data)
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+                return files.sha256(written)
 
     def _cut(self) -> None:
         """Behind the last batch that is complete."""

@@ -9,18 +9,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar
 
 import fsspec
 import pytest
 import transformers
 from cli_models import save_gpt2
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
 from python_process import REPOSITORY, run_code, run_python
 
 from fastgen.cli.errors import InputError, RunError
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.files import check_writable, write_whole
+from fastgen.cli.transformers.files import check_writable, opened, write_whole
 from fastgen.cli.transformers.journal import Entry, Journal
 
 SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "0" * 64}
@@ -148,6 +149,37 @@ def test_a_compressed_output_has_the_same_bytes_for_the_same_records(tmp_path: P
     written = (tmp_path / f"out.{end}").read_bytes()
     assert written == (tmp_path / f"other.{end}").read_bytes()
     assert {"gz": gzip, "xz": lzma}[end].decompress(written) == text(3)
+
+
+def test_a_compressor_may_close_the_file_and_have_write_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class AsZstandardDoes:
+        def __init__(self, file: IO[bytes], mode: str) -> None:
+            self.file, self.write, self.close = file, file.write, file.close
+
+        def __enter__(self) -> "AsZstandardDoes":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.close()
+
+    monkeypatch.setitem(fsspec.compression.compr, "zstd", AsZstandardDoes)
+    monkeypatch.setitem(fsspec.utils.compressions, "zst", "zstd")
+    complete(tmp_path / "out.zst", 3)
+    assert (tmp_path / "out.zst").read_bytes() == text(3)
+
+
+def test_what_reads_and_writes_a_file_is_asked_for_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastgen.cli.errors.find_spec", lambda name: None)
+    needs = r"out\.zst needs the package zstandard: pip install zstandard$"
+    with pytest.raises(InputError, match=rf"^OUTPUT {needs}"):
+        check_writable("OUTPUT", "out.zst", {})
+    with pytest.raises(InputError, match=rf"^INPUT {needs}"), opened("INPUT", "out.zst"):
+        pass
+    with pytest.raises(InputError, match=r"^OUTPUT nowhere://out: Protocol not known: nowhere"):
+        check_writable("OUTPUT", "nowhere://out", {})
+    monkeypatch.setitem(known_implementations, "far", {"class": "no_such.FS", "err": "Install far"})
+    with pytest.raises(InputError, match=r"^OUTPUT far://out: Install far$"):
+        check_writable("OUTPUT", "far://out", {})
 
 
 def test_a_remote_output_is_uploaded_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,10 @@ def test_a_model_may_be_a_path_and_inputs_are_no_single_text(bart: Path) -> None
     assert generator(LINES[:3]) == fastgen.TextGenerator(str(bart), bs=4)(LINES[:3])
     with pytest.raises(TypeError, match="inputs is one text"):
         generator(LINES[0])
+    with pytest.raises(InputError, match=r"^text_field='text' is no column .accepted: article, id.$"):
+        generator({"article": LINES, "id": LINES})
+    with pytest.raises(InputError, match=r'^the first input has a number in its field "text" .accepted: a string.$'):
+        generator([1, 2])
 
 
 def test_it_is_imported_when_it_is_first_used() -> None:

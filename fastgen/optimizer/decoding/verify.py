@@ -181,7 +181,8 @@ class Verification:
     def __repr__(self) -> str:
         verdict = f"equal: {self.rows} rows" if self.difference is None else f"different: {self.difference}"
         lines = [verdict, f"  {self.host}: {self.theirs}", f"  fastgen: {self.ours}, {self.speedup:.2f} times as fast"]
-        report = ["fastgen was not asked"] if self.report is None else repr(self.report).splitlines()
+        unseen = "the call did not go through fastgen: see print(fastgen.status())"
+        report = [unseen] if self.report is None else repr(self.report).splitlines()
         return "\n".join([*lines, *(f"  {line}" for line in report)])
 
 

@@ -61,6 +61,9 @@ def log_likelihoods(
     many tokens, rows times the longest, go through the model at once. Results are those of a forward of each context
     with its continuation, to 1e-4 in fp32. ValueError where the two differ in number, or one is empty.
     """
+    for name, texts in (("contexts", contexts), ("continuations", continuations)):
+        if isinstance(texts, str):
+            raise TypeError(f"{name} is one string (accepted: a list of strings, or of lists of token ids)")
     if len(contexts) != len(continuations):
         raise ValueError(f"{len(contexts)} contexts and {len(continuations)} continuations (accepted: as many of both)")
     if model.config.is_encoder_decoder:

@@ -156,6 +156,11 @@ def test_strings_are_split_as_the_harness_splits_them():
     assert_equal(found, one_by_one(model, tokens, [all[len(one) :] for one, all in zip(tokens, both)]))
 
 
+def test_one_string_is_no_list_of_texts():
+    with pytest.raises(TypeError, match="contexts is one string"):
+        fastgen.log_likelihoods(tiny("llama"), "abc", [" d", " e", " f"])
+
+
 @pytest.mark.parametrize(
     ("contexts", "continuations", "message"),
     (

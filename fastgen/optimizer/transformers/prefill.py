@@ -34,6 +34,7 @@ from fastgen.optimizer.transformers.row_groups import RowGroups
 
 STATIC_CACHE = Reason("STATIC_CACHE", "a StaticCache holds keys and values of each row")
 ONE_ROW = Reason("ONE_ROW_PER_INPUT", "one row per input")
+NAN = Reason("NAN", "logits are NaN behind a common prefix, and may not be without")
 
 
 def prefill(
@@ -87,15 +88,19 @@ def prefill(
         if not reasons:
             with filling_all_rows(given_cache, groups) if kv_layers.is_static(given_cache) else nullcontext():
                 outputs = forward(used)
-            if len(groups) == 1:
+            if prefix is not None and outputs["logits"].isnan().any():  # torch hides NaN of few keys without a mask
+                reasons = [NAN]
+            elif len(groups) == 1:
                 prefixes.keep_prompt_sync(call, self, given, outputs)
-            if before is not None:
+            if before is not None and not reasons:
                 reasons = facts.row_states = checks.row_state_reasons(call, self, {len(groups)}, before)
         if not reasons and given_cache is None and arguments.get("use_cache", True):
             made = kv_layers.cache_of(outputs)  # by the model, as all do in transformers 5.0
             found = [Reason("NO_CACHE", "the model returns no cache")] if made is None else []
             reasons = facts.row_states = found or kv_layers.unsupported_types(made)
         reasons = reasons or _done_or_reasons(self, lambda: expand(self, outputs, given_cache, groups, limit, call))
+        if prefix is not None and not reasons:
+            call.report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.kept, prefix.kept)
         if reasons and empty is not None:
             empty()
     if reasons:
@@ -197,7 +202,6 @@ def expand_prefix(
     rest = prefix.columns_behind + (limit if groups.rows_per_input == 1 else 0)
     if len(groups) > 1:
         adopt(model, cache, 1, len(groups), rest, call, is_prefix=True)
-    call.report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.kept, prefix.kept)
 
 
 def expand(

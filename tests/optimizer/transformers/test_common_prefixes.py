@@ -188,6 +188,15 @@ def test_windows_that_a_prefix_leaves_are_the_librarys():
     assert compared(far, inputs, **options).report.prefix_length == 9
 
 
+@pytest.mark.parametrize("way", ("greedy", "beams"))
+@pytest.mark.parametrize("name", ("q_proj", "k_proj"))
+def test_nan_that_torch_hides_in_the_whole_prompt(name, way):
+    model = tiny("llama")
+    getattr(model.model.layers[0].self_attn, name).weight.data[3, 2] = torch.nan
+    report = compared(model, prompts(9, 9, 9, prefix=5), max_new_tokens=4, **WAYS[way]).report
+    assert report.prefix_length == 0 and "NAN" in report.codes()
+
+
 def test_embeddings_count_as_columns_that_a_window_may_leave():
     model, inputs = tiny("mistral", sliding_window=14), prompts(12, 8, 10)
     inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()

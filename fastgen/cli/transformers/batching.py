@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,11 +78,6 @@ class Batch:
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     head: int = 0
 
-    @property
-    def is_written(self) -> bool:
-        """Whether an earlier run has written all of it."""
-        return all(item.is_written for item in (*self.items, *self.others))
-
 
 @dataclass(slots=True)
 class Generated:
@@ -96,105 +91,96 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How large a batch may be. rows: inputs; cells: inputs × the longest one's length. None: any number."""
-
-    rows: int | None
-    cells: int | None
-
-    def allow(self, rows: int, length: int) -> bool:
-        """One input is always allowed."""
-        fits = (self.rows is None or rows <= self.rows) and (self.cells is None or rows * length <= self.cells)
-        return fits or rows == 1
-
-
 class Planner:
-    """Takes items in the order of INPUT and gives batches.
+    """Cuts INPUT into batches.
 
+    rows: inputs of a batch at most. cells: inputs × the longest one's length at most; one input is always allowed.
     window: how many items are sorted by length, longest first: what does not fit into memory shows at once. 0: batches
         of items as they stand in INPUT. window_cells: their tokens, of which there are fewer where they are long.
     by_head: batches have heads, and items that begin alike share batches, if they fill one.
     """
 
-    def __init__(self, limits: Limits, window: int, window_cells: int | None = None, by_head: bool = False) -> None:
-        self._limits, self._by_head = limits, by_head
-        self._window = window
-        self._window_cells = math.inf if window_cells is None else window_cells
-        self._waiting: list[Item] = []  # to be sorted
-        self._open: list[Item] = []  # the batch that is not full
-        self._cells = self._longest = self._number = 0
-        self._others: list[Item] = []
-        self._last: Item | None = None  # the first of the batch before
+    rows: int | None
+    cells: int | None
+    window: int
+    window_cells: float = math.inf
+    by_head: bool = False
 
-    def add(self, items: list[Item]) -> Iterator[Batch]:
-        """The batches that are complete with these items."""
+    def __call__(self, items: Iterable[Item]) -> Iterator[Batch]:
+        """The batches of all items, each as soon as it is complete."""
+        others: list[Item] = []
+        number = 0
+        for found, head, ends_window in self._cuts(self._generated(items, others)):
+            yield Batch(found, others[:], number, ends_window, head=head)
+            others.clear()
+            number += bool(found)
+        if others:
+            yield Batch([], others, number)
+
+    def _generated(self, items: Iterable[Item], others: list[Item]) -> Iterator[Item | None]:
+        """Items to generate for; the rest goes to `others`. None where these are to be written without a batch."""
         for item in items:
-            if not item.length:
-                self._others += [] if item.is_written else [item]
-                if len(self._others) >= MOST_NOT_GENERATED:
-                    yield self._batch([])
-            elif self._window == 0:
-                yield from self._placed(item)
-            else:
-                self._waiting.append(item)
-                self._cells += item.length
-                if len(self._waiting) >= self._window or self._cells >= self._window_cells:
-                    yield from self._sorted()
+            if item.length:
+                yield item
+            elif not item.is_written:
+                others.append(item)
+                if len(others) >= MOST_NOT_GENERATED:
+                    yield None
 
-    def rest(self) -> Iterator[Batch]:
-        """What there is, however little: at the end of INPUT."""
-        yield from self._sorted()
-        if self._others:
-            yield self._batch([])
+    def _cuts(self, items: Iterator[Item | None]) -> Iterator[tuple[list[Item], int, bool]]:
+        """The items of each batch, its head, and whether it ends a window."""
+        before: list[Item] = []
+        for found in self._cut(items) if self.window == 0 else ():
+            yield found, common_head([*(before or found)[:1], *found]) if self.by_head else 0, True
+            before = found or before
+        waiting: list[Item] = []
+        cells = 0
+        for item in items:
+            if item is None:
+                yield [], 0, True
+                continue
+            waiting.append(item)
+            cells += item.length
+            if len(waiting) >= self.window or cells >= self.window_cells:
+                yield from self._sorted(waiting)
+                waiting, cells = [], 0
+        yield from self._sorted(waiting)
 
-    def _sorted(self) -> Iterator[Batch]:
-        items, self._waiting, self._cells = self._waiting, [], 0
-        batches = []
-        for alike in self._alike(items):
-            alike.sort(key=lambda item: (repr(item.group), -item.length))
-            found = [batch for item in alike for batch in self._placed(item)]
-            found += [self._batch(self._open)] if self._open else []
-            if alike and self._by_head:
-                head = common_head(alike)
-                for batch in found:
-                    batch.head = head
-            batches += found
-        for batch in batches[:-1]:
-            batch.ends_window = False
-        yield from batches
-
-    def _alike(self, items: list[Item]) -> list[list[Item]]:
-        """Items that begin with the same `LEAST_HEAD` tokens, if they fill a batch; then all others."""
+    def _sorted(self, items: list[Item]) -> Iterator[tuple[list[Item], int, bool]]:
+        """The batches of a window: those of items that begin alike, if they fill one; then those of all others."""
         by_beginning: dict[bytes, list[Item]] = {}
-        for item in items if self._by_head else ():
+        for item in items if self.by_head else ():
             if item.arrays is not None and item.length > LEAST_HEAD:
-                beginning = item.arrays["input_ids"][:LEAST_HEAD].tobytes()
-                by_beginning.setdefault(beginning, []).append(item)
-        alike = [found for found in by_beginning.values() if len(found) >= (self._limits.rows or LEAST_INPUTS)]
-        taken = {id(item) for found in alike for item in found}
-        others = [item for item in items if id(item) not in taken]
-        return [*alike, others]
+                by_beginning.setdefault(item.arrays["input_ids"][:LEAST_HEAD].tobytes(), []).append(item)
+        sets = [found for found in by_beginning.values() if len(found) >= (self.rows or LEAST_INPUTS)]
+        taken = {id(item) for found in sets for item in found}
+        cuts = []
+        for alike in [*sets, [item for item in items if id(item) not in taken]]:
+            head = common_head(alike) if self.by_head else 0
+            alike.sort(key=lambda item: (repr(item.group), -item.length))
+            cuts += [(found, head) for found in self._cut(alike)]
+        for place, (found, head) in enumerate(cuts, start=1):
+            yield found, head, place == len(cuts)
 
-    def _placed(self, item: Item) -> Iterator[Batch]:
-        """Puts an item into the open batch, and gives the batch that is complete with it or without it."""
-        longest = max(self._longest, item.length)
-        if self._open and (self._open[0].group != item.group or not self._limits.allow(len(self._open) + 1, longest)):
-            yield self._batch(self._open)
-        self._open.append(item)
-        self._longest = max(self._longest, item.length)
-        if len(self._open) == self._limits.rows:
-            yield self._batch(self._open)
-
-    def _batch(self, items: list[Item]) -> Batch:
-        others, self._others = self._others, []
-        batch = Batch(items, others, self._number)
-        if self._by_head and items:  # those of a window get the head of them all
-            batch.head = common_head(items[:1] + items if self._last is None else [self._last, *items])
-            self._last = items[0]
-        self._number += bool(items)
-        if items:
-            self._open, self._longest = [], 0
-        return batch
+    def _cut(self, items: Iterable[Item | None]) -> Iterator[list[Item]]:
+        """As many of one group in a row as a batch may have; nothing for None."""
+        batch: list[Item] = []
+        longest = 0
+        for item in items:
+            if item is None:
+                yield []
+                continue
+            cells = (len(batch) + 1) * max(longest, item.length)
+            if batch and (batch[0].group != item.group or (self.cells is not None and cells > self.cells)):
+                yield batch
+                batch, longest = [], 0
+            batch.append(item)
+            longest = max(longest, item.length)
+            if len(batch) == self.rows:
+                yield batch
+                batch, longest = [], 0
+        if batch:
+            yield batch
 
 
 def common_head(items: list[Item]) -> int:
@@ -217,16 +203,16 @@ def make_planner(args: RunConfig, loaded: Loaded, in_order: bool, by_head: bool)
     """As the flags say; in_order: batches are to keep the order of INPUT."""
     # --batch_tokens counts every row of the batch that generate makes of an input.
     cells = None if args.batch_tokens is None else max(1, args.batch_tokens // rows_per_input(loaded))
-    limits = Limits(args.bs, cells)
+    window, window_cells = args.window, math.inf
     if in_order:
-        return Planner(limits, 0, by_head=by_head)
-    if args.window is None and cells is not None:
+        window = 0
+    elif window is None:
         window = LINES_PER_WINDOW if args.bs is None else BATCHES_PER_WINDOW * args.bs
-        return Planner(limits, window, BATCHES_PER_WINDOW * cells, by_head)
-    window = BATCHES_PER_WINDOW * (args.bs or 0) if args.window is None else args.window
+        window_cells = math.inf if cells is None else BATCHES_PER_WINDOW * cells
     # Recordings of any length: as many frames as that many recordings of the length that Whisper hears at once have.
-    at_once = getattr(loaded.feature_extractor, "nb_max_frames", None)
-    return Planner(limits, window, None if at_once is None else max(1, window) * at_once, by_head)
+    if (at_once := getattr(loaded.feature_extractor, "nb_max_frames", None)) is not None:
+        window_cells = min(window_cells, window * at_once)
+    return Planner(args.bs, cells, window, window_cells, by_head)
 
 
 def with_batch_size(args: RunConfig, loaded: Loaded) -> RunConfig:

@@ -109,7 +109,7 @@ class Prefetcher:
         self._task, self._planner, self._written = task, planner, written
         self._workers = ThreadPoolExecutor(workers, "fastgen-tokenise")
         self._prepared = Ahead(self._submitted(chunks), CHUNKS_PER_WORKER * workers, "fastgen-reader")
-        self._batches = Ahead(self._planned(), BATCHES_AHEAD, "fastgen-planner")
+        self._batches = Ahead(self._collated(), BATCHES_AHEAD, "fastgen-planner")
 
     def __iter__(self) -> Iterator[Batch]:
         """Raises what stopped the stages ahead after the batches that came before it."""
@@ -126,36 +126,30 @@ class Prefetcher:
         self._batches.stop()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _submitted(self, chunks: Iterator[list[Line]]) -> Iterator[tuple[list[Item | None], Future[list[Item]]]]:
-        """What is written already of each chunk, and what is being prepared: the rest, or all that planning needs."""
+    def _submitted(self, chunks: Iterator[list[Line]]) -> Iterator[tuple[list[Item], Future[list[Item]]]]:
+        """The written lines of each chunk, and what is prepared: the rest, or all of it where planning needs that."""
         for lines in chunks:
-            known = [self._known(line) for line in lines]
-            fresh = [line for line, item in zip(lines, known, strict=True) if item is None or self._task.plans_by_head]
-            yield known, self._workers.submit(self._task.prepare, fresh)
+            entries = [(line, self._written(line.number)) for line in lines]
+            written = [Item(line, None, each.length, each.group, is_written=True) for line, each in entries if each]
+            fresh = [line for line, each in entries if each is None or self._task.plans_by_head]
+            yield written, self._workers.submit(self._task.prepare, fresh)
 
-    def _known(self, line: Line) -> Item | None:
-        if (entry := self._written(line.number)) is None:
-            return None
-        group = tuple(map(tuple, entry.group)) if isinstance(entry.group, list) else entry.group
-        return Item(line, length=entry.length, group=group, is_written=True)
+    def _items(self) -> Iterator[Item]:
+        for written, prepared in self._prepared:
+            found = {item.line.number: item for item in prepared.result()}
+            for item in written:
+                item.arrays = found[item.line.number].arrays if item.line.number in found else None
+                found[item.line.number] = item
+            yield from (item for _, item in sorted(found.items()))
 
-    def _planned(self) -> Iterator[Batch]:
-        for known, prepared in self._prepared:
-            fresh = {item.line.number: item for item in prepared.result()}
-            for item in filter(None, known):
-                item.arrays = fresh.pop(item.line.number, item).arrays
-            unwritten = iter(fresh.values())
-            yield from self._collated(self._planner.add([item or next(unwritten) for item in known]))
-        yield from self._collated(self._planner.rest())
-
-    def _collated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        for batch in batches:
+    def _collated(self) -> Iterator[Batch]:
+        for batch in self._planner(self._items()):
             written = [item.is_written for item in batch.items]
             if any(written) and not all(written):
                 raise RunError(f"OUTPUT.part has a part of batch {batch.number} only (remove it to start again)")
             if batch.items and not any(written):
                 batch.inputs = self._task.collate(batch.items)
-            if not batch.is_written:
+            if batch.others or not all(written):
                 yield batch
 
 
@@ -285,6 +279,7 @@ class Pipeline:
     def drain(self, prefetcher: Prefetcher) -> bool:
         """Runs all batches; returns whether they are all written, and not ended early."""
         complete = False
+        self._stop.is_patient = True
         try:
             for _ in self.run(iter(prefetcher)):
                 pass
@@ -314,6 +309,7 @@ class Pipeline:
         try:
             self.wait()
         finally:
+            self._stop.finishing = self._stop.is_patient = False
             self.kill()
 
     def kill(self) -> None:

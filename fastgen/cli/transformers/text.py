@@ -30,7 +30,7 @@ SHORTEST_LONG_TEXT = 1 << 18
 # Where nothing says how many tokens there may be.
 TOKENS_WITHOUT_LIMIT = 1 << 16
 CHAT_IS_NOT_TRUNCATED = "--max_tokenizer_length; a conversation is not truncated, its end is where the answer begins"
-# What a body of OpenAI's batch format may ask for, by the library's names; a list of pairs is hashable as a tuple.
+# What a body of OpenAI's batch format may ask for, by the library's names.
 BODY_SETTINGS = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -121,8 +121,8 @@ class TextInput:
         elif ids:  # a tokenizer may find no token in a text of characters that it drops
             item.arrays, item.length = {"input_ids": np.array(ids, np.int64)}, len(ids)
 
-    def _body_settings(self, line: Line) -> tuple[tuple[str, Any], ...] | None:
-        """What the body of a request asks generate for; requests that ask for the same share batches."""
+    def _body_settings(self, line: Line) -> list[list[Any]] | None:
+        """What the body of a request asks generate for, as JSON; requests that ask for the same share batches."""
         body = records.parse(records.decode(line))["body"]
         self.unused.update(name for name in body if name not in BODY_WITHOUT_SETTINGS)
         found: dict[str, Any] = {}
@@ -138,7 +138,7 @@ class TextInput:
         if "temperature" in found:
             found["do_sample"] = found["temperature"] > 0
             found["temperature"] = float(found["temperature"]) or 1.0
-        return tuple(sorted(found.items())) or None
+        return [list(each) for each in sorted(found.items())] or None
 
     def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
         """input_ids [B, N], padded, with the attention_mask that tells them from padding."""

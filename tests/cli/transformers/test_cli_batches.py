@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.cli.transformers.batching import MOST_NOT_GENERATED, Batch, Item, Limits, Planner
+from fastgen.cli.transformers.batching import MOST_NOT_GENERATED, Batch, Item, Planner
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.text import pad_text
 
@@ -18,12 +18,8 @@ def items_of(lengths: list[int]) -> list[Item]:
     return [Item(Line(number, b""), length=length) for number, length in enumerate(lengths, start=1)]
 
 
-def plan(lengths: list[int], limits: Limits, window: int, chunk: int = 3) -> Iterator[Batch]:
-    planner = Planner(limits, window)
-    items = items_of(lengths)
-    for start in range(0, len(items), chunk):
-        yield from planner.add(items[start : start + chunk])
-    yield from planner.rest()
+def plan(lengths: list[int], rows: int | None, cells: int | None, window: int) -> Iterator[Batch]:
+    return Planner(rows, cells, window)(items_of(lengths))
 
 
 def numbers(batch: Batch) -> list[int]:
@@ -44,7 +40,7 @@ def lengths_of(batch: Batch) -> list[int]:
 def test_every_line_is_in_one_batch_within_the_limits(
     lengths: list[int], rows: int | None, cells: int | None, window: int
 ) -> None:
-    batches = list(plan(lengths, Limits(rows, cells), window))
+    batches = list(plan(lengths, rows, cells, window))
     generated = [number for batch in batches for number in numbers(batch)]
     skipped = [each.line.number for batch in batches for each in batch.others]
     assert sorted(generated + skipped) == list(range(1, len(lengths) + 1))
@@ -65,40 +61,39 @@ def test_every_line_is_in_one_batch_within_the_limits(
 
 
 def test_lines_of_one_length_go_together() -> None:
-    batches = list(plan([3, 9, 3, 9, 3, 9], Limits(3, None), 6))
+    batches = list(plan([3, 9, 3, 9, 3, 9], 3, None, 6))
     assert list(map(lengths_of, batches)) == [[9, 9, 9], [3, 3, 3]]
 
 
 def test_file_order_makes_the_batches_of_a_plain_loop() -> None:
-    batches = list(plan([3, 0, 9, 4, 4, 0, 1], Limits(2, None), 0))
+    batches = list(plan([3, 0, 9, 4, 4, 0, 1], 2, None, 0))
     assert [numbers(batch) for batch in batches] == [[1, 3], [4, 5], [7]]
     assert [[each.line.number for each in batch.others] for batch in batches] == [[2], [], [6]]
 
 
 def test_tokens_limit_a_batch_of_any_number_of_rows() -> None:
-    batches = list(plan([1] * 12 + [6, 6, 20], Limits(None, 12), 15))
+    batches = list(plan([1] * 12 + [6, 6, 20], None, 12, 15))
     assert list(map(lengths_of, batches)) == [[20], [6, 6], [1] * 12]
 
 
 def test_lines_without_text_do_not_pile_up() -> None:
-    planner = Planner(Limits(8, None), 99)
-    (batch,) = planner.add(items_of([4] + [0] * MOST_NOT_GENERATED))
-    assert (len(batch.items), len(batch.others)) == (0, MOST_NOT_GENERATED)
-    (batch,) = planner.rest()
-    assert (lengths_of(batch), batch.number) == ([4], 0)
+    planner = Planner(8, None, 99)
+    first, second = planner(items_of([4] + [0] * MOST_NOT_GENERATED))
+    assert (len(first.items), len(first.others)) == (0, MOST_NOT_GENERATED)
+    assert (lengths_of(second), second.number) == ([4], 0)
 
 
 def test_what_an_earlier_run_has_written_leaves_the_other_batches_as_they_are() -> None:
     lengths = [3, 0, 9, 4, 4, 0, 1, 8, 2, 2]
     for window in (0, 4):
-        whole = list(plan(lengths, Limits(2, None), window))
+        whole = list(plan(lengths, 2, None, window))
         for done in range(len(whole)):
             written = {number for batch in whole[:done] for number in numbers(batch)}
             items = items_of(lengths)
             for item in items:
                 item.is_written = item.line.number in written
-            planner = Planner(Limits(2, None), window)
-            again = [batch for batch in [*planner.add(items), *planner.rest()] if not batch.is_written]
+            planner = Planner(2, None, window)
+            again = list(planner(items))
             expected = [(batch.number, numbers(batch)) for batch in whole[done:] if batch.items]
             assert [
                 (batch.number, numbers(batch)) for batch in again if batch.items and not batch.items[0].is_written
@@ -109,8 +104,8 @@ def test_groups_share_no_batch() -> None:
     items = items_of([5, 6, 7, 8])
     items[1].group = items[2].group = "long"
     for window, expected in ((0, [[1], [2, 3], [4]]), (4, [[3, 2], [4, 1]])):
-        planner = Planner(Limits(4, None), window)
-        assert [numbers(batch) for batch in [*planner.add(items), *planner.rest()]] == expected
+        planner = Planner(4, None, window)
+        assert [numbers(batch) for batch in [*planner(items)]] == expected
 
 
 @pytest.mark.parametrize(("left", "rows"), [(False, [[1, 2, 3], [4, 7, 7]]), (True, [[1, 2, 3], [7, 7, 4]])])
@@ -121,6 +116,6 @@ def test_text_is_padded(left: bool, rows: list[list[int]]) -> None:
 
 
 def test_a_window_has_fewer_lines_where_they_are_long() -> None:
-    planner = Planner(Limits(2, None), 99, window_cells=10)
-    batches = [*planner.add(items_of([4, 5, 1, 1, 9, 2, 3])), *planner.rest()]
+    planner = Planner(2, None, 99, window_cells=10)
+    batches = [*planner(items_of([4, 5, 1, 1, 9, 2, 3]))]
     assert list(map(lengths_of, batches)) == [[5, 4], [1], [9, 1], [3, 2]]

@@ -13,7 +13,7 @@ from cli_models import WORDS, save_gpt2, sentences
 
 import fastgen
 from fastgen.cli.transformers import tasks
-from fastgen.cli.transformers.batching import LEAST_HEAD, Item, Limits, Planner, common_head
+from fastgen.cli.transformers.batching import LEAST_HEAD, Item, Planner, common_head
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.files import Line
 from fastgen.optimizer.transformers import prefixes
@@ -66,9 +66,9 @@ def test_a_token_of_each_input_stays_behind_the_head() -> None:
 
 
 def test_inputs_that_begin_alike_share_batches_if_they_fill_one() -> None:
-    planner = Planner(Limits(4, None), 99, by_head=True)
+    planner = Planner(4, None, 99, by_head=True)
     beginnings = [(7, 40), (8, 64)] * 5 + [(9, 50)] * 3 + [(1, 3)] * 2
-    batches = [*planner.add(items(*beginnings)), *planner.rest()]
+    batches = [*planner(items(*beginnings))]
     found = [({int(item.arrays["input_ids"][0]) for item in batch.items}, batch.head) for batch in batches]
     assert found == [({7}, 40), ({7}, 40), ({8}, 62), ({8}, 62), ({1, 9}, 0), ({1}, 0)]
     assert [batch.number for batch in batches] == list(range(6))
@@ -76,8 +76,8 @@ def test_inputs_that_begin_alike_share_batches_if_they_fill_one() -> None:
 
 
 def test_without_heads_batches_are_sorted_by_length_alone() -> None:
-    planner = Planner(Limits(4, None), 99)
-    batches = [*planner.add(items(*[(7, 40), (8, 64)] * 5)), *planner.rest()]
+    planner = Planner(4, None, 99)
+    batches = [*planner(items(*[(7, 40), (8, 64)] * 5))]
     assert [batch.head for batch in batches] == [0] * 3
     assert [item.length for batch in batches for item in batch.items] == sorted(
         [item.length for batch in batches for item in batch.items], reverse=True
@@ -85,8 +85,8 @@ def test_without_heads_batches_are_sorted_by_length_alone() -> None:
 
 
 def test_in_the_order_of_input_a_head_is_that_of_two_batches() -> None:
-    planner = Planner(Limits(2, None), 0, by_head=True)
-    batches = [*planner.add(items(*[(7, 40)] * 4, *[(8, 64)] * 4)), *planner.rest()]
+    planner = Planner(2, None, 0, by_head=True)
+    batches = [*planner(items(*[(7, 40)] * 4, *[(8, 64)] * 4))]
     assert [batch.head for batch in batches] == [40, 40, 0, 62]
 
 

@@ -9,7 +9,7 @@ import pytest
 from python_process import run_code
 
 from fastgen.cli.signals import Stop
-from fastgen.cli.transformers.batching import Batch, Item, Limits, Planner
+from fastgen.cli.transformers.batching import Batch, Item, Planner
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.pipeline import BATCHES_AHEAD, RESULTS_PER_WORKER, Ahead, Pipeline, Prefetcher
 
@@ -84,7 +84,7 @@ def chunks(number: int) -> Iterator[list[Line]]:
 
 def prefetcher(prepare: Callable[[list[Line]], list[Item]], number: int) -> Prefetcher:
     task = SimpleNamespace(prepare=prepare, collate=lambda items: {})
-    return Prefetcher(chunks(number), task, Planner(Limits(2, None), 0), 3)
+    return Prefetcher(chunks(number), task, Planner(2, None, 0), 3)
 
 
 def items(lines: list[Line]) -> list[Item]:

@@ -3,6 +3,8 @@
 Tests: tests/cli/transformers/test_cli_bad_flags.py
 """
 
+from collections.abc import Collection
+from difflib import get_close_matches
 from importlib.util import find_spec
 
 FAILED = 1
@@ -32,3 +34,9 @@ def check_packages(*names: str, flag: str = "") -> None:
     """Raises InputError with what to install where Python finds one of them nowhere; `flag` is what needs them."""
     if missing := [name for name in names if find_spec(name) is None]:
         raise InputError(f"{flag} needs the package {' and '.join(missing)}: pip install {' '.join(missing)}".lstrip())
+
+
+def did_you_mean(name: str, known: Collection[str], otherwise: str, before: str = "") -> str:
+    """A hint for a name that is not known, in brackets: the nearest one that is, with what stands before it."""
+    near = get_close_matches(name, sorted(known), n=1)
+    return f" (did you mean {before}{near[0]}?)" if near else f" ({otherwise})"

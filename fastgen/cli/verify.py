@@ -68,7 +68,7 @@ def _verify(args: argparse.Namespace, words: list[str]) -> Verification:
     settings = [f"--gen={flag.removeprefix('--')}={value}" for flag, value in zip(words[::2], words[1::2])]
     given = parse_arguments([*settings, "--truncation", "--join_outputs", "--quiet", "--", args.model, STREAM, STREAM])
     if not {"max_length", "max_new_tokens"} & dict(given.gen).keys():
-        given = replace(given, max_new_tokens=_MAX_NEW_TOKENS)
+        given = replace(given, gen=[*given.gen, ("max_new_tokens", _MAX_NEW_TOKENS)])
     try:
         config = AutoConfig.from_pretrained(model_folder(args.model) or args.model)
     except (OSError, ValueError) as error:

@@ -9,33 +9,44 @@ Tests: tests/cli/transformers/test_cli_flags.py, tests/cli/transformers/test_cli
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 import fastgen
-from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.flag_values import SETTINGS, device, json_file, setting, whole
+from fastgen.cli.errors import InputError, did_you_mean
+from fastgen.cli.transformers.flag_values import json_file, parsed, setting, whole
 
 PROG = "fastgen-generate-for-transformers"
 STREAM = "-"  # INPUT: standard input, OUTPUT: standard output
 AUDIO_IN = ("automatic-speech-recognition", "speech-to-text", "speech-to-speech")  # INPUT names audio files
 AUDIO_OUT = ("text-to-speech", "speech-to-speech")  # OUTPUT does
-TRANSLATION = "translation"
-# Flags of FastSeq, and of earlier versions, that change nothing; whether a value follows them.
-IGNORED = {"padding": True, "return_tensors": True, "output_summaries_only": False, "verbose": False}
+TASKS = (*AUDIO_IN, *AUDIO_OUT, "translation")  # that fastgen knows, whatever MODEL has settings for
+# Names of Hugging Face, or of FastSeq, for what has another name here.
+ALIASES = {
+    "num_beams": "beam",
+    "max_length": "max_gen_length",
+    "min_length": "min_gen_length",
+    "batch_size": "bs",
+    "without_fastseq_opt": "without_fastgen_opt",
+}
+# Flags of FastSeq, and of earlier versions, that change nothing; how argparse reads them.
+IGNORED: dict[str, dict[str, Any]] = {
+    "padding": {"nargs": "?"},
+    "return_tensors": {"nargs": "?"},
+    "output_summaries_only": {"action": "store_true"},
+    "verbose": {"action": "store_true"},
+}
 # Of these only one is accepted at a time.
 EXCLUSIVE = (("dtype", "fp16", "bf16"), ("truncation", "no_truncation"))
-# The groups of --help, by the first flag of each.
+# The groups of --help-all, by the first flag of each. --help has the first.
 GROUPS = {
-    "beam": "common flags",
+    "bs": "common flags",
     "seed": "more generation settings",
     "dtype": "model",
     "input_format": "formats of INPUT and OUTPUT",
@@ -43,81 +54,67 @@ GROUPS = {
     "batch_tokens": "batches and workers",
     "reference_path": "scores",
 }
-HELP = "Generate for every line of INPUT with a model and write one record per line to OUTPUT, in the same order."
+HELP = "Generate for every line of INPUT with a model and write one record per line to\nOUTPUT, in the same order."
 EPILOG = f"""\
-- and _ are the same in a flag. Every field of GenerationConfig is a flag (--typical_p 0.9). What is not given stays the
-model's own. Lines that fail are listed, and have an empty record. INPUT and OUTPUT may be compressed (.gz, .xz, .zst)
-and URLs (s3://…, hf://…). exit status: 0 all done, 1 some inputs failed, 2 a flag, file or model cannot be used, 130
-Ctrl-C, 143 SIGTERM. Examples and all details: docs/commands.md
-  {PROG} facebook/bart-large-cnn in.txt out.txt --beam 4 --bs 16
-  {PROG} gpt2 prompts.txt out.jsonl --causal_lm --max_new_tokens 64 --do_sample --seed 1"""
+Every field of GenerationConfig is a flag (--temperature 0.7, --top_p 0.9,
+--num_return_sequences 4, --no_repeat_ngram_size 3, --length_penalty 2, ...).
+What is not given stays the model's own. --help-all lists all other flags.
+
+Lines that fail are listed, and have an empty record. INPUT and OUTPUT may be
+compressed (.gz, .xz, .zst) and URLs (s3://…, hf://…). exit status: 0 all done,
+1 some inputs failed, 2 a flag, file or model cannot be used, 130 Ctrl-C,
+143 SIGTERM. Examples and all details: docs/commands.md
+  {PROG} facebook/bart-base in.txt out.txt --beam 4
+  {PROG} gpt2 in.txt out.txt --causal_lm --do_sample"""
 
 
 def _flag(help: str, default: Any = None, **options: Any) -> Any:
-    """A field that is a flag; `options` are those of argparse's add_argument, with `also` for other names of it."""
+    """A field that is a flag; `options` are those of argparse's add_argument."""
     metadata = {"help": help, **options}
     if default == []:
         return field(default_factory=list, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def _set(name: str, metavar: str, help: str, **options: Any) -> Any:
-    """A flag that gives the setting `name` of generate."""
-    return _flag(help, **{"setting": name, "type": SETTINGS[name], "metavar": metavar, **options})
-
-
-def _switch(help: str, **options: Any) -> Any:
-    return _flag(help, False, action="store_true", **options)
+def _switch(help: str) -> Any:
+    return _flag(help, False, action="store_true")
 
 
 _FORMATS = ("text", "jsonl", "openai")
+# Settings of generate that --help lists; the others are flags, too.
+COMMON_SETTINGS = {
+    "num_beams": "number of beams (or --num_beams)",
+    "max_new_tokens": "most tokens to generate, without the prompt",
+    "max_length": "longest output; counts a causal LM's prompt",
+    "min_length": "shortest output in tokens",
+}
+SAMPLE = "sample instead of taking the most likely token"
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """What the command line asks for; `--help` says what each flag does, docs/commands.md says all of it."""
 
-    model: str = _flag("local folder, hub name, or demo for the model inside fastgen")
-    input: str = _flag("UTF-8 text, one input per line, or JSON records (.jsonl); - for standard input")
-    output: str = _flag("file to write, JSON records for a .jsonl; - for standard output")
+    model: str = _flag("local folder, hub name, or demo for the model in fastgen")
+    input: str = _flag("text, an input per line, or JSON records (.jsonl); - stdin")
+    output: str = _flag("file to write, JSON records for a .jsonl; - stdout")
 
-    beam: int | None = _set("num_beams", "N", "number of beams (or --num_beams)", also=("num_beams",))
-    bs: int | None = _flag("most inputs per batch (or --batch_size)", type=whole(1), metavar="N", also=("batch_size",))
-    max_new_tokens: int | None = _set("max_new_tokens", "N", "most tokens to generate, without the prompt")
-    max_gen_length: int | None = _set(
-        "max_length", "N", "longest output (or --max_length); counts a causal LM's prompt", also=("max_length",)
-    )
-    do_sample: bool = _switch("sample instead of taking the most likely token", setting="do_sample")
+    bs: int | None = _flag("most inputs per batch (or --batch_size)", type=whole(1), metavar="N")
     causal_lm: bool = _switch("MODEL is a decoder-only model (GPT-2, Llama, …)")
-    chat: bool = _switch("every line is a user's message, or a list of messages; needs --causal_lm")
-    task: str | None = _flag(
-        "speech-to-text, text-to-speech, translation, …, or a task of MODEL's config", metavar="NAME"
-    )
-    device: str | None = _flag("cpu, cuda, cuda:1, … (default: cuda where there is one)", type=device)
+    chat: bool = _switch("lines are messages of a user, or lists of messages")
+    task: str | None = _flag("speech-to-text, text-to-speech, translation, …", metavar="NAME")
+    device: str | None = _flag("cpu, cuda, cuda:1, … (default: cuda if there is one)", metavar="NAME")
     resume: bool = _switch("go on with the run that left OUTPUT.part")
-    overwrite: bool = _switch("replace an OUTPUT, and a --score_path, that is there already")
+    overwrite: bool = _switch("replace an OUTPUT, or --score_path, that is there")
     quiet: bool = _switch("no progress on stderr, only what went wrong")
 
     seed: int | None = _flag("seed of the samples (default: drawn, and kept for --resume)", type=whole(0), metavar="N")
-    temperature: float | None = _set("temperature", "X", "divides the logits; needs --do_sample")
-    top_k: int | None = _set("top_k", "N", "sample from the N likeliest tokens; needs --do_sample")
-    top_p: float | None = _set("top_p", "P", "sample from tokens of probability P together; needs --do_sample")
-    num_return_sequences: int | None = _set("num_return_sequences", "N", "outputs per input")
-    min_gen_length: int | None = _set(
-        "min_length", "N", "shortest output in tokens (or --min_length)", type=whole(0, unset=-1), also=("min_length",)
-    )
-    no_repeat_ngram_size: int | None = _set("no_repeat_ngram_size", "N", "no N tokens in a row occur twice (0: off)")
-    repetition_penalty: float | None = _set("repetition_penalty", "X", "penalty of repeated tokens (1.0: none)")
-    length_penalty: float | None = _set("length_penalty", "X", "beam scores are divided by length to this power")
-    early_stopping: bool | str | None = _set("early_stopping", "WHEN", "when beam search stops: true, false or never")
-    decoder_start_token_id: int | None = _set("decoder_start_token_id", "ID", "first token given to the decoder")
-    eos_token_id: int | None = _set("eos_token_id", "ID", "token that ends an output")
     forced_bos_token: str | None = _flag("token that every output starts with, as text", metavar="TOKEN")
     generation_config: dict[str, Any] | None = _flag(
         "generation settings as JSON; flags win over them", type=json_file, metavar="FILE"
     )
     gen: list[tuple[str, Any]] = _flag(
-        "any setting of GenerationConfig; may be repeated", [], type=setting, action="append", metavar="KEY=VALUE"
+        "any setting of generate; may be repeated", [], type=setting, action="append", metavar="KEY=VALUE"
     )
 
     dtype: str | None = _flag(
@@ -128,7 +125,7 @@ class RunConfig:
     fp16: bool = _switch("the same as --dtype float16")
     bf16: bool = _switch("the same as --dtype bfloat16")
     attn_implementation: str | None = _flag("eager, sdpa, … (default: the library's choice)", metavar="NAME")
-    without_fastgen_opt: bool = _switch("run the unchanged library", also=("without_fastseq_opt",))
+    without_fastgen_opt: bool = _switch("run the unchanged library")
 
     input_format: str | None = _flag("text, jsonl or openai (default: by INPUT)", choices=_FORMATS, metavar="FORMAT")
     output_format: str | None = _flag(
@@ -184,15 +181,17 @@ class RunConfig:
         return self.output_format != "text"
 
     def given(self, name: str) -> str:
-        """A flag as it was written; empty where it is not given."""
-        value = getattr(self, name)
+        """A flag as it is written; empty where it is not given."""
+        value = vars(self)[name] if name in vars(self) else dict(self.gen).get(name)
         return "" if value is None or value is False else f"--{name}" + (f" {value}" if value is not True else "")
 
     def settings(self) -> list[tuple[str, Any, str]]:
-        """Name and value of every setting of generate that a flag gives, --gen included, and that flag as written."""
-        own = [(each.metadata.get("setting"), each.name) for each in fields(self)]
-        found = [(name, getattr(self, flag), self.given(flag)) for name, flag in own if name and self.given(flag)]
-        return [*found, *((key, value, f"--gen {key}={value}") for key, value in self.gen)]
+        """Name and value of every setting of generate that a flag gives, and that flag as it is written."""
+        known = generation_fields()
+        return [
+            (name, value, f"--{ALIASES.get(name, name)} {value}" if name in known else f"--gen {name}={value}")
+            for name, value in self.gen
+        ]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -202,42 +201,65 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(message)
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """One line for each flag: its first name only, its text beside it."""
-
-    def __init__(self, prog: str) -> None:
-        columns = int(os.environ.get("COLUMNS") or 100)
-        super().__init__(prog, max_help_position=34, width=max(80, min(columns, 110)))
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings:
-            return super()._format_action_invocation(action)
-        return action.option_strings[-1 if action.dest == "help" else 0] + f" {action.metavar or ''}".rstrip()
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the flags that RunConfig has. What is not given is not in its result: RunConfig has the default."""
+def build_parser(everything: bool = False) -> argparse.ArgumentParser:
+    """The parser of all flags; `everything`: its help lists them all. What is not given is not in its result."""
+    width = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34 if everything else 26, width=80)
     parser = _Parser(
-        PROG, usage="%(prog)s MODEL INPUT OUTPUT [flags]", description=HELP, epilog=EPILOG, formatter_class=_Help,
-        allow_abbrev=False,
+        PROG, usage="%(prog)s MODEL INPUT OUTPUT [flags]", description=HELP, epilog=EPILOG, formatter_class=width,
+        allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS,
     )  # fmt: skip
-    version = f"fastgen {fastgen.__version__}"
-    parser.add_argument("--version", action="version", version=version, help="show the version and leave")
     group: argparse._ActionsContainer = parser
+    for name in ("--help", "--help_all"):
+        parser.add_argument(name, action="help", help=f"show {'the common' if name == '--help' else 'all'} flags")
+    version = f"fastgen {fastgen.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="show the version")
+    hidden: dict[str, Any] = {}
+    options: dict[str, Any]
     for each in fields(RunConfig):
-        options = {name: value for name, value in each.metadata.items() if name not in ("setting", "also")}
-        if each.name in ("model", "input", "output"):
-            parser.add_argument(each.name, metavar=each.name.upper(), **options)
-            continue
         if each.name in GROUPS:
             group = parser.add_argument_group(GROUPS[each.name])
-        group.add_argument(f"--{each.name}", default=argparse.SUPPRESS, **options)
+            hidden = {} if everything or each.name == "bs" else {"help": argparse.SUPPRESS}
+        if each.name == "bs":
+            for name, help in COMMON_SETTINGS.items():
+                options = {"type": partial(parsed, name), "help": help, "metavar": "N"}
+                group.add_argument(f"--{ALIASES.get(name, name)}", dest="gen", action="append", **options)
+            const = ("do_sample", True)
+            group.add_argument("--do_sample", dest="gen", action="append_const", const=const, help=SAMPLE)
+        if each.name in ("model", "input", "output"):
+            group.add_argument(each.name, metavar=each.name.upper(), **each.metadata)
+        else:
+            group.add_argument(f"--{each.name}", **each.metadata | hidden)
+    for name in generation_fields():
+        if name not in (*COMMON_SETTINGS, "do_sample"):
+            options = {"nargs": "?", "const": "true", "help": argparse.SUPPRESS}
+            parser.add_argument(f"--{name}", dest="gen", action="append", type=partial(parsed, name), **options)
+    for name, options in IGNORED.items():
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
     return parser
 
 
 def parse_arguments(argv: Sequence[str]) -> RunConfig:
-    """Flags from a command line; raises InputError for bad or contradictory ones."""
-    return completed(RunConfig(**vars(build_parser().parse_args(_known_flags(argv)))))
+    """Flags from a command line, with - and _ as one; raises InputError for bad or contradictory ones."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    parser = build_parser(everything="--help-all" in argv[:end] or "--help_all" in argv[:end])
+    known = [name.removeprefix("--") for name in parser._option_string_actions]
+    words = []
+    for word in argv[:end]:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = name[2:].replace("-", "_")
+            name = ALIASES.get(name, name)
+            if name not in known:
+                raise InputError(f"--{name} is not known{did_you_mean(name, [*known, *ALIASES], 'see --help', '--')}")
+            word = f"--{name}{equals}{value}"
+        words.append(word)
+    found = vars(parser.parse_args([*words, *argv[end:]]))
+    for name in [name for name in IGNORED if name in found]:
+        del found[name]
+        print(f"note: --{name} changes nothing", file=sys.stderr)
+    # FastSeq's number for "not set".
+    found["gen"] = [each for each in found.get("gen", []) if each != ("min_length", None)]
+    return completed(RunConfig(**found))
 
 
 def completed(args: RunConfig) -> RunConfig:
@@ -272,37 +294,6 @@ def generation_fields() -> tuple[str, ...]:
     return tuple(dict.fromkeys(re.findall(r"self\.([a-z]\w*) = kwargs\.pop\(", source.read_text(encoding="utf-8"))))
 
 
-def flag_names() -> dict[str, str]:
-    """The fields of RunConfig by all names of their flags."""
-    return {name: each.name for each in fields(RunConfig) for name in (each.name, *each.metadata.get("also", ()))}
-
-
-def _known_flags(argv: Sequence[str]) -> list[str]:
-    """--max-length=5 -> --max_gen_length=5, --typical_p 0.9 -> --gen typical_p=0.9, up to a bare "--"."""
-    known = {"help": "help", "version": "version", **flag_names()}
-    end = argv.index("--") if "--" in argv else len(argv)
-    rest, found = list(argv[:end]), []
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        name = name[2:].replace("-", "_")
-        if not word.startswith("--") or not name:
-            found.append(word)
-        elif name in known:
-            found.append(f"--{known[name]}{equals}{value}")
-        elif name in IGNORED or name in generation_fields():
-            if not equals and IGNORED.get(name, True) and rest and not rest[0].startswith("--"):
-                equals, value = "=", rest.pop(0)
-            if name in IGNORED:
-                print(f"note: --{name} changes nothing", file=sys.stderr)
-            else:
-                found += ["--gen", f"{name}={value if equals else 'true'}"]
-        else:
-            near = get_close_matches(name, [*known, *generation_fields()], n=1)
-            raise InputError(f"--{name} is not known ({f'did you mean --{near[0]}?' if near else 'see --help'})")
-    return [*found, *argv[end:]]
-
-
 def check_several_outputs(args: RunConfig, num_return_sequences: int) -> None:
     """A line of text holds several outputs only where that was asked for."""
     if num_return_sequences > 1 and not args.join_outputs and not args.writes_records:
@@ -332,13 +323,12 @@ def _check(args: RunConfig) -> None:
     given = args.settings()
     first = [args.given(name) for name in ("forced_bos_token", "tgt_lang")]
     given += [("forced_bos_token_id", 0, flag) for flag in first if flag]
-    if args.src_lang is not None and args.audio_in:
+    if args.src_lang is not None:
         given.append(("language", args.src_lang, args.given("src_lang")))
     from_file = args.generation_config or {}
-    for key, value in [*((key, value) for key, value, _ in given), *from_file.items()]:
+    for key, value, flag in [*given, *((key, each, f"--generation_config: {key}") for key, each in from_file.items())]:
         if key in REFUSED_SETTINGS and value:
-            source = "--gen" if key in dict(args.gen) else "--generation_config:"
-            raise InputError(f"{source} {key} cannot be set: {REFUSED_SETTINGS[key]}")
+            raise InputError(f"{flag} cannot be set: {REFUSED_SETTINGS[key]}")
     seen: dict[str, tuple[Any, str]] = {}
     for key, value, flag in given:
         if key in seen:

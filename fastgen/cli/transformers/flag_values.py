@@ -8,23 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 # Counts, lengths, token ids and seeds all fit; what is beyond would overflow inside torch.
 LARGEST_NUMBER = 2**31 - 1
 
-T = TypeVar("T", int, float)
 
-
-def _number(read: Callable[[str], T], name: str, accepted: str, fits: Callable[[T], bool]) -> Callable[[str], T]:
-    def parse(text: str) -> T:
+def _number(kind: type, accepted: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
         try:
-            value = read(text)
+            value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {name} (accepted: {accepted})") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is no number (accepted: {accepted})") from None
         if not fits(value):
             raise argparse.ArgumentTypeError(f"{text} is out of range (accepted: {accepted})")
         return value
@@ -34,8 +31,8 @@ def _number(read: Callable[[str], T], name: str, accepted: str, fits: Callable[[
 
 def whole(minimum: int, unset: int | None = None) -> Callable[[str], int | None]:
     """A parser of whole numbers from `minimum` on; `unset` is FastSeq's number for "not given" and becomes None."""
-    accepted = f"{minimum} to {LARGEST_NUMBER}" + ("" if unset is None else f", or {unset} for not set")
-    parse = _number(int, "a whole number", accepted, lambda n: n == unset or minimum <= n <= LARGEST_NUMBER)
+    accepted = f"a whole number, {minimum} to {LARGEST_NUMBER}" + ("" if unset is None else f", or {unset} for not set")
+    parse = _number(int, accepted, lambda n: n == unset or minimum <= n <= LARGEST_NUMBER)
     return lambda text: None if (value := parse(text)) == unset else value
 
 
@@ -43,7 +40,7 @@ def real(above: float = -math.inf, up_to: float = math.inf) -> Callable[[str], f
     """A parser of finite numbers greater than `above` and not greater than `up_to`."""
     bounds = [f"greater than {above:g}"] * (above > -math.inf) + [f"at most {up_to:g}"] * (up_to < math.inf)
     accepted = " and ".join(["a finite number", *bounds])
-    return _number(float, "a number", accepted, lambda x: math.isfinite(x) and above < x <= up_to)
+    return _number(float, accepted, lambda x: math.isfinite(x) and above < x <= up_to)
 
 
 def one_of(values: dict[str, Any]) -> Callable[[str], Any]:
@@ -57,23 +54,13 @@ def one_of(values: dict[str, Any]) -> Callable[[str], Any]:
     return parse
 
 
-def device(text: str) -> str:
-    """Only the form is checked here; whether the device is there needs torch."""
-    if not re.fullmatch(r"[a-z]+(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a device (accepted: cpu, cuda, cuda:1, …)")
-    return text
-
-
 def json_file(text: str) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
         values = json.loads(Path(text).read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise argparse.ArgumentTypeError(f"{text}: there is no such file") from None
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: is not JSON ({error})") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or f"is not JSON ({error})"
+        raise argparse.ArgumentTypeError(f"{text}: {why}") from None
     if not isinstance(values, dict):
         raise argparse.ArgumentTypeError(f'{text}: holds no JSON object (accepted: {{"num_beams": 4, …}})')
     return values
@@ -83,7 +70,8 @@ _BOOLEAN = one_of({"true": True, "false": False})
 # Settings of generate whose values are checked here, whichever flag they are given with; GenerationConfig checks all.
 SETTINGS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("num_beams", "num_return_sequences", "max_length", "max_new_tokens"), whole(1)),
-    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "top_k"), whole(0)),
+    "min_length": whole(0, unset=-1),
+    **dict.fromkeys(("min_new_tokens", "no_repeat_ngram_size", "top_k"), whole(0)),
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "forced_bos_token_id", "forced_eos_token_id"), whole(0)),
     **dict.fromkeys(("decoder_start_token_id", "eos_token_id", "pad_token_id", "bos_token_id"), whole(0)),
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "temperature", "max_time"), real(above=0)),
@@ -97,19 +85,22 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """key=value: a JSON literal, else the text itself; a single value of a setting that is known is checked."""
+    """key=value."""
     key, equals, value = text.partition("=")
     key = key.strip().replace("-", "_")
     if not (equals and key.isidentifier()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a setting (accepted: key=value, such as num_beams=4)")
     try:
-        parsed = json.loads(value)
+        return parsed(key, value)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{key}={error}") from None
+
+
+def parsed(key: str, text: str) -> tuple[str, Any]:
+    """A setting and its value: a JSON literal, else the text itself; a single value of one that is known is checked."""
+    try:
+        value = json.loads(text)
     except ValueError:
-        parsed = value
-    takes_list = isinstance(parsed, list) and (key.endswith("_token_id") or key == "temperature")
-    if key in SETTINGS and parsed is not None and not takes_list:
-        try:
-            parsed = SETTINGS[key](value)
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{key}={error}") from None
-    return key, parsed
+        value = text
+    takes_list = isinstance(value, list) and (key.endswith("_token_id") or key == "temperature")
+    return key, SETTINGS[key](text) if key in SETTINGS and value is not None and not takes_list else value

@@ -19,7 +19,7 @@ from typing import Any
 import fastgen
 from fastgen.cli.errors import InputError
 from fastgen.cli.signals import Stop
-from fastgen.cli.transformers.args import RunConfig, completed, flag_names, parse_arguments
+from fastgen.cli.transformers.args import ALIASES, RunConfig, completed, generation_fields, parse_arguments
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.model import Loaded, prepare_tokenizer
@@ -116,18 +116,16 @@ class TextGenerator:
 
 
 def _arguments(model: str, settings: dict[str, Any]) -> RunConfig:
-    """The flags that settings are, with the checks of the command line; other names are GenerationConfig's."""
-    flags = flag_names()
-    switches = {each.name for each in fields(RunConfig) if each.metadata.get("action") == "store_true"}
+    """The flags that settings are, with the checks of the command line; other names are refused as there."""
+    options = {each.name: each.metadata.get("action") for each in fields(RunConfig)} | {"do_sample": "store_true"}
     argv: list[str] = []
     for name, value in settings.items():
         if name in OF_FILES:
             raise InputError(f"{name}: is a flag of the command only")
-        if flags.get(name) in switches:
+        if options.get(ALIASES.get(name, name)) == "store_true":
             argv += [f"--{name}"] * bool(value)
-        elif value is not None or name not in flags:
-            # Names that GenerationConfig has not are refused as on the command line, with the nearest one.
-            argv.append(f"--{name}={value if name in flags or isinstance(value, str) else json.dumps(value)}")
+        elif value is not None or name in generation_fields():
+            argv.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
     # join_outputs: several outputs are apart in a record in any case.
     return parse_arguments([*argv, "--output_format=jsonl", "--quiet", "--", model, "inputs.jsonl", "outputs.jsonl"])
 

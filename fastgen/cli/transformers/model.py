@@ -194,10 +194,7 @@ def check_limits(loaded: Loaded) -> None:
     if loaded.feature_extractor is None:
         input_positions = positions(config, "decoder" if args.causal_lm else "encoder")
         _check_at_most("--max_tokenizer_length", args.max_tokenizer_length, input_positions)
-    flags = {
-        name: f"--gen {name}" if flag.startswith("--gen ") else flag.partition(" ")[0]
-        for name, _, flag in args.settings()
-    }
+    flags = {name: flag.split()[0] for name, _, flag in args.settings()}
     last_token = config.get_text_config(decoder=True).vocab_size - 1
     for name, value in loaded.settings.items():
         limit = last_token if name.endswith("_token_id") else None
@@ -255,6 +252,6 @@ def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str
     elif number is not None:
         limits.append((number, "MODEL's positions"))
     if args.causal_lm and new_tokens is None and total is not None:
-        name = "max_length" if args.max_gen_length is None else "--max_gen_length"
+        name = "--max_gen_length" if args.given("max_length") else "max_length"
         limits.append((total - 1, f"{name} {total}, which counts the prompt"))
     return min(limits, default=None)

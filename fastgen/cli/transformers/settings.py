@@ -21,8 +21,8 @@ from packaging.version import Version
 from transformers import GenerationConfig, WatermarkingConfig
 from transformers.generation.configuration_utils import GenerationMode
 
-from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.args import TRANSLATION, RunConfig
+from fastgen.cli.errors import InputError, did_you_mean
+from fastgen.cli.transformers.args import TASKS, RunConfig
 from fastgen.cli.transformers.model import Loaded, positions
 
 # A model's own value of the second would silently win over the flag that sets the first.
@@ -37,6 +37,7 @@ PARTS = ("text", "speech")
 # Tokenizers of models whose decoder takes the target's code in place of a start token.
 DECODER_STARTS_WITH_LANGUAGE = ("MBartTokenizer", "PLBartTokenizer")
 SEAMLESS = ("seamless_m4t", "seamless_m4t_v2")
+ACCEPTED = "accepted: fields of transformers' GenerationConfig"
 # What is written into a generation_config.json beside settings.
 METADATA = ("transformers_version", "_from_model_config", "_commit_hash")
 _MODE = GenerationMode
@@ -57,9 +58,7 @@ def set_generation(loaded: Loaded) -> None:
     own = model.generation_config
     loaded.task_params = _task_params(args, model.config)
     settings = {name: value for name, value in loaded.task_params.items() if hasattr(own, name)}
-    given = _gen_settings(args, model) | language_settings(loaded)
-    given |= {name: value for name, value, flag in args.settings() if not flag.startswith("--gen ")}
-    settings |= given
+    settings |= (given := _given_settings(args, model) | language_settings(loaded))
     if given.get("max_new_tokens") is not None:
         settings["max_length"] = None  # it has no effect then, and the library would say so for every batch
     for name, stronger in OVERRULED_BY.items():
@@ -67,7 +66,16 @@ def set_generation(loaded: Loaded) -> None:
             settings[stronger] = None
     if own.pad_token_id is None and settings.get("pad_token_id") is None and not args.audio_out:
         settings["pad_token_id"] = loaded.tokenizer.pad_token_id
-    _check_values(args, model, settings)
+    config = copy.deepcopy(own)
+    flags = ", ".join(flag for *_, flag in args.settings()) or "the settings of MODEL"
+    try:
+        config.update(**settings)
+        mode = config.get_generation_mode()
+    except (ValueError, TypeError, AttributeError) as error:  # what generate would refuse at the first batch
+        raise InputError(f"{flags} cannot be used: {error}") from error
+    if mode not in MODES or config.cache_implementation == "paged":
+        why = f"{mode.value.replace('_', ' ')}, whose code is on the hub" if mode not in MODES else "pages of a cache"
+        raise InputError(f"{flags} ask for {why} (accepted: greedy search, sampling, beam search)")
     loaded.settings = settings
     # These need words, and generate has only tokens.
     if any(loaded.value(name) for name in ("stop_strings", "token_healing")):
@@ -79,14 +87,12 @@ def _task_params(args: RunConfig, config: Any) -> dict[str, Any]:
 
     Without --task nothing, where FastSeq takes summarization: the library's generate does not use them, either.
     """
-    if args.audio_in or args.audio_out:
-        return {}
     known = getattr(config, "task_specific_params", None) or {}
-    has = ", ".join(known) or "none"
+    has = f"(it has: {', '.join(known) or 'none'})"
     if args.task is None and known and not args.quiet:
-        print(f"note: MODEL has settings for some tasks, which only --task NAME uses (it has: {has})", file=sys.stderr)
-    if args.task not in (None, TRANSLATION, *known):
-        print(f"note: MODEL has no settings for --task {args.task} (it has: {has})", file=sys.stderr)
+        print(f"note: MODEL has settings for some tasks, which only --task NAME uses {has}", file=sys.stderr)
+    if args.task not in (None, *TASKS, *known):
+        print(f"note: MODEL has no settings for --task {args.task} {has}", file=sys.stderr)
     return known.get(args.task, {})
 
 
@@ -97,7 +103,8 @@ def _apply_file(args: RunConfig, model: Any) -> None:
     known = known_settings(model)
     for key in args.generation_config:
         if key not in known and key not in METADATA:
-            print(f"note: --generation_config: {key} changes nothing{_did_you_mean(key, known)}", file=sys.stderr)
+            hint = did_you_mean(key, known, ACCEPTED)
+            print(f"note: --generation_config: {key} changes nothing{hint}", file=sys.stderr)
     try:
         given = GenerationConfig.from_dict(dict(args.generation_config))
     except (ValueError, TypeError, AttributeError) as error:
@@ -109,40 +116,22 @@ def _apply_file(args: RunConfig, model: Any) -> None:
     model.generation_config = merged
 
 
-def _gen_settings(args: RunConfig, model: Any) -> dict[str, Any]:
-    """What --gen asks for; raises InputError for a key that neither the library nor the model knows."""
+def _given_settings(args: RunConfig, model: Any) -> dict[str, Any]:
+    """What flags ask for; raises InputError for a setting that neither the library nor the model knows."""
     known = known_settings(model)
     if args.audio_out:
         known |= {f"{part}_{name}" for part in PARTS for name in known}
-    for key, value in args.gen:
+    for key, _, flag in args.settings():
         if key not in known:
-            raise InputError(f"--gen {key}={value}: there is no such setting{_did_you_mean(key, known)}")
+            raise InputError(f"{flag}: there is no such setting{did_you_mean(key, known, ACCEPTED)}")
     settings = dict(args.gen)
     watermark = settings.get("watermarking_config")
     if isinstance(watermark, dict):
         try:
             settings["watermarking_config"] = WatermarkingConfig.from_dict(watermark)
         except (ValueError, TypeError) as error:
-            raise InputError(f"--gen watermarking_config={watermark} cannot be used: {error}") from error
+            raise InputError(f"--watermarking_config {watermark} cannot be used: {error}") from error
     return settings
-
-
-def _check_values(args: RunConfig, model: Any, settings: dict[str, Any]) -> None:
-    """Raises InputError for settings that generate would refuse at the first batch."""
-    config = copy.deepcopy(model.generation_config)
-    given = ", ".join(flag for *_, flag in args.settings()) or "the settings of MODEL"
-    try:
-        config.update(**settings)
-        mode = config.get_generation_mode()
-    except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{given} cannot be used: {error}") from error
-    if mode not in MODES:
-        raise InputError(
-            f"{given} ask for {mode.value.replace('_', ' ')}, whose code is on the hub and not in transformers "
-            "(accepted: greedy search, sampling, beam search)"
-        )
-    if config.cache_implementation == "paged":
-        raise InputError("cache_implementation=paged does not go with batches (accepted: dynamic, static, …)")
 
 
 def known_settings(model: Any) -> set[str]:
@@ -151,11 +140,6 @@ def known_settings(model: Any) -> set[str]:
     names = {*vars(GenerationConfig()), *vars(model.generation_config)}
     names |= {name for name in OWN_ARGUMENTS if name in own_arguments}
     return {name for name in names if not name.startswith("_")} - set(METADATA)
-
-
-def _did_you_mean(key: str, known: set[str]) -> str:
-    nearest = get_close_matches(key, sorted(known), n=1)
-    return f" (did you mean {nearest[0]}?)" if nearest else " (accepted: fields of transformers' GenerationConfig)"
 
 
 def token_ids(value: int | list[int] | None) -> list[int]:
@@ -251,7 +235,7 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
     index = known[_find("--tgt_lang", args.tgt_lang, known)]
     if type(tokenizer).__name__.removesuffix("Fast") not in DECODER_STARTS_WITH_LANGUAGE:
         return {"forced_bos_token_id": index}
-    if args.decoder_start_token_id is not None:
+    if args.given("decoder_start_token_id"):
         flags = f"{args.given('decoder_start_token_id')} and {args.given('tgt_lang')}"
         raise InputError(f"{flags} contradict each other (accepted: one of them)")
     return {"decoder_start_token_id": index}

@@ -34,7 +34,9 @@ def signature(args: RunConfig, survey: Survey | None) -> dict[str, Any]:
 
     A name on the hub counts with its commit, once the model is loaded: see `with_commit`.
     """
-    flags = {name: value for name, value in asdict(args).items() if name not in FLAGS_WITHOUT_EFFECT_ON_RECORDS}
+    flags = {f"--{name}": each for name, each in asdict(args).items() if name not in FLAGS_WITHOUT_EFFECT_ON_RECORDS}
+    del flags["--gen"]
+    flags |= {flag.removesuffix(str(value))[:-1]: value for _, value, flag in args.settings()}
     folder = model_folder(args.model)
     model = {"MODEL": args.model}
     if folder is not None:
@@ -44,7 +46,7 @@ def signature(args: RunConfig, survey: Survey | None) -> dict[str, Any]:
         "INPUT's content": None if survey is None else DIGEST + survey.sha256,
         "INPUT's number of lines": None if survey is None else survey.lines,
     }
-    return json.loads(json.dumps({**{f"--{name}": value for name, value in flags.items()}, **model, **content}))
+    return json.loads(json.dumps(flags | model | content))
 
 
 def model_folder(model: str) -> Path | None:

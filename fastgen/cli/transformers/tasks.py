@@ -14,13 +14,14 @@ Tests: tests/cli/transformers/test_cli_speech.py, tests/cli/transformers/test_cl
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.args import AUDIO_IN, AUDIO_OUT, TRANSLATION, RunConfig
+from fastgen.cli.transformers.args import AUDIO_OUT, TASKS, RunConfig
 from fastgen.cli.transformers.batching import Batch, Generated, Item, Planner, make_planner, with_batch_size
 from fastgen.cli.transformers.files import LINES_AT_ONCE, Line, is_stream, is_url
 
@@ -78,8 +79,7 @@ class Task:
     def validate(self) -> None:
         """Raises InputError for flags that do not go with the task, or with each other in it."""
         args = self.args
-        tasks = {*AUDIO_IN, *AUDIO_OUT, TRANSLATION}
-        if args.task not in tasks and (near := get_close_matches(args.task or "", tasks, n=1, cutoff=0.85)):
+        if args.task not in TASKS and (near := get_close_matches(args.task or "", TASKS, n=1, cutoff=0.85)):
             raise InputError(f"--task {args.task} is not known (did you mean {near[0]}?)")
         if args.chat and not args.causal_lm:
             raise InputError("--chat needs --causal_lm")
@@ -203,7 +203,6 @@ class TextTask(Task):
     """Text to text: an encoder-decoder, or with --causal_lm a decoder."""
 
     def specialize(self) -> None:
-        """Tokenizes INPUT, with the prefix that the model's settings for the task have."""
         from fastgen.cli.transformers.settings import token_ids
         from fastgen.cli.transformers.text import TextInput
 
@@ -221,7 +220,6 @@ class ChatTask(TextTask):
     why = "--chat: the end of a conversation is where the answer begins (accepted: one of them)"
 
     def specialize(self) -> None:
-        """Raises InputError where there is no template, or where it refuses a system message."""
         args, tokenizer = self.args, self.loaded.tokenizer
         if tokenizer.chat_template is None:
             raise InputError(f"--chat: the tokenizer of MODEL {args.model} has no chat template")
@@ -236,7 +234,6 @@ class ChatTask(TextTask):
         super().specialize()
 
     def settings_of(self, item: Item) -> dict[str, Any]:
-        """Those of a request's body."""
         settings = dict(item.group or ())
         return settings | ({"max_length": None} if "max_new_tokens" in settings else {})
 
@@ -249,7 +246,6 @@ class TranscribeTask(Task):
     lines_at_once = 1  # a recording may be hours long, and what waits for the model is in memory
 
     def specialize(self) -> None:
-        """Where it returns scores, Whisper's generate returns but the last of its passes over a sound."""
         from fastgen.cli.transformers.audio import AudioInput
         from fastgen.cli.transformers.settings import token_ids
 
@@ -263,10 +259,11 @@ class TranscribeTask(Task):
         self.input = AudioInput(loaded.feature_extractor, self.args, windows)
         # Whisper's generate leaves out the tokens that it was given, and the end.
         eos_token_ids = [] if is_whisper else token_ids(loaded.value("eos_token_id"))
+        # Where it returns scores, it returns but the last of its passes over a sound.
         self.output = self.writes_text(not is_whisper, eos_token_ids, has_scores=not is_whisper)
 
     def settings_of(self, item: Item) -> dict[str, Any]:
-        """Arguments of Whisper's generate for recordings that are longer than it hears at once."""
+        # Of recordings that are longer than Whisper hears at once.
         return {"return_timestamps": True, "return_segments": True} if item.group else {}
 
 
@@ -282,7 +279,6 @@ class SpeakTask(Task):
     unit = "seconds of sound"
 
     def validate(self) -> None:
-        """OUTPUT is a local file of JSON records."""
         super().validate()
         args = self.args
         if args.audio_in:
@@ -294,9 +290,12 @@ class SpeakTask(Task):
         for key, value in args.gen:
             if key.endswith("num_return_sequences") and value != 1:
                 raise InputError(f"--gen {key}={value} does not go with --task {args.task}: an input is one sound")
+        output = os.path.realpath(args.output)
+        begins = not args.overwrite and not os.path.lexists(output) and not os.path.lexists(f"{output}.part")
+        if begins and os.path.lexists(folder := f"{output}.audio"):
+            raise InputError(f"OUTPUT {args.output}: {folder} is there already (accepted: another, or --overwrite)")
 
     def specialize(self) -> None:
-        """Text or sound comes in, and the voice is chosen."""
         from fastgen.cli.transformers.audio import AudioInput, SoundFolder
         from fastgen.cli.transformers.text import TextInput
 
@@ -315,7 +314,6 @@ class SpeakTask(Task):
         self.output = SoundFolder(args.output, config.sampling_rate)
 
     def generate(self, batch: Batch) -> Generated:
-        """Waveforms, cut to their lengths."""
         waveforms, lengths = self.call_model(batch, self.loaded.settings)[:2]
         rows = waveforms.reshape(len(batch.items), -1).float().cpu().numpy()
         return Generated(

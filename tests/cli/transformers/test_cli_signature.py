@@ -56,11 +56,13 @@ def test_flags_that_only_say_how_it_is_run_do_not_count(folder: Path) -> None:
 
 
 def test_every_other_flag_counts_also_one_that_nobody_has_thought_of(folder: Path) -> None:
-    before = sign(folder, beam=4)
-    assert changes(before, sign(folder, beam=5)) == ["--beam was 4, is 5"]
-    assert changes(before, sign(folder, beam=4, causal_lm=True)) == ["--causal_lm was not given, is given"]
-    assert changes(before, sign(folder, beam=4, gen=[("top_k", 5)])) == ['--gen was not given, is [["top_k", 5]]']
-    assert changes(before, sign(folder, beam=4, dtype="float16")) == ['--dtype was not given, is "float16"']
+    beams = [("num_beams", 4)]
+    before = sign(folder, gen=beams)
+    assert changes(before, sign(folder, gen=[("num_beams", 5)])) == ["--beam was 4, is 5"]
+    assert changes(before, sign(folder, gen=beams, causal_lm=True)) == ["--causal_lm was not given, is given"]
+    assert changes(before, sign(folder, gen=[*beams, ("top_k", 5)])) == ["--top_k was not given, is 5"]
+    assert changes(before, sign(folder, gen=[*beams, ("task", "x")])) == ['--gen task was not given, is "x"']
+    assert changes(before, sign(folder, gen=beams, dtype="float16")) == ['--dtype was not given, is "float16"']
     config = {"top_k": 5, "top_p": 0.5}
     before = sign(folder, generation_config=config)
     assert changes(before, sign(folder, generation_config=config | {"top_k": 6})) == [

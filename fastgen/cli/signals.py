@@ -31,6 +31,7 @@ class Stop:
     def __init__(self) -> None:
         self.requests, self.status = 0, INTERRUPTED
         self.finishing = False  # set by the run while it does what the first request is to let finish
+        self.is_patient = False  # set while the run ends by itself after the first request, however long it takes
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """A signal handler: notes the first request while `finishing`, raises KeyboardInterrupt(status) otherwise."""
@@ -43,58 +44,47 @@ class Stop:
 
 
 @contextmanager
-def stoppable() -> Iterator[Stop]:
-    """While `finishing`, the first Ctrl-C or SIGTERM is only noted; others interrupt.
+def stoppable(*numbers: int) -> Iterator[Stop]:
+    """While `finishing`, the first of these signals is only noted; others interrupt.
 
-    A second one ends the process within SECONDS_TO_END. A signal that is ignored stays so: nohup and shells ask for
-    that. Outside the main thread, which alone receives signals, nothing is handled.
+    If the process still runs SECONDS_TO_END after one for which it has no patience, it ends with its children and the
+    signal's status. A signal that is ignored stays so: nohup and shells ask for that. Outside of the main thread, which
+    alone receives signals, nothing is handled.
     """
     stop = Stop()
-    numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop.handle) for number in heard}
-    try:
-        with interruptible(after=2):
-            yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def interruptible(after: int = 1) -> Iterator[None]:
-    """If the process still runs SECONDS_TO_END after the `after`-th Ctrl-C inside the block, ends it and its children.
-
-    The status is then that of the signal. Outside the main thread it does nothing.
-    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield stop
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
     ended = threading.Event()
-    threading.Thread(target=_watch, args=(read, ended, after), name="fastgen-interrupt", daemon=True).start()
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(read, ended, stop), name="fastgen-interrupt", daemon=True).start()
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop.handle) for number in heard}
+    wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
-        yield
+        yield stop
         ended.set()
     except Exception:
         ended.set()
         raise
     finally:
         # After KeyboardInterrupt the clock goes on: leaving the program can hang as well.
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(wakeup)
         os.close(write)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _watch(read: int, ended: threading.Event, after: int) -> None:
+def _watch(read: int, ended: threading.Event, stop: Stop) -> None:
     """Reads the signals that arrive, one byte each, written by the signal handler itself."""
+    asked = 0
     while number := os.read(read, 1):
-        after -= number[0] in SIGNALS
-        if after <= 0:
-            if not ended.wait(SECONDS_TO_END):
-                for child in multiprocessing.active_children():
-                    child.kill()
-                os._exit(SIGNALS[number[0]])
-            break
+        if number[0] not in SIGNALS:
+            continue
+        asked += 1
+        if asked > stop.is_patient and not ended.wait(SECONDS_TO_END):
+            for child in multiprocessing.active_children():
+                child.kill()
+            os._exit(SIGNALS[number[0]])
     os.close(read)

@@ -13,6 +13,8 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from multiprocessing import get_all_start_methods
 from typing import Any
 
@@ -48,7 +50,7 @@ def generate() -> None:
     group = add_flags(parser)
     group.add_argument(
         *("--postprocess-workers", "--postprocess_workers", "--post-process-workers"),
-        type=number_of_workers,
+        type=int,
         default=min(MOST_WORKERS, usable_cpus()),
         metavar="N",
         help="processes that turn the model's output into text while the model runs (default: enough; 0: in between)",
@@ -61,18 +63,14 @@ def generate() -> None:
         if vars(args).pop(name):
             say(f"--{name.replace('_', '-')} changes nothing: what it asks for is done in any case")
     workers, no_fastgen = (vars(args).pop(name) for name in ("postprocess_workers", "no_fastgen"))
-    check(args)
-
-    def generate_beside_the_model(cfg: Any) -> None:
-        if not (reasons := unsupported_reasons(cfg, workers)):
-            pipeline.generate(cfg, workers)
-        elif args.num_shards > 1:
-            raise InputError(f"--num-shards {args.num_shards} needs the pipeline: {'; '.join(reasons)}")
-        else:
-            say(f"without the pipeline: {'; '.join(reasons)}")
-            upstream.main(cfg)
-
-    run(convert_namespace_to_omegaconf(args), no_fastgen, upstream.main, generate_beside_the_model)
+    check(args, workers)
+    cfg = convert_namespace_to_omegaconf(args)
+    reasons = [] if no_fastgen else unsupported_reasons(cfg, workers)
+    if reasons and args.num_shards > 1:
+        raise InputError(f"--num-shards {args.num_shards} needs the pipeline: {'; '.join(reasons)}")
+    if reasons:
+        say(f"without the pipeline: {'; '.join(reasons)}")
+    run(cfg, no_fastgen, upstream.main if reasons or no_fastgen else partial(pipeline.generate, workers=workers))
 
 
 def evaluate_language_model() -> None:
@@ -84,7 +82,7 @@ def evaluate_language_model() -> None:
 
 def evaluate(cfg: Any, no_fastgen: bool, **unused: Any) -> None:
     """What each process does. It is found here by the processes that fairseq starts, which import fastgen for it."""
-    run(cfg, no_fastgen, eval_lm.main, eval_lm.main)
+    run(cfg, no_fastgen, eval_lm.main)
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -95,30 +93,22 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def number_of_workers(text: str) -> int:
-    """A whole number that a machine can take."""
-    if not (text.isdecimal() and int(text) <= LARGEST_POOL):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers (accepted: 0 to {LARGEST_POOL})")
-    return int(text)
-
-
-def check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace, workers: int) -> None:
     """Raises InputError where fairseq-generate would stop with an assertion or a traceback."""
     # Other tasks than translations have no languages, and moses takes English.
     languages = [vars(args).get(f"{side}_lang", "en") for side in ("source", "target")]
-    for is_wrong, message in (
-        (args.beam < 1, f"--beam {args.beam} (accepted: 1 or more)"),
-        (args.nbest < 1, f"--nbest {args.nbest} (accepted: 1 or more)"),
-        (args.sampling and args.nbest != args.beam, f"--sampling needs --nbest {args.beam}, the value of --beam"),
-        (
-            not 0 <= args.shard_id < args.num_shards,
-            f"--shard-id {args.shard_id} (accepted: 0 to {args.num_shards - 1})",
-        ),
-        (args.replace_unk is not None and args.dataset_impl != "raw", "--replace-unk needs --dataset-impl raw"),
-        (args.tokenizer == "moses" and None in languages, "--tokenizer moses needs --source-lang and --target-lang"),
-    ):
-        if is_wrong:
-            raise InputError(message)
+    shard, last = f"--shard-id {args.shard_id}", args.num_shards - 1
+    mistakes = {
+        f"--postprocess-workers {workers} (accepted: 0 to {LARGEST_POOL})": not 0 <= workers <= LARGEST_POOL,
+        f"--beam {args.beam} (accepted: 1 or more)": args.beam < 1,
+        f"--nbest {args.nbest} (accepted: 1 or more)": args.nbest < 1,
+        f"--sampling needs --nbest {args.beam}, the value of --beam": args.sampling and args.nbest != args.beam,
+        f"{shard} (accepted: 0 to {last})": not 0 <= args.shard_id <= last,
+        "--replace-unk needs --dataset-impl raw": args.replace_unk is not None and args.dataset_impl != "raw",
+        "--tokenizer moses needs --source-lang and --target-lang": args.tokenizer == "moses" and None in languages,
+    }
+    for message in (message for message, holds in mistakes.items() if holds):
+        raise InputError(message)
     if args.scoring == "wer":
         check_packages("editdistance", flag="--scoring wer")
 
@@ -138,14 +128,13 @@ def unsupported_reasons(cfg: Any, workers: int) -> list[str]:
     return [reason for reason, holds in reasons.items() if holds]
 
 
-def run(cfg: Any, no_fastgen: bool, without: Callable[[Any], Any], under: Callable[[Any], Any]) -> None:
-    """Calls fairseq's own command `without` fastgen, or `under` it; raises InputError for errors that it explains."""
+def run(cfg: Any, no_fastgen: bool, main: Callable[[Any], Any]) -> None:
+    """Calls fairseq's own command, or what stands in for it; raises InputError for errors that it explains."""
     try:
-        if no_fastgen:
-            with fastgen.disabled(), allowed():
-                without(cfg)
-        else:
-            under(cfg)
+        with ExitStack() as stock:
+            for context in (fastgen.disabled, allowed) if no_fastgen else ():
+                stock.enter_context(context())
+            main(cfg)
     except WorkerError as error:
         raise OSError(f"post-processing: {error}") from error
     except Exception as error:

@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import pickle
+import signal
 import sys
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -20,7 +21,7 @@ from typing import Any
 
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError
-from fastgen.cli.signals import interruptible
+from fastgen.cli.signals import stoppable
 from fastgen.cli.threads import set_openmp_variables
 from fastgen.optimizer.fairseq.compat import how_to_install, import_hint
 
@@ -41,7 +42,7 @@ def run(prog: str, what: str, argv: list[str] | None = None) -> int:
         add_flags(parser := argparse.ArgumentParser(add_help=False, allow_abbrev=False))
         parser.parse_known_args()
         fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
-        with interruptible():
+        with stoppable(signal.SIGINT):
             getattr(_import("fastgen.cli.fairseq.args", is_program=argv is None), what)()
             sys.stdout.flush()
     except BrokenPipeError:

@@ -11,15 +11,14 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
-from logging import LogRecord
+from logging import ERROR, LogRecord
 from typing import Any
 
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError, check_packages
-from fastgen.cli.signals import interruptible, stoppable
+from fastgen.cli.signals import SIGNALS, Stop, stoppable
 from fastgen.cli.threads import set_openmp_variables
 from fastgen.cli.transformers import files, records
 from fastgen.cli.transformers.args import PROG, STREAM, RunConfig, completed, parse_arguments
@@ -39,10 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     set_openmp_variables()
     try:
-        with interruptible():
+        with stoppable(*SIGNALS) as stop:
             args = parse_arguments(sys.argv[1:] if argv is None else argv)
             check_packages("transformers", "tqdm", "filelock")
-            return _run(args)
+            return _run(args, stop)
     except InputError as error:
         message, status = f"error: {error}", UNUSABLE
     except BrokenPipeError:
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def _run(args: RunConfig) -> int:
+def _run(args: RunConfig, stop: Stop) -> int:
     """Whatever does not need the model comes first: flags, files, and whether there is something to do at all."""
     args = _with_first_record(args)
     task = task_for(args)
@@ -68,23 +67,34 @@ def _run(args: RunConfig) -> int:
         made = output.completed or {}
         task.args = args = _as_before(args, output.signature or made.get("signature") or {})
         if output.check(signature(args, surveyed)):
-            _check_sounds(args)
             if not args.quiet:
                 print(f"{PROG}: {args.output} is complete: the same command has made it", file=sys.stderr)
             score_output(args, references, made["records"])
             return _status(made["failures"], made["records"])
         if not args.quiet:
             print(f"loading {args.model}", file=sys.stderr, flush=True)
+        from transformers.utils import logging as library_logging
+
         # Workers are what runs beside the model; threads that a tokenizer starts by itself would take cores from it.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
         stock = fastgen.disabled() if args.without_fastgen_opt else nullcontext()
         only_records = redirect_stdout(sys.stderr) if args.output == STREAM else nullcontext()
-        with _said_once(args.quiet), stock, only_records, ExitStack() as after:
+        with stock, only_records, ExitStack() as after:
             # What is generated for a batch does not depend on those before it, which --resume does not generate again.
             after.callback(fastgen.configure, repeatable=CONFIG.repeatable)
             fastgen.configure(repeatable=True)
-            return _generate(task, surveyed, references, output)
+            said: set[str] = set()  # of what transformers would log for every batch
+
+            def is_said(record: LogRecord) -> bool:
+                is_new = record.getMessage() not in said
+                said.add(record.getMessage())
+                return is_new and (record.levelno >= ERROR or not args.quiet)
+
+            for handler in library_logging.get_logger().handlers:
+                handler.addFilter(is_said)
+                after.callback(handler.removeFilter, is_said)
+            return _generate(task, surveyed, references, output, stop)
     finally:
         output.leave()
 
@@ -96,20 +106,15 @@ def _with_first_record(args: RunConfig) -> RunConfig:
     """
     if files.is_stream(args.input) or not args.reads_records:
         return args
-    raw = next(files.raw_lines("INPUT", args.input, records.LONGEST_RECORD), b"")
-    if len(raw) > records.LONGEST_RECORD:  # that is a failed input
-        return args
-    line = files.Line(1, raw)
-    with suppress(records.RecordError):
-        record = records.parse(records.decode(line))
-        takes_text = args.text_field != "text" or "text" in record
-        if args.input_format == "jsonl" and not takes_text and records.is_openai(record):
-            args = completed(replace(args, input_format="openai"))
-    try:
-        records.read_input(line, args)
-    except records.RecordError as error:
-        hint = "--input_format, --text_field, --id_field"
-        raise InputError(f"INPUT {args.input}: line 1 {error} ({hint})") from error
+    for line in next(files.read_chunks(args.input, 1, longest=records.LONGEST_RECORD), []):
+        try:
+            if not line.cut:  # that is a failed input
+                records.read_input(line, args)
+        except records.RecordError as error:
+            if isinstance(error, records.OpenAIRequestError) and args.text_field == "text":
+                return _with_first_record(completed(replace(args, input_format="openai")))
+            hint = "--input_format, --text_field, --id_field"
+            raise InputError(f"INPUT {args.input}: line 1 {error} ({hint})") from error
     return args
 
 
@@ -121,7 +126,7 @@ def _as_before(args: RunConfig, before: dict[str, Any]) -> RunConfig:
 
 
 def _generate(
-    task: Task, surveyed: files.Survey | None, references: list[str] | None, output: Journal | StreamOutput
+    task: Task, surveyed: files.Survey | None, references: list[str] | None, output: StreamOutput, stop: Stop
 ) -> int:
     """Loads, generates, writes and scores; returns the exit status."""
     from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, WithinMemory
@@ -138,7 +143,12 @@ def _generate(
     progress = Progress(total, output.records, args.quiet, task.unit)
 
     def write(items: list[Item], amount: float) -> None:
-        output.write([_entry(item, args) for item in items])
+        output.write(
+            [
+                Entry(item.line.number, item.length, item.group, item.error is not None, records.record_of(item, args))
+                for item in items
+            ]
+        )
         failures = [(item.line.number, records.name_of(item, args) + item.error) for item in items if item.error]
         progress.finished(len(items), amount, failures)
 
@@ -150,10 +160,9 @@ def _generate(
             progress.note(note)
         progress.begin()
         chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
-        with stoppable() as stop:
-            generate = WithinMemory(task, progress.say, args.seed)
-            prefetcher = Prefetcher(chunks, task, planner, args.preprocess_workers, output.entry)
-            complete = Pipeline(task, generate, write, stop).drain(prefetcher)
+        generate = WithinMemory(task, progress.say, args.seed)
+        prefetcher = Prefetcher(chunks, task, planner, args.preprocess_workers, output.entry)
+        complete = Pipeline(task, generate, write, stop).drain(prefetcher)
         if complete:
             if surveyed is not None and output.records != total:
                 had = f"it had {total} lines, and {output.records} could be read"
@@ -181,10 +190,6 @@ def _generate(
     return _status(output.failures, output.records)
 
 
-def _entry(item: Item, args: RunConfig) -> Entry:
-    return Entry(item.line.number, item.length, item.group, item.error is not None, records.record_of(item, args))
-
-
 def _status(failures: int, inputs: int) -> int:
     """The exit status; says how many inputs failed."""
     if failures:
@@ -205,7 +210,6 @@ def check_files(args: RunConfig) -> tuple[files.Survey | None, list[str] | None]
     references = references_of(args, None if surveyed is None else surveyed.lines)
     sources = {"INPUT": args.input, "--reference_path": args.reference_path}
     files.check_writable("OUTPUT", args.output, sources)
-    _check_sounds(args, begins=True)
     if args.score_path is not None:
         if files.is_url(args.score_path):
             raise InputError(f"--score_path {args.score_path}: is a URL (accepted: a local file)")
@@ -215,45 +219,6 @@ def check_files(args: RunConfig) -> tuple[files.Survey | None, list[str] | None]
         if is_there and not args.overwrite and not (args.resume and os.path.exists(args.output)):
             raise InputError(f"--score_path {args.score_path}: is there already (accepted: another, or --overwrite)")
     return surveyed, references
-
-
-def _check_sounds(args: RunConfig, begins: bool = False) -> None:
-    """Raises InputError where a run that begins would replace sounds, or where those of a complete OUTPUT are gone."""
-    if not args.audio_out:
-        return
-    from fastgen.cli.transformers.audio import sound_folders
-
-    folder, output = sound_folders(args.output)[0], os.path.realpath(args.output)
-    known = os.path.lexists(output) or os.path.lexists(f"{output}.part")
-    if begins and folder.exists() and not known and not args.overwrite:
-        raise InputError(f"OUTPUT {args.output}: {folder} is there already (accepted: another name, or --overwrite)")
-    if not begins and not folder.is_dir():
-        raise InputError(f"OUTPUT {args.output}: is there, but its sounds in {folder} are gone (accepted: --overwrite)")
-
-
-@contextmanager
-def _said_once(quiet: bool) -> Iterator[None]:
-    """What transformers logs while a run goes on: each message once, and errors only with --quiet.
-
-    A warning about a batch would be logged for every batch.
-    """
-    from transformers.utils import logging
-
-    said: set[str] = set()
-
-    def once(record: LogRecord) -> bool:
-        before = len(said)
-        said.add(record.getMessage())
-        return len(said) > before
-
-    with ExitStack() as after:
-        for handler in logging.get_logger().handlers:
-            handler.addFilter(once)
-            after.callback(handler.removeFilter, once)
-        after.callback(logging.set_verbosity, logging.get_verbosity())
-        if quiet:
-            logging.set_verbosity_error()
-        yield
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from fastgen.cli.transformers.args import STREAM
 
 BLOCK = 1 << 20
 READ_BLOCK = 1 << 16
-CHUNK_BYTES = 1 << 18
 LINES_AT_ONCE = 64
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
@@ -113,35 +112,22 @@ def survey(path: str) -> Survey:
 
 
 def read_chunks(
-    path: str,
-    n_obs: int | None = None,
-    lines: int = LINES_AT_ONCE,
-    size: int = CHUNK_BYTES,
-    longest: int = sys.maxsize,
+    path: str, n_obs: int | None = None, lines: int = LINES_AT_ONCE, longest: int = sys.maxsize
 ) -> Iterator[list[Line]]:
-    """The lines of INPUT up to the one with the number `n_obs`, some at a time.
+    """The lines of INPUT up to the one with the number `n_obs`, up to `lines` of one block of it at a time.
 
-    A chunk has up to `lines` lines of together up to `size` bytes, or a single longer one. From a stream that is slow
-    it has those that are there. Of a line of more than `longest` bytes only so many are kept.
+    From a stream that is slow it has those that are there. Of a line of more than `longest` bytes so many are kept.
     """
-    number = 0
+    number = 1
     with opened("INPUT", path) as file:
         for ended in _ended_lines(file, longest):
-            chunk: list[Line] = []
-            held = 0
-            for raw in ended:
-                number += 1
+            for start in range(0, len(ended), lines):
+                chunk = enumerate(ended[start : start + lines], start=number)
+                found = [Line(place, raw[:longest], len(raw) > longest) for place, raw in chunk]
+                number += len(found)
+                yield found[: None if n_obs is None else max(0, n_obs - found[0].number + 1)]
                 if n_obs is not None and number > n_obs:
-                    break
-                if len(chunk) == lines or (chunk and held + len(raw) > size):
-                    yield chunk
-                    chunk, held = [], 0
-                chunk.append(Line(number, raw[:longest], len(raw) > longest))
-                held += len(raw)
-            if chunk:
-                yield chunk
-            if n_obs is not None and number >= n_obs:
-                return  # without waiting for lines that are not wanted
+                    return  # without waiting for lines that are not wanted
 
 
 def raw_lines(flag: str, path: str, longest: int = sys.maxsize) -> Iterator[bytes]:
@@ -211,8 +197,9 @@ def beside(path: Path, end: str) -> Path:
     return path.with_name(path.name + end)
 
 
-def write_whole(path: Path, data: bytes, new: Path) -> None:
-    """Writes a file by way of another name, so that it appears whole or not at all."""
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file by way of PATH.new, so that it appears whole or not at all."""
+    new = beside(path, ".new")
     try:
         with named(new), FileIO(new, "w") as file:
             write_all(file.fileno(), data)

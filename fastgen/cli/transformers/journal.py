@@ -48,26 +48,27 @@ class Entry(NamedTuple):
     data: bytes  # one line with its end
 
 
-class Output:
-    """What records are written to. records, failures, generated: how many are complete, failed, and have outputs.
+class StreamOutput:
+    """OUTPUT - or a device: records in the order of lines, as soon as their turn has come. Nothing is kept of them.
 
-    signature: of the run that is gone on with; completed: what is known of a run that has completed OUTPUT.
+    records, failures, generated: how many are complete, failed, and have outputs. signature: of the run that is gone on
+    with; completed: what is known of a run that has completed OUTPUT.
     """
 
+    records = failures = generated = 0
     signature: dict[str, Any] | None = None
     completed: dict[str, Any] | None = None
 
-    def __init__(self) -> None:
-        self.records = self.failures = self.generated = 0
-
-    def count(self, entry: Entry) -> None:
-        """Of a record that is written."""
-        self.records += 1
-        self.failures += entry.failed
-        self.generated += not entry.failed and entry.length > 0
+    def __init__(self, output: str) -> None:
+        self._name = "standard output" if output == STREAM else output
+        self._descriptor = 1 if output == STREAM else os.open(output, os.O_WRONLY)
+        self._early: dict[int, Entry] = {}
 
     def check(self, signature: dict[str, Any]) -> bool:
-        """Whether the same run has completed OUTPUT already; `signature` may lack what the loaded model tells."""
+        """Whether the same run has completed OUTPUT already; raises InputError that names what is different.
+
+        `signature` may lack what the loaded model tells.
+        """
         return False
 
     def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:
@@ -77,18 +78,40 @@ class Output:
         """The record of a line, if an earlier run has written it."""
         return None
 
+    def write(self, entries: list[Entry]) -> None:
+        """Adds a batch. Raises BrokenPipeError when nobody reads it any more."""
+        self._early.update((entry.number, entry) for entry in entries)
+        ready: list[Entry] = []
+        while (entry := self._early.pop(self.records + len(ready) + 1, None)) is not None:
+            ready.append(entry)
+        with files.named(self._name):
+            files.write_all(self._descriptor, b"".join(entry.data for entry in ready))
+        for entry in ready:
+            self._count(entry)
+
     def complete(self, total: int) -> None:
         """To be called when that many records are written."""
 
+    def leave(self, resumable: bool = True) -> str:
+        """To be called at the end, however a run ends, with whether INPUT can be read again; returns what is kept."""
+        if self._descriptor > 1:
+            os.close(self._descriptor)
+        self._descriptor = -1
+        return ""
 
-class Journal(Output):
+    def _count(self, entry: Entry) -> None:
+        self.records += 1
+        self.failures += entry.failed
+        self.generated += not entry.failed and entry.length > 0
+
+
+class Journal(StreamOutput):
     """OUTPUT.part of one run, which holds its lock."""
 
     def __init__(self, output: str, resume: bool, overwrite: bool) -> None:
         """Raises InputError where OUTPUT or OUTPUT.part may not be written, or are not what --resume can go on from."""
         from filelock import FileLock, Timeout
 
-        super().__init__()
         self._output, self._overwrite = output, overwrite
         # What belongs to a remote OUTPUT is in the current folder.
         self._target = Path(output.rstrip("/").rpartition("/")[2] if files.is_url(output) else os.path.realpath(output))
@@ -131,7 +154,6 @@ class Journal(Output):
             raise InputError(f"{self._is_there()}{unknown}")
 
     def check(self, signature: dict[str, Any]) -> bool:
-        """Raises InputError that names what is different."""
         before = self.signature or (self.completed or {}).get("signature")
         changes = [] if before is None else differences(before, signature)
         if self.signature is not None and changes:
@@ -142,11 +164,10 @@ class Journal(Output):
         return self.completed is not None and not changes
 
     def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:
-        """Goes on with the journal that is there, or begins one."""
         self.check(signature)
         if self.signature is None:
             head = _line({"fastgen_journal": VERSION, "signature": signature})
-            files.write_whole(self.path, head, self._new)
+            files.write_whole(self.path, head)
             self._end = len(head)
         self.signature = signature
         self._file, self._sounds = FileIO(self.path, "r+"), sounds
@@ -155,7 +176,6 @@ class Journal(Output):
             sounds.begin(resumes=self.records > 0)
 
     def entry(self, number: int) -> Entry | None:
-        """Reads it from the journal."""
         offset = self._offset(number)
         return None if offset < 0 else self._read(offset)
 
@@ -187,7 +207,7 @@ class Journal(Output):
             digest = self._assemble(self._new)
             made: dict[str, Any] = {"written_by": WRITTEN_BY, "signature": self.signature, "sha256": digest}
             made |= {"failures": self.failures, "records": self.records}
-            files.write_whole(self._made, json.dumps(made, indent=1).encode(), files.beside(self._made, ".new"))
+            files.write_whole(self._made, json.dumps(made, indent=1).encode())
             if self._sounds is not None:
                 self._sounds.complete(self._overwrite)
             if files.is_url(self._output):
@@ -229,8 +249,7 @@ class Journal(Output):
     def release(self) -> None:
         """Lets other runs begin."""
         if self._lock.is_locked:
-            with suppress(OSError):
-                os.unlink(self._lock.lock_file)
+            Path(self._lock.lock_file).unlink(missing_ok=True)
             self._lock.release()
 
     def _load(self) -> None:
@@ -271,7 +290,7 @@ class Journal(Output):
     def _add(self, entry: Entry, offset: int) -> None:
         self._offsets.extend([-1] * (entry.number + 1 - len(self._offsets)))
         self._offsets[entry.number] = offset
-        self.count(entry)
+        self._count(entry)
 
     def _read(self, offset: int) -> Entry:
         if self._reader is None:
@@ -320,49 +339,15 @@ class Journal(Output):
 
     def _completed(self) -> dict[str, Any] | None:
         """What is kept of the run that completed OUTPUT; None where it is not known, or OUTPUT was changed since."""
-        try:
+        with suppress(OSError, ValueError, InputError):
             made = json.loads(self._made.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError):
-            made = None
-        if not isinstance(made, dict) or made.get("written_by") != WRITTEN_BY:
-            raise InputError(f"{self._made}: is damaged, or is no file of this command (remove it)")
-        if not self._exists() or (not files.is_url(self._output) and not self._target.is_file()):
-            return None
-        with files.opened("OUTPUT", self._output, raw=True) as file:
-            return made if files.sha256(file) == made.get("sha256") else None
+            if isinstance(made, dict) and made.get("written_by") == WRITTEN_BY:
+                with files.opened("OUTPUT", self._output, raw=True) as file:
+                    return made if files.sha256(file) == made.get("sha256") else None
+        return None
 
     def _is_there(self) -> str:
         return f"OUTPUT {self._output}: is there already (accepted: another name, or --overwrite to replace it)"
-
-
-class StreamOutput(Output):
-    """OUTPUT - or a device: records in the order of lines, as soon as their turn has come. Nothing is kept of them."""
-
-    def __init__(self, output: str) -> None:
-        super().__init__()
-        self._name = "standard output" if output == STREAM else output
-        self._descriptor = 1 if output == STREAM else os.open(output, os.O_WRONLY)
-        self._early: dict[int, Entry] = {}
-
-    def write(self, entries: list[Entry]) -> None:
-        """Raises BrokenPipeError when nobody reads them any more."""
-        self._early.update((entry.number, entry) for entry in entries)
-        ready: list[Entry] = []
-        while (entry := self._early.pop(self.records + len(ready) + 1, None)) is not None:
-            ready.append(entry)
-        with files.named(self._name):
-            files.write_all(self._descriptor, b"".join(entry.data for entry in ready))
-        for entry in ready:
-            self.count(entry)
-
-    def leave(self, resumable: bool = True) -> str:
-        """What is written is written."""
-        if self._descriptor > 1:
-            os.close(self._descriptor)
-        self._descriptor = -1
-        return ""
 
 
 def _line(payload: Any) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.files import Line, beside, raw_lines, write_whole
+from fastgen.cli.transformers.files import Line, raw_lines, write_whole
 from fastgen.cli.transformers.records import RecordError, decode, field, first_text, kind, parse
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
@@ -75,8 +75,7 @@ def score_output(args: RunConfig, references: list[str] | None, lines: int) -> N
     for name, value in scores.items():
         print(f"{name:<16}{f'{value:.4f}' if isinstance(value, float) else value}", file=sys.stdout)
     if args.score_path is not None and (args.overwrite or not os.path.exists(args.score_path)):
-        path = Path(os.path.realpath(args.score_path))
-        write_whole(path, (json.dumps(scores, indent=2) + "\n").encode(), beside(path, f".{os.getpid()}.new"))
+        write_whole(Path(os.path.realpath(args.score_path)), (json.dumps(scores, indent=2) + "\n").encode())
 
 
 def score(outputs: list[str], references: list[str], transcripts: bool = False) -> dict[str, Any]:

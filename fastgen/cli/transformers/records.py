@@ -40,6 +40,10 @@ class WrongKindError(RecordError):
     """A line whose input is of a kind that this run never takes: so are the others, as a rule."""
 
 
+class OpenAIRequestError(WrongKindError):
+    """A line that is a request of OpenAI's batch format."""
+
+
 def items_of(lines: list[Line], args: RunConfig, take: Callable[[Item, Any], None]) -> list[Item]:
     """An item for each line; `take` gets those with something in them, and what that is. Bad lines have their error.
 
@@ -103,30 +107,20 @@ def field(record: dict[str, Any], path: str) -> Any:
     An empty list on the way gives an empty text: an empty line has no outputs, and stays empty in the next run.
     """
     value: Any = record
-    rest = path
-    while rest:
+    names = [path] if path in record else path.split(".")
+    for place, name in enumerate(names):
         if value == []:
             return ""
-        parts = value if isinstance(value, dict) else {}
-        if isinstance(value, list):
-            parts = {str(index): each for index, each in enumerate(value)}
-        words = rest.split(".")
-        beginnings = (".".join(words[:length]) for length in range(len(words), 0, -1))
-        name = next((each for each in beginnings if each in parts), None)
-        if name is None:
-            whose = "its fields" if value is record else f"in {quoted(path[: -len(rest) - 1])}"
-            names = [quoted(each) for each in parts]
-            more = f" and {len(names) - FIELDS_NAMED} more" * (len(names) > FIELDS_NAMED)
-            found = ", ".join(names[:FIELDS_NAMED]) + more or "none"
-            raise RecordError(f"has no field {quoted(path)} ({whose}: {found})")
-        value, rest = parts[name], rest[len(name) + 1 :]
+        parts = dict(zip(map(str, range(len(value))), value)) if isinstance(value, list) else value
+        if not isinstance(parts, dict) or name not in parts:
+            whose = f"in {quoted('.'.join(names[:place]))}" if place else "its fields"
+            known = [quoted(each) for each in parts] if isinstance(parts, dict) else []
+            more = f" and {len(known) - FIELDS_NAMED} more" * (len(known) > FIELDS_NAMED)
+            raise RecordError(
+                f"has no field {quoted(path)} ({whose}: {', '.join(known[:FIELDS_NAMED]) or 'none'}{more})"
+            )
+        value = parts[name]
     return value
-
-
-def is_openai(record: dict[str, Any]) -> bool:
-    """Whether a record is a request of OpenAI's batch format."""
-    body = record.get("body")
-    return "custom_id" in record and isinstance(body, dict) and "messages" in body
 
 
 def read_input(line: Line, args: RunConfig) -> str | Messages | None:
@@ -140,8 +134,9 @@ def read_input(line: Line, args: RunConfig) -> str | Messages | None:
         record = parse(text)
         if args.id_field is not None:
             field(record, args.id_field)
-        if args.text_field not in record and args.input_format == "jsonl" and is_openai(record):
-            raise WrongKindError("is a request of OpenAI's batch format (accepted with --input_format openai)")
+        is_request = "custom_id" in record and isinstance(record.get("body"), dict) and "messages" in record["body"]
+        if is_request and args.text_field not in record and args.input_format == "jsonl":
+            raise OpenAIRequestError("is a request of OpenAI's batch format (accepted with --input_format openai)")
         text = field(record, str(args.text_field))
         if isinstance(text, list) and args.chat:
             return _messages(text, args)

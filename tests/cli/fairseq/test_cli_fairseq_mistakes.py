@@ -46,7 +46,8 @@ def stopped(capfd: pytest.CaptureFixture, main: Callable[[list[str]], int], args
 FLAGS = [
     ("--results-path {folder}/text.pt", "--results-path {folder}/text.pt: "),
     ("--postprocess-workers -1", "--postprocess-workers"),
-    ("--postprocess-workers many", "'many' is no number of workers (accepted: 0 to 256)"),
+    ("--postprocess-workers many", "argument --postprocess-workers"),
+    ("--postprocess-workers 257", "--postprocess-workers 257 (accepted: 0 to 256)"),
     ("--sampling --beam 4", "--sampling needs --nbest 4"),
     ("--beam 0", "error: --beam 0 (accepted: 1 or more)"),
     ("--nbest 0", "error: --nbest 0 (accepted: 1 or more)"),

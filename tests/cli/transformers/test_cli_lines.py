@@ -19,7 +19,7 @@ import pytest
 from python_process import REPOSITORY, run_python
 
 from fastgen.cli.errors import InputError
-from fastgen.cli.transformers.files import Survey, is_stream, read_chunks, survey
+from fastgen.cli.transformers.files import READ_BLOCK, Survey, is_stream, read_chunks, survey
 from fastgen.cli.transformers.metrics import read_references
 
 CONTENTS = [
@@ -87,8 +87,11 @@ def test_the_lines_up_to_n_obs_are_read(tmp_path: Path) -> None:
 def test_chunks_are_limited_by_lines_and_by_bytes(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"".join(b"x" * size + b"\n" for size in [10] * 20 + [60, 60, 500, 10, 10]))
-    sizes = [[len(line.raw) for line in chunk] for chunk in read_chunks(str(path), lines=8, size=100)]
-    assert sizes == [[10] * 8, [10] * 8, [10] * 4 + [60], [60], [500], [10, 10]]
+    sizes = [[len(line.raw) for line in chunk] for chunk in read_chunks(str(path), lines=8)]
+    assert sizes == [[10] * 8, [10] * 8, [10] * 4 + [60, 60, 500, 10], [10]]
+    path.write_bytes((b"x" * 5000 + b"\n") * 100)
+    chunks = list(read_chunks(str(path), lines=99))
+    assert sum(map(len, chunks)) == 100 and max(map(len, chunks)) <= READ_BLOCK // 5000 + 1
 
 
 def test_lines_of_a_slow_stream_are_handed_on_when_they_come_and_no_more_are_waited_for(tmp_path: Path) -> None:

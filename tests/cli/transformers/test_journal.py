@@ -300,8 +300,9 @@ def test_an_output_that_cannot_be_written_is_found_beforehand(tmp_path: Path) ->
         check_writable("OUTPUT", str(tmp_path / "in"), {"--reference_path": str(tmp_path / "in.part")})
     check_writable("OUTPUT", str(tmp_path / "out"), sources)
     assert names(tmp_path) == before
+    (tmp_path / "there.new").mkdir()
     with pytest.raises(IsADirectoryError):
-        write_whole(tmp_path / "there", b"", tmp_path)
+        write_whole(tmp_path / "there", b"")
 
 
 # Ends the process before the K-th line of these modules is run, for every K, and then completes the job.

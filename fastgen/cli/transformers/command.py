@@ -137,9 +137,8 @@ def _generate(
     args, total = task.args, asked.n_obs
     if surveyed is not None:
         total = surveyed.lines if total is None else min(total, surveyed.lines)
-    sounds: Any = task.output if args.audio_out else None
     signed = with_commit(signature(replace(args, prefix=asked.prefix), surveyed), task.loaded.model.config)
-    output.begin(signed, sounds)
+    output.begin(signed, task.sounds)
     progress = Progress(total, output.records, args.quiet, task.unit)
 
     def write(items: list[Item], amount: float) -> None:
@@ -177,8 +176,8 @@ def _generate(
     if not complete:
         progress.say("interrupted")
         return stop.status
-    if sounds is not None:
-        progress.note(f"the sounds are in {sounds.folder}")
+    if task.sounds is not None:
+        progress.note(f"the sounds are in {task.sounds.folder}")
     if unused := sorted(getattr(task.input, "unused", ())):
         progress.note(f"what bodies of requests have besides was not used: {', '.join(unused)}")
     score_output(args, references, output.records)

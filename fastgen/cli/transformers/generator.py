@@ -19,7 +19,7 @@ from typing import Any
 import fastgen
 from fastgen.cli.errors import InputError
 from fastgen.cli.signals import Stop
-from fastgen.cli.transformers.args import ALIASES, RunConfig, completed, generation_fields, parse_arguments
+from fastgen.cli.transformers.args import ALIASES, STREAM, RunConfig, completed, generation_fields, parse_arguments
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.model import Loaded, prepare_tokenizer
@@ -48,8 +48,6 @@ class TextGenerator:
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         given = model if isinstance(model, str) else "model"
         args = completed(replace(_arguments(given, settings), input_format="jsonl", output_format="jsonl"))
-        if args.audio_out:
-            raise InputError(f"task={args.task!r}: sounds are written by the command only")
         self._text_field = settings.get("text_field") or "text"
         self._task = task_for(replace(args, text_field="text"))
         loaded = None
@@ -127,7 +125,7 @@ def _arguments(model: str, settings: dict[str, Any]) -> RunConfig:
         elif value is not None or name in generation_fields():
             argv.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
     # join_outputs: several outputs are apart in a record in any case.
-    return parse_arguments([*argv, "--output_format=jsonl", "--quiet", "--", model, "inputs.jsonl", "outputs.jsonl"])
+    return parse_arguments([*argv, "--output_format=jsonl", "--quiet", "--", model, "inputs.jsonl", STREAM])
 
 
 def _chunks(inputs: Iterable[Any], size: int) -> Iterator[list[Line]]:

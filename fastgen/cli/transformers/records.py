@@ -107,19 +107,23 @@ def field(record: dict[str, Any], path: str) -> Any:
     An empty list on the way gives an empty text: an empty line has no outputs, and stays empty in the next run.
     """
     value: Any = record
-    names = [path] if path in record else path.split(".")
-    for place, name in enumerate(names):
+    rest = path
+    while rest:
         if value == []:
             return ""
-        parts = dict(zip(map(str, range(len(value))), value)) if isinstance(value, list) else value
-        if not isinstance(parts, dict) or name not in parts:
-            whose = f"in {quoted('.'.join(names[:place]))}" if place else "its fields"
-            known = [quoted(each) for each in parts] if isinstance(parts, dict) else []
-            more = f" and {len(known) - FIELDS_NAMED} more" * (len(known) > FIELDS_NAMED)
-            raise RecordError(
-                f"has no field {quoted(path)} ({whose}: {', '.join(known[:FIELDS_NAMED]) or 'none'}{more})"
-            )
-        value = parts[name]
+        parts = value if isinstance(value, dict) else {}
+        if isinstance(value, list):
+            parts = {str(index): each for index, each in enumerate(value)}
+        words = rest.split(".")
+        beginnings = (".".join(words[:length]) for length in range(len(words), 0, -1))
+        name = next((each for each in beginnings if each in parts), None)
+        if name is None:
+            whose = "its fields" if value is record else f"in {quoted(path[: -len(rest) - 1])}"
+            names = [quoted(each) for each in parts]
+            more = f" and {len(names) - FIELDS_NAMED} more" * (len(names) > FIELDS_NAMED)
+            found = ", ".join(names[:FIELDS_NAMED]) + more or "none"
+            raise RecordError(f"has no field {quoted(path)} ({whose}: {found})")
+        value, rest = parts[name], rest[len(name) + 1 :]
     return value
 
 

@@ -66,6 +66,7 @@ class Task:
     loaded: Loaded
     input: TextInput | AudioInput
     output: TextOutput | SoundFolder
+    sounds: SoundFolder | None = None  # what OUTPUT names
 
     def __init__(self, args: RunConfig) -> None:
         self.args = args
@@ -293,7 +294,8 @@ class SpeakTask(Task):
         output = os.path.realpath(args.output)
         begins = not args.overwrite and not os.path.lexists(output) and not os.path.lexists(f"{output}.part")
         if begins and os.path.lexists(folder := f"{output}.audio"):
-            raise InputError(f"OUTPUT {args.output}: {folder} is there already (accepted: another, or --overwrite)")
+            hint = "accepted: another name, or --overwrite"
+            raise InputError(f"OUTPUT {args.output}: {folder} is there already ({hint})")
 
     def specialize(self) -> None:
         from fastgen.cli.transformers.audio import AudioInput, SoundFolder
@@ -311,7 +313,7 @@ class SpeakTask(Task):
             self.input = AudioInput(self.loaded.feature_extractor, args)
         else:
             self.input = TextInput.of(self.loaded)
-        self.output = SoundFolder(args.output, config.sampling_rate)
+        self.output = self.sounds = SoundFolder(args.output, config.sampling_rate)
 
     def generate(self, batch: Batch) -> Generated:
         waveforms, lengths = self.call_model(batch, self.loaded.settings)[:2]

@@ -99,7 +99,7 @@ def test_a_loaded_model_is_taken_with_its_tokenizer(tmp_path: Path) -> None:
         ({"num_beamz": 3}, "did you mean --num_beams"),
         ({"resume": True}, "resume: is a flag of the command only"),
         ({"temperature": 0.5}, "has no effect without --do_sample"),
-        ({"task": "text-to-speech"}, "sounds are written by the command only"),
+        ({"task": "text-to-speech"}, "OUTPUT - does not go with --task text-to-speech"),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(bart: Path, settings: dict, message: str) -> None:

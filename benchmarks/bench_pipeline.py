@@ -131,17 +131,17 @@ def bench_sleep(folder: Path, lines: int) -> dict[str, Any]:
     with mock.patch.object(kind, "generate", lambda model, **inputs: recorded.record(model, **inputs)):
         run_command(source, folder / "recorded.out")
     spans = []
-    drained = pipeline.drained
+    drain = pipeline.Pipeline.drain
 
     def timed(*args: Any) -> bool:
         begun = time.perf_counter()
-        complete = drained(*args)
+        complete = drain(*args)
         spans.append(time.perf_counter() - begun)
         return complete
 
     with (
         mock.patch.object(kind, "generate", lambda model, **inputs: recorded.replay(model, **inputs)),
-        mock.patch.object(pipeline, "drained", timed),
+        mock.patch.object(pipeline.Pipeline, "drain", timed),
     ):
         run_command(source, folder / "slept.out")
     if (folder / "slept.out").read_bytes() != (folder / "recorded.out").read_bytes():

@@ -292,10 +292,14 @@ class SpeakTask(Task):
             if key.endswith("num_return_sequences") and value != 1:
                 raise InputError(f"--gen {key}={value} does not go with --task {args.task}: an input is one sound")
         output = os.path.realpath(args.output)
-        begins = not args.overwrite and not os.path.lexists(output) and not os.path.lexists(f"{output}.part")
-        if begins and os.path.lexists(folder := f"{output}.audio"):
-            hint = "accepted: another name, or --overwrite"
-            raise InputError(f"OUTPUT {args.output}: {folder} is there already ({hint})")
+        is_there, goes_on, has_sounds = (os.path.lexists(output + end) for end in ("", ".part", ".audio"))
+        if not args.overwrite and not goes_on and is_there != has_sounds:
+            if has_sounds:
+                hint = "accepted: another name, or --overwrite"
+                raise InputError(f"OUTPUT {args.output}: {output}.audio is there already ({hint})")
+            if args.resume:
+                why = f"is there, but its sounds in {output}.audio are gone"
+                raise InputError(f"OUTPUT {args.output}: {why} (accepted: --overwrite)")
 
     def specialize(self) -> None:
         from fastgen.cli.transformers.audio import AudioInput, SoundFolder

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import fastgen
 from fastgen.cli.errors import InputError, did_you_mean
-from fastgen.cli.transformers.flag_values import json_file, parsed, setting, whole
+from fastgen.cli.transformers.flag_values import json_file, parsed, setting, whole, whole_or_auto
 
 PROG = "fastgen-generate-for-transformers"
 STREAM = "-"  # INPUT: standard input, OUTPUT: standard output
@@ -155,6 +155,12 @@ class RunConfig:
     preprocess_workers: int = _flag("threads that tokenise ahead (default: 1)", 1, type=whole(1), metavar="N")
     postprocess_workers: int = _flag("threads that detokenise (default: 1)", 1, type=whole(1), metavar="N")
     n_obs: int | None = _flag("only the first N lines (-1: all)", type=whole(1, unset=-1), metavar="N")
+
+    num_shards: Any = _flag(
+        "divide INPUT into N runs; auto: as many as a launcher started", type=whole_or_auto(1), metavar="N"
+    )
+    shard_id: Any = _flag("which of them this is, from 0 on, or auto", type=whole_or_auto(0), metavar="I")
+    merge: bool = _switch("put the records of all --num_shards together, which are complete")
 
     reference_path: str | None = _flag("references, a line each: prints ROUGE, BLEU, chrF, …", metavar="FILE")
     reference_field: str | None = _flag("JSON field of the references", metavar="NAME")

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +99,8 @@ class Planner:
     rows: inputs of a batch at most. cells: inputs × the longest one's length at most; one input is always allowed.
     window: how many items are sorted by length, longest first: what does not fit into memory shows at once. 0: batches
         of items as they stand in INPUT. window_cells: their tokens, of which there are fewer where they are long.
-    by_head: batches have heads, and items that begin alike share batches, if they fill one.
+    by_head: batches have heads, and items that begin alike share batches, if they fill one. block: so many lines are
+        planned by themselves, and their batches count from the index of the first on: shards look at no others.
     """
 
     rows: int | None
@@ -105,11 +108,16 @@ class Planner:
     window: int
     window_cells: float = math.inf
     by_head: bool = False
+    block: int = sys.maxsize
 
     def __call__(self, items: Iterable[Item]) -> Iterator[Batch]:
         """The batches of all items, each as soon as it is complete."""
+        for block, found in groupby(items, key=lambda item: (item.line.number - 1) // self.block):
+            yield from self._planned(found, block * self.block)
+
+    def _planned(self, items: Iterable[Item], number: int) -> Iterator[Batch]:
+        """The batches of a block, which are numbered from `number` on."""
         others: list[Item] = []
-        number = 0
         for found, head, ends_window in self._cuts(self._generated(items, others)):
             yield Batch(found, others[:], number, ends_window, head=head)
             others.clear()
@@ -207,12 +215,17 @@ def make_planner(args: RunConfig, loaded: Loaded, in_order: bool, by_head: bool)
     if in_order:
         window = 0
     elif window is None:
-        window = LINES_PER_WINDOW if args.bs is None else BATCHES_PER_WINDOW * args.bs
+        window = lines_per_block(args)
         window_cells = math.inf if cells is None else BATCHES_PER_WINDOW * cells
     # Recordings of any length: as many frames as that many recordings of the length that Whisper hears at once have.
     if (at_once := getattr(loaded.feature_extractor, "nb_max_frames", None)) is not None:
         window_cells = min(window_cells, window * at_once)
-    return Planner(args.bs, cells, window, window_cells, by_head)
+    return Planner(args.bs, cells, window, window_cells, by_head, lines_per_block(args))
+
+
+def lines_per_block(args: RunConfig) -> int:
+    """Of blocks that are planned by themselves; a window, if --bs, --batch_tokens and --window ask for one."""
+    return args.window or (LINES_PER_WINDOW if args.bs is None else BATCHES_PER_WINDOW * args.bs)
 
 
 def with_batch_size(args: RunConfig, loaded: Loaded) -> RunConfig:

@@ -20,7 +20,7 @@ import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError, check_packages
 from fastgen.cli.signals import SIGNALS, Stop, stoppable
 from fastgen.cli.threads import set_openmp_variables
-from fastgen.cli.transformers import files, records
+from fastgen.cli.transformers import files, records, shards
 from fastgen.cli.transformers.args import PROG, STREAM, RunConfig, completed, parse_arguments
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.journal import Entry, Journal, StreamOutput
@@ -58,12 +58,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: RunConfig, stop: Stop) -> int:
     """Whatever does not need the model comes first: flags, files, and whether there is something to do at all."""
-    args = _with_first_record(args)
+    args = _with_first_record(shards.of_launcher(args, os.environ))
     task = task_for(args)
     surveyed, references = check_files(args)
     journal = not files.is_stream(args.output)
     output = Journal(args.output, args.resume, args.overwrite) if journal else StreamOutput(args.output)
     try:
+        if args.merge and isinstance(output, Journal):
+            shards.merge(args, output)
+            score_output(args, references, output.records)
+            return _status(output.failures, output.records)
         made = output.completed or {}
         task.args = args = _as_before(args, output.signature or made.get("signature") or {})
         if output.check(signature(args, surveyed)):
@@ -136,7 +140,7 @@ def _generate(
     task.load()
     args, total = task.args, asked.n_obs
     if surveyed is not None:
-        total = surveyed.lines if total is None else min(total, surveyed.lines)
+        total = shards.own_lines(surveyed.lines if total is None else min(total, surveyed.lines), args)
     signed = with_commit(signature(replace(args, prefix=asked.prefix), surveyed), task.loaded.model.config)
     output.begin(signed, task.sounds)
     progress = Progress(total, output.records, args.quiet, task.unit)
@@ -159,6 +163,7 @@ def _generate(
             progress.note(note)
         progress.begin()
         chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
+        chunks = shards.own_chunks(chunks, args)
         generate = WithinMemory(task, progress.say, args.seed)
         prefetcher = Prefetcher(chunks, task, planner, args.preprocess_workers, output.entry)
         complete = Pipeline(task, generate, write, stop).drain(prefetcher)

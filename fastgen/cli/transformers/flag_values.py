@@ -36,6 +36,11 @@ def whole(minimum: int, unset: int | None = None) -> Callable[[str], int | None]
     return lambda text: None if (value := parse(text)) == unset else value
 
 
+def whole_or_auto(minimum: int) -> Callable[[str], int | str | None]:
+    """A parser of whole numbers from `minimum` on, and of auto."""
+    return lambda text: text if text == "auto" else whole(minimum)(text)
+
+
 def real(above: float = -math.inf, up_to: float = math.inf) -> Callable[[str], float]:
     """A parser of finite numbers greater than `above` and not greater than `up_to`."""
     bounds = [f"greater than {above:g}"] * (above > -math.inf) + [f"at most {up_to:g}"] * (up_to < math.inf)

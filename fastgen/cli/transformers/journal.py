@@ -20,6 +20,7 @@ import json
 import os
 import zlib
 from array import array
+from collections.abc import Iterable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -33,7 +34,7 @@ from fastgen.cli.transformers.signature import differences
 if TYPE_CHECKING:
     from fastgen.cli.transformers.audio import SoundFolder
 
-VERSION = 2  # 2: batches are planned by what prompts begin with, too
+VERSION = 3  # 3: batches are planned block by block, and seeded by the line that their block begins with
 WRITTEN_BY = "fastgen"
 HINT = "OUTPUT is put in order from OUTPUT.part, which needs as much room once more; --resume goes on"
 
@@ -193,8 +194,8 @@ class Journal(StreamOutput):
             self._end += len(line)
         self._end += len(end)
 
-    def complete(self, total: int) -> None:
-        """Puts the records of lines 1 to `total` in order under the name of OUTPUT, and removes the journal.
+    def complete(self, total: int, records: Iterable[bytes] | None = None) -> None:
+        """Puts `total` records, its own or these, in order under the name of OUTPUT, and removes the journal.
 
         With an OSError it keeps the journal for --resume. Raises InputError where an OUTPUT has appeared in the
         meantime that it may not replace.
@@ -204,7 +205,7 @@ class Journal(StreamOutput):
         if self._exists() and not self._overwrite:
             raise InputError(f"{self._is_there()}, with --resume; all records are in {self.path}")
         try:
-            digest = self._assemble(self._new)
+            digest = self._assemble(self._new, records)
             made: dict[str, Any] = {"written_by": WRITTEN_BY, "signature": self.signature, "sha256": digest}
             made |= {"failures": self.failures, "records": self.records}
             files.write_whole(self._made, json.dumps(made, indent=1).encode())
@@ -302,13 +303,14 @@ class Journal(StreamOutput):
         number, length, group, failed, record = found
         return Entry(number, length, group, failed, record.encode() + b"\n")
 
-    def _assemble(self, path: Path) -> str:
-        """Writes all records in order to a file that is compressed as OUTPUT's name says; returns its SHA-256."""
+    def _assemble(self, path: Path, records: Iterable[bytes] | None = None) -> str:
+        """Writes these, or all of the journal in order, compressed as OUTPUT says; returns the SHA-256."""
+        if records is None:
+            records = (self._read(offset).data for offset in self._offsets if offset >= 0)
         with files.named(path):
             with path.open("wb") as file, files.compressing(file, self._output) as packed:
-                for offset in self._offsets:
-                    if offset >= 0:
-                        packed.write(self._read(offset).data)
+                for record in records:
+                    packed.write(record)
             with path.open("rb") as written:
                 os.fsync(written.fileno())
                 return files.sha256(written)

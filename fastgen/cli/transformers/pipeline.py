@@ -213,7 +213,7 @@ class WithinMemory:
 
 
 def batch_seed(seed: int, batch: int, start: int = 0) -> int:
-    """Of a batch, by the run's seed and the batch's number from 0 on; start: the place of the first item of a part."""
+    """Of a batch, by the run's seed and the batch's number; start: the place of the first item of a part."""
     digest = hashlib.sha256(f"{seed} {batch} {start}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
 

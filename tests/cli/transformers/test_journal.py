@@ -421,7 +421,7 @@ def test_a_full_disk_keeps_whole_batches_and_more_room_completes_them(tmp_path: 
 
 
 def test_what_a_full_disk_needs_for_the_order_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Journal, path: Path) -> str:
+    def full(self: Journal, path: Path, records: None) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     left(tmp_path / "out", [2, 1])

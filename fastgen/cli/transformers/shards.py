@@ -1,0 +1,166 @@
+"""--num_shards N --shard_id I: a run for a part of INPUT, on any machine; --merge: what all of them wrote, in order.
+
+    block of lines   0  1  2  3  4  5        which share no batch, see batching.py
+    of shard         0  1  2  0  1  2        three shards, each with an OUTPUT and a journal of its own
+
+All shards together make the batches that one run makes, under the same numbers, and so write the same records.
+
+Tests: tests/cli/transformers/test_cli_shards.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import cycle, groupby, islice
+from typing import Any
+
+from fastgen.cli.errors import InputError, RunError
+from fastgen.cli.transformers import files
+from fastgen.cli.transformers.args import RunConfig
+from fastgen.cli.transformers.batching import lines_per_block
+from fastgen.cli.transformers.journal import Journal
+from fastgen.cli.transformers.signature import differences
+
+# How each launcher calls the number of a process and how many there are: torchrun and accelerate; Slurm's srun.
+IN_A_JOB = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+ON_THIS_MACHINE = ("LOCAL_RANK", "SLURM_LOCALID")
+NAMED = 5
+PER_SHARD = ("--shard_id", "--device")  # flags in which the signatures of shards may differ
+
+
+def of_launcher(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
+    """With numbers in place of auto, and a shard's own OUTPUT; raises InputError for flags that do not go together."""
+    if "auto" in (args.num_shards, args.shard_id):
+        args = _with_numbers(args, environ)
+    if args.merge and (args.num_shards is None or args.shard_id is not None):
+        raise InputError("--merge needs --num_shards N without --shard_id")
+    if not args.merge and (args.num_shards is None) != (args.shard_id is None):
+        raise InputError("--num_shards and --shard_id need each other (accepted: both, or --num_shards with --merge)")
+    if args.num_shards is None:
+        return args
+    for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
+        if files.is_stream(path):
+            raise InputError(f"{name} {path} does not go with --num_shards {args.num_shards} (accepted: a file)")
+    if args.merge:
+        return args
+    if args.shard_id >= args.num_shards:
+        raise InputError(f"--shard_id {args.shard_id} (accepted: 0 to {args.num_shards - 1})")
+    for flag in filter(None, map(args.given, ("reference_path", "reference_field", "score_path"))):
+        raise InputError(f"{flag} does not go with --shard_id, which has a part of the output (accepted: with --merge)")
+    seed = args.seed or 0  # the same for all of them
+    return replace(args, output=output_of(args.output, args.shard_id, args.num_shards), seed=seed)
+
+
+def _with_numbers(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
+    """Those of the launcher in place of auto."""
+    if (given := place(environ)) is None:
+        launchers = "torchrun, accelerate, Slurm, an indexed job of Kubernetes"
+        raise InputError(f"auto: no variables of a launcher are set (accepted: numbers, or auto under {launchers})")
+    shard, shards = given
+    if args.num_shards == "auto" and shards is None:
+        raise InputError("--num_shards auto: Kubernetes does not tell a job its completions (accepted: a number)")
+    if args.num_shards not in ("auto", shards) and shards is not None:
+        raise InputError(f"--num_shards {args.num_shards}: the launcher says {shards} (accepted: that, or auto)")
+    _choose_gpu(environ)
+    return replace(
+        args,
+        num_shards=shards if args.num_shards == "auto" else args.num_shards,
+        shard_id=shard if args.shard_id == "auto" else args.shard_id,
+    )
+
+
+def place(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
+    """The number of this process and how many there are, of a launcher's variables; None for what they do not say.
+
+    Jobs of an array, of Slurm or Kubernetes (which does not say how many), may have several processes each.
+    """
+    found = [(int(environ[one]), int(environ.get(all, 1))) for one, all in IN_A_JOB if one in environ]
+    index, count = found[0] if found else (0, 1)
+    if "SLURM_ARRAY_TASK_ID" in environ:
+        task, first, step = (int(environ.get(f"SLURM_ARRAY_TASK_{name}", 1)) for name in ("ID", "MIN", "STEP"))
+        return (task - first) // step * count + index, int(environ["SLURM_ARRAY_TASK_COUNT"]) * count
+    if "JOB_COMPLETION_INDEX" in environ:
+        return int(environ["JOB_COMPLETION_INDEX"]) * count + index, None
+    return (index, count) if found else None
+
+
+def _choose_gpu(environ: Mapping[str, str]) -> None:
+    """Of those that all processes of a machine see, one each."""
+    import torch
+
+    local = next((int(environ[name]) for name in ON_THIS_MACHINE if name in environ), 0)
+    if torch.cuda.device_count() > 1:
+        torch.cuda.set_device(local % torch.cuda.device_count())
+
+
+def output_of(output: str, shard: int, shards: int) -> str:
+    """out.jsonl.gz, 3, 8 -> out-00003-of-00008.jsonl.gz"""
+    return re.sub(r"((\.\w+)?(\.(gz|bz2|xz|zst))?)$", rf"-{shard:05}-of-{shards:05}\1", output, count=1)
+
+
+def own_chunks(chunks: Iterator[list[files.Line]], args: RunConfig) -> Iterator[list[files.Line]]:
+    """Those of this shard's blocks."""
+    if args.num_shards is None:
+        return chunks
+    blocks = (
+        (block, list(lines))
+        for chunk in chunks
+        for block, lines in groupby(chunk, key=lambda line: (line.number - 1) // lines_per_block(args))
+    )
+    return (lines for block, lines in blocks if block % args.num_shards == args.shard_id)
+
+
+def own_lines(total: int, args: RunConfig) -> int:
+    """How many of so many lines this shard has."""
+    if args.num_shards is None:
+        return total
+    block = lines_per_block(args)
+    starts = range(args.shard_id * block, total, args.num_shards * block)
+    return sum(min(block, total - start) for start in starts)
+
+
+def merge(args: RunConfig, output: Journal) -> None:
+    """Completes OUTPUT with the records of all shards in the order of INPUT, a block in memory.
+
+    Raises InputError that names the shards that are not complete, or that were made differently.
+    """
+    shards = args.num_shards
+    names = [output_of(args.output, shard, shards) for shard in range(shards)]
+    made = [_completed(name) for name in names]
+    if missing := [name for name, found in zip(names, made, strict=True) if found is None]:
+        more = f" and {len(missing) - NAMED} more" * (len(missing) > NAMED)
+        raise InputError(
+            f"--merge: {len(missing)} of {shards} shards are not complete: {', '.join(missing[:NAMED])}{more}"
+        )
+    signatures = [{**found["signature"], **dict.fromkeys(PER_SHARD)} for found in made if found]
+    for name, signature in zip(names, signatures, strict=True):
+        if changes := differences(signatures[0], signature):
+            raise InputError(f"--merge: {name} was made differently from {names[0]}: {'; '.join(changes)}")
+    whole = signatures[0] | {"--num_shards": None, "--device": made[0] and made[0]["signature"]["--device"]}
+    sizes = {name: whole[f"--{name}"] for name in ("bs", "batch_tokens", "window")}
+    output.signature = whole
+    output.records, output.failures = (sum(found[name] for found in made if found) for name in ("records", "failures"))
+    output.complete(output.records, _in_turns(names, lines_per_block(replace(args, **sizes)), output.records))
+
+
+def _completed(name: str) -> dict[str, Any] | None:
+    """What is known of a shard that is complete, and to which nobody writes."""
+    shard = Journal(name, resume=True, overwrite=True)
+    try:
+        return shard.completed
+    finally:
+        shard.release()
+
+
+def _in_turns(names: list[str], block: int, total: int) -> Iterator[bytes]:
+    """The records of all shards, a block of each after the other."""
+    taken = 0
+    for records in cycle([files.raw_lines("OUTPUT", name) for name in names]):
+        yield from (lines := [line + b"\n" for line in islice(records, block)])
+        taken += len(lines)
+        if not lines or taken == total:
+            break
+    if taken != total:
+        raise RunError(f"--merge: the shards have {taken} records in order, and {total} altogether")

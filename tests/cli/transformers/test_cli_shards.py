@@ -1,0 +1,188 @@
+"""Shards write, all together, what one run writes; --merge puts it in order, and says which shards are missing."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_models import WORDS, save_bart, save_gpt2, sentences
+
+from fastgen.cli.errors import InputError
+from fastgen.cli.transformers.args import parse_arguments
+from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.shards import of_launcher, output_of, place
+
+# Two blocks of 64 lines and a part of one, with lines that need no model and lines that fail.
+LINES = [*sentences(60), "", "", *sentences(70, seed=1), " ".join(WORDS * 2), *sentences(9, seed=2)]
+FLAGS = ("--bs", "4", "--beam", "2", "--output_format", "jsonl")
+SAMPLING = ("--causal_lm", "--do_sample", "--seed", "3", "--max_new_tokens", "6", "--bs", "2", "--window", "0")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bart(tmp_path_factory.mktemp("bart"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in LINES))
+    return tmp_path / "in.txt"
+
+
+def run(model: Path, source: Path, output: Path, *flags: object) -> int:
+    return main([str(model), str(source), str(output), "--quiet", *map(str, flags)])
+
+
+@pytest.mark.parametrize("shards", [2, 3, 7])
+def test_shards_write_what_one_run_writes(bart: Path, source: Path, tmp_path: Path, shards: int) -> None:
+    assert run(bart, source, tmp_path / "one", *FLAGS) == 1  # a line fails
+    statuses = [
+        run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", shards, "--shard_id", shard)
+        for shard in range(shards)
+    ]
+    assert sum(statuses) == 1  # in one of them
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", shards, "--merge") == 1
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
+    made, one = (json.loads((tmp_path / f"{name}.run.json").read_bytes()) for name in ("out", "one"))
+    del made["signature"]["--seed"], one["signature"]["--seed"]  # drawn
+    assert made == one
+
+
+def test_samples_of_shards_are_those_of_one_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    gpt2 = save_gpt2(tmp_path / "gpt2")
+    run(gpt2, source, tmp_path / "one.txt.gz", *SAMPLING)
+    for shard in range(3):
+        run(gpt2, source, tmp_path / "out.txt.gz", *SAMPLING, "--num_shards", 3, "--shard_id", shard)
+    assert len(gzip.decompress((tmp_path / "out-00001-of-00003.txt.gz").read_bytes()).splitlines()) == 46
+    run(gpt2, source, tmp_path / "out.txt.gz", *SAMPLING, "--num_shards", 3, "--merge")
+    assert (tmp_path / "out.txt.gz").read_bytes() == (tmp_path / "one.txt.gz").read_bytes()
+    # What was merged is known as what one run would have written.
+    capsys.readouterr()
+    assert main([str(gpt2), str(source), str(tmp_path / "out.txt.gz"), *SAMPLING, "--resume"]) == 1
+    assert "is complete: the same command has made it" in capsys.readouterr().err
+
+
+def test_merge_names_shards_that_are_missing_and_those_that_differ(
+    bart: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for shard in (0, 2):
+        run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--shard_id", shard)
+    (tmp_path / "out-00002-of-00004").write_text("changed\n")
+    capsys.readouterr()
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--merge") == 2
+    missing = ", ".join(str(tmp_path / f"out-0000{shard}-of-00004") for shard in (1, 2, 3))
+    assert f"3 of 4 shards are not complete: {missing}\n" in capsys.readouterr().err
+    for shard, beam in (0, 2), (1, 3):
+        other = ("--bs", "4", "--beam", beam, "--num_shards", 2, "--shard_id", shard, "--output_format", "jsonl")
+        run(bart, source, tmp_path / "out", *other)
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 2, "--merge") == 2
+    assert "made differently" in (said := capsys.readouterr().err) and "--beam was 2, is 3" in said
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("out.")) == []
+
+
+def test_a_shard_goes_on_where_it_was_ended(bart: Path, source: Path, tmp_path: Path) -> None:
+    shard = (*FLAGS, "--num_shards", 2, "--shard_id", 0)
+    run(bart, source, tmp_path / "one", *shard)
+    whole = (tmp_path / "one-00000-of-00002").read_bytes()
+    run(bart, source, tmp_path / "out", *shard, "--overwrite")
+    name = tmp_path / "out-00000-of-00002"
+    assert name.read_bytes() == whole
+    name.unlink()
+    ended = "import os, fastgen.cli.transformers.journal as j\nwrite, left = j.Journal.write, iter(range(3))\n"
+    ended += "def some(self, entries):\n    next(left, None) is None and os._exit(9)\n    write(self, entries)\n"
+    ended += "j.Journal.write = some\nfrom fastgen.cli.transformers.command import main\nmain()"
+    call = [sys.executable, "-c", ended, str(bart), str(source), str(tmp_path / "out"), *map(str, shard)]
+    assert subprocess.run(call, capture_output=True).returncode == 9
+    assert name.with_name(f"{name.name}.part").exists()
+    assert run(bart, source, tmp_path / "out", *shard, "--resume") == 1  # a line fails
+    assert name.read_bytes() == whole
+
+
+def test_scores_are_those_of_all_shards(
+    bart: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "references").write_text("word1\n" * len(LINES))
+    scored = ("--reference_path", tmp_path / "references")
+    run(bart, source, tmp_path / "one", *FLAGS, *scored)
+    scores = capsys.readouterr().out
+    for shard in range(2):
+        run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 2, "--shard_id", shard)
+    run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 2, "--merge", *scored)
+    assert scores.startswith("rouge1") and capsys.readouterr().out == scores
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+ARRAY = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2"}
+ARRAY["SLURM_ARRAY_TASK_COUNT"] = "5"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        (TORCHRUN, (3, 8)),
+        ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, (2, 4)),
+        (ARRAY | {"SLURM_PROCID": "0"}, (3, 5)),
+        (ARRAY | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, (7, 10)),
+        (TORCHRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (3, 8)),  # torchrun inside of srun
+        ({"JOB_COMPLETION_INDEX": "4"}, (4, None)),
+    ],
+)
+def test_auto_is_what_the_launcher_says(environ: dict, expected: tuple | None) -> None:
+    assert place(environ) == expected
+
+
+def parsed(*flags: str, output: str = "out.txt"):
+    return parse_arguments(["demo", "in.txt", output, *flags])
+
+
+def test_launchers_are_asked_with_auto_only() -> None:
+    given = of_launcher(parsed("--num_shards", "2", "--shard_id", "1"), TORCHRUN)
+    assert (given.num_shards, given.shard_id, given.output, given.seed) == (2, 1, "out-00001-of-00002.txt", 0)
+    assert of_launcher(parsed(), TORCHRUN) == parsed()
+    both = of_launcher(parsed("--num_shards", "auto", "--shard_id", "auto", "--seed", "4"), TORCHRUN)
+    assert (both.num_shards, both.shard_id, both.output, both.seed) == (8, 3, "out-00003-of-00008.txt", 4)
+    job = of_launcher(parsed("--num_shards", "9", "--shard_id", "auto"), {"JOB_COMPLETION_INDEX": "4"})
+    assert (job.num_shards, job.shard_id) == (9, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "message"),
+    [
+        (("--num_shards", "2"), {}, "--num_shards and --shard_id need each other"),
+        (("--shard_id", "2"), {}, "--num_shards and --shard_id need each other"),
+        (("--num_shards", "2", "--shard_id", "2"), {}, "--shard_id 2 (accepted: 0 to 1)"),
+        (("--merge",), {}, "--merge needs --num_shards N without --shard_id"),
+        (("--num_shards", "2", "--shard_id", "1", "--merge"), {}, "--merge needs --num_shards N without --shard_id"),
+        (("--num_shards", "auto", "--shard_id", "auto"), {}, "auto: no variables of a launcher are set"),
+        (("--num_shards", "4", "--shard_id", "auto"), TORCHRUN, "--num_shards 4: the launcher says 8"),
+        (("--num_shards", "auto", "--shard_id", "auto"), {"JOB_COMPLETION_INDEX": "4"}, "its completions"),
+        (("--num_shards", "2", "--shard_id", "1", "--reference_path", "r"), {}, "--reference_path r does not go with"),
+    ],
+)
+def test_flags_of_shards_that_do_not_go_together(flags: tuple, environ: dict, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        of_launcher(parsed(*flags), environ)
+    assert message in str(error.value)
+
+
+def test_streams_have_no_shards() -> None:
+    with pytest.raises(InputError, match="OUTPUT - does not go with --num_shards 2"):
+        of_launcher(parsed("--num_shards", "2", "--shard_id", "1", output="-"), os.environ)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("out", "out-00003-of-00008"),
+        ("a.b/my.data.jsonl.gz", "a.b/my.data-00003-of-00008.jsonl.gz"),
+        ("s3://bucket/out.txt", "s3://bucket/out-00003-of-00008.txt"),
+    ],
+)
+def test_the_name_of_a_shard_keeps_its_ends(output: str, expected: str) -> None:
+    assert output_of(output, 3, 8) == expected

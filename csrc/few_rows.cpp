@@ -130,9 +130,12 @@ inline void with_constant(int64_t left, const Tile &tile) {
 
 // ---- weight [out_features, in_features]: dot products
 
-constexpr int ROWS = 4;              // of a tile
-constexpr int GROUP = 12;            // weights that stay in the first cache while all rows meet them, ...
-constexpr int64_t DOT_BLOCK = 1024;  // ... so many bytes of each at a time
+constexpr int ROWS = 4;  // of a tile
+constexpr int GROUP = 6; // weights that stay in the first cache while all rows meet them, ...
+
+// ... so many bytes of each at a time: as much as sums are worth reading and writing again for, and of few rows, which
+// are soon done with a wide register's block, so little that the next one is fetched in time.
+inline int64_t block_bytes(int64_t row_count) { return WIDTH == 16 && row_count <= 20 ? 1024 : 3072; }
 
 template <class F>
 struct Dots {
@@ -182,7 +185,7 @@ inline void add_dots_of_rows(const Dots<F> &dots, int64_t count) {
 template <class F>
 void multiply_with_rows(const Product<F> &product, int64_t from, int64_t to) {
     const int64_t in = product.in_features, whole = in / F::STEP * F::STEP;
-    const int64_t block = DOT_BLOCK / sizeof(typename F::Number);
+    const int64_t block = block_bytes(product.row_count) / sizeof(typename F::Number);
     Vector sums[MAX_ROWS * GROUP];
     for (int64_t n = from; n < to; n += GROUP) {
         const int64_t group = std::min<int64_t>(GROUP, to - n);

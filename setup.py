@@ -60,10 +60,12 @@ def kernel(name, source, **options):
     return Extension(name, [source], depends=["csrc/no_repeat_ngram.h"], optional=True, **options)
 
 
-def few_rows(instructions, *flags):
+def x86(instructions, *flags):
     """Registers as vectors, which Microsoft's compiler does not know, for x86 processors."""
-    name, options = f"fastgen.ops.cpu_linear._few_rows_{instructions}", ["-O3", "-std=c++17", "-ffp-contract=fast"]
-    return Extension(name, ["csrc/few_rows.cpp"], optional=True, extra_compile_args=[*options, *flags])
+    options = ["-O3", "-std=c++17", "-ffp-contract=fast", *flags]
+    sources, header = ["csrc/few_rows.cpp", "csrc/few_queries.cpp"], ["csrc/vectors.h"]
+    name = f"fastgen.ops._x86_{instructions}"
+    return Extension(name, sources, depends=header, optional=True, extra_compile_args=options)
 
 
 KERNELS = [
@@ -77,9 +79,9 @@ KERNELS = [
 ]
 if platform.machine() in ("x86_64", "AMD64") and not IS_WINDOWS:
     KERNELS += [
-        few_rows("avx2", "-mavx2", "-mfma", "-DWIDTH=8"),
-        few_rows("avx512", "-mavx512f", "-mfma", "-DWIDTH=16"),
-        few_rows("avx512_bf16", "-mavx512f", "-mavx512bf16", "-mfma", "-DWIDTH=16"),
+        x86("avx2", "-mavx2", "-mfma", "-DWIDTH=8"),
+        x86("avx512", "-mavx512f", "-mfma", "-DWIDTH=16"),
+        x86("avx512_bf16", "-mavx512f", "-mavx512bf16", "-mfma", "-DWIDTH=16"),
     ]
 if nvcc():
     KERNELS.append(kernel("fastgen.ops.no_repeat_ngram._cuda", "csrc/no_repeat_ngram.cu"))

@@ -4,69 +4,21 @@
 // Libraries for large matrices pack a weight before they use it, which costs as much as such a product. Here it is read
 // once, as it lies in memory; while one part is used, the next is fetched, so that reading costs no time of its own
 // where there is enough to compute. Each sum is made in the same order, however many rows, columns and threads there are.
-//
-// Built once for each instruction set, with WIDTH: the floats in one of its registers, 8 (AVX2, FMA) or 16 (AVX-512).
+// Built once for each instruction set, see vectors.h.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <vector>
+#include "vectors.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
 namespace {
 
-typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float)), may_alias));
-
 constexpr int DOTS = WIDTH == 16 ? 6 : 3;       // weights whose dot products with ROWS rows registers can hold
 constexpr int MOST_ROWS = WIDTH == 16 ? 12 : 6; // rows whose sums over 2 registers' columns registers can hold
 constexpr int64_t MAX_ROWS = 64;                // that meet a weight while it is in the first cache
 constexpr int CACHE_LINE = 64;                  // bytes
 
-inline float total(const Vector &lanes) {
-    typedef float Four __attribute__((vector_size(4 * sizeof(float)), aligned(sizeof(float)), may_alias));
-    const Four *fours = (const Four *)&lanes;
-    Four sum = fours[0];
-    for (int i = 1; i < WIDTH / 4; i++) sum += fours[i];
-    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
-}
-
-// ---- formats: how numbers lie in memory, and how registers of them are multiplied
-
-struct Bf16 {
-    uint16_t bits;
-};
-
-inline float to_float(float number) { return number; }
-
-inline float to_float(Bf16 number) {
-    const uint32_t bits = (uint32_t)number.bits << 16;
-    float found;
-    memcpy(&found, &bits, sizeof found);
-    return found;
-}
-
-inline void store(float number, float *to) { *to = number; }
-
-// Rounds to the nearest, halves to even.
-inline void store(float number, Bf16 *to) {
-    uint32_t bits;
-    memcpy(&bits, &number, sizeof bits);
-    to->bits = number != number ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-// A register of bf16 as the upper halves of 32 bits each.
-typedef uint32_t Bits __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
-
-inline Bits upper_halves(const Bf16 *numbers) {
-    typedef uint16_t Halves __attribute__((vector_size(WIDTH * sizeof(uint16_t)), aligned(2), may_alias));
-    return __builtin_convertvector(*(const Halves *)numbers, Bits) << 16;
-}
-
-inline Vector load(const float *numbers) { return *(const Vector *)numbers; }
-inline Vector load(const Bf16 *numbers) { return (Vector)upper_halves(numbers); }
+// ---- formats: how registers of numbers are multiplied
 
 // Weights of this type become fp32 in registers; rows are fp32 before.
 template <typename T>
@@ -120,13 +72,6 @@ struct Product {
     int64_t row_count, in_features, out_features;
     bool is_transposed;
 };
-
-// Calls `tile` with the number `left`, from 1 to R, as a constant.
-template <int R, typename Tile>
-inline void with_constant(int64_t left, const Tile &tile) {
-    if (left == R) return tile(std::integral_constant<int, R>());
-    if constexpr (R > 1) with_constant<R - 1>(left, tile);
-}
 
 // ---- weight [out_features, in_features]: dot products
 
@@ -321,11 +266,6 @@ void multiply(const Product<F> &product, int64_t from, int64_t to) {
     }
 }
 
-// Of the OpenMP that the caller runs on: a second one's threads would wait for work on the cores of the first one's.
-void (*run_in_threads)(void (*)(void *), void *, unsigned, unsigned) = nullptr;
-int (*thread_number)() = nullptr;
-int (*thread_count)() = nullptr;
-
 template <class F>
 void multiply_share(void *of) {
     const Product<F> &product = *(const Product<F> *)of;
@@ -344,7 +284,7 @@ void multiply_in(int32_t threads, Product<F> product) {
 } // namespace
 
 // GOMP_parallel, omp_get_thread_num and omp_get_num_threads; without them everything runs in the thread that calls.
-extern "C" void fastgen_few_rows_threads(void *run, void *number, void *count) {
+extern "C" void fastgen_threads(void *run, void *number, void *count) {
     run_in_threads = (void (*)(void (*)(void *), void *, unsigned, unsigned))run;
     thread_number = (int (*)())number;
     thread_count = (int (*)())count;

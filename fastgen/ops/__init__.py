@@ -41,7 +41,8 @@ def kernels() -> list[Kernel]:
     if not find_spec("torch"):
         names = ("shared attention", "cpu linear", "fused activation", "no-repeat n-gram")
         return [Kernel(name, "all", ("torch is not installed",)) for name in names]
-    from fastgen.ops.cpu_linear import MIN_ELEMENTS, few_rows, machine_reasons
+    from fastgen.ops import x86
+    from fastgen.ops.cpu_linear import MIN_ELEMENTS, machine_reasons
     from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, reasons
 
     attention = ("scaled_dot_product_attention", "matmul", "shared_attention")
@@ -49,7 +50,7 @@ def kernels() -> list[Kernel]:
     few = f"{products}, in fp32 and bf16"
     return [
         Kernel("shared attention", "torch", task="rows that share keys and values", counted_as=attention),
-        Kernel("cpu linear", "C++", tuple(few_rows.machine_reasons()), few, ("cpu_linear, few rows",)),
+        Kernel("cpu linear", "C++", tuple(x86.machine_reasons()), few, ("cpu_linear, few rows",)),
         Kernel("cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear, oneDNN",)),
         Kernel("fused activation", "torch", task="NewGELUActivation in large models", counted_as=("fused activation",)),
         *(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fastgen.ops import few_queries
 from fastgen.ops.cpu_linear import few_rows
 from fastgen.ops.tracing import Call, Diverged, NotRepeatable, Tracer
 
@@ -97,8 +98,15 @@ def repetition_of(call: Call) -> Repetition:
         return call.operation._op, call.args, call.kwargs
     if call.operation in _COPIES:
         return Tensor.copy_, (call.result, call.args[0]), {}
-    if call.operation._schema.name == few_rows.OPERATION:
+    name = call.operation._schema.name
+    if name == few_rows.OPERATION:
         return few_rows.call_into(call.result, *call.args), (), {}
+    if name == few_queries.OPERATION:
+        return few_queries.call_into(call.result, *call.args), (), {}
+    if name in few_queries.SDPA:
+        attend = few_queries.sdpa_into(call.operation, call.made[0], call.args, call.kwargs)
+        if attend is not None:
+            return attend, (), {}
     form, outs = _form_with_out(call.operation)
     if form is None:
         return functools.partial(_compute_and_copy, call), (), {}

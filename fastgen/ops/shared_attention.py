@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fastgen.ops import few_queries
+
 FEW_QUERIES = 8
-MOST_NUMBERS_OF_A_VECTOR = 16  # 512 bits of fp32
 MANY_KEYS = 256
 MOST_SCORES = 1 << 24  # at once; 64 MB in fp32
 
@@ -122,14 +123,23 @@ def shared_attention(
     `[rows, H, L, D]`; zeros where all scores are -inf, by the mask or not, as in torch from 2.5 on, and where torch
     takes NaN for hidden.
     """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if few_queries.can_attend(query, keys, values, attn_mask):
+        return few_queries.attention(query, keys, values, attn_mask, scale)
+    return attention_by_products(query, keys, values, attn_mask, scale)
+
+
+def attention_by_products(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], attn_mask: Tensor | None, scale: float
+) -> Tensor:
+    """As `shared_attention`, with torch's own operations."""
     rows, heads, length, width = query.shape
-    scale = width**-0.5 if scale is None else scale
     if len(keys) > 1 and length > (most := _most_queries(query, keys)):
         parts = query.split(most, dim=2)
         masks = [attn_mask] * len(parts)
         if attn_mask is not None and attn_mask.shape[-2:-1] == (length,):
             masks = attn_mask.split(most, dim=-2)
-        found = (shared_attention(part, keys, values, mask, scale) for part, mask in zip(parts, masks))
+        found = (attention_by_products(part, keys, values, mask, scale) for part, mask in zip(parts, masks))
         return torch.cat(tuple(found), dim=2)
     copies, kv_heads = keys[0].shape[:2]
     if len(keys) > 1:
@@ -181,7 +191,7 @@ def _hides_nan(scores: Tensor) -> bool:
     Its flash attention does: on a CPU, for keys and values of one width, without a mask, for fewer keys than a vector
     of the machine has numbers. There the largest score is found with comparisons, which are false for NaN.
     """
-    few = scores.device.type == "cpu" and scores.shape[-1] < MOST_NUMBERS_OF_A_VECTOR
+    few = scores.device.type == "cpu" and scores.shape[-1] < few_queries.MIN_KEYS_WITHOUT_MASK
     return few and _gives_zeros_for_nan(scores.shape[-1], scores.dtype, torch.backends.cuda.flash_sdp_enabled())
 
 

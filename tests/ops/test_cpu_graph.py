@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fastgen.ops import few_queries, x86
 from fastgen.ops.cpu_graph import CpuGraph
 from fastgen.ops.cpu_linear import few_rows
 from fastgen.ops.tracing import Diverged, NotRepeatable
@@ -60,7 +61,7 @@ def test_a_replay_gives_what_the_function_gives():
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.skipif(bool(few_rows.machine_reasons()), reason=str(few_rows.machine_reasons()))
+@pytest.mark.skipif(bool(x86.machine_reasons()), reason=str(x86.machine_reasons()))
 @pytest.mark.usefixtures("without_gradients")
 def test_products_of_few_rows_are_replayed_even_where_weights_have_moved():
     layer, states = nn.Linear(16, 24), torch.randn(3, 16)
@@ -74,6 +75,29 @@ def test_products_of_few_rows_are_replayed_even_where_weights_have_moved():
     graph = CpuGraph(run)
     states.mul_(2)
     layer.weight.data, layer.bias.data = layer.weight.data * 3, layer.bias.data + 1
+    torch.testing.assert_close(graph.replay(), run())
+
+
+@pytest.mark.skipif(bool(x86.machine_reasons()), reason=str(x86.machine_reasons()))
+@pytest.mark.usefixtures("without_gradients")
+@pytest.mark.parametrize("queries", [1, few_queries.MOST_QUERIES + 1])
+def test_attention_of_few_queries_is_replayed_by_its_kernel(queries, monkeypatch):
+    """Of a plain cache, which torch's attention sees in one piece."""
+    used = []
+    attend = few_queries.call_into
+    monkeypatch.setattr(few_queries, "call_into", lambda *args: used.append(args) or attend(*args))
+    query = torch.randn(3, queries, 4, 16).transpose(1, 2)
+    keys, values, mask = torch.randn(3, 4, 40, 16), torch.randn(3, 4, 40, 16), torch.randn(3, 1, 1, 40)
+
+    def run() -> Tensor:
+        attended = functional.scaled_dot_product_attention(query * 2, keys, values, mask + 1)
+        return attended.transpose(1, 2).reshape(3, -1) + 1
+
+    graph = CpuGraph(run)
+    assert len(used) == (queries == 1)
+    for tensor in (query, keys, values, mask):
+        tensor.mul_(-0.5)
+    mask[1, :, :, 3:] = -torch.inf
     torch.testing.assert_close(graph.replay(), run())
 
 

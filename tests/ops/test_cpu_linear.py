@@ -20,8 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 import fastgen
 from fastgen.config import CONFIG
-from fastgen.ops import cpu_linear
-from fastgen.ops.cpu_linear import few_rows
+from fastgen.ops import cpu_linear, x86
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.transformers.generate import forwards
@@ -29,7 +28,7 @@ from fastgen.optimizer.transformers.generate import forwards
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
 
-no_few_rows = pytest.mark.skipif(bool(few_rows.machine_reasons()), reason=f"few rows: {few_rows.machine_reasons()}")
+no_few_rows = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"few rows: {x86.machine_reasons()}")
 
 
 @pytest.fixture(params=[cpu_linear.ONEDNN, pytest.param(cpu_linear.FEW_ROWS, marks=no_few_rows)])

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from fastgen.ops import x86
 from fastgen.ops.cpu_linear import few_rows
 
-needs_library = pytest.mark.skipif(bool(few_rows.machine_reasons()), reason=f"few rows: {few_rows.machine_reasons()}")
+needs_library = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"few rows: {x86.machine_reasons()}")
 
 ROWS = st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 25, 63, 64, 65, 130))
 IN = st.sampled_from((1, 3, 7, 8, 9, 16, 17, 33, 64, 255, 256, 257, 300, 700))
@@ -23,7 +24,7 @@ OUT = st.sampled_from((1, 2, 5, 12, 13, 16, 24, 31, 32, 33, 96, 97, 193, 511, 51
 
 @needs_library
 @settings(max_examples=200, deadline=None)
-@given(ROWS, IN, OUT, st.booleans(), st.booleans(), st.integers(1, 3), st.sampled_from(few_rows.DTYPES))
+@given(ROWS, IN, OUT, st.booleans(), st.booleans(), st.integers(1, 3), st.sampled_from(x86.DTYPES))
 def test_products_of_few_rows_are_those_of_torch(
     rows, in_features, out_features, is_transposed, with_bias, threads, dtype
 ):
@@ -37,11 +38,11 @@ def test_wider_registers_are_right_as_well(is_transposed, tmp_path, monkeypatch)
     """What machines with AVX-512 run, in the instructions of AVX2."""
     flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi")
     library = compile_library(tmp_path / "wide.so", *flags, CSRC / "few_rows.cpp")
-    monkeypatch.setattr(few_rows, "load", lambda name: library)
-    monkeypatch.setattr(few_rows, "_function", few_rows._function.__wrapped__)
+    monkeypatch.setattr(x86, "load", lambda name: library)
+    monkeypatch.setattr(x86, "function", x86.function.__wrapped__)
     for rows in (1, 4, 12, 16, 25, 65):
         for in_features, out_features in ((700, 97), (257, 193), (300, 1003), (33, 13)):
-            for dtype in few_rows.DTYPES:
+            for dtype in x86.DTYPES:
                 check(rows, in_features, out_features, is_transposed, True, 2, dtype)
 
 
@@ -50,7 +51,7 @@ def test_wider_registers_are_right_as_well(is_transposed, tmp_path, monkeypatch)
 def test_bf16_is_widened_where_the_cpu_has_no_dot_products_of_it(is_transposed, monkeypatch):
     """The library that other CPUs with these instructions load; an odd number of inputs is widened everywhere."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
-    monkeypatch.setattr(few_rows, "_function", few_rows._function.__wrapped__)
+    monkeypatch.setattr(x86, "function", x86.function.__wrapped__)
     for rows in (1, 4, 12, 25, 65):
         for in_features, out_features in ((700, 97), (257, 193)):
             check(rows, in_features, out_features, is_transposed, True, 2, torch.bfloat16)
@@ -80,14 +81,16 @@ def test_numbers_that_are_none_stay_so_in_bf16():
 
 @needs_library
 def test_without_the_openmp_of_torch_it_runs_in_one_thread(monkeypatch):
-    monkeypatch.setattr(few_rows, "_OPENMP", ("no_such_function",) * 3)
-    assert few_rows._openmp() == [None] * 3
-    monkeypatch.setattr(few_rows, "_function", few_rows._function.__wrapped__)
+    monkeypatch.setattr(x86, "_OPENMP", ("no_such_function",) * 3)
+    assert x86._openmp() == [None] * 3
+    monkeypatch.setattr(x86, "function", x86.function.__wrapped__)
     try:
         check(16, 256, 513, False, True, 2)
     finally:
         monkeypatch.undo()
-        few_rows._function.__wrapped__(torch.float32)  # gives the library torch's threads again
+        x86.function.__wrapped__(
+            "few_rows", torch.float32, few_rows._ARGUMENTS
+        )  # gives the library torch's threads again
 
 
 @needs_library
@@ -102,14 +105,14 @@ def test_inside_another_team_of_threads_nothing_is_left_out():
 
 
 def test_other_processors_and_missing_compilers_are_told(monkeypatch):
-    few_rows.machine_reasons.cache_clear()
+    x86.machine_reasons.cache_clear()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert few_rows.machine_reasons() == ["the CPU's instructions are DEFAULT (supported: AVX2, AVX512)"]
-    few_rows.machine_reasons.cache_clear()
+    assert x86.machine_reasons() == ["the CPU's instructions are DEFAULT (supported: AVX2, AVX512)"]
+    x86.machine_reasons.cache_clear()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(few_rows, "load_reasons", lambda name: [f"{name}: not built"])
-    assert few_rows.machine_reasons() == ["fastgen.ops.cpu_linear._few_rows_avx2: not built"]
-    few_rows.machine_reasons.cache_clear()
+    monkeypatch.setattr(x86, "load_reasons", lambda name: [f"{name}: not built"])
+    assert x86.machine_reasons() == ["fastgen.ops._x86_avx2: not built"]
+    x86.machine_reasons.cache_clear()
 
 
 def check(rows, in_features, out_features, is_transposed, with_bias, threads, dtype=torch.float32) -> None:

@@ -30,6 +30,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.config import CONFIG
+from fastgen.ops import x86
 from fastgen.ops.cpu_linear import few_rows
 from fastgen.ops.tolerances import tolerance
 from fastgen.ops.tracing import is_transformed
@@ -39,7 +40,7 @@ logger = logging.getLogger("fastgen")
 # Finding the fastest way and calling it take some 10 microseconds.
 MIN_ELEMENTS = 1 << 19
 
-DTYPES = few_rows.DTYPES
+DTYPES = x86.DTYPES
 
 BLAS, ONEDNN, FEW_ROWS = "BLAS", "oneDNN", "few rows"
 
@@ -101,7 +102,7 @@ def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def ways() -> dict[str, Callable[..., Tensor]]:
     """The ways to multiply rows on this machine, by name; all give `rows @ weight.T + bias`."""
     found = {BLAS: functional.linear, ONEDNN: onednn_linear}
-    if not few_rows.machine_reasons():
+    if not x86.machine_reasons():
         found[FEW_ROWS] = few_rows.few_rows_linear
     return found
 

@@ -1,0 +1,292 @@
+// Attention of a few queries to many keys, which is what a decode step does, in fp32 and in bf16 with sums in fp32.
+//
+// Keys and values are read once, as they lie in memory, which takes longer than what is computed with them. They come in
+// segments, each stored once for the rows that have it in common; all segments meet in one softmax. What a query gives
+// does not depend on how many rows and threads there are.
+// Built once for each instruction set, see vectors.h.
+
+#include "vectors.h"
+#include <cmath>
+#include <utility>
+
+namespace {
+
+constexpr int QUERIES = 6;                       // whose sums over COLUMNS registers of values registers can hold
+constexpr int COLUMNS = WIDTH == 16 ? 4 : 2;
+constexpr int64_t AHEAD = 2 * WIDTH;             // keys or values after the present one that are fetched meanwhile
+constexpr float HIDDEN = -INFINITY;
+
+typedef int32_t Integers __attribute__((vector_size(WIDTH * sizeof(int32_t))));
+
+// e^x for x <= 0: a power of two times the Taylor series of what remains, to 1e-7 of the result.
+inline Vector exp_of(Vector x) {
+    constexpr float ROUND = 12582912.0f; // 1.5 * 2^23: adding it leaves no bits for a fraction
+    const Vector whole = (x * 1.44269504f + ROUND) - ROUND;
+    const Vector rest = x - whole * 0.693359375f + whole * 2.12194440e-4f; // ln 2 in two parts
+    Vector power = rest * (1.0f / 5040) + 1.0f / 720;
+    for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) power = power * rest + factor;
+    const Integers two = (__builtin_convertvector(whole, Integers) + 127) << 23;
+    return x < -87.0f ? Vector{} : power * (Vector)two;
+}
+
+// Lanes of two vectors, from 0 to WIDTH - 1 of the one and from WIDTH on of the other.
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(one, other, ...) __builtin_shufflevector(one, other, __VA_ARGS__)
+#else
+#define SHUFFLE(one, other, ...) __builtin_shuffle(one, other, Integers{__VA_ARGS__})
+#endif
+
+// Of each two lanes that are HALF apart the sum: those of the one where this bit of the lane's number is not set.
+template <int HALF, int... LANE>
+inline Vector sums_of_pairs(Vector one, Vector other, std::integer_sequence<int, LANE...>) {
+    return SHUFFLE(one, other, ((LANE & HALF ? WIDTH : 0) + LANE)...) +
+           SHUFFLE(one, other, ((LANE & HALF ? WIDTH : 0) + (LANE ^ HALF))...);
+}
+
+// The lanes of the first vector become the sums of all WIDTH vectors.
+template <int HALF = WIDTH / 2>
+inline void sum_up(Vector (&lanes)[WIDTH]) {
+    for (int i = 0; i < HALF; i++)
+        lanes[i] = sums_of_pairs<HALF>(lanes[i], lanes[i + HALF], std::make_integer_sequence<int, WIDTH>());
+    if constexpr (HALF > 1) sum_up<HALF / 2>(lanes);
+}
+
+// Keys or values: where they are, and by how many numbers a copy, a head, a position are apart; the width lies together.
+template <typename T>
+struct States {
+    const T *data;
+    int64_t of_copy, of_head, of_position;
+
+    const T *at(int64_t copy, int64_t head) const { return data + copy * of_copy + head * of_head; }
+};
+
+template <typename T>
+struct Segment {
+    States<T> keys, values;
+    int64_t copies, length;
+};
+
+enum Mask { NONE, FLOATS, HALVES, BOOLS };
+
+template <typename T>
+struct Attention {
+    const T *query;
+    T *output;
+    const void *mask;
+    const Segment<T> *segments;
+    int64_t rows, heads, length, kv_heads, width, value_width, segment_count;
+    int64_t query_strides[3], output_strides[3], mask_strides[4]; // of row, head, position (and key)
+    int64_t mask_type;
+    float scale;
+
+    int64_t keys() const {
+        int64_t sum = 0;
+        for (int64_t i = 0; i < segment_count; i++) sum += segments[i].length;
+        return sum;
+    }
+    int64_t units() const {
+        int64_t least = rows;
+        for (int64_t i = 0; i < segment_count; i++) least = std::min(least, segments[i].copies);
+        return least * kv_heads;
+    }
+};
+
+// scores[q][n] = query q times key n, for the keys of one copy.
+template <typename T>
+void multiply_keys(const float *queries, int64_t count, const T *keys, int64_t stride, int64_t length, int64_t width,
+                   float *scores, int64_t scores_stride) {
+    const int64_t whole = width / WIDTH * WIDTH;
+    for (int64_t n = 0; n < length; n += WIDTH) {
+        const T *block = keys + n * stride;
+        const int64_t wide = std::min<int64_t>(WIDTH, length - n);
+        for (int64_t q = 0; q < count; q++) {
+            const float *query = queries + q * width;
+            float *found = scores + q * scores_stride + n;
+            if (wide == WIDTH) {
+                Vector lanes[WIDTH] = {};
+                for (int64_t d = 0; d < whole; d += WIDTH) {
+                    const Vector part = load(query + d);
+                    if (q == 0)
+                        for (int j = 0; j < WIDTH; j++) __builtin_prefetch(block + (j + AHEAD) * stride + d);
+                    for (int j = 0; j < WIDTH; j++) lanes[j] += load(block + j * stride + d) * part;
+                }
+                sum_up(lanes);
+                *(Vector *)found = lanes[0];
+            } else {
+                for (int64_t j = 0; j < wide; j++) {
+                    Vector lanes{};
+                    for (int64_t d = 0; d < whole; d += WIDTH) lanes += load(block + j * stride + d) * load(query + d);
+                    found[j] = total(lanes);
+                }
+            }
+            for (int64_t d = whole; d < width; d++)
+                for (int64_t j = 0; j < wide; j++) found[j] += query[d] * to_float(block[j * stride + d]);
+        }
+    }
+}
+
+// sums[q] += weights[q][n] * value n, for Q queries and C registers of columns.
+template <typename T, int Q, int C>
+inline void add_values(const float *weights, int64_t weights_stride, const T *values, int64_t stride, int64_t length,
+                       float *sums, int64_t sums_stride) {
+    Vector kept[Q][C];
+    for (int q = 0; q < Q; q++)
+        for (int c = 0; c < C; c++) kept[q][c] = load(sums + q * sums_stride + c * WIDTH);
+    for (int64_t n = 0; n < length; n++) {
+        Vector parts[C];
+        for (int c = 0; c < C; c++) parts[c] = load(values + n * stride + c * WIDTH);
+        for (int c = 0; c < C; c++) __builtin_prefetch(values + (n + AHEAD) * stride + c * WIDTH);
+        for (int q = 0; q < Q; q++) {
+            const float weight = weights[q * weights_stride + n];
+            for (int c = 0; c < C; c++) kept[q][c] += weight * parts[c];
+        }
+    }
+    for (int q = 0; q < Q; q++)
+        for (int c = 0; c < C; c++) *(Vector *)(sums + q * sums_stride + c * WIDTH) = kept[q][c];
+}
+
+template <typename T>
+void multiply_values(const float *weights, int64_t weights_stride, int64_t count, const T *values, int64_t stride,
+                     int64_t length, int64_t width, float *sums) {
+    for (int64_t q = 0; q < count; q += QUERIES, weights += QUERIES * weights_stride, sums += QUERIES * width)
+        with_constant<QUERIES>(std::min<int64_t>(QUERIES, count - q), [&](auto some) {
+            int64_t d = 0;
+            for (; d + COLUMNS * WIDTH <= width; d += COLUMNS * WIDTH)
+                add_values<T, some, COLUMNS>(weights, weights_stride, values + d, stride, length, sums + d, width);
+            for (; d + WIDTH <= width; d += WIDTH)
+                add_values<T, some, 1>(weights, weights_stride, values + d, stride, length, sums + d, width);
+            for (; d < width; d++)
+                for (int64_t n = 0; n < length; n++)
+                    for (int i = 0; i < some; i++)
+                        sums[i * width + d] += weights[i * weights_stride + n] * to_float(values[n * stride + d]);
+        });
+}
+
+template <typename T>
+void add_mask(const Attention<T> &of, int64_t row, int64_t head, int64_t position, float *scores, int64_t length) {
+    const int64_t *strides = of.mask_strides;
+    const int64_t start = row * strides[0] + head * strides[1] + position * strides[2];
+    const auto add = [&](auto step) { // as a constant, where it can be one
+        if (of.mask_type == FLOATS)
+            for (int64_t n = 0; n < length; n++) scores[n] += ((const float *)of.mask + start)[n * step];
+        else if (of.mask_type == HALVES)
+            for (int64_t n = 0; n < length; n++) scores[n] += to_float(((const Bf16 *)of.mask + start)[n * step]);
+        else if (of.mask_type == BOOLS)
+            for (int64_t n = 0; n < length; n++)
+                scores[n] = ((const bool *)of.mask + start)[n * step] ? scores[n] : HIDDEN;
+    };
+    if (strides[3] == 1) add(std::integral_constant<int64_t, 1>());
+    else add(strides[3]);
+}
+
+// Makes scores weights, of which nothing is divided yet; returns their sum: 0 if all keys are hidden, NaN as torch.
+float to_weights(float *scores, int64_t length, int64_t padded) {
+    std::fill(scores + length, scores + padded, HIDDEN);
+    Vector most = load(scores);
+    for (int64_t n = WIDTH; n < padded; n += WIDTH) {
+        const Vector other = load(scores + n);
+        most = other > most ? other : most;
+    }
+    float largest = most[0];
+    for (int i = 1; i < WIDTH; i++) largest = most[i] > largest ? most[i] : largest;
+    if (!(largest > HIDDEN)) { // none is seen, unless one is no number
+        for (int64_t n = 0; n < length; n++)
+            if (scores[n] != scores[n]) return NAN;
+        return 0;
+    }
+    Vector sum{};
+    for (int64_t n = 0; n < padded; n += WIDTH) sum += *(Vector *)(scores + n) = exp_of(load(scores + n) - largest);
+    return total(sum);
+}
+
+// The rows that have a copy of the segment with the fewest copies in common, and the query heads of one head of its keys.
+template <typename T>
+void attend(const Attention<T> &of, int64_t unit, std::vector<float> &memory) {
+    const int64_t least = of.units() / of.kv_heads, copy = unit / of.kv_heads, head = unit % of.kv_heads;
+    const int64_t rows = of.rows / least, groups = of.heads / of.kv_heads, of_row = groups * of.length;
+    const int64_t count = rows * of_row, keys = of.keys(), padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
+    memory.resize(count * (of.width + padded + of.value_width + 1));
+    float *queries = memory.data(), *scores = queries + count * of.width, *found = scores + count * padded;
+    float *totals = found + count * of.value_width;
+    for (int64_t q = 0; q < count; q++) {
+        const int64_t *strides = of.query_strides, position = q % of.length;
+        const T *query = of.query + (copy * rows + q / of_row) * strides[0] + position * strides[2];
+        query += (head * groups + q % of_row / of.length) * strides[1];
+        for (int64_t d = 0; d < of.width; d++) queries[q * of.width + d] = to_float(query[d]) * of.scale;
+    }
+    for (int64_t i = 0, start = 0; i < of.segment_count; start += of.segments[i++].length) {
+        const Segment<T> &segment = of.segments[i];
+        const int64_t copies = segment.copies / least, each = count / copies;
+        for (int64_t c = 0; c < copies; c++)
+            multiply_keys(queries + c * each * of.width, each, segment.keys.at(copy * copies + c, head),
+                          segment.keys.of_position, segment.length, of.width, scores + c * each * padded + start, padded);
+    }
+    for (int64_t q = 0; q < count; q++) {
+        const int64_t row = copy * rows + q / of_row, of_head = head * groups + q % of_row / of.length;
+        if (of.mask_type != NONE) add_mask(of, row, of_head, q % of.length, scores + q * padded, keys);
+        totals[q] = to_weights(scores + q * padded, keys, padded);
+    }
+    std::fill(found, found + count * of.value_width, 0.0f);
+    for (int64_t i = 0, start = 0; i < of.segment_count; start += of.segments[i++].length) {
+        const Segment<T> &segment = of.segments[i];
+        const int64_t copies = segment.copies / least, each = count / copies;
+        for (int64_t c = 0; c < copies; c++)
+            multiply_values(scores + c * each * padded + start, padded, each, segment.values.at(copy * copies + c, head),
+                            segment.values.of_position, segment.length, of.value_width, found + c * each * of.value_width);
+    }
+    for (int64_t q = 0; q < count; q++) {
+        const int64_t *strides = of.output_strides, position = q % of.length;
+        T *output = of.output + (copy * rows + q / of_row) * strides[0] + position * strides[2];
+        output += (head * groups + q % of_row / of.length) * strides[1];
+        for (int64_t d = 0; d < of.value_width; d++)
+            store(totals[q] == 0 ? 0.0f : found[q * of.value_width + d] / totals[q], output + d);
+    }
+}
+
+template <typename T>
+void attend_from(const Attention<T> &of, int64_t unit, int64_t to) {
+    static thread_local std::vector<float> memory;
+    for (; unit < to; unit++) attend(of, unit, memory);
+}
+
+template <typename T>
+void attend_share(void *task) {
+    const Attention<T> &of = *(const Attention<T> *)task;
+    const int64_t units = of.units(), thread = thread_number(), threads = thread_count();
+    attend_from(of, units * thread / threads, units * (thread + 1) / threads);
+}
+
+// pointers: query, output, mask or null, then keys and values of each segment. sizes: see how they are read.
+template <typename T>
+void attend_all(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
+    Attention<T> of{};
+    of.query = (const T *)pointers[0];
+    of.output = (T *)pointers[1];
+    of.mask = pointers[2];
+    for (int64_t *size : {&of.rows, &of.heads, &of.length, &of.kv_heads, &of.width, &of.value_width, &of.segment_count})
+        *size = *sizes++;
+    for (int64_t &stride : of.query_strides) stride = *sizes++;
+    for (int64_t &stride : of.output_strides) stride = *sizes++;
+    for (int64_t &stride : of.mask_strides) stride = *sizes++;
+    of.mask_type = *sizes++;
+    of.scale = scale;
+    std::vector<Segment<T>> segments;
+    for (int64_t i = 0; i < of.segment_count; i++, sizes += 8)
+        segments.push_back({{(const T *)pointers[3 + 2 * i], sizes[2], sizes[3], sizes[4]},
+                            {(const T *)pointers[4 + 2 * i], sizes[5], sizes[6], sizes[7]},
+                            sizes[0],
+                            sizes[1]});
+    of.segments = segments.data();
+    if (threads > 1 && run_in_threads) run_in_threads(attend_share<T>, &of, threads, 0);
+    else attend_from(of, 0, of.units());
+}
+
+} // namespace
+
+extern "C" void fastgen_few_queries(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
+    attend_all<float>(pointers, sizes, scale, threads);
+}
+
+extern "C" void fastgen_few_queries_bf16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
+    attend_all<Bf16>(pointers, sizes, scale, threads);
+}

@@ -1,0 +1,72 @@
+// Registers of numbers, and threads, for the kernels of few rows. Built once for each instruction set, with WIDTH: the
+// floats in one of its registers, 8 (AVX2, FMA) or 16 (AVX-512).
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+// Of the OpenMP that the caller runs on: a second one's threads would wait for work on the cores of the first one's.
+#define OF_THIS_LIBRARY __attribute__((visibility("hidden"))) inline
+OF_THIS_LIBRARY void (*run_in_threads)(void (*)(void *), void *, unsigned, unsigned) = nullptr;
+OF_THIS_LIBRARY int (*thread_number)() = nullptr;
+OF_THIS_LIBRARY int (*thread_count)() = nullptr;
+
+namespace {
+
+typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+inline float total(const Vector &lanes) {
+    typedef float Four __attribute__((vector_size(4 * sizeof(float)), aligned(sizeof(float)), may_alias));
+    const Four *fours = (const Four *)&lanes;
+    Four sum = fours[0];
+    for (int i = 1; i < WIDTH / 4; i++) sum += fours[i];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+// ---- how numbers lie in memory
+
+struct Bf16 {
+    uint16_t bits;
+};
+
+inline float to_float(float number) { return number; }
+
+inline float to_float(Bf16 number) {
+    const uint32_t bits = (uint32_t)number.bits << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+inline void store(float number, float *to) { *to = number; }
+
+// Rounds to the nearest, halves to even.
+inline void store(float number, Bf16 *to) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    to->bits = number != number ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// A register of bf16 as the upper halves of 32 bits each.
+typedef uint32_t Bits __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
+
+inline Bits upper_halves(const Bf16 *numbers) {
+    typedef uint16_t Halves __attribute__((vector_size(WIDTH * sizeof(uint16_t)), aligned(2), may_alias));
+    return __builtin_convertvector(*(const Halves *)numbers, Bits) << 16;
+}
+
+inline Vector load(const float *numbers) { return *(const Vector *)numbers; }
+inline Vector load(const Bf16 *numbers) { return (Vector)upper_halves(numbers); }
+
+// Calls `tile` with the number `left`, from 1 to R, as a constant.
+template <int R, typename Tile>
+inline void with_constant(int64_t left, const Tile &tile) {
+    if (left == R) return tile(std::integral_constant<int, R>());
+    if constexpr (R > 1) with_constant<R - 1>(left, tile);
+}
+
+} // namespace

@@ -1,0 +1,57 @@
+"""The C++ kernels for x86 CPUs: one library of `csrc/few_rows.cpp` and `csrc/few_queries.cpp` for each instruction set.
+
+Tests: tests/ops/test_few_rows.py, tests/ops/test_few_queries.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastgen.ops import load, load_reasons
+
+# Built for the instructions that torch calls so; with AVX-512 and bf16's, for both.
+_LIBRARIES = {"AVX2": f"{__package__}._x86_avx2", "AVX512": f"{__package__}._x86_avx512"}
+_SUFFIXES = {torch.float32: "", torch.bfloat16: "_bf16"}  # of a function's name
+DTYPES = tuple(_SUFFIXES)
+_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+@functools.cache
+def machine_reasons() -> list[str]:
+    """Why this machine cannot use them; empty if it can."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if instructions not in _LIBRARIES:
+        return [f"the CPU's instructions are {instructions} (supported: {', '.join(_LIBRARIES)})"]
+    return load_reasons(_library_name())
+
+
+def _library_name() -> str:
+    instructions = torch.backends.cpu.get_cpu_capability()
+    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()  # torch before 2.6 does not tell
+    return _LIBRARIES[instructions] + ("_bf16" if instructions == "AVX512" and has_bf16 else "")
+
+
+@functools.cache
+def function(name: str, dtype: torch.dtype, argument_types: tuple[Any, ...]) -> Callable[..., None]:
+    """The kernel `fastgen_NAME` for numbers of this type, which is one of `DTYPES`."""
+    library = load(_library_name())
+    library.fastgen_threads.argtypes = [ctypes.c_void_p] * 3
+    library.fastgen_threads(*_openmp())
+    found = getattr(library, f"fastgen_{name}{_SUFFIXES[dtype]}")
+    found.argtypes, found.restype = argument_types, None
+    return found
+
+
+def _openmp() -> list[ctypes.c_void_p | None]:
+    """The functions of the OpenMP on which torch runs, or None where that has others."""
+    try:
+        torch_cpu = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
+        return [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p) for name in _OPENMP]
+    except (StopIteration, OSError, AttributeError):
+        return [None] * len(_OPENMP)

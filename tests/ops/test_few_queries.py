@@ -1,0 +1,156 @@
+"""Attention of few queries, `csrc/few_queries.cpp`: the numbers of torch, whatever other rows and threads there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from host_compiler import CSRC, compile_library, needs_compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from fastgen.ops import few_queries, x86
+from fastgen.ops.shared_attention import attention_by_products, shared_attention
+from fastgen.ops.tolerances import tolerance
+
+needs_library = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
+
+WIDTHS = st.sampled_from((1, 3, 8, 16, 20, 33, 64, 72, 80, 128))
+LENGTHS = st.sampled_from((1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100, 257))
+# Rows for each copy of a segment, the first one's first: of which each is a multiple of the next.
+COPIES = st.sampled_from(((1,), (2,), (4,), (2, 1), (4, 1), (1, 1), (4, 2, 1), (6, 3, 1)))
+MASKS = st.sampled_from((None, "added", "of heads", "bool", "one for all", "one column"))
+
+
+def random_case(copies, lengths, groups, kv_heads, length, width, value_width, mask, dtype, inputs=2, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    rows, heads = copies[0] * inputs, groups * kv_heads
+
+    def states(*sizes):  # heads and positions change places in memory, as models have them
+        return torch.randn(sizes, generator=random).transpose(1, 2).contiguous().transpose(1, 2).to(dtype)
+
+    query = states(rows, heads, length, width)
+    keys = [states(rows // one, kv_heads, n, width) for one, n in zip(copies, lengths)]
+    values = [states(rows // one, kv_heads, n, value_width) for one, n in zip(copies, lengths)]
+    total = sum(segment.shape[2] for segment in keys)
+    shapes = {"added": (rows, 1, length), "of heads": (1, heads, length), "one for all": (1, 1, 1)}
+    added = torch.randn(*shapes.get(mask, (rows, 1, 1)), total, generator=random)
+    added[torch.rand(added.shape, generator=random) < 0.3] = -torch.inf
+    if mask == "bool":
+        added = added > -0.5
+    elif mask == "one column":
+        added = added[..., :1]
+    return query, keys, values, None if mask is None else added if mask == "bool" else added.to(dtype)
+
+
+def check(query, keys, values, mask, scale=0.3):
+    with torch.no_grad():
+        assert few_queries.can_attend(query, keys, values, mask)
+        found = few_queries.attention(query, keys, values, mask, scale)
+        wide = [None if mask is None else mask if mask.dtype == torch.bool else mask.double()]
+        expected = attention_by_products(
+            query.double(), [one.double() for one in keys], [one.double() for one in values], *wide, scale
+        )
+    assert found.dtype == query.dtype and found.shape == expected.shape
+    assert found.transpose(1, 2).is_contiguous()
+    atol = tolerance("product", query.dtype) * (expected.abs().max() + 1)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol.item())
+
+
+@needs_library
+@settings(max_examples=250, deadline=None)
+@given(
+    COPIES, LENGTHS, LENGTHS, st.sampled_from((1, 2)), st.sampled_from((1, 3)), st.sampled_from((1, 2)),
+    WIDTHS, WIDTHS, MASKS, st.sampled_from(x86.DTYPES), st.integers(1, 3), st.integers(0, 99),
+)  # fmt: skip
+def test_few_queries_see_what_they_see_in_torch(
+    copies, first, second, groups, kv_heads, length, width, value_width, mask, dtype, threads, seed
+):
+    if copies[0] * groups * length > few_queries.MOST_QUERIES:
+        groups = length = 1
+    if mask is None:
+        first += few_queries.MIN_KEYS_WITHOUT_MASK
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        lengths = (first, second, 3)
+        check(*random_case(copies, lengths, groups, kv_heads, length, width, value_width, mask, dtype, seed=seed))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+@needs_library
+def test_wider_registers_are_right_as_well(tmp_path, monkeypatch):
+    """What machines with AVX-512 run, in the instructions of AVX2."""
+    flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi")
+    library = compile_library(tmp_path / "wide.so", *flags, CSRC / "few_queries.cpp", CSRC / "few_rows.cpp")
+    monkeypatch.setattr(x86, "load", lambda name: library)
+    monkeypatch.setattr(x86, "function", x86.function.__wrapped__)
+    for copies in ((1,), (4, 1), (6, 3, 1)):
+        for dtype in x86.DTYPES:
+            for width in (20, 64, 80):
+                check(*random_case(copies, (33, 17, 3), 1, 3, 1, width, width, "added", dtype))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", x86.DTYPES)
+def test_bits_do_not_depend_on_rows_and_threads(dtype):
+    query, keys, values, mask = random_case((4, 1), (100, 9), 2, 3, 1, 64, 64, "added", dtype, inputs=3)
+    with torch.no_grad():
+        found = few_queries.attention(query, keys, values, mask, 0.2)
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            alone = few_queries.attention(
+                query[5:6], [keys[0][1:2], keys[1][5:6]], [values[0][1:2], values[1][5:6]], mask[5:6], 0.2
+            )
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(found[5:6], alone)
+
+
+@needs_library
+def test_what_is_hidden_and_what_is_no_number_is_as_in_torch():
+    query, keys, values, mask = random_case((1,), (24,), 1, 2, 1, 64, 64, "added", torch.float32, inputs=5)
+    mask[1] = -torch.inf  # zeros
+    query[2] = torch.nan
+    keys[0][3, :, 7] = torch.nan
+    mask[3, ..., 7] = 0.0
+    mask[4, ..., 5], keys[0][4, :, 5] = 0.0, torch.inf
+    with torch.no_grad():
+        found = few_queries.attention(query, keys, values, mask, 0.3)
+        expected = functional.scaled_dot_product_attention(query, keys[0], values[0], mask, scale=0.3)
+    assert (found[1] == 0).all() and found[2:4].isnan().all()
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=1e-5)
+    mask[3] = -torch.inf
+    keys[0][3] = torch.nan
+    with torch.no_grad():
+        found = few_queries.attention(query, keys, values, mask, 0.3)
+    assert found[3].isnan().all()  # NaN + -inf
+
+
+@needs_library
+def test_large_and_small_scores_keep_their_weights():
+    query = torch.tensor([0.0, 1.0, 88.0, 1000.0, -1000.0]).view(5, 1, 1, 1)
+    keys = torch.linspace(-1, 1, 40).view(1, 1, 40, 1).expand(5, 1, 40, 1).contiguous()
+    check(query, [keys], [keys], None, scale=1.0)
+
+
+@needs_library
+def test_it_is_used_for_few_queries_only(monkeypatch):
+    calls = []
+    attention = few_queries.attention
+    monkeypatch.setattr(few_queries, "attention", lambda *args: calls.append(args) or attention(*args))
+    with torch.no_grad():
+        for queries, is_used in ((few_queries.MOST_QUERIES, True), (few_queries.MOST_QUERIES + 1, False)):
+            case = random_case((queries,), (64,), 1, 2, 1, 64, 64, "added", torch.float32)
+            expected = attention_by_products(*case, 0.125)
+            torch.testing.assert_close(shared_attention(*case), expected)
+            assert bool(calls) is is_used
+            calls.clear()
+    case = random_case((2,), (64,), 1, 2, 1, 64, 64, "added", torch.float32)
+    assert not few_queries.can_attend(*case), "gradients are recorded"
+    with torch.no_grad():
+        assert not few_queries.can_attend(case[0], [case[1][0][..., ::2]], case[2], case[3]), "strided keys"
+        assert not few_queries.can_attend(*(one.double() if torch.is_tensor(one) else one for one in case))

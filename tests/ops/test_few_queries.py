@@ -81,7 +81,7 @@ def test_few_queries_see_what_they_see_in_torch(
 
 @needs_compiler
 @needs_library
-def test_wider_registers_are_right_as_well(tmp_path, monkeypatch):
+def test_attention_in_wider_registers_is_right_as_well(tmp_path, monkeypatch):
     """What machines with AVX-512 run, in the instructions of AVX2."""
     flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi")
     library = compile_library(tmp_path / "wide.so", *flags, CSRC / "few_queries.cpp", CSRC / "few_rows.cpp")

@@ -40,7 +40,6 @@ IGNORED: dict[str, dict[str, Any]] = {
     "padding": {"nargs": "?"},
     "return_tensors": {"nargs": "?"},
     "output_summaries_only": {"action": "store_true"},
-    "verbose": {"action": "store_true"},
 }
 # Of these only one is accepted at a time.
 EXCLUSIVE = (("dtype", "fp16", "bf16"), ("truncation", "no_truncation"))
@@ -125,6 +124,7 @@ class RunConfig:
     fp16: bool = _switch("the same as --dtype float16")
     bf16: bool = _switch("the same as --dtype bfloat16")
     attn_implementation: str | None = _flag("eager, sdpa, … (default: the library's choice)", metavar="NAME")
+    device_map: str | None = _flag("auto: over all devices, by accelerate", choices=("auto",), metavar="MAP")
     without_fastgen_opt: bool = _switch("run the unchanged library")
 
     input_format: str | None = _flag("text, jsonl or openai (default: by INPUT)", choices=_FORMATS, metavar="FORMAT")
@@ -156,11 +156,12 @@ class RunConfig:
     postprocess_workers: int = _flag("threads that detokenise (default: 1)", 1, type=whole(1), metavar="N")
     n_obs: int | None = _flag("only the first N lines (-1: all)", type=whole(1, unset=-1), metavar="N")
 
-    num_shards: Any = _flag(
-        "divide INPUT into N runs; auto: as many as a launcher started", type=whole_or_auto(1), metavar="N"
-    )
+    workers: int | None = _flag("processes with a model each (needs ray)", type=whole(1), metavar="N")
+    ray: str | None = _flag("the cluster that --workers are on", nargs="?", const="auto", metavar="ADDRESS")
+    verbose: bool = _switch("the speed of each worker")
+    num_shards: Any = _flag("divide INPUT into N runs, or auto", type=whole_or_auto(1), metavar="N")
     shard_id: Any = _flag("which of them this is, from 0 on, or auto", type=whole_or_auto(0), metavar="I")
-    merge: bool = _switch("put the records of all --num_shards together, which are complete")
+    merge: bool = _switch("put all --num_shards together")
 
     reference_path: str | None = _flag("references, a line each: prints ROUGE, BLEU, chrF, …", metavar="FILE")
     reference_field: str | None = _flag("JSON field of the references", metavar="NAME")

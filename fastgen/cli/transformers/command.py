@@ -14,7 +14,7 @@ import sys
 from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from logging import ERROR, LogRecord
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fastgen
 from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError, check_packages
@@ -29,6 +29,9 @@ from fastgen.cli.transformers.signature import signature, with_commit
 from fastgen.cli.transformers.tasks import Task, task_for
 from fastgen.config import CONFIG
 
+if TYPE_CHECKING:
+    from fastgen.cli.transformers.workers import Workers
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status; what a user can do something about is one line on stderr.
@@ -41,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         with stoppable(*SIGNALS) as stop:
             args = parse_arguments(sys.argv[1:] if argv is None else argv)
             check_packages("transformers", "tqdm", "filelock")
+            if args.workers is not None or args.ray is not None:
+                check_packages("ray", "accelerate", flag=args.given("ray") or args.given("workers"))
             return _run(args, stop)
     except InputError as error:
         message, status = f"error: {error}", UNUSABLE
@@ -98,7 +103,12 @@ def _run(args: RunConfig, stop: Stop) -> int:
             for handler in library_logging.get_logger().handlers:
                 handler.addFilter(is_said)
                 after.callback(handler.removeFilter, is_said)
-            return _generate(task, surveyed, references, output, stop)
+            workers = None
+            if args.workers is not None or args.ray is not None:
+                from fastgen.cli.transformers.workers import started
+
+                workers = after.enter_context(started(args))
+            return _generate(task, surveyed, references, output, stop, workers)
     finally:
         output.leave()
 
@@ -130,14 +140,22 @@ def _as_before(args: RunConfig, before: dict[str, Any]) -> RunConfig:
 
 
 def _generate(
-    task: Task, surveyed: files.Survey | None, references: list[str] | None, output: StreamOutput, stop: Stop
+    task: Task,
+    surveyed: files.Survey | None,
+    references: list[str] | None,
+    output: StreamOutput,
+    stop: Stop,
+    workers: Workers | None,
 ) -> int:
     """Loads, generates, writes and scores; returns the exit status."""
     from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, WithinMemory
     from fastgen.cli.transformers.progress import Progress
 
     asked = task.args
-    task.load()
+    if workers is None:
+        task.load()
+    else:
+        workers.load(task)
     args, total = task.args, asked.n_obs
     if surveyed is not None:
         total = shards.own_lines(surveyed.lines if total is None else min(total, surveyed.lines), args)
@@ -165,8 +183,9 @@ def _generate(
         chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
         chunks = shards.own_chunks(chunks, args)
         generate = WithinMemory(task, progress.say, args.seed)
-        prefetcher = Prefetcher(chunks, task, planner, args.preprocess_workers, output.entry)
-        complete = Pipeline(task, generate, write, stop).drain(prefetcher)
+        ahead = Prefetcher(chunks, task, planner, args.preprocess_workers, output.entry, collates=workers is None)
+        elsewhere = None if workers is None else workers.generating(ahead, stop, progress)
+        complete = Pipeline(task, generate, write, stop, elsewhere).drain(ahead)
         if complete:
             if surveyed is not None and output.records != total:
                 had = f"it had {total} lines, and {output.records} could be read"

@@ -65,18 +65,21 @@ def choose_device(args: RunConfig) -> torch.device:
 def load(args: RunConfig, asked: str, classes: dict[str, tuple[Any, str]]) -> Loaded:
     """Model and tokenizer of MODEL; raises InputError where it does not exist, is broken, or cannot generate.
 
+    With the device_map meta there are no weights: it is for those who plan what others generate.
+
     asked: the way in which the flags ask for a model; classes: for each way the model types, and the class of
     transformers that loads them, {} standing for the model type.
     """
     if args.audio_in:
         check_packages("soundfile", "soxr", flag=args.given("task"))
-    device = choose_device(args)
+    device = None if args.device_map == "meta" else choose_device(args)
     source = str(model_folder(args.model) or args.model)
     try:
         with _quiet_loading():
             config = transformers.AutoConfig.from_pretrained(source)
             kind = _class_of(args, config, asked, classes)
-            options = {"dtype": _dtype_name(args), "attn_implementation": args.attn_implementation}
+            options = {name: getattr(args, name) for name in ("attn_implementation", "device_map")}
+            options["dtype"] = _dtype_name(args)
             options = {name: value for name, value in options.items() if value is not None}
             model, info = kind.from_pretrained(source, output_loading_info=True, **options)
             tokenizer, feature_extractor = _processors(args, source)
@@ -97,7 +100,9 @@ def load(args: RunConfig, asked: str, classes: dict[str, tuple[Any, str]]) -> Lo
             f"so {type(model).__name__} would generate at random"
         )
     prepare_tokenizer(args, tokenizer)
-    return Loaded(args, model.to(device).eval(), tokenizer, feature_extractor)
+    if args.device_map is None:
+        model.to(device)
+    return Loaded(args, model.eval(), tokenizer, feature_extractor)
 
 
 def _class_of(args: RunConfig, config: Any, asked: str, classes: dict[str, tuple[Any, str]]) -> Any:

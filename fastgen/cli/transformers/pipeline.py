@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -95,7 +95,8 @@ class Ahead(Generic[T]):
 class Prefetcher:
     """The batches of a run that are not written yet, in the order in which the model is to take them.
 
-    chunks: the lines of INPUT. written: the entry of a line that an earlier run has written.
+    chunks: the lines of INPUT. written: the entry of a line that an earlier run has written. collates: makes the
+    batches' tensors; who has another process generate leaves that to it.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class Prefetcher:
         planner: Planner,
         workers: int,
         written: Callable[[int], Entry | None] = lambda number: None,
+        collates: bool = True,
     ) -> None:
+        self._collates = collates
         self._task, self._planner, self._written = task, planner, written
         self._workers = ThreadPoolExecutor(workers, "fastgen-tokenise")
         self._prepared = Ahead(self._submitted(chunks), CHUNKS_PER_WORKER * workers, "fastgen-reader")
@@ -147,7 +150,7 @@ class Prefetcher:
             written = [item.is_written for item in batch.items]
             if any(written) and not all(written):
                 raise RunError(f"OUTPUT.part has a part of batch {batch.number} only (remove it to start again)")
-            if batch.items and not any(written):
+            if batch.items and not any(written) and self._collates:
                 batch.inputs = self._task.collate(batch.items)
             if batch.others or not all(written):
                 yield batch
@@ -165,9 +168,12 @@ class WithinMemory:
         self._task, self._say, self._seed = task, say, seed
         self.too_large: int | None = None  # rows times their width, to which the memory of a batch is proportional
 
-    def __call__(self, batch: Batch) -> list[Generated]:
-        """What is generated for the batch, in one part or in several; an item that fails alone says why."""
-        return list(self._parts(batch, 0)) if batch.items and batch.inputs else []
+    def __call__(self, batch: Batch, start: int = 0) -> list[Generated]:
+        """What is generated for the batch, in one part or in several; an item that fails alone says why.
+
+        start: the place of its first item in the batch that it is a part of.
+        """
+        return list(self._parts(batch, start)) if batch.items and batch.inputs else []
 
     def _parts(self, part: Batch, start: int) -> Iterator[Generated]:
         """start: the place of the part's first item in its batch."""
@@ -238,13 +244,21 @@ def _device_works_sync() -> bool:
 class Pipeline:
     """Runs the model over batches. Workers behind it finish what was generated and call `write`, batch after batch.
 
-    write: takes all items of a batch, also those that needed no model, and how much was generated for them.
+    write: takes all items of a batch, also those that needed no model, and how much was generated for them. elsewhere:
+    generates for batches instead, and finishes them: gives each with how much was generated, in any order.
     """
 
     def __init__(
-        self, task: Task, generate: WithinMemory, write: Callable[[list[Item], float], None], stop: Stop
+        self,
+        task: Task,
+        generate: WithinMemory,
+        write: Callable[[list[Item], float], None],
+        stop: Stop,
+        elsewhere: Callable[[Iterator[Batch]], Iterator[tuple[Batch, list[float]]]] | None = None,
     ) -> None:
-        self._task, self._generate, self._write, self._stop = task, generate, write, stop
+        self._generate, self._write, self._stop = generate, write, stop
+        self._generated: Callable[[Iterator[Batch]], Iterator[tuple[Batch, list[Any]]]] = elsewhere or self._in_turn
+        self._finish_part: Callable[[Any], float] = task.finish if elsewhere is None else float
         workers = task.args.postprocess_workers
         self._workers = ThreadPoolExecutor(workers, "fastgen-detokenise")
         self._most_unfinished = RESULTS_PER_WORKER * workers
@@ -256,11 +270,10 @@ class Pipeline:
         Batches of which every item fails are held back until one does not: it may be something else than their lines
         that fails, and then they are left to a run that goes on. Raises RunError where there are several.
         """
-        held: list[tuple[Batch, list[Generated]]] = []
+        held: list[tuple[Batch, list[Any]]] = []
         failed: list[Item] = []  # the first of each batch that failed in every line, of those in a row
-        for batch in batches:
-            self._stop.finishing = True
-            held.append((batch, self._generate(batch)))
+        for batch, parts in self._generated(batches):
+            held.append((batch, parts))
             if any(item.error is None for item in batch.items):
                 failed.clear()
             else:
@@ -270,11 +283,17 @@ class Pipeline:
                 raise RunError(f"every line of {len(failed)} batches failed; {what}")
             if not failed:
                 self._submit(held)
-            self._stop.finishing = False
             yield
+        if not self._stop.requests:
+            self._submit(held)
+
+    def _in_turn(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, list[Generated]]]:
+        for batch in batches:
+            self._stop.finishing = True
+            yield batch, self._generate(batch)
+            self._stop.finishing = False
             if self._stop.requests:
                 return
-        self._submit(held)
 
     def drain(self, prefetcher: Prefetcher) -> bool:
         """Runs all batches; returns whether they are all written, and not ended early."""
@@ -317,7 +336,7 @@ class Pipeline:
         self._workers.shutdown(wait=False, cancel_futures=True)
         wait(self._unfinished, SECONDS_TO_END)
 
-    def _submit(self, held: list[tuple[Batch, list[Generated]]]) -> None:
+    def _submit(self, held: list[tuple[Batch, list[Any]]]) -> None:
         for batch, parts in held:
             before = self._unfinished[-1] if self._unfinished else None
             self._unfinished.append(self._workers.submit(self._finish, batch, parts, before))
@@ -325,9 +344,9 @@ class Pipeline:
                 self._unfinished.popleft().result()
         held.clear()
 
-    def _finish(self, batch: Batch, parts: list[Generated], before: Future[None] | None) -> None:
+    def _finish(self, batch: Batch, parts: list[Any], before: Future[None] | None) -> None:
         """before: the batch that is written first; where that failed, this one is not written either."""
-        amount = sum(self._task.finish(part) for part in parts)
+        amount = sum(map(self._finish_part, parts))
         if before is not None:
             before.result()
         self._write([*batch.items, *batch.others], amount)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from tqdm import tqdm
@@ -29,6 +30,7 @@ class Progress:
     def __init__(self, total: int | None, done: int, quiet: bool, unit: str = "tokens") -> None:
         self.inputs, self.amount = 0, 0.0
         self._unit, self._total, self._done, self._quiet = unit, total, done, quiet
+        self.details: Callable[[], str] = str  # what a line says besides
         self.begin()
         inputs = "{n_fmt} inputs" if total is None else "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} inputs"
         has_columns = False
@@ -78,6 +80,6 @@ class Progress:
         """With the time left at this speed: too long at first, where the longest inputs come first."""
         speed = self.inputs / (time.perf_counter() - self._begun)
         if self._total is None or not self.inputs:
-            return f"{speed:.1f} inputs/s"
+            return f"{speed:.1f} inputs/s{self.details()}"
         left = (self._total - self._done - self.inputs) / speed
-        return f"{speed:.1f} inputs/s, {tqdm.format_interval(left)} left"
+        return f"{speed:.1f} inputs/s, {tqdm.format_interval(left)} left{self.details()}"

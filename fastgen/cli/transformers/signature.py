@@ -21,7 +21,7 @@ from fastgen.cli.transformers.files import Survey
 # A flag that is not named here counts. MODEL and INPUT count by what is in them, not by their names.
 FLAGS_WITHOUT_EFFECT_ON_RECORDS = (
     *("model", "input", "output", "resume", "overwrite", "quiet", "preprocess_workers", "postprocess_workers"),
-    *("reference_path", "reference_field", "score_path", "merge"),
+    *("reference_path", "reference_field", "score_path", "merge", "workers", "ray", "verbose"),
 )
 DIGEST = "sha256:"  # of values that say nothing to a reader
 IGNORED_FILES = (".md", ".gitattributes", ".lock", ".py", ".png", ".jpg")

@@ -1,0 +1,48 @@
+"""A process that outlives a run, however that ends: it ends what Ray has left running, and removes Ray's folder.
+
+    python cleaner.py FOLDER     waits for the end of its standard input, which the run holds open
+
+Ray's processes watch each other, and none of them removes the folder when the run was killed. They know it by an
+environment variable, by which they are found where the system has /proc.
+
+Tests: tests/cli/transformers/test_cli_workers.py
+"""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "RAY_TMPDIR"
+SECONDS = 3.0  # in which they end by themselves
+
+
+def main(folder: str) -> None:
+    """Removes the folder when nobody uses it."""
+    os.setsid()  # a Ctrl-C is not for this process
+    sys.stdin.buffer.read()
+    deadline = time.monotonic() + SECONDS
+    while users := list(users_of(folder)):
+        for process in users if time.monotonic() > deadline else ():
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+    while os.path.exists(folder) and time.monotonic() < deadline + SECONDS:  # one that was killed may still write
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def users_of(folder: str) -> list[int]:
+    """The processes that have the folder in their environment."""
+    found, entry = [], f"{VARIABLE}={folder}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if entry in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

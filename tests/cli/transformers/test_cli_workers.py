@@ -1,0 +1,211 @@
+"""Workers write what one process writes, byte for byte; whatever ends one or all of them, nothing is lost or left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from cli_language_models import save_whisper
+from cli_models import WORDS, save_bart, save_gpt2, sentences
+from ray_runs import POISON, changed, left_behind, of_runs
+
+from fastgen.cli.transformers.command import main
+
+ray = pytest.importorskip("ray")
+
+LINES = [*sentences(70), "", " ".join(WORDS * 2), *sentences(10, seed=1)]
+FLAGS = ("--bs", "4", "--beam", "2", "--output_format", "jsonl")
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bart(tmp_path_factory.mktemp("bart"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "in.txt"
+    path.write_text("".join(f"{line}\n" for line in LINES))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(bart: Path, source: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What one process writes."""
+    output = tmp_path_factory.mktemp("expected") / "out"
+    assert run(bart, source, output, *FLAGS) == 1  # a line fails
+    return output.read_bytes()
+
+
+@pytest.fixture(autouse=True)
+def already(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """What other runs on this machine have begun; behind each test nothing else is left."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = set(of_runs())
+    yield before
+    assert left_behind(before) == []
+
+
+def run(model: Path, source: Path, output: Path, *flags: object) -> int:
+    return main([str(model), str(source), str(output), "--quiet", *map(str, flags)])
+
+
+def test_two_workers_write_what_one_process_writes(
+    bart: Path, source: Path, tmp_path: Path, expected: bytes, capsys: pytest.CaptureFixture
+) -> None:
+    command = [str(bart), str(source), str(tmp_path / "out"), *FLAGS, "--workers", "2", "--verbose"]
+    assert main(command) == 1
+    assert (tmp_path / "out").read_bytes() == expected
+    assert "line 72: has 122 tokens" in (said := capsys.readouterr().err) and "82 lines in" in said
+
+
+def test_a_batch_goes_to_another_worker_where_one_dies(
+    bart: Path,
+    source: Path,
+    tmp_path: Path,
+    expected: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", changed(tmp_path, POISON))
+    monkeypatch.setenv("POISON", "33")
+    monkeypatch.setenv("ONCE", str(tmp_path / "once"))
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--workers", "2") == 1
+    assert (tmp_path / "once").exists() and capsys.readouterr().err.count("has died at lines") == 1
+    assert (tmp_path / "out").read_bytes() == expected
+
+
+def test_a_line_that_ends_every_worker_fails_alone(
+    bart: Path,
+    source: Path,
+    tmp_path: Path,
+    expected: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", changed(tmp_path, POISON))
+    monkeypatch.setenv("POISON", "33")
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--workers", "2") == 1
+    written, others = (tmp_path / "out").read_bytes().splitlines(), expected.splitlines()
+    failed = json.loads(written.pop(32))
+    assert failed["outputs"] == [] and "has ended 3 workers" in failed["error"]
+    assert f"line 33: {failed['error']}\n" in capsys.readouterr().err
+    del others[32]
+    texts = [[json.loads(line)["outputs"] for line in lines] for lines in (written, others)]
+    for mine, theirs in zip(
+        *texts, strict=True
+    ):  # its batch was cut, and scores of other cuts differ in their last digits
+        assert [each["text"] for each in mine] == [each["text"] for each in theirs]
+
+
+def test_a_model_that_no_worker_can_load_is_one_line(
+    bart: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    code = "    from fastgen.cli.errors import InputError\n    raise InputError('MODEL x: no memory')\n"
+    monkeypatch.setenv("PYTHONPATH", changed(tmp_path, code))
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--workers", "2") == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("error: MODEL x: no memory")
+    assert not (tmp_path / "out.part").exists()
+
+
+def test_samples_of_workers_are_those_of_one_process(source: Path, tmp_path: Path) -> None:
+    flags = ("--causal_lm", "--do_sample", "--seed", "3", "--max_new_tokens", "6", "--bs", "8")
+    gpt2 = save_gpt2(tmp_path / "gpt2")
+    run(gpt2, source, tmp_path / "one.txt", *flags)
+    run(gpt2, source, tmp_path / "out.txt", *flags, "--workers", "2")
+    assert (tmp_path / "out.txt").read_bytes() == (tmp_path / "one.txt").read_bytes()
+
+
+def test_speech_of_workers_is_that_of_one_process(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for number in range(5):
+        samples = draw.normal(scale=0.1 * (1 + number), size=16000)
+        soundfile.write(tmp_path / f"{number}.wav", samples, 16000)
+    (tmp_path / "in").write_text("".join(f"{tmp_path / f'{number}.wav'}\n" for number in range(5)))
+    whisper = save_whisper(tmp_path / "whisper")
+    flags = ("--task", "automatic-speech-recognition", "--max_new_tokens", "6", "--bs", "2")
+    assert run(whisper, tmp_path / "in", tmp_path / "one", *flags) == 0
+    assert run(whisper, tmp_path / "in", tmp_path / "out", *flags, "--workers", "2") == 0
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
+
+
+class Held:
+    """The command with two workers in a process of its own, whose workers wait in batches until a file is there."""
+
+    CODE = """
+    import time
+    generate = pipeline.WithinMemory.__call__
+    def held(self, batch, start=0):
+        folder = os.environ["HELD"]
+        open(f"{folder}/begun-{batch.number}", "w").close()
+        while batch.number >= 8 and not os.path.exists(f"{folder}/go"):
+            time.sleep(0.02)
+        return generate(self, batch, start)
+    pipeline.WithinMemory.__call__ = held
+"""
+
+    def __init__(self, bart: Path, source: Path, folder: Path) -> None:
+        self.folder, self.part = folder, folder / "out.part"
+        environment = os.environ | {"PYTHONPATH": changed(folder, self.CODE), "HELD": str(folder)}
+        call = [sys.executable, "-m", "fastgen.cli.transformers.command", bart, source, folder / "out"]
+        self.process = subprocess.Popen(
+            [*map(str, call), *FLAGS, "--workers", "2"], env=environment, stderr=subprocess.PIPE, text=True
+        )
+
+    def wait(self) -> None:
+        """Until both workers are held, and what was done before is written."""
+        while len(list(self.folder.glob("begun-*"))) < 10 or self.part.read_bytes().count(b"\n") < 1 + 8 * 5:
+            assert self.process.poll() is None, self.process.stderr.read()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def held(already: set[str], bart: Path, source: Path, tmp_path: Path) -> Iterator[Held]:
+    runs = [Held(bart, source, tmp_path)]
+    runs[0].wait()
+    yield runs[0]
+    runs[0].process.kill()
+    runs[0].process.communicate()
+
+
+def test_kill_9_of_the_driver_of_workers(
+    held: Held, already: set[str], bart: Path, source: Path, tmp_path: Path, expected: bytes
+) -> None:
+    """Its workers and Ray end with it, and another number of workers goes on."""
+    held.process.kill()
+    assert held.process.wait() == -signal.SIGKILL
+    assert left_behind(already) == []
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--resume") == 1
+    assert (tmp_path / "out").read_bytes() == expected
+
+
+def test_ctrl_c_finishes_the_batches_of_workers(held: Held, tmp_path: Path, expected: bytes) -> None:
+    held.process.send_signal(signal.SIGINT)
+    while "finishing the batch in flight" not in held.process.stderr.readline():
+        assert held.process.poll() is None
+    (tmp_path / "go").touch()
+    stderr = held.process.communicate()[1]
+    assert held.process.returncode == 130, stderr
+    assert "Traceback" not in stderr and "with --resume goes on" in stderr
+    assert held.part.exists() and not (tmp_path / "out").exists()
+
+
+def test_a_second_sigterm_stops_workers_at_once(held: Held) -> None:
+    held.process.terminate()
+    while "finishing the batch in flight" not in held.process.stderr.readline():
+        assert held.process.poll() is None
+    held.process.terminate()
+    stderr = held.process.communicate()[1]
+    assert held.process.returncode == 143, stderr
+    assert "Traceback" not in stderr

@@ -172,11 +172,13 @@ class Held:
 
 @pytest.fixture
 def held(already: set[str], bart: Path, source: Path, tmp_path: Path) -> Iterator[Held]:
-    runs = [Held(bart, source, tmp_path)]
-    runs[0].wait()
-    yield runs[0]
-    runs[0].process.kill()
-    runs[0].process.communicate()
+    command = Held(bart, source, tmp_path)
+    with command.process:
+        try:
+            command.wait()
+            yield command
+        finally:
+            command.process.kill()
 
 
 def test_kill_9_of_the_driver_of_workers(

@@ -343,7 +343,8 @@ def _check(args: RunConfig) -> None:
         seen[key] = value, flag
     sampling = from_file.get("do_sample") if "do_sample" not in seen else seen["do_sample"][0]
     for name in ("temperature", "top_k", "top_p"):
-        if args.given(name) and not sampling:
+        fallbacks = isinstance(seen.get(name, (None,))[0], list)  # of long recordings, which draw where they have to
+        if args.given(name) and not sampling and not fallbacks:
             raise InputError(f"{args.given(name)} has no effect without --do_sample")
     check_several_outputs(args, seen.get("num_return_sequences", (1,))[0] or 1)
     limits = {key: seen[key] for key in ("max_length", "max_new_tokens") if seen.get(key, (None,))[0] is not None}

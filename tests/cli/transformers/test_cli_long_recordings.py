@@ -204,7 +204,7 @@ def test_a_recording_fails_by_name_where_it_would_have_to_be_cut(whisper: Path, 
     ("settings", "message"),
     [
         (("return_timestamps=word",), "return_timestamps='word' is not known (accepted: true, false)"),
-        (("logprob_threshold=low",), "logprob_threshold='low' is not a number"),
+        (("logprob_threshold=low",), "logprob_threshold='low' is no number"),
         (
             ("no_speech_threshold=0.6",),
             "no_speech_threshold 0.6 needs a logprob_threshold (accepted: --gen for both)",

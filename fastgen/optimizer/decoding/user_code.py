@@ -186,6 +186,8 @@ def _functions_in(code: Any) -> Iterator[FunctionType]:
     """The functions that this one, or this method, partial or property, runs through."""
     if isinstance(code, (*_WRAPPERS, MethodType, functools.partial)):
         yield from _functions_in(_inside(code))
+    elif isinstance(code, type) and issubclass(code, nn.Module):  # one that a forward makes and calls
+        yield from _functions_in(getattr(code, "forward", None))
     elif isinstance(code, FunctionType):
         yield code
         inner = [getattr(code, "__wrapped__", None)]

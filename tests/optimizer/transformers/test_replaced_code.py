@@ -64,6 +64,15 @@ def test_function_that_the_program_has_put_into_a_file_of_models(monkeypatch, na
         assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
 
 
+def test_function_of_torch_in_a_module_that_the_forward_makes(monkeypatch):
+    """CodeGen's attention has no softmax of its own: it makes an `nn.Softmax` at each step."""
+    model = tiny("codegen", rotary_dim=4)
+    assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **BEAMS))
+    monkeypatch.setattr(functional, "softmax", steering(functional.softmax))
+    report = assert_same(model, {"input_ids": token_ids(2, 9)}, **BEAMS)
+    assert left_alone_because(report, "USER_CODE", "softmax") and not report.shared
+
+
 def test_mask_function_of_the_program(monkeypatch):
     original = modeling_llama.create_causal_mask
     seen = []

@@ -250,12 +250,14 @@ def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed):
     assert fastest() == "oneDNN"
 
 
-FIELD = "fastest of BLAS, oneDNN, few rows"
+FIELD = f"fastest of BLAS, oneDNN, few rows, kernels {x86.VERSION}"
 UNKNOWN = json.dumps({"product": KIND._asdict(), FIELD: "another"}).encode()
+EARLIER = json.dumps({"product": KIND._asdict(), "fastest of BLAS, oneDNN, few rows": "BLAS"}).encode()
 
 
 @pytest.mark.parametrize(
-    "damage", [b"{", b"[1]", b"1", b'{"product": {"rows": 4}}', b"\xff", b'{"product": null}', UNKNOWN, b"[" * 100_000]
+    "damage",
+    [b"{", b"[1]", b"1", b'{"product": {"rows": 4}}', b"\xff", b'{"product": null}', UNKNOWN, EARLIER, b"[" * 100_000],
 )
 def test_damaged_lines_are_measured_again(timed, damage):
     assert fastest() == "oneDNN"

@@ -168,7 +168,7 @@ def store(shape: GemmShape, way: str) -> None:
 
 
 def _field() -> str:
-    return f"fastest of {', '.join(ways())}"
+    return f"fastest of {', '.join(ways())}, kernels {x86.VERSION}"
 
 
 @contextmanager

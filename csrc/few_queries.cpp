@@ -163,9 +163,7 @@ void multiply_values(const float *weights, int64_t weights_stride, int64_t count
 }
 
 template <typename T>
-void add_mask(const Attention<T> &of, int64_t row, int64_t head, int64_t position, float *scores, int64_t length) {
-    const int64_t *strides = of.mask_strides;
-    const int64_t start = row * strides[0] + head * strides[1] + position * strides[2];
+void add_mask(const Attention<T> &of, int64_t start, float *scores, int64_t length) {
     const auto add = [&](auto step) { // as a constant, where it can be one
         if (of.mask_type == FLOATS)
             for (int64_t n = 0; n < length; n++) scores[n] += ((const float *)of.mask + start)[n * step];
@@ -175,8 +173,8 @@ void add_mask(const Attention<T> &of, int64_t row, int64_t head, int64_t positio
             for (int64_t n = 0; n < length; n++)
                 scores[n] = ((const bool *)of.mask + start)[n * step] ? scores[n] : HIDDEN;
     };
-    if (strides[3] == 1) add(std::integral_constant<int64_t, 1>());
-    else add(strides[3]);
+    if (of.mask_strides[3] == 1) add(std::integral_constant<int64_t, 1>());
+    else add(of.mask_strides[3]);
 }
 
 // Makes scores weights, of which nothing is divided yet; returns their sum: 0 if all keys are hidden, NaN as torch.
@@ -208,36 +206,37 @@ void attend(const Attention<T> &of, int64_t unit, std::vector<float> &memory) {
     memory.resize(count * (of.width + padded + of.value_width + 1));
     float *queries = memory.data(), *scores = queries + count * of.width, *found = scores + count * padded;
     float *totals = found + count * of.value_width;
+    const auto place = [&](int64_t q, const int64_t *strides) { // of a query's row, head and position
+        return (copy * rows + q / of_row) * strides[0] + (head * groups + q % of_row / of.length) * strides[1] +
+               q % of.length * strides[2];
+    };
+    const auto for_copies = [&](const auto &multiply) { // of each segment, with the queries that see the copy
+        for (int64_t i = 0, start = 0; i < of.segment_count; start += of.segments[i++].length) {
+            const Segment<T> &segment = of.segments[i];
+            const int64_t copies = segment.copies / least, each = count / copies;
+            for (int64_t c = 0; c < copies; c++)
+                multiply(segment, copy * copies + c, c * each, each, scores + c * each * padded + start);
+        }
+    };
     for (int64_t q = 0; q < count; q++) {
-        const int64_t *strides = of.query_strides, position = q % of.length;
-        const T *query = of.query + (copy * rows + q / of_row) * strides[0] + position * strides[2];
-        query += (head * groups + q % of_row / of.length) * strides[1];
+        const T *query = of.query + place(q, of.query_strides);
         for (int64_t d = 0; d < of.width; d++) queries[q * of.width + d] = to_float(query[d]) * of.scale;
     }
-    for (int64_t i = 0, start = 0; i < of.segment_count; start += of.segments[i++].length) {
-        const Segment<T> &segment = of.segments[i];
-        const int64_t copies = segment.copies / least, each = count / copies;
-        for (int64_t c = 0; c < copies; c++)
-            multiply_keys(queries + c * each * of.width, each, segment.keys.at(copy * copies + c, head),
-                          segment.keys.of_position, segment.length, of.width, scores + c * each * padded + start, padded);
-    }
+    for_copies([&](const Segment<T> &segment, int64_t number, int64_t first, int64_t each, float *part) {
+        multiply_keys(queries + first * of.width, each, segment.keys.at(number, head), segment.keys.of_position,
+                      segment.length, of.width, part, padded);
+    });
     for (int64_t q = 0; q < count; q++) {
-        const int64_t row = copy * rows + q / of_row, of_head = head * groups + q % of_row / of.length;
-        if (of.mask_type != NONE) add_mask(of, row, of_head, q % of.length, scores + q * padded, keys);
+        if (of.mask_type != NONE) add_mask(of, place(q, of.mask_strides), scores + q * padded, keys);
         totals[q] = to_weights(scores + q * padded, keys, padded);
     }
     std::fill(found, found + count * of.value_width, 0.0f);
-    for (int64_t i = 0, start = 0; i < of.segment_count; start += of.segments[i++].length) {
-        const Segment<T> &segment = of.segments[i];
-        const int64_t copies = segment.copies / least, each = count / copies;
-        for (int64_t c = 0; c < copies; c++)
-            multiply_values(scores + c * each * padded + start, padded, each, segment.values.at(copy * copies + c, head),
-                            segment.values.of_position, segment.length, of.value_width, found + c * each * of.value_width);
-    }
+    for_copies([&](const Segment<T> &segment, int64_t number, int64_t first, int64_t each, float *part) {
+        multiply_values(part, padded, each, segment.values.at(number, head), segment.values.of_position, segment.length,
+                        of.value_width, found + first * of.value_width);
+    });
     for (int64_t q = 0; q < count; q++) {
-        const int64_t *strides = of.output_strides, position = q % of.length;
-        T *output = of.output + (copy * rows + q / of_row) * strides[0] + position * strides[2];
-        output += (head * groups + q % of_row / of.length) * strides[1];
+        T *output = of.output + place(q, of.output_strides);
         for (int64_t d = 0; d < of.value_width; d++)
             store(totals[q] == 0 ? 0.0f : found[q * of.value_width + d] / totals[q], output + d);
     }

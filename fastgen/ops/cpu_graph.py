@@ -86,6 +86,12 @@ Repetition = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
+# Operations of fastgen, by name: what makes a function that computes their result where it is.
+_KERNELS: dict[str, Callable[..., Callable[[], None]]] = {
+    few_rows.OPERATION: few_rows.call_into,
+    few_queries.OPERATION: few_queries.call_into,
+}
+
 # Arguments that a form with `out` takes from the tensor that it is given.
 _TOLD_BY_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})
 
@@ -99,10 +105,8 @@ def repetition_of(call: Call) -> Repetition:
     if call.operation in _COPIES:
         return Tensor.copy_, (call.result, call.args[0]), {}
     name = call.operation._schema.name
-    if name == few_rows.OPERATION:
-        return few_rows.call_into(call.result, *call.args), (), {}
-    if name == few_queries.OPERATION:
-        return few_queries.call_into(call.result, *call.args), (), {}
+    if (call_into := _KERNELS.get(name)) is not None:
+        return call_into(call.result, *call.args), (), {}
     if name in few_queries.SDPA:
         attend = few_queries.sdpa_into(call.operation, call.made[0], call.args, call.kwargs)
         if attend is not None:

@@ -25,7 +25,7 @@ def main(folder: str) -> None:
     os.setsid()  # a Ctrl-C is not for this process
     sys.stdin.buffer.read()
     deadline = time.monotonic() + SECONDS
-    while users := list(users_of(folder)):
+    while users := users_of(folder):
         for process in users if time.monotonic() > deadline else ():
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)

@@ -57,6 +57,13 @@ def already(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     assert left_behind(before) == []
 
 
+@pytest.fixture
+def poisoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line 33 ends the worker that generates for it: each one, or only the first where ONCE names a file."""
+    monkeypatch.setenv("PYTHONPATH", changed(tmp_path, POISON))
+    monkeypatch.setenv("POISON", "33")
+
+
 def run(model: Path, source: Path, output: Path, *flags: object) -> int:
     return main([str(model), str(source), str(output), "--quiet", *map(str, flags)])
 
@@ -71,6 +78,7 @@ def test_two_workers_write_what_one_process_writes(
 
 
 def test_a_batch_goes_to_another_worker_where_one_dies(
+    poisoned: None,
     bart: Path,
     source: Path,
     tmp_path: Path,
@@ -78,8 +86,6 @@ def test_a_batch_goes_to_another_worker_where_one_dies(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", changed(tmp_path, POISON))
-    monkeypatch.setenv("POISON", "33")
     monkeypatch.setenv("ONCE", str(tmp_path / "once"))
     assert run(bart, source, tmp_path / "out", *FLAGS, "--workers", "2") == 1
     assert (tmp_path / "once").exists() and capsys.readouterr().err.count("has died at lines") == 1
@@ -87,15 +93,8 @@ def test_a_batch_goes_to_another_worker_where_one_dies(
 
 
 def test_a_line_that_ends_every_worker_fails_alone(
-    bart: Path,
-    source: Path,
-    tmp_path: Path,
-    expected: bytes,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    poisoned: None, bart: Path, source: Path, tmp_path: Path, expected: bytes, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", changed(tmp_path, POISON))
-    monkeypatch.setenv("POISON", "33")
     assert run(bart, source, tmp_path / "out", *FLAGS, "--workers", "2") == 1
     written, others = (tmp_path / "out").read_bytes().splitlines(), expected.splitlines()
     failed = json.loads(written.pop(32))

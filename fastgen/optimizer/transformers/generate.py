@@ -40,6 +40,9 @@ SEQUENCES_SCORES, ENCODER_STATES = "sequences_scores", "encoder_hidden_states"
 
 _used: ContextVar[tuple[str, ...] | None] = ContextVar("fastgen_used_outputs", default=None)
 
+# Arguments that are called between steps.
+_CALLBACKS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
+
 # Values of cache_implementation for which no version of transformers compiles.
 _NEVER_COMPILED = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
 
@@ -52,6 +55,7 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
                 return original(self, *args, **kwargs)
         call.user_cache = kwargs.get("past_key_values") is not None
         call.user_code = not checks.is_known_class(self)
+        call.has_callbacks = bool(args[2:]) or any(kwargs.get(name) is not None for name in _CALLBACKS)
         call.to_verify = verification.call_to_verify(original, self, args, kwargs)
         if any(map(callable, (kwargs.get("custom_generate"), *args[8:]))):
             call.user_code, call.share = True, False

@@ -28,6 +28,7 @@ from parity import (
 )
 from transformers import (
     EncoderDecoderModel,
+    LogitsProcessor,
     ProphetNetConfig,
     ProphetNetForCausalLM,
     ProphetNetForConditionalGeneration,
@@ -222,3 +223,57 @@ def test_forwards_outside_of_generate_and_gradients_are_the_librarys():
         assert torch.equal(stock, fast)
     for stock, fast in zip(model.parameters(), other.parameters()):
         assert (stock.grad is None and fast.grad is None) or torch.equal(stock.grad, fast.grad)
+
+
+REPLACED = {
+    "a method of one module": lambda model: (model.prophetnet.decoder.position_embeddings, "_forward"),
+    "the forward of a projection": lambda model: (model.prophetnet.decoder.layers[1].self_attn.query_proj, "forward"),
+}
+
+
+@pytest.mark.parametrize("place", REPLACED.values(), ids=REPLACED)
+def test_code_of_the_program_is_called_as_by_the_library(place, share_always):
+    model = make(pad_token_id=0)
+    owner, name = place(model)
+    original, seen = getattr(owner, name), []
+
+    def steered(states):
+        result = original(states)
+        seen.append(result.shape)
+        return result * torch.linspace(0.7, 1.3, len(result)).view(-1, *[1] * (result.dim() - 1))
+
+    with mock.patch.object(owner, name, steered):
+        assert_same(model, {"input_ids": token_ids(2, 7)}, num_beams=3, max_new_tokens=5)
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+class Hooking(LogitsProcessor):
+    """Puts a hook on a layer's attention after some steps."""
+
+    def __init__(self, attention):
+        self.attention, self.steps, self.seen = attention, 0, []
+
+    def __call__(self, input_ids, scores):
+        self.steps += 1
+        if self.steps == 3:
+            self.attention.register_forward_hook(self.hook)
+        return scores
+
+    def hook(self, module, args, output):
+        self.seen.append(output[0].shape)
+        return (output[0] * 1.3, *output[1:])
+
+
+def test_a_hook_that_a_processor_adds_runs_from_the_next_step_on():
+    models = iter((make(pad_token_id=0), make(pad_token_id=0)))
+    processors = []
+
+    def generate():
+        model = next(models)
+        processors.append(Hooking(model.prophetnet.decoder.layers[0].self_attn))
+        arguments = {"max_new_tokens": 9, "return_dict_in_generate": True, "output_logits": True}
+        return model.generate(token_ids(2, 7), logits_processor=[processors[-1]], **arguments)
+
+    both = run_both(generate)
+    torch.testing.assert_close(both.stock.logits, both.fast.logits, rtol=1e-4, atol=1e-4)
+    assert processors[0].seen == processors[1].seen != []

@@ -33,7 +33,7 @@ from fastgen.optimizer.transformers import checks, kv_layers
 
 KERNEL = "ProphetNet's step, first predict stream"
 
-# The names of modules that are not called in a step: none of them may run code of the program.
+# The names of modules that are not called in a step: none of them may have a known library's hooks, or be compiled.
 _SKIPPED = re.compile(r"prophetnet(\.decoder(\.layers\.\d+(\.(self|cross)_attn)?)?)?")
 
 
@@ -78,8 +78,12 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
     mask = kwargs.get(f"{prefix}attention_mask")
     if mask is not None and tuple(mask.shape) != (input_ids.shape[0], cache.get_seq_length() + 1):
         return False
-    altered = call.facts_of(model, checks.KNOWN).altered
-    return None not in altered and not any(_SKIPPED.fullmatch(name) for name in altered if name is not None)
+    if call.has_callbacks:
+        call.has_changed(model)  # then it is looked at anew
+    facts = call.facts_of(model, checks.KNOWN)
+    if facts.hooks or facts.user_code:  # which see two streams here, and embeddings one call instead of two
+        return False
+    return not any(name is None or _SKIPPED.fullmatch(name) for name in facts.altered)
 
 
 def _is_filled(cache: Any, model: Any, kwargs: dict[str, Any]) -> bool:

@@ -43,6 +43,8 @@ OUT = -1.0e9
 # Above this score nothing that is out of the race comes near.
 LOWEST = OUT / 2
 
+NAN = Reason("NAN", "scores became NaN after inputs had left the batch: the library begins anew")
+
 # The methods of the library's loop whose work is done here.
 METHODS = (
     "_update_finished_beams",
@@ -71,10 +73,15 @@ def beam_search(
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
     captures = checks.can_capture(call, self, generation_config, input_ids, model_kwargs)
     rows, num_beams = input_ids.shape[0], generation_config.num_beams
-    with TransformersDecodeStep(
-        call, self, generation_config, processors, model_kwargs, rows, num_beams, captures
-    ) as step:
-        return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
+    given = dict(model_kwargs)
+    try:
+        with TransformersDecodeStep(
+            call, self, generation_config, processors, model_kwargs, rows, num_beams, captures
+        ) as step:
+            return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
+    except ScoresAreNaN:
+        call.report.add_reasons(LOOP, [NAN])
+    return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **given)
 
 
 def _reasons(
@@ -94,6 +101,10 @@ def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: A
     if (call := current_call()) is not None:
         call.beam_scores = updated[1]
     return updated
+
+
+class ScoresAreNaN(Exception):
+    """NaN counts as the best score, for inputs that have left, too: only a search with all of them can go on."""
 
 
 class BeamSearch:
@@ -137,6 +148,8 @@ class BeamSearch:
         stop = False
         while not stop:
             stop, is_final = self.advance(*self.candidates(), stopping_criteria)
+            if self.results is not None and self.scores.isnan().any():
+                raise ScoresAreNaN
             left = self.config.max_length - self.input_ids.shape[1]
             if not stop and any(is_final) and self.step.should_compact(sum(is_final) * self.step.rows_per_input, left):
                 self.compact([index for index, final in enumerate(is_final) if not final])

@@ -247,3 +247,14 @@ def test_all_of_a_search_are_left_in_their_places():
     with mock.patch.object(BeamSearch, "compact", lambda self, left: kept.append(left) or compact(self, left)):
         _, fast, _ = run_both(lambda: model.generate(**inputs_of("llama"), **ENDS, num_beams=2, early_stopping=True))
     assert len(fast) == 5 and len(kept) > 1
+
+
+def test_scores_that_become_nan_after_inputs_have_left_are_those_of_all_inputs_together():
+    model, began_anew = tiny("bart", "seq2seq"), 0
+    model.model.decoder.embed_positions.weight.data[10] = torch.nan
+    for seed in range(6):
+        arguments = {**inputs_of("bart", seed), **ENDS, "max_new_tokens": 20, "num_beams": 3}
+        stock, fast, report = run_both(lambda arguments=arguments: model.generate(**arguments))
+        assert torch.equal(stock, fast)
+        began_anew += "NAN" in report.codes()
+    assert began_anew

@@ -11,13 +11,13 @@ tests/optimizer/transformers/test_static_prefill.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_outputs import ModelOutput
 
@@ -71,7 +71,9 @@ def prefill(
         given_cache = kv_layers.cache_of(arguments)
         empty = None if given_cache is None else kv_layers.undo_of(given_cache)
         facts = call.facts_of(self, checks.KNOWN)
-        before = facts.row_tensors() if facts.row_states is None else None
+        before = undo = None
+        if facts.row_states is None:  # the model may keep states of its rows, from which its next forward goes on
+            before, undo = facts.row_tensors(), undo_of_attributes(facts.modules.values())
 
         def forward(arguments: dict[str, Any]) -> ModelOutput:
             return original(self, arguments.pop("input_ids"), generation_config, arguments, *args, **kwargs)
@@ -80,6 +82,8 @@ def prefill(
             found = prefixes.model_reasons(facts, forward, prefix, given)
             call.report.add_reasons(PREFIX, found)
             if found:
+                if undo is not None:
+                    undo()
                 prefix, reasons = None, [ONE_ROW] if each_alone else []
         used = dict(given) if prefix is None else prefix.of_rests(given)
         if prefix is not None:
@@ -101,8 +105,9 @@ def prefill(
         reasons = reasons or _done_or_reasons(self, lambda: expand(self, outputs, given_cache, groups, limit, call))
         if prefix is not None and not reasons:
             call.report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.kept, prefix.kept)
-        if reasons and empty is not None:
-            empty()
+        for restore in (empty, undo) if reasons else ():
+            if restore is not None:
+                restore()
     if reasons:
         call.report.add_reasons(PREFILL, reasons)
         outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -266,6 +271,22 @@ def unsupported_reasons(
     if not reasons and not compared and not row_groups.groups_are_equal_sync(arguments, groups):
         reasons.append(Reason("ROWS_DIFFER", "the rows of an input differ from each other"))
     return reasons
+
+
+def undo_of_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """A function that gives modules the attributes again that they have now, as if no forward had been since.
+
+    What a forward writes in place stays: states of another number of rows it has to make anew.
+    """
+    before = [(module, dict(vars(module))) for module in modules]
+
+    def undo() -> None:
+        for module, attributes in before:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+
+    return undo
 
 
 # The library's own static caches, which a prefill with one row per group fills for all rows. Their layers stay the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
-from architectures import Architecture
+from architectures import ARCHITECTURES, Architecture
 from parity import (
     BEAMS,
     CROSS,
@@ -28,6 +28,8 @@ from parity import (
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from versions import needs
+
+import fastgen
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 SEQ2SEQ = ("bart", "t5")
@@ -283,10 +285,24 @@ def test_generating_with_gradients_is_left_alone(arguments):
     assert torch.equal(*outcomes(call))
 
 
+def test_a_model_goes_on_from_the_states_of_the_call_before():
+    recurrent = next(one for one in ARCHITECTURES if one.id == "recurrent_gemma")
+    models = iter([recurrent.model() for _ in range(2)])
+    arguments = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 3}
+
+    def call():
+        model = lively(next(models))
+        with fastgen.disabled():
+            model.generate(token_ids(1, 4), **arguments)
+        return model.generate(token_ids(1, 1), **arguments, return_dict_in_generate=True, output_logits=True)
+
+    stock, fast, report = run_both(call)
+    assert torch.equal(torch.stack(stock.logits), torch.stack(fast.logits))
+    assert left_alone_because(report, "MODEL_STATE")
+
+
 def outcomes(call):
     """What it gives without and with fastgen, for calls that go around `generate` and leave no report."""
-    import fastgen
-
     torch.manual_seed(7)
     with fastgen.disabled():
         stock = call()

@@ -30,11 +30,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fastgen.ops import cpu_linear
+from fastgen.optimizer.decoding import user_code
 from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.decoding.user_code import KnownCode, LibraryCode, library_code, named, qualified_name, replaced
 from fastgen.provenance import packages_of
 
 _VALUES = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
+_SWITCHES = frozenset({torch.bool, torch.int32, torch.int64})
 _TENSORS = frozenset({Tensor, nn.Parameter})
 _MAPPINGS = frozenset({dict, OrderedDict})
 _COLLECTIONS = _MAPPINGS | {list, tuple, set, frozenset}
@@ -43,8 +45,7 @@ _CONFIGURATIONS = ("config", "cfg", "args")
 # Of all modules of the process.
 _HOOKS_OF_ALL = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 
-# What describes one call of generate, a mask that a prefill may make longer, and how a module is copied: no decode step
-# reads them.
+# What describes one call of generate, a mask that a prefill may lengthen, how a module is copied: no step reads them.
 _NOT_OF_A_STEP = frozenset({"generation_config", "_future_mask", "__getstate__"})
 
 
@@ -136,7 +137,8 @@ class ModelFacts:
     def likeness(self) -> tuple:
         """The fingerprint without what only one instance has: addresses, and identities of modules and other objects.
 
-        Equal for two models of one class with the same configuration, flags, shapes and types.
+        Equal for two models of one class with the same configuration, flags, shapes and types. With what code of the
+        program may read besides: objects, globals, what functions have closed over.
         """
         return self.code, *_description(self.modules.values(), self.known, of_instance=False)
 
@@ -231,6 +233,13 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def _description(modules: Collection[nn.Module], known: KnownCode, of_instance: bool) -> list[Any]:
+    try:
+        return _described(modules, known, of_instance)
+    except RecursionError:  # an attribute holds itself; this equals no other
+        return [object()]
+
+
+def _described(modules: Collection[nn.Module], known: KnownCode, of_instance: bool) -> list[Any]:
     """What modules hold, as a flat list of values.
 
     of_instance: with the addresses of tensors and the identities of modules and other objects. Called for each module
@@ -267,9 +276,14 @@ def _description(modules: Collection[nn.Module], known: KnownCode, of_instance: 
         elif not kind.__module__.startswith("fastgen.optimizer."):
             found.append(identity(value))
             is_configuration = isinstance(name, str) and name.endswith(_CONFIGURATIONS)
-            if is_configuration and hasattr(value, "__dict__") and id(value) not in seen:
-                seen.add(id(value))  # once for all modules that have it
+            if id(value) in seen:  # once for all modules that have it
+                return
+            if is_configuration and hasattr(value, "__dict__"):
+                seen.add(id(value))
                 add(None, dict(vars(value)))
+            elif not of_instance and (held := user_code.held_by(value, known.packages)):
+                seen.add(id(value))
+                add(None, held)
 
     for module in modules:
         for name, value in vars(module).items():
@@ -288,16 +302,8 @@ def _description(modules: Collection[nn.Module], known: KnownCode, of_instance: 
                 tensors += value.values()
             else:
                 add(name, value)
-    for kind in dict.fromkeys(kinds):
-        if packages_of(kind) <= known.packages:
-            continue
-        for base in kind.__mro__:  # what the program's code reads, which may be switches
-            for name, value in vars(base).items() if base.__module__ == kind.__module__ else ():
-                if type(value) in _VALUES or isinstance(value, FunctionType):
-                    add(name, value)
-                for other in getattr(getattr(value, "__code__", None), "co_names", ()):
-                    if other in value.__globals__:
-                        add(None, value.__globals__[other])
+    for name, value in user_code.read_by_classes(dict.fromkeys(kinds), known.packages):
+        add(name, value)
     for tensor in tensors:
         try:
             strides = tensor.stride() if tensor.layout == torch.strided else None
@@ -309,6 +315,8 @@ def _description(modules: Collection[nn.Module], known: KnownCode, of_instance: 
                 found.append(tensor.data_ptr())
             except RuntimeError:  # it has no memory of its own, as inside of torch.func, or is sparse
                 found.append(id(tensor))
+        elif tensor.is_cpu and tensor.dtype in _SWITCHES and tensor.numel() == 1:
+            found.append(tensor.item())
     return found
 
 
@@ -321,7 +329,7 @@ def _referred(value: Any) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    return _referred(value) if isinstance(value, (FunctionType, BuiltinFunctionType)) else type(value)
+    return _referred(value) if isinstance(value, (FunctionType, BuiltinFunctionType, type)) else type(value)
 
 
 def _hooks(module: nn.Module) -> list[object]:

@@ -9,15 +9,17 @@ Tests: tests/optimizer/decoding/test_model_facts.py, tests/optimizer/transformer
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import getitem, is_
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
+import numpy
 from torch import nn
 
 from fastgen.provenance import PYTHON, packages_of
@@ -35,6 +37,12 @@ _ENDS = _OUTER | {"torch", "fastgen"}
 _CALLABLE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, type)
 _WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
 _CONSTANTS = (bool, int, float, str, type(None))
+
+# Python's own objects that hold what a program puts there. Bytes of an array that may be a switch.
+_NAMESPACES = (SimpleNamespace, argparse.Namespace)
+_SMALL = 64
+# What a subclass of a container holds, whatever its own methods do.
+_COPIES: dict[type, Callable[[Any], Any]] = {dict: dict.copy, list: list.copy, tuple: ().__add__}
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +177,65 @@ def replaced(modules: dict[str, nn.Module], code: LibraryCode, known: KnownCode)
                     found.append((name, f"the forward of {named(name)}"))
                 elif packages_of(type(module)) <= known.packages:
                     found.append((name, f"{attribute} of {named(name)}"))
+    return found
+
+
+def read_by_classes(kinds: Iterable[type], packages: frozenset[str]) -> Iterator[tuple[str | None, Any]]:
+    """By name what the program's own classes among these hold, and the globals that their methods mention."""
+    for kind in kinds:
+        if packages_of(kind) <= packages:
+            continue
+        for base in kind.__mro__:
+            if packages_of(base) <= packages:
+                continue
+            for name, value in vars(base).items():
+                if not name.startswith("__") or isinstance(value, FunctionType):
+                    yield name, value
+                for other in getattr(getattr(value, "__code__", None), "co_names", ()):
+                    if other in value.__globals__:
+                        yield None, value.__globals__[other]
+
+
+def held_by(value: Any, packages: frozenset[str]) -> list[Any]:
+    """What code of the program may read of this value as a switch: of its objects, classes and functions."""
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, _WRAPPERS):
+        return list(_functions_in(value))
+    if isinstance(value, numpy.generic) or (isinstance(value, numpy.ndarray) and value.nbytes <= _SMALL):
+        return [value.tobytes()]
+    kind = type(value)
+    if isinstance(value, (nn.Module, ModuleType)) or kind is BuiltinFunctionType:
+        return []
+    if kind not in _NAMESPACES and packages_of(value if isinstance(value, (FunctionType, type)) else kind) <= packages:
+        return []
+    if isinstance(value, FunctionType):
+        return _read_by(value, packages)
+    if isinstance(value, type):
+        return [held for name, held in vars(value).items() if not name.startswith("__")]
+    held: list[Any] = [kind]
+    with suppress(AttributeError):
+        held.append(dict(object.__getattribute__(value, "__dict__")))  # not what a proxy gives
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        held += [getattr(value, slot, None) for slot in ((slots,) if isinstance(slots, str) else slots)]
+    return held + [copy(value) for of, copy in _COPIES.items() if isinstance(value, of)]
+
+
+def _read_by(function: FunctionType, packages: frozenset[str]) -> list[Any]:
+    """Globals, also those of the program's modules, defaults, attributes, and what it has closed over."""
+    names, found = _names_in(function.__code__), [function.__defaults__, function.__kwdefaults__, dict(vars(function))]
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        if not isinstance(value, ModuleType):
+            found.append(value)
+        elif value.__name__.partition(".")[0] not in packages:
+            found += [vars(value)[other] for other in names & vars(value).keys()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it is empty
+            found.append(cell.cell_contents)
     return found
 
 

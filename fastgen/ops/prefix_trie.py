@@ -139,8 +139,8 @@ class PrefixTrie:
 
     def after(self, ignored: int) -> PrefixTrie:
         """The same outputs, where each row has so many tokens in front of them."""
-        if ignored < 0:
-            raise ValueError(f"ignored is {ignored} (supported: 0 or more)")
+        if not isinstance(ignored, int) or ignored < 0:
+            raise ValueError(f"ignored is {ignored!r} (supported: an integer, 0 or more)")
         trie = type(self).__new__(type(self))
         vars(trie).update(vars(self), ignored=ignored)  # with the copies on other devices
         return trie

@@ -201,7 +201,7 @@ def test_other_errors_name_the_argument(tmp_path):
         PrefixTrie([[5]], at_dead_ends=[-1])
     with pytest.raises(ValueError, match=r"at_dead_ends: 2 \(supported: an iterable of tokens, as \[2\]\)"):
         PrefixTrie([[5]], at_dead_ends=2)
-    with pytest.raises(ValueError, match=r"ignored is -2 \(supported: 0 or more\)"):
+    with pytest.raises(ValueError, match=r"ignored is -2 \(supported: an integer, 0 or more\)"):
         PrefixTrie([[5]]).after(-2)
     np.save(tmp_path / "other.npy", np.arange(9))
     with pytest.raises(ValueError, match=r"other\.npy: no saved trie"):

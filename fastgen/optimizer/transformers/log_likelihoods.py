@@ -15,13 +15,17 @@ Tests: tests/optimizer/transformers/test_log_likelihoods.py
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import index
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
@@ -59,37 +63,71 @@ def log_likelihoods(
     model: a decoder-only model of transformers. contexts, continuations: as many of both, lists of token ids; or
     strings, with their tokenizer, which is asked for a context and its continuation as one text. tokens_per_batch: how
     many tokens, rows times the longest, go through the model at once. Results are those of a forward of each context
-    with its continuation, to 1e-4 in fp32. ValueError where the two differ in number, or one is empty.
+    with its continuation, to 1e-4 in fp32. ValueError where the two differ in number, one is empty or longer than the
+    model's positions, or holds what is no token of the model; TypeError where they are no lists of these kinds.
     """
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise TypeError(f"model is a {type(model).__name__} (accepted: a decoder-only model of transformers)")
     for name, texts in (("contexts", contexts), ("continuations", continuations)):
-        if isinstance(texts, str):
-            raise TypeError(f"{name} is one string (accepted: a list of strings, or of lists of token ids)")
+        if isinstance(texts, str) or not isinstance(texts, (Sequence, Tensor, numpy.ndarray)):
+            kind = "one string" if isinstance(texts, str) else f"a {type(texts).__name__}"
+            raise TypeError(f"{name} is {kind} (accepted: a list of strings, or of lists of token ids)")
+    if not isinstance(tokens_per_batch, int) or tokens_per_batch < 1:
+        raise ValueError(f"tokens_per_batch is {tokens_per_batch!r} (accepted: an integer of at least 1)")
     if len(contexts) != len(continuations):
         raise ValueError(f"{len(contexts)} contexts and {len(continuations)} continuations (accepted: as many of both)")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} has an encoder (accepted: decoder-only models)")
-    pairs = [_tokens(*pair, tokenizer, number) for number, pair in enumerate(zip(contexts, continuations))]
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    vocabulary = model.config.get_text_config().vocab_size if embedding is None else embedding.shape[0]
+    pairs = [_tokens(*pair, tokenizer, number, vocabulary) for number, pair in enumerate(zip(contexts, continuations))]
     if not pairs:
         return []
     with generate_call(type(model).__name__) as call, torch.no_grad():
         scorer, asked = Scorer(call, model, tokens_per_batch), contexts_of(pairs)
-        found = dict(scorer.shared(asked) if scorer.can_share(asked) else scorer.each_alone(asked))
+        try:
+            found = dict(scorer.shared(asked) if scorer.can_share(asked) else scorer.each_alone(asked))
+        except (IndexError, RuntimeError) as error:  # models with computed positions go beyond these, with a loss
+            _check_lengths(model, pairs, error)
+            raise
     return [found[pair] for pair in pairs]
 
 
-def _tokens(context: Any, continuation: Any, tokenizer: Any, number: int) -> Pair:
-    if isinstance(context, str):
+def _check_lengths(model: Any, pairs: list[Pair], error: Exception) -> None:
+    """ValueError where one of these is longer than the positions that the model says it has."""
+    config = model.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    lengths = [len(context) + len(continuation) for context, continuation in pairs]
+    if most is not None and (longest := max(lengths)) > most + 1:
+        number = lengths.index(longest)
+        raise ValueError(
+            f"contexts[{number}] and continuations[{number}] have {len(pairs[number][0])} and {len(pairs[number][1])} "
+            f"tokens (accepted: {most + 1} together, the model's {most} positions and the last token)"
+        ) from error
+
+
+def _tokens(context: Any, continuation: Any, tokenizer: Any, number: int, vocabulary: int) -> Pair:
+    """The token ids of this pair of arguments; vocabulary: how many there are."""
+    if isinstance(context, str) and isinstance(continuation, str):
         if tokenizer is None:
             raise ValueError(f"contexts[{number}] is a string, and tokenizer is None (accepted: the model's tokenizer)")
         text = context.rstrip()  # tokens begin with their spaces
         continuation = context[len(text) :] + continuation
         first, both = tokenizer(text)["input_ids"], tokenizer(text + continuation)["input_ids"]
         context, continuation = first, both[len(first) :]
-    found = tuple(map(int, context)), tuple(map(int, continuation))
-    for name, tokens in zip(("contexts", "continuations"), found):
-        if not tokens:
+    found = []
+    for name, ids in (("contexts", context), ("continuations", continuation)):
+        try:
+            found.append(tuple(map(index, ids)))
+        except TypeError as error:
+            accepted = "a list of token ids, or a string as the other one is"
+            raise TypeError(f"{name}[{number}] is {reprlib.repr(ids)} (accepted: {accepted})") from error
+        if not found[-1]:
             raise ValueError(f"{name}[{number}] is empty (accepted: at least one token)")
-    return found
+        for token in found[-1]:
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"{name}[{number}] holds {token} (accepted: token ids from 0 to {vocabulary - 1})")
+    return found[0], found[1]
 
 
 def contexts_of(pairs: Iterable[Pair]) -> list[Context]:

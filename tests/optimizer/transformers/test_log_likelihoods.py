@@ -10,6 +10,7 @@ from architectures import ARCHITECTURES
 from cost_models import costs
 from parity import tiny, tiny_encoder
 from sharing import sharing
+from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
@@ -179,3 +180,36 @@ def test_nothing_asked_and_encoder_decoders():
     assert fastgen.log_likelihoods(tiny("llama"), [], []) == []
     with pytest.raises(ValueError, match=r"has an encoder \(accepted: decoder-only models\)"):
         fastgen.log_likelihoods(tiny("bart", "seq2seq"), [[5]], [[6]])
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    (
+        ({"contexts": [5, 6]}, TypeError, r"contexts\[0\] is 5 \(accepted: a list of token ids"),
+        ({"contexts": torch.tensor([5, 6])}, TypeError, r"contexts\[0\] is tensor\(5\) \(accepted"),
+        ({"continuations": [7, 8]}, TypeError, r"continuations\[0\] is 7 \(accepted"),
+        ({"continuations": [[7], [[8], [9]]]}, TypeError, r"continuations\[1\] is \[\[8\], \[9\]\] \(accepted"),
+        ({"continuations": [" a", " b"]}, TypeError, r"continuations\[0\] is ' a' \(accepted"),
+        ({"contexts": ["a", "b"]}, TypeError, r"contexts\[0\] is 'a' \(accepted"),
+        ({"contexts": [[5], [5, 1.5]]}, TypeError, r"contexts\[1\] is \[5, 1.5\] \(accepted"),
+        ({"contexts": None}, TypeError, r"contexts is a NoneType \(accepted: a list"),
+        ({"contexts": [[5], [5, 99]]}, ValueError, r"contexts\[1\] holds 99 \(accepted: token ids from 0 to 98\)"),
+        ({"continuations": [[7], [-1]]}, ValueError, r"continuations\[1\] holds -1 \(accepted: token ids from 0"),
+        ({"contexts": [[5], [5] * 128]}, ValueError, r"contexts\[1\] and .* have 128 and 2 tokens \(accepted: 129 tog"),
+        ({"tokens_per_batch": 0}, ValueError, r"tokens_per_batch is 0 \(accepted: an integer of at least 1\)"),
+        ({"model": nn.Linear(2, 2)}, TypeError, r"model is a Linear \(accepted: a decoder-only model"),
+    ),
+)
+def test_errors_name_the_value_and_what_would_be_accepted(changed, error, message):
+    arguments = {"model": tiny("gpt2"), "contexts": [[5, 6]] * 2, "continuations": [[7], [8, 9]]}
+    assert len(fastgen.log_likelihoods(**arguments)) == 2
+    with pytest.raises(error, match=message):
+        fastgen.log_likelihoods(**(arguments | changed))
+
+
+def test_models_that_compute_positions_go_beyond_those_they_were_trained_with():
+    model, contexts, continuations = tiny("llama"), [[5] * 130, [6] * 130], [[7, 8], [9]]
+    assert model.config.max_position_embeddings == 128
+    found = fastgen.log_likelihoods(model, contexts, continuations)
+    expected = one_by_one(model, contexts, continuations)
+    torch.testing.assert_close([score for score, _ in found], [score for score, _ in expected], rtol=1e-4, atol=1e-4)

@@ -140,3 +140,11 @@ def test_what_is_left_to_the_harness(harness, monkeypatch):
         with fastgen.disabled():
             expected = harness.loglikelihood(requests(30), disable_tqdm=True)
         assert harness.loglikelihood(requests(30), disable_tqdm=True) == expected and codes() == {"METHOD_REPLACED"}
+        harness.__class__ = type(harness).__mro__[1]
+        original = type(harness)._model_call
+        for owner in (harness, type(harness)):
+            monkeypatch.setattr(owner, "_model_call", lambda *args, **kwargs: 2 * original(harness, args[-1], **kwargs))
+            with fastgen.disabled():
+                expected = harness.loglikelihood(requests(30), disable_tqdm=True)
+            assert harness.loglikelihood(requests(30), disable_tqdm=True) == expected and codes() == {"METHOD_REPLACED"}
+            monkeypatch.undo()

@@ -22,6 +22,7 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.report import PREFIX, Reason, that_hold
 from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Pair, Scorer, contexts_of
+from fastgen.provenance import comes_with
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
@@ -48,7 +49,7 @@ def log_likelihoods(
 def unsupported_reasons(harness: HFLM, requests: list[Request]) -> list[Reason]:
     """Why the harness answers these requests itself; empty if fastgen can."""
     has_encoder = harness.backend != "causal" or harness.mixed_precision_dtype is not None
-    replaced = [name for name in METHODS if getattr(type(harness), name) is not getattr(HFLM, name)]
+    replaced = [name for name in METHODS if not comes_with(getattr(harness, name), HFLM)]
     lengths = [(len(context), len(continuation)) for _, context, continuation in requests]
     fit = all(min(both) and sum(both) <= harness.max_length + 1 for both in lengths) and bool(lengths)
     return that_hold(

@@ -73,7 +73,7 @@ def prefill(
         facts = call.facts_of(self, checks.KNOWN)
         before = undo = None
         if facts.row_states is None:  # the model may keep states of its rows, from which its next forward goes on
-            before, undo = facts.row_tensors(), undo_of_attributes(facts.modules.values())
+            before, undo = facts.row_tensors(), undo_of_states(facts.modules.values())
 
         def forward(arguments: dict[str, Any]) -> ModelOutput:
             return original(self, arguments.pop("input_ids"), generation_config, arguments, *args, **kwargs)
@@ -273,18 +273,19 @@ def unsupported_reasons(
     return reasons
 
 
-def undo_of_attributes(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """A function that gives modules the attributes again that they have now, as if no forward had been since.
+def undo_of_states(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """A function that gives modules the tensors again that they hold now as plain attributes.
 
-    What a forward writes in place stays: states of another number of rows it has to make anew.
+    What a forward writes in place stays: states of another number of rows it has to make anew. Other attributes, too:
+    the library notes there where it has put hooks.
     """
     before = [(module, dict(vars(module))) for module in modules]
 
     def undo() -> None:
         for module, attributes in before:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
+            for name, value in tuple(vars(module).items()):
+                if isinstance(value, Tensor) or isinstance(attributes.get(name), Tensor):
+                    vars(module)[name] = attributes.get(name)
 
     return undo
 

@@ -294,10 +294,12 @@ def test_a_model_goes_on_from_the_states_of_the_call_before():
         model = lively(next(models))
         with fastgen.disabled():
             model.generate(token_ids(1, 4), **arguments)
-        return model.generate(token_ids(1, 1), **arguments, return_dict_in_generate=True, output_logits=True)
+        outputs = {"return_dict_in_generate": True, "output_logits": True, "output_hidden_states": True}
+        return model.generate(token_ids(1, 1), **arguments, **outputs)
 
     stock, fast, report = run_both(call)
     assert torch.equal(torch.stack(stock.logits), torch.stack(fast.logits))
+    assert_equal_outputs(stock.hidden_states, fast.hidden_states)
     assert left_alone_because(report, "MODEL_STATE")
 
 

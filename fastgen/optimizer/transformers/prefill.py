@@ -51,6 +51,8 @@ def prefill(
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     if not call.rows and self.config.is_encoder_decoder:
         call.end_stage("encoder")
+    if call.has_callbacks:  # a streamer has seen the prompt
+        call.has_changed(self)
     arguments = {"input_ids": input_ids, **model_kwargs}
     limit = max((generation_config.max_length or 0) - input_ids.shape[1], 1)  # of tokens that can be generated
     groups, compared, reasons = groups_of_equal_rows(call, self, arguments, generation_config)

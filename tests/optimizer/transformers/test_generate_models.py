@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 from architectures import ARCHITECTURES, Architecture
+from cost_models import ANY_SIZE, costs
 from parity import (
     BEAMS,
     CROSS,
@@ -27,6 +28,7 @@ from parity import (
 )
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from transformers.generation.streamers import BaseStreamer
 from versions import needs
 
 import fastgen
@@ -301,6 +303,37 @@ def test_a_model_goes_on_from_the_states_of_the_call_before():
     assert torch.equal(torch.stack(stock.logits), torch.stack(fast.logits))
     assert_equal_outputs(stock.hidden_states, fast.hidden_states)
     assert left_alone_because(report, "MODEL_STATE")
+
+
+class Hooking(BaseStreamer):
+    """Puts a hook that tells rows apart on a model's output layer when it gets the prompt."""
+
+    def __init__(self, model):
+        self.model, self.puts = model, 0
+
+    def put(self, value):
+        self.puts += 1
+        if self.puts == 1:
+            self.model.lm_head.register_forward_hook(
+                lambda module, args, output: output * torch.linspace(0.5, 1.5, len(output))[:, None, None]
+            )
+
+    def end(self):
+        pass
+
+
+def test_a_streamer_that_changes_a_large_model_with_the_prompt_changes_the_prefill():
+    models = iter([tiny("llama"), tiny("llama")])
+    outputs = {"return_dict_in_generate": True, "output_logits": True}
+
+    def call():
+        model = next(models)
+        return model.generate(**padded(6, 3), **SAMPLES, **outputs, streamer=Hooking(model))
+
+    with costs(**ANY_SIZE):  # all modules are looked at when the call begins
+        stock, fast, report = run_both(call)
+    assert torch.allclose(torch.stack(stock.logits), torch.stack(fast.logits), atol=1e-4)
+    assert left_alone_because(report, "HOOKS")
 
 
 def outcomes(call):

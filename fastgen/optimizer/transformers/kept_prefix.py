@@ -30,8 +30,9 @@ from fastgen.optimizer.transformers import checks, kv_layers
 
 OUTDATED = Reason("PREFIX_OUTDATED", "the model has changed since its prefix was kept")
 
-# Words of 8 bytes in a row of the matrix whose rows and columns are summed: a weight that moves changes one of them.
-_ROW = 4096
+# The bits are words of 8 bytes. Those are summed that lie a multiple of these numbers apart: the numbers have no common
+# divisor, so that words which change places, as the rows of a one-hot matrix may, change one of the sums.
+_STRIDES = (1 << 14, (1 << 14) + 1)
 
 
 class KeptPrefix(NamedTuple):
@@ -143,15 +144,26 @@ def checksums_sync(facts: ModelFacts) -> list[int] | None:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """Two numbers, int64 `[2]`, of the sums over the rows and the columns of a matrix of these bits."""
+    """Two numbers, int64 `[2]`, of the sums of these bits by their places."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 == 0 and data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0:
         data = data.view(torch.int64)
-    whole = data.numel() // _ROW * _ROW
-    rows, rest = data[:whole].view(-1, _ROW), data[whole:]
-    by_place = torch.cat([rows.sum(dim=0, dtype=torch.int64), rows.sum(dim=1, dtype=torch.int64), rest.long()])
-    odd = torch.arange(by_place.numel(), device=data.device) * 2 + 1
-    return torch.stack([(by_place * odd).sum(), (by_place * odd * odd).sum()])
+    sums = []
+    for stride in _STRIDES if data.numel() >= _STRIDES[-1] else (0,):  # of fewer each is a sum
+        whole = data.numel() // stride * stride if stride else 0
+        sums += [data[:whole].view(-1, stride or 1).sum(dim=0, dtype=torch.int64)] if whole else []
+        sums.append(data[whole:].long())
+    words = torch.cat(sums)
+    halves = torch.cat([words & 0xFFFFFFFF, words >> 32])  # of round numbers all bits are in the upper half
+    return (halves * _factors(2 * halves.numel(), data.device).view(2, -1)).sum(dim=1)
+
+
+def _factors(count: int, device: torch.device) -> Tensor:
+    """As many numbers, int64, that look random: splitmix64 of 1, 2, 3, ..."""
+    numbers = torch.arange(1, count + 1, device=device) * -7046029254386353131
+    numbers = (numbers ^ (numbers >> 30)) * -4658895280553007687
+    numbers = (numbers ^ (numbers >> 27)) * -7723592293110705685
+    return numbers ^ (numbers >> 31)
 
 
 _current: ContextVar[tuple[PrefixReuse, ...]] = ContextVar("fastgen_reusing_prefix", default=())

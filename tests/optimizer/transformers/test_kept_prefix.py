@@ -380,3 +380,12 @@ def test_encoder_decoders_and_tiny_models_are_as_without_the_block(llama):
     with sharing("auto"), fastgen.reusing_prefix(llama):
         for seed in range(2):
             assert compared(llama, prompts(5, seed=seed), **SHORT).report.prefix_tokens_kept == 0
+
+
+@pytest.mark.parametrize("size", (64, 256, 512, 1024))
+def test_a_checksum_sees_rows_of_a_one_hot_matrix_that_change_places(size):
+    before = torch.eye(size)
+    for row, other in ((0, 1), (3, 11), (0, 16), (5, 37), (0, 32)):
+        after = before.clone()
+        after[[row, other]] = after[[other, row]]
+        assert not torch.equal(kept_prefix._sums(before), kept_prefix._sums(after))

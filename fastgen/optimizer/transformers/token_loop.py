@@ -68,10 +68,13 @@ def sample(
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:
-    """Whether some of several rows may end before others, on a CPU."""
+    """Whether some of several rows may end before others, on a CPU.
+
+    With no_repeat_ngram_size 1 a row that has ended may have no token left to draw, where the library raises an error.
+    """
     has_end = any(type(criterion) is EosTokenCriteria for criterion in stopping_criteria)
     several = input_ids.shape[0] > 1 and input_ids.device.type == "cpu"
-    return has_end and several and (not config.do_sample or _draws_as_torch())
+    return has_end and several and (not config.do_sample or (config.no_repeat_ngram_size != 1 and _draws_as_torch()))
 
 
 class TokenLoop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from random import Random
 from unittest import mock
 
@@ -12,6 +13,7 @@ from parity import padded, run_both, tiny, token_ids
 from sharing import sharing
 from transformers import LogitsProcessor
 
+import fastgen
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import current_call
@@ -258,3 +260,12 @@ def test_scores_that_become_nan_after_inputs_have_left_are_those_of_all_inputs_t
         assert torch.equal(stock, fast)
         began_anew += "NAN" in report.codes()
     assert began_anew
+
+
+def test_a_row_that_has_ended_and_has_no_token_left_raises_the_librarys_error():
+    model, others = tiny("llama"), [token for token in range(99) if token != 7]
+    input_ids = torch.tensor([others, [5] * len(others), [6] * len(others)])
+    arguments = {"do_sample": True, "no_repeat_ngram_size": 1, "eos_token_id": 7, "max_new_tokens": 20}
+    for context in (fastgen.disabled(), nullcontext()):
+        with context, pytest.raises(RuntimeError, match="probability tensor contains"):
+            model.generate(input_ids, **arguments, attention_mask=torch.ones_like(input_ids))

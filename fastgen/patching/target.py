@@ -116,7 +116,7 @@ def _check_signature(patch: Patch, function: Callable) -> None:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise Unmet(f"wanted a signature of {patch.target}, found none: {error}") from None
-    if not set(patch.parameters) <= set(signature.parameters):
+    if not all(signature.parameters.keys() & set(names.split("|")) for names in patch.parameters):
         wanted, found = ", ".join(patch.parameters), ", ".join(signature.parameters)
         raise Unmet(f"wanted the parameters ({wanted}) of {patch.target}, found ({found})")
 

@@ -41,7 +41,7 @@ class MQAAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         encoder_hidden_states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The attention's output `[B, n, d]`, and its weights `[B, H, n, m]` where the attention function gives them.
@@ -51,9 +51,9 @@ class MQAAttention(nn.Module):
         """
         rows, length = hidden_states.shape[:2]
         if encoder_hidden_states is None:
-            keys, values = self._own_states(hidden_states, past_key_values)
+            keys, values = self._own_states(hidden_states, cache)
         else:
-            keys, values = self._encoder_states(encoder_hidden_states, past_key_values)
+            keys, values = self._encoder_states(encoder_hidden_states, cache)
         query = self.q_proj(hidden_states).view(rows, length, self.key_value_heads, self.groups, self.head_dim)
         query = query.transpose(1, 2).reshape(rows, self.key_value_heads, -1, self.head_dim)  # [B, H_kv, n*G, D]
         attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention)

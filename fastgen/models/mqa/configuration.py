@@ -28,7 +28,7 @@ class MQATransformerConfig(PreTrainedConfig):
     """
 
     model_type = "mqa_transformer"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     attribute_map = {
         "hidden_size": "d_model",
         "intermediate_size": "d_ff",

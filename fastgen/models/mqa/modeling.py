@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM,
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils import can_return_tuple
 
+from fastgen.models.cache_names import CACHE, named_cache
 from fastgen.models.mqa.configuration import MQATransformerConfig
 from fastgen.models.mqa.stack import MQAPreTrainedModel, MQATransformerDecoder, MQATransformerEncoder
 
@@ -39,6 +40,7 @@ class MQATransformerModel(MQAPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.shared = self.encoder.embed_tokens = self.decoder.embed_tokens = value
 
+    @named_cache
     @can_return_tuple
     def forward(
         self,
@@ -47,7 +49,7 @@ class MQATransformerModel(MQAPreTrainedModel):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
@@ -64,14 +66,14 @@ class MQATransformerModel(MQAPreTrainedModel):
             decoder_attention_mask,
             encoder_outputs[0],
             attention_mask,
-            past_key_values,
+            cache,
             decoder_inputs_embeds,
             use_cache=use_cache,
             **wanted,
         )
         return Seq2SeqModelOutput(
             last_hidden_state=decoded.last_hidden_state,
-            past_key_values=decoded.past_key_values,
+            **{CACHE: decoded.get(CACHE)},
             decoder_hidden_states=decoded.hidden_states,
             decoder_attentions=decoded.attentions,
             cross_attentions=decoded.cross_attentions,
@@ -100,6 +102,7 @@ class MQATransformerForConditionalGeneration(MQAPreTrainedModel, GenerationMixin
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
         return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, self.config.pad_token_id)], dim=1)
 
+    @named_cache
     @can_return_tuple
     def forward(
         self,
@@ -108,7 +111,7 @@ class MQATransformerForConditionalGeneration(MQAPreTrainedModel, GenerationMixin
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
@@ -125,7 +128,7 @@ class MQATransformerForConditionalGeneration(MQAPreTrainedModel, GenerationMixin
             decoder_input_ids,
             decoder_attention_mask,
             encoder_outputs,
-            past_key_values,
+            cache,
             inputs_embeds,
             decoder_inputs_embeds,
             use_cache,
@@ -156,13 +159,14 @@ class MQATransformerForCausalLM(MQAPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
 
+    @named_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -175,7 +179,7 @@ class MQATransformerForCausalLM(MQAPreTrainedModel, GenerationMixin):
         outputs = self.model(
             input_ids,
             attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             position_ids=position_ids,
             use_cache=use_cache,

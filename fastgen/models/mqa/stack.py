@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 from transformers.utils import can_return_tuple
 
+from fastgen.models.cache_names import CACHE, named_cache
 from fastgen.models.mqa.attention import MQAAttention
 from fastgen.models.mqa.configuration import MQATransformerConfig
 
@@ -52,17 +53,15 @@ class MQALayer(GradientCheckpointingLayer):
         attention_mask: Tensor | None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Hidden states `[B, n, d]`, and the weights of both attentions where their function gives them."""
-        output, weights = self.self_attn(self.self_attn_norm(hidden_states), attention_mask, past_key_values)
+        output, weights = self.self_attn(self.self_attn_norm(hidden_states), attention_mask, cache)
         hidden_states = hidden_states + self._dropped(output)
         encoder_weights = None
         if encoder_hidden_states is not None:
             normed = self.encoder_attn_norm(hidden_states)
-            output, encoder_weights = self.encoder_attn(
-                normed, encoder_attention_mask, past_key_values, encoder_hidden_states
-            )
+            output, encoder_weights = self.encoder_attn(normed, encoder_attention_mask, cache, encoder_hidden_states)
             hidden_states = hidden_states + self._dropped(output)
         inner = self._dropped(functional.relu(self.up_proj(self.feed_forward_norm(hidden_states))))
         return hidden_states + self._dropped(self.down_proj(inner)), weights, encoder_weights
@@ -78,15 +77,15 @@ class MQAPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["MQALayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
         """As in the library, but that only the decoder's self-attention is local: the encoder's keys are all kept."""
-        is_given = model_kwargs.get("past_key_values") is not None
+        is_given = model_kwargs.get(CACHE) is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if self.config.local_window is None or is_given or not isinstance(cache, EncoderDecoderCache):
             return
         cross: Cache = DynamicCache()
@@ -96,7 +95,7 @@ class MQAPreTrainedModel(PreTrainedModel):
             everywhere = copy.deepcopy(self.config)
             everywhere.local_window = None
             cross = StaticCache(config=everywhere, max_cache_len=model_kwargs["encoder_outputs"][0].shape[1])
-        model_kwargs["past_key_values"] = EncoderDecoderCache(cache.self_attention_cache, cross)
+        model_kwargs[CACHE] = EncoderDecoderCache(cache.self_attention_cache, cross)
 
 
 class MQAStack(MQAPreTrainedModel):
@@ -129,12 +128,12 @@ class MQAStack(MQAPreTrainedModel):
         return functional.dropout(positioned, p=self.config.dropout, training=self.training)
 
     def run(
-        self, hidden_states: Tensor, *masks_and_states: Tensor | None, past_key_values: Cache | None, **wanted: bool
+        self, hidden_states: Tensor, *masks_and_states: Tensor | None, cache: Cache | None, **wanted: bool
     ) -> dict[str, Any]:
         """The last hidden states, and those of all layers and the weights of attention if they are `wanted`."""
         states, weights, encoder_weights = [hidden_states], [], []
         for layer in self.layers:
-            hidden_states, own, encoders = layer(hidden_states, *masks_and_states, past_key_values=past_key_values)
+            hidden_states, own, encoders = layer(hidden_states, *masks_and_states, cache=cache)
             states.append(hidden_states)
             weights.append(own)
             encoder_weights.append(encoders)
@@ -173,7 +172,7 @@ class MQATransformerEncoder(MQAStack):
         vectors = self.embedded(input_ids, inputs_embeds)
         mask = create_bidirectional_mask(self.config, vectors, attention_mask)
         wanted = self.wanted(output_attentions=output_attentions, output_hidden_states=output_hidden_states)
-        return BaseModelOutput(**self.run(self.positioned(vectors, 0, None), mask, past_key_values=None, **wanted))
+        return BaseModelOutput(**self.run(self.positioned(vectors, 0, None), mask, cache=None, **wanted))
 
 
 class MQATransformerDecoder(MQAStack):
@@ -182,6 +181,7 @@ class MQATransformerDecoder(MQAStack):
     def __init__(self, config: MQATransformerConfig) -> None:
         super().__init__(config, config.decoder_layers, is_decoder=True, has_encoder=config.is_encoder_decoder)
 
+    @named_cache
     @can_return_tuple
     def forward(
         self,
@@ -189,7 +189,7 @@ class MQATransformerDecoder(MQAStack):
         attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
         use_cache: bool | None = None,
@@ -197,35 +197,33 @@ class MQATransformerDecoder(MQAStack):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Hidden states `[B, n, d]` of `input_ids [B, n]`, which follow the positions in `past_key_values`.
+        """Hidden states `[B, n, d]` of `input_ids [B, n]`, which follow the positions in `cache`.
 
         attention_mask `[B, past + n]` and encoder_attention_mask `[B, m]` are 0 for padding; position_ids `[B, n]`
         count from the cache's length where they are not given.
         """
         vectors = self.embedded(input_ids, inputs_embeds)
-        if self.wanted(use_cache=use_cache)["use_cache"] and past_key_values is None and not self.training:
+        if self.wanted(use_cache=use_cache)["use_cache"] and cache is None and not self.training:
             own = DynamicCache(config=self.config)
-            past_key_values = EncoderDecoderCache(own, DynamicCache()) if encoder_hidden_states is not None else own
-        past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            cache = EncoderDecoderCache(own, DynamicCache()) if encoder_hidden_states is not None else own
+        past_length = cache.get_seq_length() if cache is not None else 0
         hidden_states = self.positioned(vectors, past_length, position_ids)
-        mask = self._causal_mask(vectors, attention_mask, past_key_values, past_length)
+        mask = self._causal_mask(vectors, attention_mask, cache, past_length)
         encoder_mask = None
         if encoder_hidden_states is not None:
             encoder_mask = create_bidirectional_mask(
                 self.config, vectors, encoder_attention_mask, encoder_hidden_states
             )
         wanted = self.wanted(output_attentions=output_attentions, output_hidden_states=output_hidden_states)
-        outputs = self.run(
-            hidden_states, mask, encoder_hidden_states, encoder_mask, past_key_values=past_key_values, **wanted
-        )
-        return BaseModelOutputWithPastAndCrossAttentions(past_key_values=past_key_values, **outputs)
+        outputs = self.run(hidden_states, mask, encoder_hidden_states, encoder_mask, cache=cache, **wanted)
+        return BaseModelOutputWithPastAndCrossAttentions(**{CACHE: cache}, **outputs)
 
     def _causal_mask(
         self, vectors: Tensor, attention_mask: Tensor | None, cache: Cache | None, past_length: int | Tensor
     ) -> Tensor | None:
         create = create_causal_mask if self.config.local_window is None else create_sliding_window_causal_mask
         own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        arguments = {"attention_mask": attention_mask, "past_key_values": own}
+        arguments = {"attention_mask": attention_mask, CACHE: own}
         if NEEDS_CACHE_POSITION:
             arguments["cache_position"] = torch.arange(vectors.shape[1], device=vectors.device) + past_length
         return create(self.config, vectors, **arguments)

@@ -31,7 +31,7 @@ class UniLMConfig(PreTrainedConfig):
     """
 
     model_type = "unilm"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ("cache", "past_key_values")
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from fastgen.models.cache_names import CACHE, named_cache
 from fastgen.models.unilm.configuration import UniLMConfig
 from fastgen.models.unilm.encoder import UniLMEmbeddings, UniLMEncoder, UniLMHead
 from fastgen.models.unilm.masks import visible
@@ -94,6 +95,7 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
         self.cls = nn.ModuleDict({"predictions": UniLMHead(config)})
         self.post_init()
 
+    @named_cache
     @can_return_tuple
     def forward(
         self,
@@ -101,7 +103,7 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         source_length: int | None = None,
@@ -122,7 +124,8 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
             sees, and itself.
 
         The output's `logits` are `[rows, length, vocab_size]`, or with append_mask `[rows, 1, vocab_size]`, those of
-        the next token. `loss`: the mean cross-entropy over labels. `past_key_values`: the cache, without `[MASK]`.
+        the next token. `loss`: the mean cross-entropy over labels. `cache` (`past_key_values` before
+        transformers 5.24): without `[MASK]`.
 
         Raises ValueError for labels together with append_mask.
         """
@@ -130,27 +133,27 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
             raise ValueError("labels with append_mask=True: only with False, the appended [MASK] has no label")
         if use_cache is None:
             use_cache = self.config.use_cache and labels is None
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         length = input_ids.shape[1]
         source_length = length if source_length is None else source_length
         if position_ids is None:
-            position_ids = self._positions(input_ids, attention_mask, past_key_values)
+            position_ids = self._positions(input_ids, attention_mask, cache)
         if token_type_ids is None:
             is_source = torch.arange(length, device=input_ids.device) < source_length
             token_type_ids = torch.where(is_source, self.config.source_type_id, self.config.target_type_id)
             token_type_ids = token_type_ids.expand_as(input_ids)
-        seen = _seen(input_ids, attention_mask, past_key_values, source_length)
+        seen = _seen(input_ids, attention_mask, cache, source_length)
         if append_mask:
             input_ids = _append(input_ids, self.config.mask_token_id)
             token_type_ids = _append(token_type_ids, self.config.target_type_id)
             position_ids = torch.cat([position_ids, position_ids[:, -1:] + 1], dim=1)
         hidden = self.bert["embeddings"](input_ids, token_type_ids, position_ids)
-        biases = self._biases(seen, 0 if past_key_values is None else past_key_values.get_seq_length(), append_mask)
-        hidden = self.bert["encoder"](hidden, *biases, past_key_values, append_mask)
+        biases = self._biases(seen, 0 if cache is None else cache.get_seq_length(), append_mask)
+        hidden = self.bert["encoder"](hidden, *biases, cache, append_mask)
         logits = self.cls["predictions"](hidden[:, -1:] if append_mask else hidden)
         loss = None if labels is None else functional.cross_entropy(logits.transpose(1, 2), labels)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache if use_cache else None})
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, source_length: int, token_type_ids: Tensor | None = None, **kwargs: Any
@@ -163,18 +166,19 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
         cached = input_ids.shape[1] - inputs["input_ids"].shape[1]
         return inputs | {"source_length": max(source_length - cached, 0), "append_mask": True}
 
+    @named_cache
     def create_masks_for_generate(
         self,
         config: UniLMConfig,
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> Tensor:
         """Who sees whom, `[rows, 1, length, capacity]`, for caches with a fixed capacity, for which `generate` asks."""
         length = inputs_embeds.shape[1]
-        return _seen(inputs_embeds, attention_mask, past_key_values, length if is_first_iteration else 0)
+        return _seen(inputs_embeds, attention_mask, cache, length if is_first_iteration else 0)
 
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -32,7 +32,7 @@ ENDED_EARLY = Reason("ENDED_EARLY", "the call ended before a capture would have 
 class GenerateCall:
     """inputs, rows: 0 until the prefill has run.
 
-    user_cache: the caller passed past_key_values. user_code: code that is not the host's works with the cache.
+    user_cache: the caller passed a cache. user_code: code that is not the host's works with the cache.
     has_callbacks: the caller passed what is called between steps, which may change the model. share:
     what equal rows have in common is stored once wherever it can be (True), nowhere (False), or where it pays (None).
     to_verify: the call's arguments, where it has to be compared with the original before anything is shared.

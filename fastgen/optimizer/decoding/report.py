@@ -64,10 +64,10 @@ class Reason:
         return self.code in DECISIONS
 
 
-CACHE_NOT_EMPTY = Reason("CACHE_NOT_EMPTY", "past_key_values is not empty")
+CACHE_NOT_EMPTY = Reason("CACHE_NOT_EMPTY", "the cache is not empty")
 LAYER_EMPTY = Reason("LAYER_EMPTY", "a layer of the cache is empty")
 MODEL_CHANGED = Reason("MODEL_CHANGED", "the program has changed the model within the call")
-USER_CACHE = Reason("USER_CACHE", "the caller passed past_key_values")
+USER_CACHE = Reason("USER_CACHE", "the caller passed a cache")
 REORDERS_ITSELF = Reason("REORDERS_ITSELF", "the model reorders its cache itself")
 
 

@@ -9,7 +9,7 @@ from fastgen.patching import Patch, patch_group
 
 TESTED = (
     "5.0.0",
-    "5.23.0",
+    "5.24.0",
 )  # the lowest and the newest version, by `make matrix`; the first calls of newer are verified
 
 _group = partial(patch_group, "transformers", TESTED)
@@ -41,7 +41,9 @@ def _of_seamless(model: str, name: str) -> list[Patch]:
 _MIXIN, _PROCESSORS = "generation.utils:GenerationMixin", "generation.logits_process:"
 _LOOP = "(self, input_ids, logits_processor, stopping_criteria, generation_config)"
 _SCORES = "__call__(self, input_ids, scores)"
-_POSITIONS = "SinusoidalPositionalEmbedding.forward(self, input_ids, inputs_embeds, past_key_values_length)"
+_POSITIONS = (
+    "SinusoidalPositionalEmbedding.forward(self, input_ids, inputs_embeds, cache_length|past_key_values_length)"
+)
 _HIFI_GAN, _SPECTROGRAM = "HifiGan.forward(self, inputs_embeds)", "HifiGan.forward(self, spectrogram)"
 
 # Groups of one patch: their name, the model, the target, the replacement.
@@ -115,12 +117,13 @@ PATCHES = (
         (
             "prophetnet.conditional_generation",
             "ProphetNetForConditionalGeneration.forward"
-            "(self, decoder_input_ids, decoder_attention_mask, encoder_outputs, past_key_values)",
+            "(self, decoder_input_ids, decoder_attention_mask, encoder_outputs, cache|past_key_values)",
             "prophetnet:conditional_generation",
         ),
         (
             "prophetnet.causal_lm",
-            "ProphetNetForCausalLM.forward(self, input_ids, attention_mask, encoder_hidden_states, past_key_values)",
+            "ProphetNetForCausalLM.forward"
+            "(self, input_ids, attention_mask, encoder_hidden_states, cache|past_key_values)",
             "prophetnet:causal_lm",
         ),
     ),

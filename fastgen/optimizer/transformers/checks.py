@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastgen.models.cache_names import CACHE
 from fastgen.ops.tracing import is_watched
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import graphs
@@ -217,7 +218,7 @@ def _step_reasons(model: HostModel, most: int, arguments: dict[str, Any]) -> lis
         reasons.append(Reason("ATTENTION", f"attention {attention} (supported: sdpa, eager)"))
     if getattr(model, "hf_quantizer", None) is not None:
         reasons.append(Reason("QUANTIZED", "the model is quantized"))
-    if (cache := arguments.get("past_key_values")) is not None:
+    if (cache := arguments.get(CACHE)) is not None:
         reasons += kv_layers.layer_reasons(cache, most)
     embedding: Any = getattr(model.get_decoder(), "embed_positions", None)
     table = getattr(embedding, "weights", None)

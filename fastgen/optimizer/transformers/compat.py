@@ -15,6 +15,7 @@ from transformers import GenerationMixin, modeling_utils
 from transformers.cache_utils import StaticLayer
 from transformers.generation import utils
 
+from fastgen.models.cache_names import CACHE
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.verify import Difference, verify_once
 from fastgen.patching import disabled
@@ -32,7 +33,7 @@ STEPS_ARE_KNOWN = (
 
 # Since 5.13 the library's beam search moves the states of Mamba, too; before, it forgot them.
 _TEXTS = "".join(map(str, inspect.unwrap(GenerationMixin._beam_search).__code__.co_consts))
-MOVED_CACHES = utils.ALL_CACHE_NAMES if "cannot be reordered" in _TEXTS else ("past_key_values",)
+MOVED_CACHES = utils.ALL_CACHE_NAMES if "cannot be reordered" in _TEXTS else (CACHE,)
 
 # Since 5.17 static layers have the length that `KVLayer` gives: a tensor without a dimension.
 LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache
 
+from fastgen.models.cache_names import CACHE, CACHE_NAMES
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
@@ -29,7 +30,7 @@ from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.transformers import checks, compat, kv_layers, row_groups
 
 # Arguments of a forward.
-NAME, MASK, ENCODED = "past_key_values", "attention_mask", "encoder_outputs"
+MASK, ENCODED = "attention_mask", "encoder_outputs"
 
 
 class TransformersDecodeStep(DecodeStep):
@@ -87,18 +88,18 @@ class TransformersDecodeStep(DecodeStep):
         return self.model._prefill(tokens, self.generation_config, self.arguments, is_first_iteration=True)
 
     def inputs(self, tokens: Tensor, view: Any) -> dict[str, Any]:
-        arguments = self.arguments if view is None else {**self.arguments, NAME: view}
+        arguments = self.arguments if view is None else {**self.arguments, CACHE: view}
         length = 1 if arguments["use_cache"] else None
         inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=length, **arguments)
         if self.graph is None:
             return inputs
-        del inputs[NAME]
+        del inputs[CACHE]
         padding = self.graph.cache.padding
         return self._pad(inputs, padding) if padding else inputs
 
     @staticmethod
     def forward(model: checks.HostModel, inputs: dict[str, Any], view: Any) -> Any:
-        cache = {} if view is None else {NAME: view}
+        cache = {} if view is None else {CACHE: view}
         return model(**inputs, **cache, return_dict=True)
 
     @staticmethod
@@ -106,7 +107,7 @@ class TransformersDecodeStep(DecodeStep):
         return outputs.logits
 
     def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[Reason]]:
-        if (cache := self.arguments.get(NAME)) is None:
+        if (cache := self.arguments.get(CACHE)) is None:
             return None, [Reason("NO_CACHE", "there is no cache")]
         self._dynamic = cache if self.runs_user_code else None
         self._cache = ref(cache)  # a step returns the view of its graph, which is the cache of the next arguments
@@ -115,7 +116,7 @@ class TransformersDecodeStep(DecodeStep):
         return kv, reasons or checks.row_state_reasons(self.call, self.model, {self.rows, self.call.inputs})
 
     def view_of(self, static: KVCache) -> Cache:
-        return kv_layers.view_of(self.arguments[NAME] if self.graph is None else self.graph.view, static)
+        return kv_layers.view_of(self.arguments[CACHE] if self.graph is None else self.graph.view, static)
 
     def use(self, static: KVCache) -> None:
         if (cache := self._cache()) is not None:
@@ -123,7 +124,7 @@ class TransformersDecodeStep(DecodeStep):
 
     def leave(self, static: KVCache) -> None:
         kv_layers.give_back(self._cache)
-        self.arguments[NAME] = self._dynamic
+        self.arguments[CACHE] = self._dynamic
 
     def model_reasons(self) -> list[Reason]:
         return checks.row_reasons(self.call, self.model)
@@ -207,7 +208,7 @@ class TransformersDecodeStep(DecodeStep):
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Row i becomes what row `rows[i]` was, of the inputs at `batch_index` (int64 both); the others are dropped."""
         self.arguments = row_groups.take(self.arguments, self.rows, rows)
-        for name in kv_layers.NAMES if self.graph is None else ():
+        for name in CACHE_NAMES if self.graph is None else ():
             if self.arguments.get(name) is not None:
                 kv_layers.reorder(self.arguments[name], rows, batch_index)
         super().compact(batch_index, rows)

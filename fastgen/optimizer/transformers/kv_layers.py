@@ -28,12 +28,10 @@ from transformers.cache_utils import (
     StaticCache,
 )
 
+from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KV, KVCache
 from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Reason
-
-# Under which of these a model has its cache.
-NAMES = ("past_key_values", "cache_params")
 
 PROMPT_ONCE = "the prompt's keys and values: once per input"
 
@@ -163,14 +161,14 @@ def unsupported_types(cache: object) -> list[Reason]:
     """Why a cache of these classes cannot be given more rows; empty if it can."""
     for part in parts(cache):
         if type(part) is not DynamicCache:
-            text = f"past_key_values is a {type(part).__name__} (supported: DynamicCache, EncoderDecoderCache of two)"
+            text = f"the cache is a {type(part).__name__} (supported: DynamicCache, EncoderDecoderCache of two)"
             return [Reason("CACHE_TYPE", text)]
         if getattr(part, "offloading", False):
-            return [Reason("CACHE_OFFLOADED", "past_key_values is offloaded to the CPU")]
+            return [Reason("CACHE_OFFLOADED", "the cache is offloaded to the CPU")]
         kinds = set(map(type, part.layers))
         foreign = [kind.__name__ for kind in kinds if kind.__module__ not in (DynamicLayer.__module__, __name__)]
         if foreign:
-            text = f"past_key_values has layers of the model's own classes ({', '.join(sorted(foreign))})"
+            text = f"the cache has layers of the model's own classes ({', '.join(sorted(foreign))})"
             return [Reason("CACHE_LAYERS", text)]
     return []
 
@@ -374,7 +372,7 @@ def is_static(cache: object) -> bool:
 
 def cache_of(arguments: dict[str, Any]) -> Cache | None:
     """The cache among the arguments or outputs of a forward."""
-    for name in NAMES:
+    for name in CACHE_NAMES:
         if arguments.get(name) is not None:
             return arguments[name]
     return None

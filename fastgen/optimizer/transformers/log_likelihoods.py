@@ -28,6 +28,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
+from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import PREFIX, Reason
@@ -183,7 +184,7 @@ class Scorer:
             "input_ids": torch.tensor([(contexts[0].tokens * 2)[:2]], device=self.model.device),
             "attention_mask": torch.ones(1, 2, dtype=torch.int64, device=self.model.device),
             "position_ids": torch.arange(2, device=self.model.device)[None],
-            "past_key_values": cache,
+            CACHE: cache,
         }
         facts = self.call.facts_of(self.model, checks.KNOWN)
         two = prefixes.CommonPrefix(2, 0, None)
@@ -259,7 +260,7 @@ class Scorer:
         if not mask.all():
             arguments[prefixes.MASK] = mask.long().to(device)
         outputs = self.model(
-            tokens.to(device), past_key_values=cache, use_cache=cache is not None, return_dict=True, **arguments
+            tokens.to(device), **{CACHE: cache}, use_cache=cache is not None, return_dict=True, **arguments
         )
         return self.log_softmax(outputs.logits[:, -kept:])
 

@@ -300,11 +300,11 @@ def undo_of_states(modules: Iterable[nn.Module]) -> Callable[[], None]:
 def static_prefill_reasons(cache: Cache, generation_config: Any) -> list[Reason]:
     """Why a prefill with one row per input cannot fill this static cache; empty if it can."""
     if generation_config.prefill_chunk_size is not None:
-        text = "past_key_values is a StaticCache, for which the library may compile a prefill in chunks"
+        text = "the cache is a StaticCache, for which the library may compile a prefill in chunks"
         return [Reason("CHUNKED_PREFILL", text)]
     layers = {type(layer) for part in kv_layers.parts(cache) for layer in part.layers}
     if foreign := sorted(layer.__name__ for layer in layers - {StaticLayer, StaticSlidingWindowLayer}):
-        text = f"past_key_values is a StaticCache with layers of other kinds ({', '.join(foreign)})"
+        text = f"the cache is a StaticCache with layers of other kinds ({', '.join(foreign)})"
         return [Reason("CACHE_LAYERS", text)]
     return [CACHE_NOT_EMPTY] if cache.get_seq_length() > 0 else []
 

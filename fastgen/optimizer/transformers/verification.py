@@ -32,6 +32,7 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
+from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
@@ -336,5 +337,5 @@ def _tensors(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, Mapping):
-        output = [value for name, value in output.items() if name != "past_key_values"]
+        output = [value for name, value in output.items() if name not in CACHE_NAMES]
     return [tensor for part in output for tensor in _tensors(part)] if isinstance(output, (list, tuple)) else []

@@ -27,6 +27,7 @@ from transformers.models.prophetnet.modeling_prophetnet import (
     ProphetNetSeq2SeqLMOutput,
 )
 
+from fastgen.models.cache_names import CACHE
 from fastgen.models.predict_streams import Streams, attend, make_streams
 from fastgen.optimizer.decoding.call import count, current_call
 from fastgen.optimizer.transformers import checks, kv_layers
@@ -43,9 +44,7 @@ def conditional_generation(original: Callable, self: Any, *args: Any, **kwargs: 
     if encoded is None or not _is_step(self, args, kwargs, "decoder_"):
         return original(self, *args, **kwargs)
     logits = self.lm_head(_hidden_states(self, kwargs, "decoder_", encoded[0], kwargs.get("attention_mask")))
-    return ProphetNetSeq2SeqLMOutput(
-        logits=logits, past_key_values=kwargs["past_key_values"], encoder_last_hidden_state=encoded[0]
-    )
+    return ProphetNetSeq2SeqLMOutput(logits=logits, encoder_last_hidden_state=encoded[0], **{CACHE: kwargs[CACHE]})
 
 
 def causal_lm(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +53,7 @@ def causal_lm(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     encoded, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
     logits = self.lm_head(_hidden_states(self, kwargs, "", encoded, mask))
-    return ProphetNetDecoderLMOutput(logits=logits, past_key_values=kwargs["past_key_values"])
+    return ProphetNetDecoderLMOutput(logits=logits, **{CACHE: kwargs[CACHE]})
 
 
 def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bool:
@@ -69,7 +68,7 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
     if any(kwargs.get(name) is not None and kwargs[name] is not False for name in unread):
         return False
     config: Any = model.config
-    cache: Any = kwargs.get("past_key_values")
+    cache: Any = kwargs.get(CACHE)
     if config.output_attentions or config.output_hidden_states or not kwargs.get("return_dict", config.return_dict):
         return False
     input_ids = kwargs.get(f"{prefix}input_ids")
@@ -104,7 +103,7 @@ def _hidden_states(
     encoded, encoder_mask: `[rows, encoder_length, hidden_size]`, and ones and zeros `[rows, encoder_length]`.
     """
     count(KERNEL)
-    decoder, cache = model.prophetnet.decoder, kwargs["past_key_values"]
+    decoder, cache = model.prophetnet.decoder, kwargs[CACHE]
     length = cache.get_seq_length() + 1
     streams = _streams(decoder, length, kwargs.get(f"{prefix}attention_mask"))
     encoder_bias = None if encoder_mask is None else _additive(encoder_mask, decoder.dtype)

@@ -32,6 +32,9 @@ from fastgen.optimizer.transformers.generate import ENCODER_STATES, only_outputs
 _ARGUMENTS = ("input_features", "attention_mask")
 ENCODED_ONCE = "speech encoder, once"
 
+# The number of earlier positions, as 5.24 and older versions name it.
+_EARLIER = ("cache_length", "past_key_values_length")
+
 # Of the speech encoder in the call that runs: the module, its states and what they were made of, and their versions.
 Encoded = list[tuple[nn.Module, list["Tensor | None"], list[int]]]
 _encoded: ContextVar[Encoded | None] = ContextVar("fastgen_encoded", default=None)
@@ -91,15 +94,11 @@ def vocoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     return waveform
 
 
-def positions(
-    original: Callable,
-    self: Any,
-    input_ids: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    past_key_values_length: int | Tensor = 0,
-) -> Tensor:
+def positions(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """`[batch_size, length, width]`; a number of earlier positions that is a tensor is one of a captured step."""
-    if input_ids is None or not isinstance(past_key_values_length, Tensor):
-        return original(self, input_ids, inputs_embeds, past_key_values_length)
-    positions = self.create_position_ids_from_input_ids(input_ids, self.padding_idx, past_key_values_length)
+    input_ids = args[0] if args else kwargs.get("input_ids")
+    earlier = args[2] if len(args) > 2 else next((kwargs[name] for name in _EARLIER if name in kwargs), 0)
+    if input_ids is None or not isinstance(earlier, Tensor):
+        return original(self, *args, **kwargs)
+    positions = self.create_position_ids_from_input_ids(input_ids, self.padding_idx, earlier)
     return nn.functional.embedding(positions, self.weights).detach()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -44,6 +44,9 @@ _CONFIGURATIONS = ("config", "cfg", "args")
 
 # Of all modules of the process.
 _HOOKS_OF_ALL = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
+
+# Objects of the program, of more than which its code is not known to read the same as before.
+_MOST_FOLLOWED = 2000
 
 # What describes one call of generate, a mask that a prefill may lengthen, how a module is copied: no step reads them.
 _NOT_OF_A_STEP = frozenset({"generation_config", "_future_mask", "__getstate__"})
@@ -235,8 +238,8 @@ def same(found: Any, expected: Any) -> bool:
 def _description(modules: Collection[nn.Module], known: KnownCode, of_instance: bool) -> list[Any]:
     try:
         return _described(modules, known, of_instance)
-    except RecursionError:  # an attribute holds itself; this equals no other
-        return [object()]
+    except Exception:  # an attribute holds itself, or an object of the program cannot be looked into
+        return [object()]  # equals no other
 
 
 def _described(modules: Collection[nn.Module], known: KnownCode, of_instance: bool) -> list[Any]:
@@ -247,6 +250,7 @@ def _described(modules: Collection[nn.Module], known: KnownCode, of_instance: bo
     """
     identity, identity_of_module = (_referred, ref) if of_instance else (_kind, type)
     kinds = list(map(type, modules))
+    own = set().union(*map(packages_of, set(kinds))) - known.packages
     found: list[Any] = [*kinds]
     tensors: list[Tensor] = []
     seen: set[int] = set()
@@ -263,16 +267,22 @@ def _described(modules: Collection[nn.Module], known: KnownCode, of_instance: bo
                 found.append(identity(value))
         elif kind in _MAPPINGS:
             found.append(len(value))
+            if _are_plain(value) and _are_plain(value.values()) and _NOT_OF_A_STEP.isdisjoint(value):
+                found.extend(value.items())
+                return
             for key, item in value.items():
                 if key not in _NOT_OF_A_STEP:
                     found.append(key if type(key) in _VALUES else identity(key))
                     add(key, item)
         elif kind is list or kind is tuple:
             found.append(len(value))
+            if _are_plain(value):
+                found.extend(value)
+                return
             for item in value:
                 add(None, item)
         elif kind is set or kind is frozenset:
-            found.append(frozenset(value if _VALUES.issuperset(map(type, value)) else map(identity, value)))
+            found.append(frozenset(value if _are_plain(value) else map(identity, value)))
         elif not kind.__module__.startswith("fastgen.optimizer."):
             found.append(identity(value))
             is_configuration = isinstance(name, str) and name.endswith(_CONFIGURATIONS)
@@ -281,8 +291,10 @@ def _described(modules: Collection[nn.Module], known: KnownCode, of_instance: bo
             if is_configuration and hasattr(value, "__dict__"):
                 seen.add(id(value))
                 add(None, dict(vars(value)))
-            elif not of_instance and (held := user_code.held_by(value, known.packages)):
+            elif not of_instance and (held := user_code.held_by(value, known.packages, own)):
                 seen.add(id(value))
+                if len(seen) > _MOST_FOLLOWED:
+                    raise ValueError("code of the program may read too many objects")
                 add(None, held)
 
     for module in modules:
@@ -318,6 +330,10 @@ def _described(modules: Collection[nn.Module], known: KnownCode, of_instance: bo
         elif tensor.is_cpu and tensor.dtype in _SWITCHES and tensor.numel() == 1:
             found.append(tensor.item())
     return found
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    return _VALUES.issuperset(map(type, values))
 
 
 def _referred(value: Any) -> Any:

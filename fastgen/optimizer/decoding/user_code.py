@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import getitem, is_
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -196,8 +198,12 @@ def read_by_classes(kinds: Iterable[type], packages: frozenset[str]) -> Iterator
                         yield None, value.__globals__[other]
 
 
-def held_by(value: Any, packages: frozenset[str]) -> list[Any]:
-    """What code of the program may read of this value as a switch: of its objects, classes and functions."""
+def held_by(value: Any, packages: frozenset[str], own: Set[str]) -> list[Any]:
+    """What code of the program may read of this value as a switch: of its objects, classes and functions.
+
+    packages: those that hold no switches of the program. own: of the model's classes. Code of other installed packages
+    is not followed; it may lead through all of a test runner, and to what changes with each call.
+    """
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, functools.partial):
@@ -209,7 +215,11 @@ def held_by(value: Any, packages: frozenset[str]) -> list[Any]:
     kind = type(value)
     if isinstance(value, (nn.Module, ModuleType)) or kind is BuiltinFunctionType:
         return []
-    if kind not in _NAMESPACES and packages_of(value if isinstance(value, (FunctionType, type)) else kind) <= packages:
+    is_code = isinstance(value, (FunctionType, type))
+    found = packages_of(value if is_code else kind)
+    if kind not in _NAMESPACES and found <= packages:
+        return []
+    if is_code and all(package not in own and _is_installed(package) for package in found):
         return []
     if isinstance(value, FunctionType):
         return _read_by(value, packages)
@@ -222,6 +232,12 @@ def held_by(value: Any, packages: frozenset[str]) -> list[Any]:
         slots = vars(base).get("__slots__", ())
         held += [getattr(value, slot, None) for slot in ((slots,) if isinstance(slots, str) else slots)]
     return held + [copy(value) for of, copy in _COPIES.items() if isinstance(value, of)]
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    path = getattr(sys.modules.get(package), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
 def _read_by(function: FunctionType, packages: frozenset[str]) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fastgen.optimizer.decoding import model_facts
+from fastgen.optimizer.decoding import model_facts, user_code
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.provenance import PYTHON
@@ -236,6 +236,41 @@ def test_switches_of_a_class_of_the_program_count():
     with mock.patch.object(Block, "switch", True, create=True):
         assert not facts.is_current()
     assert facts_of(model, known).foreign_in_training == ""
+
+
+def test_code_of_installed_packages_is_followed_only_from_their_own_classes():
+    known = KnownCode(packages=PYTHON | {"torch"})
+    with mock.patch.object(Block, "check", pytest.approx, create=True):
+        assert len(facts_of(Model(), known).likeness()) < 1000  # not all that pytest holds
+    assert not user_code.held_by(pytest.approx, known.packages, own=set())
+    assert user_code.held_by(pytest.approx, known.packages, own={"_pytest"})
+
+
+class Closed:
+    __slots__ = ("value",)
+
+    def __getattribute__(self, name):
+        if name == "value":
+            raise RuntimeError("closed")
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize("held", [Closed(), [types.SimpleNamespace(number=n) for n in range(3000)]], ids=["", "many"])
+def test_a_model_that_cannot_be_looked_into_is_like_no_other(held):
+    known = KnownCode(packages=PYTHON | {"torch"})
+    model = Model()
+    with mock.patch.object(Block, "held", held, create=True):
+        assert facts_of(model, known).likeness() != facts_of(model, known).likeness()
+
+
+def test_plain_values_in_collections_count():
+    model = Model()
+    for held in ([1, 2], (1, 2), {"a": 1}):
+        model.blocks[0].held = held
+        facts = facts_of(model, KNOWN)
+        likeness = facts.likeness()
+        model.blocks[0].held = {"a": 2} if isinstance(held, dict) else type(held)([1, 3])
+        assert not facts.is_current() and facts_of(model, KNOWN).likeness() != likeness
 
 
 def test_size_is_measured_anew_for_another_type_only():

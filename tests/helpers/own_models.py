@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from fastgen.models.cache_names import CACHE
+
 HEADS, KV_HEADS, WIDTH, HIDDEN = 4, 2, 8, 32
 
 
@@ -36,22 +38,23 @@ class OddModel(PreTrainedModel, GenerationMixin):
         self.attend = attend
         self.post_init()
 
-    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=None, **kwargs):
+    def forward(self, input_ids, attention_mask=None, use_cache=None, **kwargs):
+        cache = kwargs.get(CACHE)
         hidden_states = self.embed(input_ids)  # [rows, length, hidden]
         rows, length = input_ids.shape
         for index in range(2):
             query = self.query[index](hidden_states).view(rows, length, HEADS, WIDTH).transpose(1, 2)
             both = self.key_value[index](hidden_states).view(rows, length, 2 * KV_HEADS, WIDTH).transpose(1, 2)
             keys, values = both.chunk(2, dim=1)
-            if past_key_values is not None:
-                keys, values = past_key_values.update(keys, values, index)
+            if cache is not None:
+                keys, values = cache.update(keys, values, index)
             total = keys.shape[2]
             mask = torch.ones(length, total, dtype=torch.bool).tril(total - length)
             mask = mask & attention_mask[:, None, None, :total].bool()  # [rows, 1, length, total]
             mask = torch.where(mask, 0.0, -1e9).to(query.dtype)
             attended = self.attend(query, keys, values, mask)
             hidden_states = hidden_states + attended.transpose(1, 2).reshape(rows, length, HIDDEN)
-        return CausalLMOutputWithPast(logits=self.head(hidden_states), past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=self.head(hidden_states), **{CACHE: cache})
 
 
 def weigh(scores: Tensor, mask: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 )
 
 import fastgen
+from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.report import Report
 
 PREFILL = "prefill: one row per input"
@@ -96,7 +97,7 @@ def moves_rows(
         kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
         order = torch.arange(len(input_ids)).flip(0)
         input_ids = torch.cat([input_ids, outputs.logits[:, -1].argmax(-1, keepdim=True)], dim=1)[order]
-        kwargs["past_key_values"].reorder_cache(order)
+        kwargs[CACHE].reorder_cache(order)
         inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
         outputs = model(**inputs, return_dict=True)
     return outputs.logits

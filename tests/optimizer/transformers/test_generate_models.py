@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy
 import pytest
 import torch
@@ -280,7 +282,7 @@ def test_generating_with_gradients_is_left_alone(arguments):
 
     def call():
         model.zero_grad()
-        returned = type(model).generate.__wrapped__(model, **padded(9, 5), **arguments, **outputs)
+        returned = inspect.unwrap(type(model).generate)(model, **padded(9, 5), **arguments, **outputs)
         torch.stack(returned.logits).square().mean().backward()
         return model.lm_head.weight.grad.clone()
 

@@ -30,6 +30,7 @@ from fuzz_cases import draw, model_of
 from fuzz_changes import add_not_finite, replaced, steered
 from peft import LoraConfig
 from torch import Tensor, nn
+from versions import has_peft
 
 from fastgen.ops import cpu_linear
 
@@ -43,7 +44,7 @@ CONTEXTS = (
     "default gates",
     "captured",
 )
-WITH_ADAPTERS = ("gpt2", "llama")
+WITH_ADAPTERS = ("gpt2", "llama") if has_peft() else ()
 
 # What lives after the first part of the calls may grow by so much: other prompts, other reports.
 SLACK = 1 << 20

@@ -16,6 +16,7 @@ from parity import padded, run_both, tiny, token_ids, whisper
 from sharing import sharing
 from torch import nn
 from transformers import LogitsProcessor
+from versions import needs_peft
 
 from fastgen.config import CONFIG
 from fastgen.ops.tracing import Diverged
@@ -223,7 +224,8 @@ def add_a_hook(model: nn.Module) -> None:
 
 
 def add_an_adapter(model: nn.Module) -> None:
-    peft = pytest.importorskip("peft")
+    import peft
+
     model.add_adapter(peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
     model.eval()
 
@@ -233,7 +235,14 @@ def change_the_configuration(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [replace_a_parameter, replace_a_buffer, add_a_hook, add_an_adapter, change_the_configuration]
+    "change",
+    [
+        replace_a_parameter,
+        replace_a_buffer,
+        add_a_hook,
+        pytest.param(add_an_adapter, marks=needs_peft),
+        change_the_configuration,
+    ],
 )
 def test_recordings_of_another_state_are_dropped(change):
     model = model_of("llama")
@@ -246,6 +255,7 @@ def test_recordings_of_another_state_are_dropped(change):
     assert kept and before.isdisjoint(map(id, graphs._known[model].entries.values()))
 
 
+@needs_peft
 def test_an_adapter_that_is_switched_off_drops_them_too():
     model = model_of("llama")
     add_an_adapter(model)

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("peft")
-
 from capturing import replays
 from parity import lively, run_both, token_ids
-from peft import LoraConfig
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
+from versions import needs_peft
 
 import fastgen
 
@@ -108,8 +105,8 @@ def change_the_configuration(model: Any) -> None:
 CHANGES = (
     add_a_hook,
     add_a_hook_to_all_modules,
-    switch_the_adapter,
-    disable_adapters,
+    pytest.param(switch_the_adapter, marks=needs_peft),
+    pytest.param(disable_adapters, marks=needs_peft),
     give_a_weight_other_data,
     replace_a_weight,
     write_into_a_weight,
@@ -178,6 +175,8 @@ ARGUMENTS = {
 
 
 def with_adapters(model: Any) -> None:
+    from peft import LoraConfig
+
     for seed, name in enumerate(("first", "second")):
         torch.manual_seed(seed)
         model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False), name)

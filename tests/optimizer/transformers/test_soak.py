@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_models_that_change_between_calls_give_the_results_of_the_library():
     result = soak(calls=80)
     assert not result.differences and not result.has_grown
-    assert result.counts["equal, shared"] > 30
+    assert result.counts["equal, shared"] > 20
 
 
 def test_soak_finds_copies_of_weights_that_are_stale(monkeypatch):

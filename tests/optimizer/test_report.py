@@ -128,14 +128,14 @@ def test_a_call_of_which_fastgen_saw_no_rows_has_none_in_its_text():
 def test_reasons_are_noted_once_with_their_parts():
     found = Report("Model", inputs=2, rows=4)
     cannot, chose_not = (
-        Reason("USER_CACHE", "the caller passed past_key_values"),
+        Reason("USER_CACHE", "the caller passed a cache"),
         Reason("TOO_SMALL", "small", "1 of 2"),
     )
     for _ in range(2):
         found.add_reasons("decoding loop", [cannot, cannot])
         found.add_reasons("prompt sharing", [chose_not])
     assert found.not_done == [("decoding loop", cannot), ("prompt sharing", chose_not)]
-    assert found.fallbacks == ["decoding loop: the caller passed past_key_values"]
+    assert found.fallbacks == ["decoding loop: the caller passed a cache"]
     assert found.decisions == ["prompt sharing: small (1 of 2)"]
     assert found.as_dict()["reasons"][1] == {
         "part": "prompt sharing",
@@ -144,7 +144,7 @@ def test_reasons_are_noted_once_with_their_parts():
         "detail": "1 of 2",
         "decision": True,
     }
-    assert found.verdict == "decode steps not captured: the caller passed past_key_values; prompts not shared: small"
+    assert found.verdict == "decode steps not captured: the caller passed a cache; prompts not shared: small"
 
 
 def test_codes_in_the_source_are_those_of_the_documentation():

@@ -15,11 +15,9 @@ missed, or where scores differ. --cpu_time counts the seconds of the process, fo
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import dataclasses
 import gc
-import json
 import random
 import statistics
 import time
@@ -28,8 +26,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from floors import below, case_parser, parse_cases
-from machine import cpu, print_head
+from harness import below, finish, parse_flags, parser_of
+from machine import print_head
 from memory import PeakMemory
 from show_results import constrained_table
 from transformers import Qwen2Config, Qwen2ForCausalLM, T5Config, T5ForConditionalGeneration
@@ -113,6 +111,7 @@ class Result:
     case: str
     seconds: dict[str, float]
     added_mb: dict[str, float]
+    turns: dict[str, list[float]]
     ratios: dict[str, float]
     tokens: str
     equal: bool
@@ -158,7 +157,7 @@ def measure(name: str, repeats: int, clock: Callable[[], float]) -> Result:
         ratio: statistics.median(one / other for one, other in zip(of["stock"], of["fastgen"], strict=True))
         for ratio, of in names.items()
     }
-    return Result(name, *medians, ratios, tokens, equal)
+    return Result(name, *medians, seconds, ratios, tokens, equal)
 
 
 def gives_back_memory() -> None:
@@ -168,28 +167,19 @@ def gives_back_memory() -> None:
         libc.malloc_trim(0)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = case_parser(__doc__, CASES, "floors_constrained.json")
-    parser.add_argument("--cpu_time", action="store_true", help="seconds of the CPU, not of the clock")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    return parse_cases(parser, argv, CASES)
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    parser = parser_of(__doc__, CASES)
+    parser.add_argument("--cpu_time", action="store_true", help="seconds of the CPU, not of the clock")
+    args = parse_flags(parser, argv, "constrained", CASES)
     print_head()
     clock, results = time.process_time if args.cpu_time else time.perf_counter, []
-    for name in args.cases or CASES:
+    for name in args.cases:
         results.append(measure(name, args.repeats, clock))
         print(constrained_table([dataclasses.asdict(results[-1])]).splitlines()[-1], flush=True)
-    if args.json:
-        told = {"cpu": cpu(), "threads": torch.get_num_threads(), "repeats": args.repeats, "cpu_time": args.cpu_time}
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({**told, "results": [dataclasses.asdict(result) for result in results]}, file, indent=1)
     missed = [sentence for result in results for sentence in below(result.case, result.ratios, args.floors)]
     missed += [f"{result.case}: scores differ" for result in results if not result.equal]
-    print("\n".join(missed), end="\n" * bool(missed))
-    return 1 if missed else 0
+    told = [dataclasses.asdict(result) for result in results]
+    return finish(args, told, missed, repeats=args.repeats, cpu_time=args.cpu_time)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 For each case: median seconds of both, the median of their ratios, and how many hypotheses have equal tokens; the scores
 of all must agree to 1e-4, so that others are ties. Each repeat runs stock and fastgen directly after each other; the
-order changes from repeat to repeat. --floors takes a file of the ratios to reach (floors_fairseq.json); the status is 1
+order changes from repeat to repeat. --floors takes a file of the ratios to reach (floors.json); the status is 1
 where one is missed.
 
 Stock fairseq's n-gram blocking blocks nothing on a CPU (it compares with the end of the padded buffer), so that the
@@ -13,8 +13,6 @@ outputs of the cases with "ngram3" are not comparable there: their times are, an
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from argparse import Namespace
@@ -28,8 +26,8 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
-from floors import Floors, below, check_cases, floors_of
-from machine import cpu, describe_cpu
+from harness import Floors, below, finish, parse_flags, parser_of
+from machine import describe_cpu
 
 import fastgen
 
@@ -115,6 +113,7 @@ class Result:
     fastgen_seconds: float
     ratio: float
     equal: str
+    turns: dict[str, list[float]]
 
 
 def sample_of(case: Case, task: Any, device: str) -> dict[str, Any]:
@@ -164,7 +163,7 @@ def run(name: str, repeats: int, device: str, dtype: torch.dtype, new_tokens: in
     if case.comparable(device):
         equal = f"{count_equal(outputs['stock'], outputs['fastgen'])} of {hypotheses}"
     medians = {kind: statistics.median(values) for kind, values in seconds.items()}
-    return Result(name, medians["stock"], medians["fastgen"], ratio, equal)
+    return Result(name, medians["stock"], medians["fastgen"], ratio, equal, seconds)
 
 
 def count_equal(stock: list, fast: list) -> int:
@@ -184,31 +183,20 @@ def row(result: Result, floors: Floors) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs per case (default 3)")
-    parser.add_argument("--floors", metavar="FILE", help="JSON, such as benchmarks/floors_fairseq.json")
+    parser = parser_of(__doc__, CASES, "pairs of runs", has_devices=True)
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens that each hypothesis has (default 32)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    args = parser.parse_args(argv)
-    check_cases(parser, args.cases, CASES)
-    floors = floors_of(parser, args.floors, CASES)
+    args = parse_flags(parser, argv, "fairseq", CASES)
     print(f"torch {torch.__version__}, fairseq {fairseq.__version__}, {torch.get_num_threads()} threads")
     print(describe_cpu())
     print("{:20} {:>9} {:>9} {:>7} {:>6} {}".format("case", "stock s", "fastgen s", "ratio", "floor", "equal"))
     results = []
-    for name in args.cases or CASES:
+    for name in args.cases:
         repeats = args.repeats if CASES[name].inputs[0] > 1 else 4 * args.repeats
         results.append(run(name, repeats, args.device, getattr(torch, args.dtype), args.new_tokens))
-        print(row(results[-1], floors), flush=True)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"cpu": cpu(), "results": [asdict(result) for result in results]}, file, indent=1)
-    missed = [sentence for result in results for sentence in below(result.case, {"stock": result.ratio}, floors)]
-    print("\n".join(missed), end="\n" * bool(missed))
-    return 1 if missed else 0
+        print(row(results[-1], args.floors), flush=True)
+    told = [asdict(result) for result in results]
+    missed = [sentence for result in results for sentence in below(result.case, {"stock": result.ratio}, args.floors)]
+    return finish(args, told, missed)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ many of its rows are those of stock; its sums are in another order, and its samp
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,10 +23,10 @@ from unittest import mock
 import peers
 import torch
 import transformers
-from floors import Floors, below, check_cases, floors_of
 from generate_cases import CASES, Inputs
+from harness import Floors, below, finish, parse_flags, parser_of
 from limits import Rates, Size, limit, measure_rates
-from machine import cpu, describe_cpu
+from machine import describe_cpu
 from memory import added_mb
 
 import fastgen
@@ -39,13 +38,14 @@ STAYING = "fastgen with inputs that stay"
 
 @dataclass
 class Result:
-    """Medians of one case. seconds and added_mb: of each way to run it; ratios: others to fastgen.
+    """Medians of one case. seconds, turns and added_mb: of each way to run it; ratios: others to fastgen.
 
     equal: fastgen's outputs are those of stock. peer_equal: how many of CTranslate2's are, where they are comparable.
     """
 
     case: str
     seconds: dict[str, float]
+    turns: dict[str, list[float]]
     ratios: dict[str, float]
     limit_seconds: float
     times_limit: float
@@ -141,12 +141,14 @@ class Comparison:
 
     def _result(self, seconds: dict[str, list[float]], added: dict[str, float], equal: bool, rates: Rates) -> Result:
         medians = {way: statistics.median(values) for way, values in seconds.items()}
-        ours = seconds.pop("fastgen")
-        ratios = {way: statistics.median(a / b for a, b in zip(values, ours)) for way, values in seconds.items()}
+        others = {way: values for way, values in seconds.items() if way != "fastgen"}
+        ratios = {
+            way: statistics.median(a / b for a, b in zip(values, seconds["fastgen"])) for way, values in others.items()
+        }
         tokens = new_tokens(self.outputs["stock"], self.arguments, self.model.config.pad_token_id)
         least = limit_seconds(self.model, self.inputs, self.arguments, tokens, rates)
         times = medians["fastgen"] / least
-        return Result(self.name, medians, ratios, least, times, added, equal, self._peer_equal(tokens))
+        return Result(self.name, medians, seconds, ratios, least, times, added, equal, self._peer_equal(tokens))
 
     def _more_repeats(self) -> int:
         """Calls of one row are short, and their times noisy."""
@@ -194,20 +196,13 @@ def row(result: Result, floors: Floors) -> str:
     )
 
 
-def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Floors]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--repeats", type=int, default=3, help="turns per case (default 3); of one row: times four")
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__, CASES, "turns, times four of one row", has_devices=True)
     parser.add_argument("--peers", action="store_true", help="also run CTranslate2, on the CPU in float32")
-    parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach, such as benchmarks/floors.json")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    args = parser.parse_args(argv)
-    check_cases(parser, args.cases, CASES)
+    args = parse_flags(parser, argv, "generate", CASES)
     if args.peers and (args.device, args.dtype) != ("cpu", "float32"):
         parser.error(f"--peers: with --device cpu and --dtype float32 only, not {args.device} and {args.dtype}")
-    return args, floors_of(parser, args.floors, CASES)
+    return args
 
 
 def print_head(rates: Rates) -> None:
@@ -217,28 +212,24 @@ def print_head(rates: Rates) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, floors = parse(argv)
+    args = parse(argv)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
     rates = measure_rates(args.device, dtype)
     print_head(rates)
     results = []
-    for name in args.cases or CASES:
+    for name in args.cases:
         comparison = Comparison(name, args.device, dtype)
         if args.peers:
             comparison.add_peer()
         results.append(comparison.run(args.repeats, rates))
-        print(row(results[-1], floors), flush=True)
+        print(row(results[-1], args.floors), flush=True)
         if STAYING in results[-1].ratios:
             print(f"{name}: {results[-1].ratios[STAYING]:.2f} times as fast as {STAYING}")
-    if args.json:
-        told = {"cpu": cpu(), "rates": asdict(rates), "results": [asdict(result) for result in results]}
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(told, file, indent=1)
-    missed = [sentence for result in results for sentence in below(result.case, result.ratios, floors)]
-    print("\n".join(missed), end="\n" * bool(missed))
-    return 0 if not missed and all(result.equal for result in results) else 1
+    missed = [sentence for result in results for sentence in below(result.case, result.ratios, args.floors)]
+    missed += [f"{result.case}: outputs differ" for result in results if not result.equal]
+    return finish(args, [asdict(result) for result in results], missed, rates=asdict(rates))
 
 
 if __name__ == "__main__":

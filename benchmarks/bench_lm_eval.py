@@ -10,28 +10,24 @@
 
 Batches of 16 rows; a Llama-like model with random weights (6 layers of width 512). Both evaluate in turns in one
 process, from the same seed; seconds are medians, ratios medians of those of a turn, and all answers are compared.
---floors takes a file of the ratios to reach (floors_lm_eval.json); the status is 1 where one is missed, or where an
+--floors takes a file of the ratios to reach (floors.json); the status is 1 where one is missed, or where an
 answer differs. Needs `pip install lm-eval`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from clock import in_turns, medians, times_as_fast
-from floors import below, case_parser, parse_cases
-from machine import cpu, print_head
+from harness import compare, finish, missed_by, parse_flags, parser_of, summary, with_and_without
+from machine import print_head
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-import fastgen
 
 
 class Case(NamedTuple):
@@ -127,36 +123,20 @@ def are_equal(stock: Any, fast: Any) -> bool:
 
 def measure(name: str, repeats: int) -> dict[str, Any]:
     """Median seconds of each way, the median ratio, and whether all answers are equal."""
-    turns, equal = [], True
     with tempfile.TemporaryDirectory() as folder:
         evaluation = Evaluation(CASES[name], Path(folder))
-        ways = {"fastgen": evaluation.answers, "stock": fastgen.disabled()(evaluation.answers)}
-        for seconds, answers in in_turns(ways, repeats + 1):
-            turns.append(seconds)
-            equal = equal and are_equal(answers["stock"], answers["fastgen"])
-    turns = turns[1:]  # the first warms up
-    return {"case": name, "seconds": medians(turns), "ratio": times_as_fast(turns), "equal": equal}
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = case_parser(__doc__, CASES, "floors_lm_eval.json")
-    parser.add_argument("--json", metavar="FILE", help="write the results here, too")
-    return parse_cases(parser, argv, CASES)
+        return compare(name, with_and_without(evaluation.answers), repeats, are_equal)
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args = parse_flags(parser_of(__doc__, CASES), argv, "lm_eval", CASES)
     print_head()
-    results = [measure(name, args.repeats) for name in args.cases or CASES]
-    missed = []
-    for result in results:
-        name, seconds, ratio = result["case"], result["seconds"], result["ratio"]
-        print(f"{name}: {seconds['stock']:.1f} s, fastgen {seconds['fastgen']:.1f} s, {ratio:.2f} times as fast")
-        missed += below(name, {"stock": ratio}, args.floors) + ([] if result["equal"] else [f"{name}: answers differ"])
-    print("\n".join(missed), end="\n" * bool(missed))
-    if args.json:
-        Path(args.json).write_text(json.dumps({"cpu": cpu(), "results": results}, indent=1) + "\n", encoding="utf-8")
-    return int(bool(missed))
+    results, missed = [], []
+    for name in args.cases:
+        results.append(measure(name, args.repeats))
+        print(summary(results[-1]), flush=True)
+        missed += missed_by(results[-1], args.floors, "answers")
+    return finish(args, results, missed)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,8 +24,8 @@ from unittest import mock
 import torch
 import transformers
 from clock import Clock, Seconds, medians
-from floors import below, case_parser, parse_cases
-from machine import cpu, print_head
+from harness import below, finish, parse_flags, parser_of
+from machine import print_head
 from show_results import mqa_table
 
 import fastgen
@@ -133,6 +132,7 @@ class Result:
     dtype: str
     parameters: int
     microseconds: dict[str, Seconds]
+    turns: list[dict[str, Seconds]]
     ratio: float
     equal: bool
 
@@ -149,6 +149,7 @@ def run(names: list[str], batch: int, repeats: int, device: str, dtype: torch.dt
             dtype=str(dtype).removeprefix("torch."),
             parameters=sum(weight.numel() for weight in timed.model.parameters()),
             microseconds={way: medians([turn[name][way] for turn in turns]) for way in WAYS},
+            turns=[turn[name] for turn in turns],
             ratio=statistics.median(
                 turn[timed.case.baseline]["stock"]["beam 4"] / turn[name]["fastgen"]["beam 4"] for turn in turns
             ),
@@ -159,14 +160,10 @@ def run(names: list[str], batch: int, repeats: int, device: str, dtype: torch.dt
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = case_parser(__doc__, CASES, "floors_mqa.json")
+    parser = parser_of(__doc__, CASES, has_devices=True)
     parser.add_argument("--batch", type=int, default=4, help="inputs (default 4)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    args = parse_cases(parser, argv, CASES)
-    wanted = args.cases or list(CASES)
-    args.cases = [name for name in CASES if name in {*wanted, *(CASES[one].baseline for one in wanted)}]
+    args = parse_flags(parser, argv, "mqa", CASES)
+    args.cases = [name for name in CASES if name in {*args.cases, *(CASES[one].baseline for one in args.cases)}]
     return args
 
 
@@ -176,13 +173,9 @@ def main(argv: list[str] | None = None) -> int:
     results = run(args.cases, args.batch, args.repeats, args.device, getattr(torch, args.dtype))
     told = [dataclasses.asdict(result) for result in results]
     print(mqa_table(told))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"cpu": cpu(), "results": told}, file, indent=1)
     missed = [sentence for result in results for sentence in below(result.case, {"stock": result.ratio}, args.floors)]
     missed += [f"{result.case}: tokens differ" for result in results if not result.equal]
-    print("\n".join(missed), end="\n" * bool(missed))
-    return 1 if missed else 0
+    return finish(args, told, missed)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@
 
 transformers and fastgen run in turns, directly after each other, from one seed; seconds are medians, ratios medians
 of those of a turn. Memory is what a call adds at its peak. --floors takes a file of the ratios to reach
-(floors_prefix.json); the status is 1 where one is missed, or where tokens differ.
+(floors.json); the status is 1 where one is missed, or where tokens differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from generate_cases import Inputs, gpt2_small, llama_like
-from stock_and_fastgen import measure, run
+from harness import measure, run
 
 
 class Prefixed(NamedTuple):
@@ -70,7 +70,7 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(__doc__, CASES, "floors_prefix.json", measured, argv)
+    return run(__doc__, "prefix", CASES, measured, argv)
 
 
 if __name__ == "__main__":

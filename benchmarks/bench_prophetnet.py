@@ -13,13 +13,11 @@ are not compared: without its cache transformers mixes up positions in the predi
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from typing import Any
 
 import torch
-from clock import in_turns, medians, times_as_fast
-from floors import below, case_parser, parse_cases
+from harness import compare, finish, missed_by, parse_flags, parser_of, summary
 from machine import print_head
 from transformers import ProphetNetConfig, ProphetNetForConditionalGeneration
 
@@ -42,39 +40,27 @@ def make(layers: int, width: int) -> ProphetNetForConditionalGeneration:
     return ProphetNetForConditionalGeneration(config).eval()
 
 
-def measure(model: Any, name: str, repeats: int) -> tuple[float, float, float, bool]:
-    """Median seconds of transformers and of fastgen, the median ratio, and whether tokens are as they should be."""
+def measure(model: Any, name: str, repeats: int) -> dict[str, Any]:
     input_ids = torch.randint(5, model.config.vocab_size, (INPUTS, LENGTH), generator=torch.Generator().manual_seed(1))
     lengths = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
     generate = partial(model.generate, input_ids, do_sample=False, **lengths, **CASES[name])
     ways = {"fastgen": generate, "stock": fastgen.disabled()(partial(generate, use_cache=name != "beam"))}
-    turns, equal = [], True
-    for seconds, tokens in in_turns(ways, repeats + 1):
-        turns.append(seconds)
-        equal &= name == "beam" or torch.equal(tokens["stock"], tokens["fastgen"])
-    turns = turns[1:]  # the first warms up
-    found = medians(turns)
-    return found["stock"], found["fastgen"], times_as_fast(turns), equal
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = case_parser(__doc__, CASES, "floors_prophetnet.json")
-    parser.add_argument("--layers", type=int, default=LAYERS, help=f"of encoder and decoder (default {LAYERS})")
-    parser.add_argument("--width", type=int, default=WIDTH, help=f"of the model (default {WIDTH})")
-    return parse_cases(parser, argv, CASES)
+    return compare(name, ways, repeats, torch.equal if name != "beam" else lambda *_: True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    parser = parser_of(__doc__, CASES)
+    parser.add_argument("--layers", type=int, default=LAYERS, help=f"of encoder and decoder (default {LAYERS})")
+    parser.add_argument("--width", type=int, default=WIDTH, help=f"of the model (default {WIDTH})")
+    args = parse_flags(parser, argv, "prophetnet", CASES)
     print_head()
-    model, status = make(args.layers, args.width), 0
-    for name in args.cases or CASES:
-        stock, ours, ratio, equal = measure(model, name, args.repeats)
-        print(f"{name}: transformers {stock:.2f} s, fastgen {ours:.2f} s, {ratio:.2f} times as fast", flush=True)
-        missed = below(name, {"stock": ratio}, args.floors) + ([] if equal else [f"{name}: tokens differ"])
-        print("\n".join(missed), end="\n" * bool(missed))
-        status = status or bool(missed)
-    return int(status)
+    model, results, missed = make(args.layers, args.width), [], []
+    for name in args.cases:
+        result = measure(model, name, args.repeats)
+        results.append(result)
+        print(summary(result), flush=True)
+        missed += missed_by(result, args.floors)
+    return finish(args, results, missed)
 
 
 if __name__ == "__main__":

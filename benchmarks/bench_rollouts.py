@@ -5,7 +5,7 @@
 Four prompts of 512 tokens, 32 new ones, sampled, on the Llama-like model of bench_generate.py with random weights.
 transformers and fastgen run in turns, directly after each other, from the same seed; seconds are medians, ratios
 medians of those of a turn. After each turn all weights are changed, as training does. Memory is what a call adds at
-its peak. --floors takes a file of the ratios to reach (floors_rollouts.json); the status is 1 where one is missed, or
+its peak. --floors takes a file of the ratios to reach (floors.json); the status is 1 where one is missed, or
 where tokens differ.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from generate_cases import llama_like
-from stock_and_fastgen import measure, run
+from harness import measure, run
 
 CASES = {"g8": 8, "g16": 16}
 PROMPTS, LENGTH, NEW_TOKENS = 4, 512, 32
@@ -49,7 +49,7 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(__doc__, CASES, "floors_rollouts.json", measured, argv)
+    return run(__doc__, "rollouts", CASES, measured, argv)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from unittest import mock
@@ -29,8 +28,8 @@ import psutil
 import torch
 import transformers
 from clock import Clock, Seconds, medians
-from floors import below, check_cases, floors_of
-from machine import cpu, describe_cpu
+from harness import below, finish, parse_flags, parser_of
+from machine import describe_cpu
 from seamless_cases import CASES, LANGUAGE, LAYERS, Case
 from show_seamless import END_TO_END, REST, STAGES, draw, table
 
@@ -108,6 +107,7 @@ class Result:
     tokens: int
     units: int
     seconds: dict[str, Seconds]
+    turns: list[dict[str, Seconds]]
     ratios: Seconds
     captured: list[str]
     equal: bool
@@ -136,6 +136,7 @@ class Comparison:
             tokens=stock.sequences.shape[1],
             units=stock.unit_sequences.shape[1],
             seconds={way: medians([turn[way] for turn in turns]) for way in WAYS},
+            turns=turns,
             ratios=medians([_ratios(turn[STOCK], turn[FASTGEN]) for turn in turns]),
             captured=captured,
             equal=all(self._is_equal(stock, output) for output in outputs.values()),
@@ -173,19 +174,10 @@ def most_layers(case: Case, device: str, itemsize: int) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser = parser_of(__doc__, CASES, has_devices=True)
     parser.add_argument("--layers", type=int, help=f"of each encoder and decoder at most (default: up to {LAYERS[0]})")
-    parser.add_argument("--repeats", type=int, default=3, help="turns (default 3)")
-    parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: benchmarks/floors_seamless.json")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
     parser.add_argument("--plot", metavar="FILE", help="also draw them here (.png, .svg)")
-    args = parser.parse_args(argv)
-    check_cases(parser, args.cases, CASES)
-    args.floors = floors_of(parser, args.floors, floor_names())
-    return args
+    return parse_flags(parser, argv, "seamless", CASES, floor_names())
 
 
 def floor_names() -> list[str]:
@@ -200,13 +192,10 @@ def main(argv: list[str] | None = None) -> int:
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
     print(describe_cpu())
     results = []
-    for name in args.cases or CASES:
+    for name in args.cases:
         layers = args.layers or most_layers(CASES[name], args.device, dtype.itemsize)
         results.append(dataclasses.asdict(Comparison(name, layers, args.device, dtype).run(args.repeats)))
         print(f"\n{table(results[-1])}", flush=True)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"cpu": cpu(), "results": results}, file, indent=1)
     if args.plot:
         draw(results, args.plot)
     missed = [
@@ -215,8 +204,8 @@ def main(argv: list[str] | None = None) -> int:
         for stage, ratio in result["ratios"].items()
         for sentence in below(f"{result['case']} {stage}", {STOCK: ratio}, args.floors)
     ]
-    print("\n".join(missed), end="\n" * bool(missed))
-    return 0 if not missed and all(result["equal"] for result in results) else 1
+    missed += [f"{result['case']}: outputs differ" for result in results if not result["equal"]]
+    return finish(args, results, missed)
 
 
 if __name__ == "__main__":

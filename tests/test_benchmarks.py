@@ -62,7 +62,7 @@ def run(bench, tmp_path):
 
     def run(*flags: str, **floors: float):
         wanted, results = tmp_path / "floors.json", tmp_path / "results.json"
-        wanted.write_text(json.dumps({"tiny": floors}))
+        wanted.write_text(json.dumps({"generate": {"tiny": floors}}))
         status = bench.main(["--repeats", "1", "--floors", str(wanted), "--json", str(results), *flags])
         return status, json.loads(results.read_text())
 
@@ -77,25 +77,34 @@ def test_a_ratio_below_its_floor_fails_the_benchmark_by_name(run, capsys):
 
 def test_a_floor_of_no_case_is_refused(bench, tmp_path, capsys):
     floors = tmp_path / "floors.json"
-    floors.write_text('{"tyni": {"stock": 1}}')
+    floors.write_text('{"generate": {"tyni": {"stock": 1}}}')
     with pytest.raises(SystemExit):
         bench.main(["--floors", str(floors)])
     assert "'tyni': choose from tiny" in capsys.readouterr().err
 
 
-def test_floors_that_are_checked_in_name_cases(monkeypatch):
+NAMED = ("generate", "constrained", "lm_eval", "mqa", "prefix", "prophetnet", "rollouts")
+
+
+@pytest.mark.parametrize("benchmark", NAMED)
+def test_floors_that_are_checked_in_name_cases(monkeypatch, benchmark):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    bench, floors = importlib.import_module("bench_generate"), importlib.import_module("floors")
-    assert floors.read_floors(str(BENCHMARKS / "floors.json"), bench.CASES)
+    bench, harness = importlib.import_module(f"bench_{benchmark}"), importlib.import_module("harness")
+    assert harness.read_floors(str(BENCHMARKS / "floors.json"), benchmark, bench.CASES)
+
+
+def test_floors_that_are_checked_in_are_of_benchmarks():
+    for name in json.loads((BENCHMARKS / "floors.json").read_text()):
+        assert (BENCHMARKS / f"bench_{name.removesuffix(' cuda')}.py").exists()
 
 
 def test_floors_fail_the_benchmark_of_fairseq_too(monkeypatch, capsys):
     pytest.importorskip("fairseq")
     monkeypatch.syspath_prepend(BENCHMARKS)
     bench = importlib.import_module("bench_fairseq")
-    flags = ["bart-batch1", "--floors", str(BENCHMARKS / "floors_fairseq.json")]
+    flags = ["bart-batch1", "--floors", str(BENCHMARKS / "floors.json")]
     for ratio, status in ((1.7, 1), (1.9, 0)):
-        result = bench.Result("bart-batch1", ratio, 1.0, ratio, "4 of 4")
+        result = bench.Result("bart-batch1", ratio, 1.0, ratio, "4 of 4", {})
         monkeypatch.setattr(bench, "run", lambda *_, result=result: result)
         assert bench.main(flags) == status
         assert ("below the floor of 1.80" in capsys.readouterr().out) == bool(status)
@@ -109,8 +118,10 @@ def test_a_dash_stands_for_a_peer_that_is_not_installed(run, bench, monkeypatch,
     assert cells[0] == "tiny" and cells[2] == "-" and cells[-1] == "-"
 
 
-def test_limit_and_machine_are_told(run):
+def test_limit_machine_and_turns_are_told(run):
     _, told = run()
+    assert told["versions"]["torch"] == torch.__version__ and told["threads"] == torch.get_num_threads()
+    assert len(told["results"][0]["turns"]["fastgen"]) == 1 and isinstance(told["commit"], str)
     result = told["results"][0]
     assert result["limit_seconds"] > 0 and result["times_limit"] > 0
     assert told["cpu"]["name"] and told["rates"]["flops"] > 0 and told["rates"]["bytes"] > 0
@@ -162,7 +173,8 @@ def run_seamless(monkeypatch, tmp_path):
 
     def run(*flags: str, **floors: float):
         wanted, results, picture = (tmp_path / name for name in ("floors.json", "results.json", "picture.png"))
-        wanted.write_text(json.dumps({name.replace("_", " "): {"stock": floor} for name, floor in floors.items()}))
+        told = {name.replace("_", " "): {"stock": floor} for name, floor in floors.items()}
+        wanted.write_text(json.dumps({"seamless": told}))
         files = ["--floors", str(wanted), "--json", str(results), "--plot", str(picture)]
         status = bench.main(["--repeats", "1", *files, *flags])
         assert picture.read_bytes().startswith(b"\x89PNG")
@@ -213,11 +225,11 @@ def test_a_stage_of_seamless_below_its_floor_fails_the_benchmark_by_name(run_sea
     assert "v1 vocoder: " in capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("file", ["floors_seamless.json", "floors_seamless_cuda.json"])
-def test_floors_of_seamless_that_are_checked_in_name_stages(monkeypatch, file):
+@pytest.mark.parametrize("device", ["", " cuda"])
+def test_floors_of_seamless_that_are_checked_in_name_stages(monkeypatch, device):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    bench, floors = importlib.import_module("bench_seamless"), importlib.import_module("floors")
-    assert floors.read_floors(str(BENCHMARKS / file), bench.floor_names())
+    bench, harness = importlib.import_module("bench_seamless"), importlib.import_module("harness")
+    assert harness.read_floors(str(BENCHMARKS / "floors.json"), f"seamless{device}", bench.floor_names())
 
 
 @pytest.fixture
@@ -232,7 +244,7 @@ def run_mqa(monkeypatch, tmp_path):
 
     def run(*flags: str, **floors: float):
         wanted, results = tmp_path / "floors.json", tmp_path / "results.json"
-        wanted.write_text(json.dumps({name: {"stock": floor} for name, floor in floors.items()}))
+        wanted.write_text(json.dumps({"mqa": {name: {"stock": floor} for name, floor in floors.items()}}))
         status = bench.main(["--repeats", "1", "--floors", str(wanted), "--json", str(results), *flags])
         return status, json.loads(results.read_text())["results"]
 
@@ -258,20 +270,13 @@ def test_attention_below_its_floor_fails_the_benchmark_by_name(run_mqa, capsys):
     assert "grouped: " in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_floors_of_attention_that_are_checked_in_name_cases(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    bench, floors = importlib.import_module("bench_mqa"), importlib.import_module("floors")
-    assert floors.read_floors(str(BENCHMARKS / "floors_mqa.json"), bench.CASES)
-
-
 def test_prophetnet_fails_its_benchmark_below_a_floor(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    bench, floors = importlib.import_module("bench_prophetnet"), importlib.import_module("floors")
-    assert set(floors.read_floors(str(BENCHMARKS / "floors_prophetnet.json"), bench.CASES)) == set(bench.CASES)
+    bench = importlib.import_module("bench_prophetnet")
     monkeypatch.setattr(bench, "NEW_TOKENS", 4)
     wanted = tmp_path / "floors.json"
     for floor, status in ((1e-6, 0), (1e6, 1)):
-        wanted.write_text(json.dumps({"beam": {"stock": floor}}))
+        wanted.write_text(json.dumps({"prophetnet": {"beam": {"stock": floor}}}))
         flags = ["--repeats", "1", "--layers", "1", "--width", "64", "--floors", str(wanted)]
         assert bench.main(flags) == status
     told = capsys.readouterr().out
@@ -290,7 +295,8 @@ def run_constrained(monkeypatch, tmp_path):
 
     def run(*flags: str, **floors: dict[str, float]):
         wanted, results = tmp_path / "floors.json", tmp_path / "results.json"
-        wanted.write_text(json.dumps({name.replace("_", "-"): ratios for name, ratios in floors.items()}))
+        told = {name.replace("_", "-"): ratios for name, ratios in floors.items()}
+        wanted.write_text(json.dumps({"constrained": told}))
         status = bench.main(["--repeats", "1", "--floors", str(wanted), "--json", str(results), *flags])
         return status, json.loads(results.read_text())["results"]
 
@@ -314,12 +320,6 @@ def test_constrained_search_below_a_floor_fails_the_benchmark_by_name(run_constr
     assert "names-beam10: " in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_floors_of_constrained_search_that_are_checked_in_name_cases(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    bench, floors = importlib.import_module("bench_constrained"), importlib.import_module("floors")
-    assert floors.read_floors(str(BENCHMARKS / "floors_constrained.json"), bench.CASES)
-
-
 def tiny_whisper():
     ends = {f"{end}_{name}": 2 for end in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")}
     special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 3}
@@ -331,15 +331,17 @@ def tiny_whisper():
     return model
 
 
-def test_recordings_fail_their_benchmark_below_a_floor(monkeypatch, capsys):
+def test_recordings_fail_their_benchmark_below_a_floor(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
     bench = importlib.import_module("bench_recordings")
     monkeypatch.setattr(bench, "transcriber", tiny_whisper)
     monkeypatch.setitem(bench.SETTINGS, "max_new_tokens", 4)
+    wanted = tmp_path / "floors.json"
     for floor, status in ((1e-6, 0), (1e6, 1)):
-        assert bench.main(["--seconds", "31", "--repeats", "1", "--floor", str(floor)]) == status
+        wanted.write_text(json.dumps({"recordings": {"recordings": {"stock": floor}}}))
+        assert bench.main(["--seconds", "31", "--repeats", "1", "--floors", str(wanted)]) == status
     told = capsys.readouterr().out
-    assert told.count("times as fast\n") == 2 and told.count("and --floor is 1000000.00") == 1
+    assert told.count("times as fast\n") == 2 and told.count("below the floor of 1000000.00") == 1
     with pytest.raises(SystemExit):
         bench.main(["--seconds", "30"])
     assert "--seconds 30: Whisper hears that at once (accepted: more than 30)" in capsys.readouterr().err
@@ -348,8 +350,7 @@ def test_recordings_fail_their_benchmark_below_a_floor(monkeypatch, capsys):
 @pytest.mark.parametrize(("name", "case"), (("bench_rollouts", "g8"), ("bench_prefix", "greedy16")))
 def test_shared_prompts_below_a_floor_fail_their_benchmark_by_name(name, case, monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    bench, floors = importlib.import_module(name), importlib.import_module("floors")
-    assert floors.read_floors(str(BENCHMARKS / name.replace("bench", "floors")) + ".json", bench.CASES)
+    bench = importlib.import_module(name)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
     def small() -> tuple[LlamaForCausalLM, dict]:
@@ -362,12 +363,32 @@ def test_shared_prompts_below_a_floor_fail_their_benchmark_by_name(name, case, m
         monkeypatch.setitem(bench.CASES, case, bench.CASES[case]._replace(model=small, prefix=12, inputs=2))
     wanted = tmp_path / "floors.json"
     for floor, status in ((0, 0), (1e9, 1)):
-        wanted.write_text(json.dumps({case: {"stock": floor, "memory": 0}}))
+        wanted.write_text(json.dumps({name.removeprefix("bench_"): {case: {"stock": floor, "memory": 0}}}))
         assert bench.main([case, "--repeats", "1", "--floors", str(wanted)]) == status
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{case}: ")
 
 
-def test_floors_of_evaluations_that_are_checked_in_name_cases(monkeypatch):
+def test_check_fails_where_a_ratio_is_lower_than_the_committed_one(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    bench, floors = importlib.import_module("bench_lm_eval"), importlib.import_module("floors")
-    assert floors.read_floors(str(BENCHMARKS / "floors_lm_eval.json"), bench.CASES)
+    check = importlib.import_module("check")
+    assert check.slower({"a": 0.85, "b": 0.95, "new": 0.1}, {"a": 1.0, "b": 1.0}, noise=0.1) == [
+        "a: 0.85 times as fast as stock, 1.00 when it was committed"
+    ]
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    assert check.main(["generate"]) == 2 and "in benchmarks/results" in capsys.readouterr().out
+    (tmp_path / "results").mkdir()
+    told = {"cpu": check.cpu(), "results": [{"case": "bart-beam4-one-row", "ratios": {"stock": 2.0}}]}
+    (tmp_path / "results" / "generate-here.json").write_text(json.dumps(told))
+    program = "import json, sys; json.dump({'results': [{'case': 'bart-beam4-one-row', 'ratio': %s}]}, open(%s, 'w'))"
+    for ratio, status in (1.9, 0), (1.7, 1):
+        (tmp_path / "bench_generate.py").write_text(program % (ratio, "sys.argv[-1]"))
+        assert check.main(["generate"]) == status
+
+
+def test_check_runs_cases_that_there_are(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    check = importlib.import_module("check")
+    for name, cases in check.QUICK.items():
+        if name == "fairseq":
+            pytest.importorskip("fairseq")
+        assert set(cases) <= set(importlib.import_module(f"bench_{name}").CASES)

@@ -57,13 +57,13 @@ Found = tuple[list[tuple[list[dict[str, Any]], str | None]], float, list[str]]
 
 
 class Worker:
-    """A process with a model. cpus: those that it runs on; none leaves the choice to Ray."""
+    """A process with a model. cpus: those that it runs on, with so many threads; none leaves the choice to Ray."""
 
-    def __init__(self, args: RunConfig, cpus: list[int]) -> None:
+    def __init__(self, args: RunConfig, cpus: list[int], threads: int) -> None:
         self._args = args
         if cpus:
             os.sched_setaffinity(0, cpus)
-            os.environ["OMP_NUM_THREADS"] = str(min(len(cpus), int(os.environ.get("OMP_NUM_THREADS", len(cpus)))))
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray has set it to 1
 
     def load(self) -> RunConfig:
         """The flags, with the sizes of batches; raises InputError where MODEL cannot do what is asked for."""
@@ -178,7 +178,9 @@ class Workers:
 
     def _load(self, place: int) -> None:
         """In a new actor: of one that Ray restarts, tasks that are sent in the meantime fail, or never end."""
-        self._workers[place] = self._actor.remote(self._worker_args, self._cpus[place])
+        cpus = self._cpus[place]
+        threads = min(len(cpus), int(os.environ.get("OMP_NUM_THREADS", len(cpus))))
+        self._workers[place] = self._actor.remote(self._worker_args, cpus, threads)
         self._running[self._workers[place].load.remote()] = place, None
 
     def _start(self, place: int, part: Part) -> None:

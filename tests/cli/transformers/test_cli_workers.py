@@ -77,6 +77,19 @@ def test_two_workers_write_what_one_process_writes(
     assert "line 72: has 122 tokens" in (said := capsys.readouterr().err) and "82 lines in" in said
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_a_worker_has_as_many_threads_as_cpus(
+    bart: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "    import torch\n    open(os.environ['SAID'], 'w').write(str(torch.get_num_threads()))\n"
+    monkeypatch.setenv("PYTHONPATH", changed(tmp_path, code))
+    monkeypatch.setenv("SAID", str(tmp_path / "said"))
+    for given, threads in ((None, len(os.sched_getaffinity(0))), ("1", 1)):
+        monkeypatch.delenv("OMP_NUM_THREADS") if given is None else monkeypatch.setenv("OMP_NUM_THREADS", given)
+        run(bart, source, tmp_path / "out", *FLAGS, "--workers", "1", "--n_obs", "2", "--overwrite")
+        assert (tmp_path / "said").read_text() == str(threads)
+
+
 def test_a_batch_goes_to_another_worker_where_one_dies(
     poisoned: None,
     bart: Path,

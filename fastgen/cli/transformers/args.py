@@ -156,7 +156,7 @@ class RunConfig:
     postprocess_workers: int = _flag("threads that detokenise (default: 1)", 1, type=whole(1), metavar="N")
     n_obs: int | None = _flag("only the first N lines (-1: all)", type=whole(1, unset=-1), metavar="N")
 
-    workers: int | None = _flag("processes with a model each (needs ray)", type=whole(1), metavar="N")
+    workers: Any = _flag("processes with a model each, or auto (needs ray)", type=whole_or_auto(1), metavar="N")
     ray: str | None = _flag("the cluster that --workers are on", nargs="?", const="auto", metavar="ADDRESS")
     verbose: bool = _switch("the speed of each worker")
     num_shards: Any = _flag("divide INPUT into N runs, or auto", type=whole_or_auto(1), metavar="N")

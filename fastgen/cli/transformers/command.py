@@ -13,6 +13,7 @@ import secrets
 import sys
 from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
+from functools import partial
 from logging import ERROR, LogRecord
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +185,7 @@ def _generate(
         chunks = shards.own_chunks(chunks, args)
         generate = WithinMemory(task, progress.say, args.seed)
         ahead = Prefetcher(chunks, task, planner, args.preprocess_workers, output.entry, collates=workers is None)
-        elsewhere = None if workers is None else workers.generating(ahead, stop, progress)
+        elsewhere = None if workers is None else partial(workers.run, ahead=ahead, stop=stop, progress=progress)
         complete = Pipeline(task, generate, write, stop, elsewhere).drain(ahead)
         if complete:
             if surveyed is not None and output.records != total:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -32,9 +34,9 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from fastgen.cli import cleaner
 from fastgen.cli.errors import InputError, RunError
 from fastgen.cli.signals import Stop
-from fastgen.cli.threads import cpus_of_workers
+from fastgen.cli.threads import cpus_of_workers, usable_cpus
 from fastgen.cli.transformers.args import PROG, RunConfig
-from fastgen.cli.transformers.batching import Batch, Item
+from fastgen.cli.transformers.batching import Batch, Item, total_memory
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.records import reason
 from fastgen.cli.transformers.tasks import Task, task_for
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 MOST_TRIES = 3
 OBJECT_STORE = 80 << 20  # bytes: batches are there until a worker has them, one for each
 SECONDS_BETWEEN_LOOKS = 0.05
+LEAST_GAIN = 1.05  # of twice as many workers, which cost twice the memory
 TOKEN = secrets.token_hex(32)  # Ray keeps it for as long as the process lives
 CAUSES = {
     "memory running low": "the machine had no memory left",
@@ -91,6 +94,10 @@ class Worker:
         amount = sum(map(self._task.finish, self._generate(batch, start)))
         return [(item.outputs, item.error) for item in batch.items], amount, self._said
 
+    def memory(self) -> int:
+        """Bytes that the process had at most."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
 
 @dataclass
 class Part:
@@ -108,11 +115,14 @@ class Part:
 
 
 class Workers:
-    """The driver's side. say: takes a line for stderr. args: with the sizes of batches that a worker has chosen."""
+    """The driver's side. say: takes a line for stderr. args: with the sizes of batches that a worker has chosen.
 
-    def __init__(self, args: RunConfig, count: int, gpus: int, say: Callable[[str], None]) -> None:
+    most: how many workers there may be instead, if that is faster.
+    """
+
+    def __init__(self, args: RunConfig, count: int, gpus: int, say: Callable[[str], None], most: int = 0) -> None:
         self.args = self._worker_args = args
-        self._say = say
+        self._say, self._most = say, most
         self.inputs = [0] * count  # that each has generated for
         self._error: Exception | None = None  # of the first worker that was given up
         self._cpus = cpus_of_workers(count) if args.ray is None else [[]] * count
@@ -136,22 +146,20 @@ class Workers:
         args = replace(task.args, bs=self.args.bs, batch_tokens=self.args.batch_tokens, device_map=asked.device_map)
         task.args = task.loaded.args = args
 
-    def generating(self, ahead: Prefetcher, stop: Stop, progress: Progress) -> Callable[[Any], Any]:
+    def run(
+        self, batches: Iterator[Batch], ahead: Prefetcher, stop: Stop, progress: Progress
+    ) -> Iterator[tuple[Batch, list[float]]]:
         """For a Pipeline: gives each batch with the amount that was generated for it, in any order.
 
         Ends early, with the batches in flight finished, when somebody asks for that.
         """
-        self._say = progress.say
+        if self._most > 1:
+            best, batches = self._fastest(batches, progress)
+            yield from best.run(batches, ahead, stop, progress)
+            return
+        self._say, self._begun = progress.say, time.perf_counter()
         if self.args.verbose:
             progress.details = self._rates
-        self._begun = time.perf_counter()
-        return lambda batches: self._run(batches, ahead, stop)
-
-    def _rates(self) -> str:
-        seconds = time.perf_counter() - self._begun
-        return "".join(f", worker {place} {inputs / seconds:.1f}" for place, inputs in enumerate(self.inputs))
-
-    def _run(self, batches: Iterator[Batch], ahead: Prefetcher, stop: Stop) -> Iterator[tuple[Batch, list[float]]]:
         more = True
         while more or self._open:
             while self._idle and (self._parts or (more and not (self._open and ahead.is_waiting))):
@@ -175,6 +183,57 @@ class Workers:
                 for part in self._parts:  # an unfinished batch is not written
                     self._open.pop(part.batch.number, None)
                 self._parts.clear()
+
+    def _fastest(self, batches: Iterator[Batch], progress: Progress) -> tuple[Workers, Iterator[Batch]]:
+        """--workers auto: of 1, 2, 4, … workers those that do the first batch the most often in a second.
+
+        Ends where twice as many gain too little, have no CPU each, or need more than half of the machine's memory.
+        """
+        import torch
+
+        most, self._most = self._most, 0
+        first: list[Batch] = []
+        for batch in batches:
+            first.append(batch)
+            if batch.items:
+                break
+        else:
+            return self, iter(first)
+        best, (speed, memory) = self, self._measured(batch)
+        machine = total_memory(torch.device("cpu"))
+        while (count := 2 * len(best.inputs)) <= most and count * memory <= machine // 2:
+            more = Workers(self._worker_args, count, 0, lambda said: None)
+            found, memory = more._measured(batch)
+            worse = best if found > LEAST_GAIN * speed else more
+            for worker in worse._workers.values():
+                ray.kill(worker)
+            if worse is more:
+                break
+            best, speed = more, found
+        progress.note(f"--workers auto: {len(best.inputs)} on {most} CPUs")
+        progress.begin()
+        return best, chain(first, batches)
+
+    def _measured(self, batch: Batch) -> tuple[float, int]:
+        """How often the workers do a batch in a second, all at once; and the bytes of the largest.
+
+        The first time is not measured, in which a model chooses its kernels. (0, 0) where a worker fails.
+        """
+        part = Part(batch, batch.items).sent()
+        try:
+            while self._running:
+                list(self._received())
+            for _ in range(2):
+                begun = time.perf_counter()
+                ray.get([worker.generate.remote(part, 0) for worker in self._workers.values()])
+            seconds = time.perf_counter() - begun
+            return len(self.inputs) / seconds, max(ray.get([each.memory.remote() for each in self._workers.values()]))
+        except (RayError, InputError, RunError):
+            return 0.0, 0
+
+    def _rates(self) -> str:
+        seconds = time.perf_counter() - self._begun
+        return "".join(f", worker {place} {inputs / seconds:.1f}" for place, inputs in enumerate(self.inputs))
 
     def _load(self, place: int) -> None:
         """In a new actor: of one that Ray restarts, tasks that are sent in the meantime fail, or never end."""
@@ -289,13 +348,18 @@ def started(args: RunConfig) -> Iterator[Workers]:
             raise RunError(f"Ray does not start ({reason(error)})") from error
         finally:
             signal.signal(signal.SIGTERM, before)  # Ray sets its own
-        gpus = int(args.device in (None, "cuda") and ray.cluster_resources().get("GPU", 0) >= 1)
+        devices = int(ray.cluster_resources().get("GPU", 0)) if args.device in (None, "cuda") else 0
+        if args.workers == "auto" and args.ray is not None and not devices:
+            raise InputError("--workers auto measures the CPUs of this machine only (accepted with --ray: a number)")
+        count, most = args.workers, 0
+        if count == "auto":
+            count, most = (devices, 0) if devices else (1, usable_cpus())
         output = os.path.abspath(args.output)  # sounds are written by workers
-        yield Workers(replace(args, output=output, quiet=True), args.workers, gpus, _say)
+        yield Workers(replace(args, output=output, quiet=True), count, int(devices > 0), _say, most)
 
 
 @contextmanager
-def _own_ray(workers: int) -> Iterator[dict[str, Any]]:
+def _own_ray(workers: int | str) -> Iterator[dict[str, Any]]:
     """Arguments of ray.init for one that nobody else can use, and that leaves nothing behind."""
     folder = tempfile.mkdtemp(prefix="fastgen-ray-", dir="/tmp")  # paths of sockets are short
     variables = {
@@ -310,7 +374,7 @@ def _own_ray(workers: int) -> Iterator[dict[str, Any]]:
     try:
         yield {
             "address": "local",
-            "num_cpus": workers,
+            "num_cpus": 2 * usable_cpus() if workers == "auto" else workers,  # one for each; auto compares two numbers
             "object_store_memory": OBJECT_STORE,
             "include_dashboard": False,
         }

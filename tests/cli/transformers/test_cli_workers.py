@@ -90,6 +90,33 @@ def test_a_worker_has_as_many_threads_as_cpus(
         assert (tmp_path / "said").read_text() == str(threads)
 
 
+SLOWER = """
+    import time
+    generate = pipeline.WithinMemory.__call__
+    def slower(self, batch, start=0):
+        open(f"{os.environ['DONE']}/{os.getpid()}", "a").write(f"{batch.number}\\n")
+        time.sleep(0.5 if len(os.sched_getaffinity(0)) == int(os.environ["SLOW"]) else 0.01)
+        return generate(self, batch, start)
+    pipeline.WithinMemory.__call__ = slower
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="compares one worker of two CPUs with two of one")
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_auto_takes_the_number_that_is_faster(
+    bart: Path, source: Path, tmp_path: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch, chosen: int
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", changed(tmp_path, SLOWER))
+    monkeypatch.setenv("SLOW", str(chosen))  # a worker that has so many CPUs
+    (tmp_path / "done").mkdir()
+    monkeypatch.setenv("DONE", str(tmp_path / "done"))
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--workers", "auto") == 1
+    assert (tmp_path / "out").read_bytes() == expected
+    done = [path.read_text().split() for path in (tmp_path / "done").iterdir()]
+    assert sorted(map(len, done))[: 3 - chosen] == [2] * (3 - chosen)  # those that were only measured
+    assert len([each for each in done if len(each) > 2]) == chosen
+
+
 def test_a_batch_goes_to_another_worker_where_one_dies(
     poisoned: None,
     bart: Path,

@@ -86,10 +86,13 @@ def evaluate(cfg: Any, no_fastgen: bool, **unused: Any) -> None:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """sys.argv as fairseq's command reads it; raises InputError where there is no --path."""
+    """sys.argv as fairseq's command reads it; raises InputError where there is no --path, or no DATA at its place."""
     args = options.parse_args_and_arch(parser)
     if args.path is None:
         raise InputError("--path is missing (accepted: the file of a checkpoint)")
+    data = vars(args).get("data")
+    if data and not PathManager.exists(utils.split_paths(data)[0]):
+        raise InputError(f"DATA {data}: does not exist (accepted: a folder that fairseq-preprocess wrote)")
     return args
 
 
@@ -154,8 +157,6 @@ def explain(cfg: Any, error: Exception) -> str | None:
         return f"{_flag(cfg, path)}{path}: is no checkpoint, or a damaged one ({first_sentence})"
     if isinstance(error, OSError) and results_path and str(error.filename).startswith(results_path):
         return f"--results-path {results_path}: {error.filename} cannot be written ({error.strerror})"
-    if isinstance(error, FileNotFoundError) and data and not PathManager.exists(utils.split_paths(data)[0]):
-        return f"DATA {data}: does not exist (accepted: a folder that fairseq-preprocess wrote)"
     if message.startswith("Could not infer language pair"):
         return f"DATA {data}: no file there is named for a pair of languages (needs --source-lang and --target-lang)"
     if message.startswith(NO_MODEL):

@@ -1,5 +1,6 @@
 """What cannot work, and what fairseq would leave out without a word, is said in one line that names the argument."""
 
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,9 +82,13 @@ def test_a_file_that_is_no_checkpoint_is_named(
 
 
 @pytest.mark.parametrize("main", [generate, eval_lm])
-def test_data_that_is_not_there_is_named(capfd: pytest.CaptureFixture, tmp_path: Path, main: Callable) -> None:
-    error = stopped(capfd, main, [str(tmp_path / "none"), "--path", "checkpoint.pt", "--cpu"])
-    assert f"error: DATA {tmp_path / 'none'}: does not exist" in error and "'common'" not in error  # the configuration
+def test_data_that_is_not_there_is_named(
+    capfd: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture, tmp_path: Path, main: Callable
+) -> None:
+    with caplog.at_level(logging.INFO):
+        error = stopped(capfd, main, [str(tmp_path / "none"), "--path", "checkpoint.pt", "--cpu"])
+    assert f"error: DATA {tmp_path / 'none'}: does not exist" in error
+    assert not caplog.text  # before the configuration is logged, and anything is loaded
 
 
 @pytest.mark.parametrize("main", [generate, eval_lm])

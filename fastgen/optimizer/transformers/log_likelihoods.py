@@ -62,10 +62,11 @@ def log_likelihoods(
     """For each pair the sum of log-probabilities, and whether it is the greedy continuation.
 
     model: a decoder-only model of transformers. contexts, continuations: as many of both, lists of token ids; or
-    strings, with their tokenizer, which is asked for a context and its continuation as one text. tokens_per_batch: how
-    many tokens, rows times the longest, go through the model at once. Results are those of a forward of each context
-    with its continuation, to 1e-4 in fp32. ValueError where the two differ in number, one is empty or longer than the
-    model's positions, or holds what is no token of the model; TypeError where they are no lists of these kinds.
+    strings, with their tokenizer, which is asked for a context and its continuation as one text; special tokens that it
+    puts behind a text are left out. tokens_per_batch: how many tokens, rows times the longest, go through the model at
+    once. Results are those of a forward of each context with its continuation, to 1e-4 in fp32. ValueError where the
+    two differ in number, one is empty or longer than the model's positions, or holds what is no token of the model;
+    TypeError where they are no lists of these kinds.
     """
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise TypeError(f"model is a {type(model).__name__} (accepted: a decoder-only model of transformers)")
@@ -114,8 +115,8 @@ def _tokens(context: Any, continuation: Any, tokenizer: Any, number: int, vocabu
             raise ValueError(f"contexts[{number}] is a string, and tokenizer is None (accepted: the model's tokenizer)")
         text = context.rstrip()  # tokens begin with their spaces
         continuation = context[len(text) :] + continuation
-        first, both = tokenizer(text)["input_ids"], tokenizer(text + continuation)["input_ids"]
-        context, continuation = first, both[len(first) :]
+        context, both = _encoded(tokenizer, text), _encoded(tokenizer, text + continuation)
+        continuation = both[len(context) :]
     found = []
     for name, ids in (("contexts", context), ("continuations", continuation)):
         try:
@@ -129,6 +130,15 @@ def _tokens(context: Any, continuation: Any, tokenizer: Any, number: int, vocabu
             if not 0 <= token < vocabulary:
                 raise ValueError(f"{name}[{number}] holds {token} (accepted: token ids from 0 to {vocabulary - 1})")
     return found[0], found[1]
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    """The token ids of a text with the special ones in front of it, without those that end it."""
+    ids, plain = tokenizer(text)["input_ids"], tokenizer(text, add_special_tokens=False)["input_ids"]
+    for start in range(len(ids) - len(plain) + 1):
+        if ids[start : start + len(plain)] == plain:
+            return ids[: start + len(plain)]
+    return ids
 
 
 def contexts_of(pairs: Iterable[Pair]) -> list[Context]:

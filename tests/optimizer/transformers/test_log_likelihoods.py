@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import pytest
@@ -10,6 +11,7 @@ from architectures import ARCHITECTURES
 from cost_models import costs
 from parity import tiny, tiny_encoder
 from sharing import sharing
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
@@ -146,14 +148,18 @@ def test_an_encoder_and_a_model_with_a_hook_are_not_shared():
             assert_equal(found, one_by_one(model, *pairs))
 
 
-def test_strings_are_split_as_the_harness_splits_them():
+@pytest.mark.parametrize(("template", "begin"), [("$A", []), ("$A </s>", []), ("<s> $A </s>", [0]), ("<s> $A", [0])])
+def test_strings_are_split_as_the_harness_splits_them(template, begin):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_path())
+    specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=specials)
     model = tiny("llama", vocab_size=len(tokenizer))
     contexts = ["Wendy sold 31 books. ", "Wendy sold 31 books. ", "Wendy sold two"]
     continuations = ["She was glad", "No", " cars."]
     found = fastgen.log_likelihoods(model, contexts, continuations, tokenizer)
-    tokens = [tokenizer(context.rstrip())["input_ids"] for context in contexts]
-    both = [tokenizer(context + continuation)["input_ids"] for context, continuation in zip(contexts, continuations)]
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    tokens = [begin + encode(context.rstrip()) for context in contexts]
+    both = [begin + encode(context + continuation) for context, continuation in zip(contexts, continuations)]
     assert_equal(found, one_by_one(model, tokens, [all[len(one) :] for one, all in zip(tokens, both)]))
 
 

@@ -12,6 +12,7 @@ from cost_models import ANY_SIZE, costs
 from parity import BEAMS, PREFILL, padded, tiny
 from python_process import REPOSITORY
 from sharing import sharing
+from versions import needs
 
 import fastgen
 from fastgen import ops
@@ -19,6 +20,8 @@ from fastgen.ops import Kernel
 from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for
 from fastgen.optimizer.decoding.call import add_reasons, count, current_call, generate_call, last_report
 from fastgen.optimizer.decoding.report import DECISIONS, Reason, Report
+
+LOOPS = needs("transformers", "5.3", "loops prepare their steps in another way")
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -83,6 +86,7 @@ def test_a_report_is_the_same_as_text_and_as_json():
     ]
 
 
+@LOOPS
 def test_a_report_begins_with_a_verdict_in_words():
     model = tiny("gpt2")
     model.generate(**padded(9, 5), **BEAMS)
@@ -97,6 +101,7 @@ def test_a_report_begins_with_a_verdict_in_words():
     assert fastgen.explain().as_dict()["replayed_steps"] == fastgen.explain().replays > 0
 
 
+@LOOPS
 def test_a_decision_is_no_fallback():
     model = tiny("gpt2")
     with sharing("auto"):

@@ -92,8 +92,14 @@ def prefill(
             prefixes.fill_sync(call, self, forward, prefix, given)
             reasons = _done_or_reasons(self, lambda: expand_prefix(self, given_cache, prefix, groups, limit, call))
         if not reasons:
-            with filling_all_rows(given_cache, groups) if kv_layers.is_static(given_cache) else nullcontext():
-                outputs = forward(used)
+            try:
+                with filling_all_rows(given_cache, groups) if kv_layers.is_static(given_cache) else nullcontext():
+                    outputs = forward(used)
+            except Exception:  # the states of another call may be of more rows
+                if undo is None or not (reasons := checks.row_state_reasons(call, self, {groups.rows})):
+                    raise
+                facts.row_states = reasons
+        if not reasons:
             if prefix is not None and outputs["logits"].isnan().any():  # torch hides NaN of few keys without a mask
                 reasons = [NAN]
             elif len(groups) == 1:

@@ -21,11 +21,11 @@ demo: $(VENV)/demo.installed
 # What a change is tried with. It lists what is skipped: the tests of fairseq where this Python has no build of it (3.10
 # and 3.13), those of a GPU.
 test: $(VENV)/test.installed
-	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 -m "not slow"
+	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup -m "not slow"
 
-# The rest of the tests: more random calls, vocoders, trained models, TRL, lm-eval, models inside of wrappers, builds.
+# The rest of the tests (those of one xdist_group one after the other): more random calls, vocoders, trained models, TRL, lm-eval, models inside of wrappers, builds.
 test-all: $(VENV)/test.installed
-	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 -m slow
+	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup -m slow
 
 # A few tests with what a user of the extra gets: fairseq with all its requirements by their own metadata, numpy < 2, and
 # the newest transformers, for which constraints.txt's peft is too old. Only torchaudio is taken out again, see above. For

@@ -17,6 +17,7 @@ def test_the_recipe_for_datasets_runs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_the_recipe_for_ray_data_runs() -> None:
     pytest.importorskip("ray")
     pytest.importorskip("pyarrow")

@@ -1,8 +1,12 @@
-"""Runs of the command with workers in processes of Ray: how to change what a worker does, and what is left of a run."""
+"""Workers in processes of Ray: how to change what one does, a cluster on this machine, and what is left of a run."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +41,48 @@ def changed(folder: Path, code: str) -> str:
     """The PYTHONPATH of processes that are to run `code` behind the import of fastgen's pipeline."""
     (folder / "sitecustomize.py").write_text(CHANGED.format(code=code))
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+class Cluster:
+    """Nodes of Ray on this machine: one for drivers, and one for each number of CPUs in `cpus`.
+
+    In a process of its own: a process in which a run had a Ray with a token cannot use one that has none.
+    """
+
+    CODE = """
+import sys
+from ray.cluster_utils import Cluster
+folder, memory, *cpus = sys.argv[1:]
+options = {"object_store_memory": int(memory), "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "temp_dir": folder, **options})
+nodes = [cluster.add_node(num_cpus=int(number), **options) for number in cpus]
+print("address", cluster.address, flush=True)
+for line in sys.stdin:
+    cluster.remove_node(nodes.pop(), allow_graceful=False)
+    print("removed", flush=True)
+cluster.shutdown()
+"""
+
+    def __init__(self, *cpus: int, memory: int = 80 << 20) -> None:
+        self._folder = tempfile.mkdtemp(prefix=FOLDERS, dir="/tmp")  # paths of sockets are short
+        call = [sys.executable, "-c", self.CODE, self._folder, str(memory), *map(str, cpus)]
+        self._process = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.address = self._wait("address")
+
+    def remove_node(self) -> None:
+        """Kills the processes of the last one."""
+        print(file=self._process.stdin, flush=True)
+        self._wait("removed")
+
+    def end(self) -> None:
+        self._process.communicate()
+        shutil.rmtree(self._folder)
+
+    def _wait(self, word: str) -> str:
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word).strip()
+        raise RuntimeError("the cluster has ended")
 
 
 def of_runs() -> Iterator[str]:

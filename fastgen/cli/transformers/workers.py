@@ -309,11 +309,12 @@ class Workers:
 
     def _give_up(self, place: int, error: Exception) -> None:
         """A worker that has no model. Raises its error, or that of the first, where there is no other worker."""
-        self._error = self._error or (error if isinstance(error, InputError) else RunError(_short(error)))
+        said = error if isinstance(error, InputError) else RunError(_short(error))
+        self._error = self._error or said
         ray.kill(self._workers[place])
         if not self._idle and not self._running:
             raise self._error
-        self._say(f"goes on without worker {place}: {_short(error)}")
+        self._say(f"goes on without worker {place}: {said}")
 
 
 def _short(error: Exception) -> str:

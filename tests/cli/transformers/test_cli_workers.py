@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,18 +15,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import transformers
 from cli_language_models import save_whisper
 from cli_models import WORDS, save_bart, save_gpt2, sentences
-from ray_runs import POISON, changed, left_behind, of_runs
+from ray_runs import POISON, Cluster, changed, left_behind, of_runs
 
 from fastgen.cli.transformers.command import main
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
+
+from fastgen.cli.transformers.workers import OBJECT_STORE
 
 LINES = [*sentences(70), "", " ".join(WORDS * 2), *sentences(10, seed=1)]
 FLAGS = ("--bs", "4", "--beam", "2", "--output_format", "jsonl")
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+# One run at a time: each looks for what it has left.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +163,29 @@ def test_a_model_that_no_worker_can_load_is_one_line(
     assert not (tmp_path / "out.part").exists()
 
 
+def test_a_run_goes_on_without_a_worker_that_cannot_load_the_model(
+    bart: Path,
+    source: Path,
+    tmp_path: Path,
+    expected: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    code = """
+    from fastgen.cli.errors import InputError
+    try:
+        os.close(os.open(os.environ["ONCE"], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    raise InputError("MODEL x: no memory")
+"""
+    monkeypatch.setenv("PYTHONPATH", changed(tmp_path, code))
+    monkeypatch.setenv("ONCE", str(tmp_path / "once"))
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--workers", "2") == 1
+    assert re.search(r"goes on without worker [01]: MODEL x: no memory\n", capsys.readouterr().err)
+    assert (tmp_path / "out").read_bytes() == expected
+
+
 def test_samples_of_workers_are_those_of_one_process(source: Path, tmp_path: Path) -> None:
     flags = ("--causal_lm", "--do_sample", "--seed", "3", "--max_new_tokens", "6", "--bs", "8")
     gpt2 = save_gpt2(tmp_path / "gpt2")
@@ -179,6 +207,29 @@ def test_speech_of_workers_is_that_of_one_process(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
 
 
+def test_batches_may_be_larger_than_the_object_store(tmp_path: Path) -> None:
+    mel_bins, seconds, inputs = 128, 30, 60
+    assert inputs * mel_bins * 100 * seconds * 4 > OBJECT_STORE  # float32, 100 frames a second
+    whisper = save_whisper(tmp_path / "whisper", num_mel_bins=mel_bins, max_source_positions=50 * seconds)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=mel_bins, chunk_length=seconds)
+    tokenizer = transformers.WhisperTokenizer.from_pretrained(whisper)
+    transformers.WhisperProcessor(extractor, tokenizer).save_pretrained(whisper)
+    soundfile.write(tmp_path / "a.wav", np.random.default_rng(0).normal(scale=0.1, size=16000), 16000)
+    (tmp_path / "in").write_text(f"{tmp_path / 'a.wav'}\n" * 3 * inputs)
+    flags = ("--task", "automatic-speech-recognition", "--max_new_tokens", "4", "--bs", inputs)
+    assert run(whisper, tmp_path / "in", tmp_path / "one", *flags) == 0
+    assert run(whisper, tmp_path / "in", tmp_path / "out", *flags, "--workers", "2") == 0
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
+
+
+def test_two_runs_at_once_do_not_see_each_other(bart: Path, source: Path, tmp_path: Path, expected: bytes) -> None:
+    call = [sys.executable, "-m", "fastgen.cli.transformers.command", str(bart), str(source)]
+    outputs = [tmp_path / "a", tmp_path / "b"]
+    runs = [subprocess.Popen([*call, str(output), "--quiet", *FLAGS, "--workers", "2"]) for output in outputs]
+    assert [process.wait() for process in runs] == [1, 1]
+    assert [output.read_bytes() for output in outputs] == [expected, expected]
+
+
 class Held:
     """The command with two workers in a process of its own, whose workers wait in batches until a file is there."""
 
@@ -194,12 +245,15 @@ class Held:
     pipeline.WithinMemory.__call__ = held
 """
 
-    def __init__(self, bart: Path, source: Path, folder: Path) -> None:
+    def __init__(self, bart: Path, source: Path, folder: Path, *flags: str) -> None:
         self.folder, self.part = folder, folder / "out.part"
-        environment = os.environ | {"PYTHONPATH": changed(folder, self.CODE), "HELD": str(folder)}
+        self.environment = os.environ | {"PYTHONPATH": changed(folder, self.CODE), "HELD": str(folder)}
         call = [sys.executable, "-m", "fastgen.cli.transformers.command", bart, source, folder / "out"]
         self.process = subprocess.Popen(
-            [*map(str, call), *FLAGS, "--workers", "2"], env=environment, stderr=subprocess.PIPE, text=True
+            [*map(str, call), *FLAGS, "--workers", "2", *flags],
+            env=self.environment,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def wait(self) -> None:
@@ -221,13 +275,54 @@ def held(already: set[str], bart: Path, source: Path, tmp_path: Path) -> Iterato
 
 
 def test_kill_9_of_the_driver_of_workers(
-    held: Held, already: set[str], bart: Path, source: Path, tmp_path: Path, expected: bytes
+    held: Held,
+    already: set[str],
+    bart: Path,
+    source: Path,
+    tmp_path: Path,
+    expected: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its workers and Ray end with it, and another number of workers goes on."""
+    """Its workers and Ray end with it, and another number of workers goes on, without what was written."""
     held.process.kill()
     assert held.process.wait() == -signal.SIGKILL
     assert left_behind(already) == []
-    assert run(bart, source, tmp_path / "out", *FLAGS, "--resume") == 1
+    monkeypatch.setenv("PYTHONPATH", held.environment["PYTHONPATH"])
+    monkeypatch.setenv("HELD", str(tmp_path))
+    for path in tmp_path.glob("begun-*"):
+        path.unlink()
+    (tmp_path / "go").touch()
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--resume", "--workers", "1") == 1
+    assert (tmp_path / "out").read_bytes() == expected
+    assert len(list(tmp_path.glob("begun-*"))) == 20 - 8  # batches
+
+
+@pytest.fixture
+def cluster(already: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Two nodes for a worker each, whose processes run what `Held` changes."""
+    monkeypatch.setenv("PYTHONPATH", changed(tmp_path, Held.CODE))
+    monkeypatch.setenv("HELD", str(tmp_path))
+    found = Cluster(1, 1)
+    yield found
+    found.end()
+
+
+def test_a_node_of_a_cluster_is_removed_in_the_middle(
+    cluster: Cluster, bart: Path, source: Path, tmp_path: Path, expected: bytes
+) -> None:
+    held = Held(bart, source, tmp_path, "--ray", cluster.address, "--workers", "auto")
+    assert "--workers auto measures the CPUs of this machine only" in held.process.communicate()[1]
+    assert held.process.returncode == 2
+    held = Held(bart, source, tmp_path, "--ray", cluster.address)
+    with held.process:
+        try:
+            held.wait()
+            cluster.remove_node()
+            (tmp_path / "go").touch()
+            stderr = held.process.communicate()[1]
+        finally:
+            held.process.kill()
+    assert held.process.returncode == 1 and stderr.count("has died at lines") == 1, stderr
     assert (tmp_path / "out").read_bytes() == expected
 
 

@@ -1,0 +1,92 @@
+"""The examples run, and do what they say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_models import save_bart, sentences
+from python_process import REPOSITORY
+from ray_runs import Cluster, changed, left_behind, of_runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]  # each looks for what it has left
+# A worker notes its batches, ends at one where a file "die" is there, and waits while a file "hold" is.
+NOTED = """
+    import time
+    generate = pipeline.WithinMemory.__call__
+    def noted(self, batch, start=0):
+        folder = os.environ["NOTED"]
+        with open(f"{folder}/batches", "a") as file:
+            file.write(f"{len(batch.items)}\\n")
+        if os.path.exists(f"{folder}/die"):
+            os.rename(f"{folder}/die", f"{folder}/died")
+            os._exit(9)
+        while os.path.exists(f"{folder}/hold"):
+            time.sleep(0.05)
+        time.sleep(0.2)
+        return generate(self, batch, start)
+    pipeline.WithinMemory.__call__ = noted
+"""
+FILES, ROWS = 12, 8
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    pytest.importorskip("ray")
+    pytest.importorskip("pyarrow")
+    before = set(of_runs())
+    monkeypatch.setenv("PYTHONPATH", changed(tmp_path, NOTED))
+    monkeypatch.setenv("NOTED", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = Cluster(4, memory=200 << 20)
+    monkeypatch.setenv("RAY_ADDRESS", found.address)
+    yield
+    found.end()
+    assert left_behind(before) == []
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_job_on_ray_data_writes_every_id_once(cluster: None, tmp_path: Path, form: str) -> None:
+    """A worker is killed, then the job; it is started again, and once more."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    def batches() -> int:
+        return sum(map(int, (tmp_path / "batches").read_text().split()))
+
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    texts = sentences(FILES * ROWS)
+    for number in range(FILES):
+        rows = [{"id": id, "text": texts[id]} for id in range(number * ROWS, (number + 1) * ROWS)]
+        if form == "parquet":
+            pyarrow.parquet.write_table(pa.Table.from_pylist(rows), source / f"{number}.parquet")
+        else:
+            (source / f"{number}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    script, bart = REPOSITORY / "examples/ray_data.py", save_bart(tmp_path / "bart")
+    call = [sys.executable, str(script), str(bart), str(source), str(output), "--format", form, "--workers", "2"]
+    call += ["--rows", "8", "--settings", '{"bs": 4, "num_beams": 2}']
+    (tmp_path / "die").touch()
+    with subprocess.Popen(call) as job:
+        while len([path for path in tmp_path.glob("out-ids/*.parquet") if "pending" not in path.name]) < 3:
+            assert job.poll() is None
+            time.sleep(0.05)
+        (tmp_path / "hold").touch()
+        job.kill()
+    assert (tmp_path / "died").exists()
+    time.sleep(3)  # Ray ends the workers of a driver that is gone
+    (tmp_path / "hold").unlink()
+    before = batches()
+    assert subprocess.run(call).returncode == 0
+    made = pyarrow.parquet.read_table(output).to_pylist()
+    assert sorted(row["id"] for row in made) == list(range(FILES * ROWS))
+    assert all(len(row["outputs"]) == 1 and row["error"] is None and row["text"] == texts[row["id"]] for row in made)
+    assert 0 < batches() - before < FILES * ROWS  # not those that were written
+    before = batches()
+    assert subprocess.run(call).returncode == 0
+    assert batches() == before and len(pyarrow.parquet.read_table(output)) == FILES * ROWS

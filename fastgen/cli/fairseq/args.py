@@ -55,6 +55,8 @@ def generate() -> None:
         metavar="N",
         help="processes that turn the model's output into text while the model runs (default: enough; 0: in between)",
     )
+    what = "processes with a model each, on the CPUs of this machine (default: the model is in this process)"
+    group.add_argument("--workers", type=int, default=0, metavar="N", help=what)
     for name in IN_ANY_CASE:
         what = "accepted for FastSeq's command lines: what it asks for is done in any case"
         group.add_argument(f"--{name.replace('_', '-')}", f"--{name}", action="store_true", help=what)
@@ -62,15 +64,21 @@ def generate() -> None:
     for name in IN_ANY_CASE:
         if vars(args).pop(name):
             say(f"--{name.replace('_', '-')} changes nothing: what it asks for is done in any case")
-    workers, no_fastgen = (vars(args).pop(name) for name in ("postprocess_workers", "no_fastgen"))
-    check(args, workers)
+    names = ("postprocess_workers", "workers", "no_fastgen")
+    workers, models, no_fastgen = (vars(args).pop(name) for name in names)
+    check(args, workers, models)
     cfg = convert_namespace_to_omegaconf(args)
-    reasons = [] if no_fastgen else unsupported_reasons(cfg, workers)
-    if reasons and args.num_shards > 1:
-        raise InputError(f"--num-shards {args.num_shards} needs the pipeline: {'; '.join(reasons)}")
+    reasons = [] if no_fastgen else unsupported_reasons(cfg, workers or models)
+    needed = f"--num-shards {args.num_shards}" if args.num_shards > 1 else f"--workers {models}" if models else ""
+    if needed and (reasons or (models and no_fastgen)):
+        raise InputError(f"{needed} needs the pipeline: {'; '.join(reasons) or '--no-fastgen'}")
     if reasons:
         say(f"without the pipeline: {'; '.join(reasons)}")
-    run(cfg, no_fastgen, upstream.main if reasons or no_fastgen else partial(pipeline.generate, workers=workers))
+    run(
+        cfg,
+        no_fastgen,
+        upstream.main if reasons or no_fastgen else partial(pipeline.generate, workers=workers, models=models),
+    )
 
 
 def evaluate_language_model() -> None:
@@ -96,13 +104,17 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def check(args: argparse.Namespace, workers: int) -> None:
+def check(args: argparse.Namespace, workers: int, models: int) -> None:
     """Raises InputError where fairseq-generate would stop with an assertion or a traceback."""
     # Other tasks than translations have no languages, and moses takes English.
     languages = [vars(args).get(f"{side}_lang", "en") for side in ("source", "target")]
     shard, last = f"--shard-id {args.shard_id}", args.num_shards - 1
     mistakes = {
         f"--postprocess-workers {workers} (accepted: 0 to {LARGEST_POOL})": not 0 <= workers <= LARGEST_POOL,
+        f"--workers {models} (accepted: 0 to {LARGEST_POOL})": not 0 <= models <= LARGEST_POOL,
+        f"--workers {models} is for CPUs (accepted: with --cpu, or --num-shards and --shard-id with a GPU each)": models
+        and torch.cuda.is_available()
+        and not args.cpu,
         f"--beam {args.beam} (accepted: 1 or more)": args.beam < 1,
         f"--nbest {args.nbest} (accepted: 1 or more)": args.nbest < 1,
         f"--sampling needs --nbest {args.beam}, the value of --beam": args.sampling and args.nbest != args.beam,
@@ -139,7 +151,7 @@ def run(cfg: Any, no_fastgen: bool, main: Callable[[Any], Any]) -> None:
                 stock.enter_context(context())
             main(cfg)
     except WorkerError as error:
-        raise OSError(f"post-processing: {error}") from error
+        raise OSError(f"in a worker process: {error}") from error
     except Exception as error:
         if explanation := explain(cfg, error):
             raise InputError(explanation) from error

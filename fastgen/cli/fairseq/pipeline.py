@@ -8,7 +8,9 @@
       scoring.build_scorer(…)           the scorer gets pairs of texts in the order of the sentences
       print(scorer.result_string())     waits for the last of them
 
-In a worker the same loop prints one batch after the other: there it sees `Postprocessor`, which has no model.
+In a worker the same loop prints one batch after the other: there it sees `Postprocessor`, which has no model. With
+--workers N it sees `Generator`, which has one: the first loop hands batches out before it comes to them, has no model
+once it knows how long sentences may be, and waits in `inference_step` for what a worker has printed.
 
 Tests: tests/cli/fairseq/test_cli_fairseq_output.py
 """
@@ -16,9 +18,11 @@ Tests: tests/cli/fairseq/test_cli_fairseq_output.py
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import threading
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -27,23 +31,28 @@ from typing import Any, TextIO
 
 import torch
 from fairseq import scoring, tasks
-from fairseq.data.iterators import EpochBatchIterator
+from fairseq.data.iterators import CountingIterator, EpochBatchIterator
 from fairseq_cli import generate as upstream
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.fairseq.command import say
 from fastgen.cli.fairseq.workers import OrderedPool
+from fastgen.cli.threads import cpus_of_workers
 
 UNFINISHED_BATCHES_PER_WORKER = 4
+BATCHES_AHEAD_PER_WORKER = 2  # one at work, one that waits for it
 GROUPS = ("common", "common_eval", "dataset", "generation", "checkpoint", "distributed_training")  # of flags
 Loop = Callable[[Any, Any], Any]
 Hypotheses = list[list[dict[str, Any]]]
 Pair = tuple[Any, Any]  # what the scorer gets of a sentence: two texts, or two lists of tokens
 
 
-def generate(cfg: Any, workers: int) -> None:
-    """Runs fairseq-generate; everything is written afterwards, or the first error is raised."""
-    run = Run(cfg, workers)
+def generate(cfg: Any, workers: int, models: int = 0) -> None:
+    """Runs fairseq-generate; everything is written afterwards, or the first error is raised.
+
+    workers: processes that print. models: processes that generate and print instead of them; 0: this one generates.
+    """
+    run = GeneratedElsewhere(cfg, models, Generator) if models else Run(cfg, workers, Postprocessor)
     names = {"tasks": run, "scoring": run, "_main": partial(run.main, upstream._main)}
     before = {name: getattr(upstream, name) for name in names}
     vars(upstream).update(names)
@@ -56,8 +65,8 @@ def generate(cfg: Any, workers: int) -> None:
 class Run:
     """One run: what fairseq-generate's loop calls in it, and what it hands on."""
 
-    def __init__(self, cfg: Any, workers: int) -> None:
-        self.cfg, self.workers = cfg, workers
+    def __init__(self, cfg: Any, workers: int, worker: type[Postprocessor]) -> None:
+        self.cfg, self.workers, self.worker = cfg, workers, worker
         self.generation = Namespace(**cfg.generation)  # omegaconf takes its time
 
     def main(self, loop: Loop, cfg: Any, file: TextIO) -> None:
@@ -69,7 +78,7 @@ class Run:
     def setup_task(self, cfg: Any) -> Any:
         """The task, whose batches and hypotheses come by here; and the workers."""
         self.task = task = tasks.setup_task(cfg)
-        start = partial(Postprocessor, self.loop, self.cfg, task)
+        start = partial(self.worker, self.workers, self.loop, self.cfg, task)
         limit = UNFINISHED_BATCHES_PER_WORKER * self.workers
         self.pool = self.stack.enter_context(OrderedPool(start, self.write, workers=self.workers, limit=limit))
         for handler in logging.getLogger().handlers:
@@ -106,11 +115,14 @@ class Run:
         """The hypotheses of a batch, whose sentences are left to a worker."""
         hypos = original(generator, models, sample, **options)
         self.pool.submit(pack(sample, hypos, generator, self.generation))
+        self._leave_to_worker(sample)
+        return hypos
+
+    def _leave_to_worker(self, sample: dict[str, Any]) -> None:
         sample.setdefault("nsentences", sample["id"].numel())
         # The loop looks at a sentence to learn that there is no target, and so no score; what it finds is not printed.
         self.cfg.common_eval.quiet = True
         sample["id"] = sample["id"][: sample["target"] is None]
-        return hypos
 
     def write(self, result: tuple[str, list[Pair]]) -> None:
         """Called by the pool for each batch in order."""
@@ -140,6 +152,54 @@ class Run:
         return self.scorer.result_string()
 
 
+class GeneratedElsewhere(Run):
+    """A run whose workers have a model each. It has all batches, whatever --distributed-world-size says."""
+
+    def setup_task(self, cfg: Any) -> Any:
+        task = super().setup_task(cfg)
+        task.build_generator = self.build_generator
+        self.ahead: deque[dict[str, Any]] = deque()  # batches that workers have, and the loop has not
+        self.tokens: deque[int] = deque()  # of the batches that are written, and the loop has not come to
+        return task
+
+    def get_batch_iterator(self, original: Callable, **options: Any) -> Any:
+        epoch = super().get_batch_iterator(original, **options | {"num_shards": 1, "shard_id": 0})
+        epoch.next_epoch_itr = partial(self.next_epoch_itr, epoch.next_epoch_itr)
+        return epoch
+
+    def next_epoch_itr(self, original: Callable, **options: Any) -> CountingIterator:
+        """The batches, of which so many are ahead that no worker waits."""
+        batches = original(**options)
+        return CountingIterator(self._handed_out(batches), start=0, total=len(batches))
+
+    def _handed_out(self, batches: Any) -> Iterator[dict[str, Any]]:
+        for number, sample in enumerate(batches):
+            if "net_input" in sample:
+                self.pool.submit(_pickled((number, sample)))
+            self.ahead.append(sample)
+            if len(self.ahead) > BATCHES_AHEAD_PER_WORKER * self.workers:
+                yield self.ahead.popleft()
+        while self.ahead:
+            yield self.ahead.popleft()
+
+    def build_generator(self, models: list[Any], *unused: Any, **options: Any) -> Namespace:
+        """What the loop asks for the symbols to strip; from here on it needs no model."""
+        models.clear()
+        return Namespace(eos=self.task.target_dictionary.eos())
+
+    def inference_step(self, original: Callable, *args: Any, **options: Any) -> Hypotheses:
+        sample = args[2]
+        self.pool.wait(sum("net_input" in each for each in self.ahead))
+        self._leave_to_worker(sample)
+        return [
+            [{"tokens": torch.full((self.tokens.popleft(),), self.task.target_dictionary.eos()), "alignment": None}]
+        ]
+
+    def write(self, result: tuple[Any, ...]) -> None:
+        super().write(result[:2])
+        self.tokens.append(result[2])
+
+
 class _Pickler(pickle.Pickler):
     """Copies tensors, which torch would put into shared memory, one file for each."""
 
@@ -157,7 +217,11 @@ def pack(sample: dict[str, Any], hypos: Hypotheses, generator: Any, generation: 
         for sentence in hypos
     ]
     batch = {"id": sample["id"], "target": sample["target"], "net_input": inputs}
-    _Pickler(packed := BytesIO()).dump((batch, found, set(upstream.get_symbols_to_strip_from_output(generator))))
+    return _pickled((batch, found, set(upstream.get_symbols_to_strip_from_output(generator))))
+
+
+def _pickled(value: Any) -> bytes:
+    _Pickler(packed := BytesIO()).dump(value)
     return packed.getvalue()
 
 
@@ -172,7 +236,7 @@ class Postprocessor:
     words of the texts that are scored, as they do in fairseq-generate: a pair is compared within itself.
     """
 
-    def __init__(self, loop: Loop, cfg: Any, task: Any) -> None:
+    def __init__(self, count: int, loop: Loop, cfg: Any, task: Any, place: int) -> None:
         torch.set_num_threads(1)  # the cores belong to the model
         self._loop, self._task = loop, task
         groups = {name: Namespace(**cfg[name]) for name in GROUPS}
@@ -189,6 +253,9 @@ class Postprocessor:
     def __call__(self, packed: bytes) -> tuple[str, list[Pair]]:
         """The lines, and a pair for each sentence with a target."""
         self._sample, self._hypos, self.symbols_to_strip_from_output = pickle.loads(packed)
+        return self._printed()
+
+    def _printed(self) -> tuple[str, list[Pair]]:
         self._pairs: list[Pair] = []
         with suppress(_Done):
             self._loop(self._cfg, lines := StringIO())
@@ -218,3 +285,42 @@ class Postprocessor:
             "build_bpe": self._bpe,
         }
         return (lambda *unused, **options: answers[name]) if name in answers else getattr(self._task, name)
+
+
+class Generator(Postprocessor):
+    """A Postprocessor with models of its own, on the CPUs of its place among `count`. Each batch has its seed."""
+
+    def __init__(self, count: int, loop: Loop, cfg: Any, task: Any, place: int) -> None:
+        cpus = cpus_of_workers(count)[place]
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+        threads = min(len(cpus) or 1, torch.get_num_threads())
+        vars(upstream)["tasks"], before = Namespace(setup_task=lambda cfg: task), task.build_generator
+        none = Namespace(next_epoch_itr=lambda **options: [])
+        task.get_batch_iterator = lambda **options: none
+        task.build_generator = partial(self._build_generator, before)
+        with suppress(_Done):
+            loop(cfg, StringIO())
+        super().__init__(count, loop, cfg, task, place)
+        torch.set_num_threads(threads)
+        self.symbols_to_strip_from_output = set(upstream.get_symbols_to_strip_from_output(self._generator))
+        self._hypos: Hypotheses = []  # are made where the loop asks for them
+        self._seed = None if cfg.generation.no_seed_provided else cfg.common.seed
+
+    def _build_generator(self, original: Callable, models: list[Any], *args: Any, **options: Any) -> Any:
+        """The last that is needed of the loop that loads the models and prepares them."""
+        self._models, self._generator = models, original(models, *args, **options)
+        raise _Done
+
+    def __call__(self, packed: bytes) -> tuple[Any, ...]:
+        """The lines, a pair for each sentence with a target, and how many tokens there are."""
+        number, self._sample = pickle.loads(packed)
+        if self._seed is not None:
+            torch.manual_seed(self._seed + number)
+        return (*self._printed(), self._tokens)
+
+    def inference_step(self, generator: Any, models: Any, sample: dict[str, Any], **options: Any) -> Hypotheses:
+        """The hypotheses of a batch."""
+        hypos = self._task.inference_step(self._generator, self._models, sample, **options)
+        self._tokens = sum(len(sentence[0]["tokens"]) for sentence in hypos)
+        return hypos

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,20 +37,21 @@ class WorkerError(Exception):
 class OrderedPool(AbstractContextManager):
     """`workers` processes that are forked at once, so that they hold what the program holds then and nothing later.
 
-    start: called in each worker; returns the function that turns a task into a result. Results must be picklable.
+    start: called in each worker with its place; returns the function that turns a task into a result. Results must be
+        picklable.
     write: called with each result in order, by the thread that calls `submit` and `wait`.
     limit: how many tasks may be unfinished before `submit` waits.
     """
 
     def __init__(
-        self, start: Callable[[], Callable[[Any], Any]], write: Callable[[Any], None], *, workers: int, limit: int
+        self, start: Callable[[int], Callable[[Any], Any]], write: Callable[[Any], None], *, workers: int, limit: int
     ) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # a worker would inherit what is left in them
         # Workers keep Ctrl-C blocked: this process decides what it means.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self._workers = [_Worker(start) for _ in range(workers)]
+            self._workers = [_Worker(partial(start, place)) for place in range(workers)]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pids = [worker.process.pid for worker in self._workers]

@@ -134,7 +134,7 @@ def test_an_exception_in_a_worker_ends_the_run_after_what_came_before(data: Comm
     flags = ["--batch-size", "4", "--user-dir", str(plug_in), "--bpe", "raises_late", "--postprocess-workers", "1"]
     run = Run(tmp_path, *data.generation, *flags)
     assert run.process.wait() == 1
-    error = "fastgen-generate-for-fairseq: error: post-processing: ValueError: no more of this"
+    error = "fastgen-generate-for-fairseq: error: in a worker process: ValueError: no more of this"
     assert run.last_error() == error
     # Three texts a sentence: the 21st is where it stops, and the batch of the 21st is not complete.
     assert [line[:2] for line in run.lines()] == ["S-", "T-", "H-", "D-", "P-"] * 20

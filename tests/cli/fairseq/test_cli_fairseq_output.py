@@ -5,6 +5,7 @@ same as well, but for the last digits of scores.
 """
 
 import math
+import os
 import re
 import shutil
 import sys
@@ -279,3 +280,87 @@ def test_the_outputs_of_all_shards_together_are_those_of_one_run(
         capfd.readouterr()
         assert generate([*args, *flags]) == 2
         assert message in capfd.readouterr().err
+
+
+OF_WORKERS = (
+    "--batch-size 7 --beam 3 --nbest 3 --remove-bpe --tokenizer moses --print-alignment hard",
+    "--batch-size 4 --beam 2 --scoring sacrebleu --quiet",
+    "--batch-size 4 --prefix-size 2 --beam 2 --score-reference",
+)
+
+
+@pytest.mark.parametrize("flags", OF_WORKERS)
+def test_workers_with_a_model_each_write_fairseq_generates_lines(
+    capfd: pytest.CaptureFixture, data: CommandData, flags: str
+) -> None:
+    args = [*data.generation, *flags.split()]
+    expected = written(capfd, *args, "--no-fastgen")
+    assert expected.count("\n") == 1 if "--quiet" in flags else expected.count("\n") > 60
+    with fastgen.disabled(), allowed():
+        for more in ("--workers 1", "--workers 2", "--workers 2 --distributed-world-size 2 --distributed-rank 1"):
+            assert written(capfd, *args, *more.split()) == expected
+
+
+def test_workers_have_their_own_pids_and_models(
+    capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which process generates: each of the workers, and not this one."""
+    from fairseq.sequence_generator import SequenceGenerator
+
+    generating = SequenceGenerator.generate
+
+    def noted(self, *args, **options):
+        (tmp_path / f"{os.getpid()} {len(os.sched_getaffinity(0))}").touch()
+        return generating(self, *args, **options)
+
+    monkeypatch.setattr(SequenceGenerator, "generate", noted)
+    with fastgen.disabled(), allowed():
+        written(capfd, *data.generation, "--batch-size", "4", "--workers", "2")
+    cpus = len(os.sched_getaffinity(0))
+    pids = {path.name.split()[0] for path in tmp_path.iterdir()}
+    assert len(pids) == 2 and str(os.getpid()) not in pids
+    assert {path.name.split()[1] for path in tmp_path.iterdir()} == {str(cpus // 2 or cpus)}
+
+
+def test_samples_of_any_number_of_workers_are_the_same(capfd: pytest.CaptureFixture, data: CommandData) -> None:
+    args = [*data.generation, *"--batch-size 4 --sampling --sampling-topk 5 --beam 3 --nbest 3 --seed 7".split()]
+    with fastgen.disabled(), allowed():
+        one, two, other = (
+            written(capfd, *args, *more.split()) for more in ("--workers 1", "--workers 2", "--workers 2 --seed 8")
+        )
+    assert one == two != other
+
+
+def test_the_summary_of_workers_counts_all_tokens(
+    capfd: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture, data: CommandData
+) -> None:
+    said = []
+    caplog.set_level("INFO")
+    for more in (["--no-fastgen"], ["--workers", "2"]):
+        caplog.clear()
+        with fastgen.disabled(), allowed():
+            written(capfd, *data.generation, "--batch-size", "4", *more)
+        said += [re.search(r"Translated [\d,]+ sentences \([\d,]+ tokens\)", caplog.text).group()]
+    assert said[0] == said[1]
+
+
+def test_workers_without_targets(capfd: pytest.CaptureFixture, data: CommandData, tmp_path: Path) -> None:
+    shutil.copytree(data.folder / "bin", tmp_path / "bin", ignore=shutil.ignore_patterns("test.de-en.en.*"))
+    args = [str(tmp_path / "bin"), *data.generation[1:], *"--batch-size 16 --beam 2 --remove-bpe".split()]
+    expected = written(capfd, *args, "--no-fastgen")
+    with fastgen.disabled(), allowed():
+        assert written(capfd, *args, "--workers", "2") == expected
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--workers -1", "--workers -1 (accepted: 0 to 256)"),
+        ("--workers 2 --no-fastgen", "--workers 2 needs the pipeline: --no-fastgen"),
+    ],
+)
+def test_workers_that_cannot_be_are_refused(
+    capfd: pytest.CaptureFixture, data: CommandData, flags: str, message: str
+) -> None:
+    assert generate([*data.generation, *flags.split()]) == 2
+    assert message in capfd.readouterr().err

@@ -44,7 +44,7 @@ def die_while_writing(connection: Connection, data: bytes) -> None:
 
 
 def pool(write: Callable[[Any], None], work: Callable[[Any], Any] = do, **options: int) -> OrderedPool:
-    return OrderedPool(lambda: work, write, **{"workers": 3, "limit": 100} | options)
+    return OrderedPool(lambda place: work, write, **{"workers": 3, "limit": 100} | options)
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -67,7 +67,7 @@ def test_results_come_in_the_order_of_the_tasks() -> None:
     assert alive(p.pids) == []
 
 
-def number_of_the_task() -> Callable[[float], int]:
+def number_of_the_task(place: int) -> Callable[[float], int]:
     done = count()
 
     def work(seconds: float) -> int:
@@ -154,7 +154,7 @@ def test_an_idle_worker_that_dies_ends_the_run() -> None:
 
 
 def test_workers_that_cannot_start_say_why() -> None:
-    def start() -> Callable[[Any], Any]:
+    def start(place: int) -> Callable[[Any], Any]:
         raise ImportError("Please install it")
 
     message = "^ImportError: Please install it$"
@@ -242,7 +242,7 @@ def test_a_large_task_and_a_large_result_go_through() -> None:
 LONG_TASK = """
 import os, time
 from fastgen.cli.fairseq.workers import OrderedPool
-pool = OrderedPool(lambda: time.sleep, print, workers=1, limit=5)
+pool = OrderedPool(lambda place: time.sleep, print, workers=1, limit=5)
 pool.submit(1e6)
 print(*pool.pids, flush=True)
 time.sleep(1e6)

@@ -375,7 +375,7 @@ def _own_ray(workers: int | str) -> Iterator[dict[str, Any]]:
     try:
         yield {
             "address": "local",
-            "num_cpus": 2 * usable_cpus() if workers == "auto" else workers,  # one for each; auto compares two numbers
+            "num_cpus": 3 * usable_cpus() // 2 if workers == "auto" else workers,  # auto compares two numbers
             "object_store_memory": OBJECT_STORE,
             "include_dashboard": False,
         }

@@ -86,8 +86,9 @@ cluster.shutdown()
 
 
 def of_runs() -> Iterator[str]:
-    """Processes and folders that runs with workers have begun."""
+    """Processes, folders and shared memory that runs with workers have begun."""
     yield from map(str, Path("/tmp").glob(f"{FOLDERS}*"))
+    yield from map(str, Path("/dev/shm").glob("*plasma*"))
     for process in psutil.process_iter(["cmdline", "name"]):
         words = process.info["cmdline"] or [process.info["name"]]
         if any(FOLDERS in word for word in words) or words[0].startswith("ray::"):
@@ -97,7 +98,7 @@ def of_runs() -> Iterator[str]:
 def left_behind(before: set[str]) -> list[str]:
     """What a run has left; processes that were killed may take a moment."""
     for _ in range(600):
-        if not (left := sorted(set(of_runs()) - before)) and not set(Path("/dev/shm").glob("*plasma*")):
+        if not (left := sorted(set(of_runs()) - before)):
             break
         time.sleep(0.1)
     return left

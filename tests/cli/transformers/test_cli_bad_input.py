@@ -252,6 +252,16 @@ def test_a_missing_package_is_named(
     check_refused(capsys, files, command, f"needs the package {package}: pip install {package}")
 
 
+@pytest.mark.parametrize("flags", [["--workers", "2"], ["--workers", "auto"], ["--ray"]])
+def test_workers_without_ray_say_how_to_get_it(
+    capsys: pytest.CaptureFixture, files: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "ray" else object())
+    command = ["model", str(files / "input.txt"), str(files / "output.txt"), *flags]
+    message = f"{'--ray auto' if flags == ['--ray'] else ' '.join(flags)} needs the package ray: pip install ray"
+    check_refused(capsys, files, command, message)
+
+
 def test_errors_for_every_line_of_several_batches_end_the_run_and_leave_nothing(
     capsys: pytest.CaptureFixture, files: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ import fastgen
 from fastgen import ops
 from fastgen.ops import Kernel
 from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for
-from fastgen.optimizer.decoding.call import add_reasons, count, current_call, generate_call, last_report
+from fastgen.optimizer.decoding.call import GenerateCall, add_reasons, count, current_call, generate_call, last_report
 from fastgen.optimizer.decoding.report import DECISIONS, Reason, Report
 
 LOOPS = needs("transformers", "5.3", "loops prepare their steps in another way")
@@ -100,6 +100,25 @@ def test_a_report_begins_with_a_verdict_in_words():
         model.generate(**padded(9, 5), **BEAMS | {"max_new_tokens": 20})
     assert fastgen.explain().verdict == "decode steps captured; prompts shared"
     assert fastgen.explain().as_dict()["replayed_steps"] == fastgen.explain().replays > 0
+
+
+def test_a_verdict_gives_one_reason_for_both_once():
+    found = Report("Model", inputs=1, rows=2)
+    hooks = Reason("HOOKS", "the model has a forward hook")
+    found.add_reasons("decode steps", [hooks])
+    assert found.verdict == "decode steps not captured: the model has a forward hook; prompts shared"
+    found.add_reasons("prompt sharing", [hooks])
+    assert found.verdict == "decode steps not captured, prompts not shared: the model has a forward hook"
+    found.add_reasons("prompt sharing", [Reason("ROWS_DIFFER", "rows differ")])
+    found.set_prefix(9, 9)
+    assert found.verdict == "decode steps not captured: the model has a forward hook; a prefix of 9 tokens shared"
+
+
+def test_a_call_that_generates_nothing_has_no_steps_in_its_verdict():
+    with GenerateCall(Report("Model", has_steps=False)) as call:
+        call.set_rows(1, 2)
+    assert call.report.verdict == "prompts shared" and not call.report.not_done
+    assert str(call.report).splitlines()[1].startswith("  Model: 1 input, 2 rows, ")
 
 
 @LOOPS

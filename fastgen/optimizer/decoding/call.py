@@ -73,7 +73,8 @@ class GenerateCall:
             _current.set(self._outer)
             report = _thread.last = self.report
             report.seconds = self.seconds
-            if self.rows and not (report.reason_for(STEPS) or report.reason_for(LOOP) or report.replays):
+            told = report.reason_for(STEPS) or report.reason_for(LOOP) or report.replays
+            if self.rows and report.has_steps and not told:
                 report.add_reasons(STEPS, [ENDED_EARLY])
             if self._outer is not None and self._outer.has_stages:
                 self._outer.report.stages.append(Stage(f"generate of {report.model}", report.seconds, report))

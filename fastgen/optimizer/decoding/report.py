@@ -19,6 +19,7 @@ from fastgen import ops
 # What the reasons are about: the parts of a call.
 PREFILL = "prompt sharing"
 PREFIX = "common prefix"
+KEPT = "kept prefix"
 KV_CACHE = "KV cache"
 LOOP = "decoding loop"
 STEPS = "decode steps"
@@ -99,7 +100,8 @@ class Report:
 
     inputs, rows: 0 until the prefill has run. shared: what was computed or stored once per input, in words. not_done:
     what was not done, as pairs of a part of the call and a `Reason`. usages: for each layer, calls of each operation on
-    shared keys and values; the first one is of the whole call. stages: its parts, where they are known.
+    shared keys and values; the first one is of the whole call. stages: its parts, where they are known. has_steps: it
+    generates, and does not only look at texts.
     """
 
     model: str
@@ -113,6 +115,7 @@ class Report:
     prefix_length: int = 0
     prefix_tokens_saved: int = 0
     prefix_tokens_kept: int = 0
+    has_steps: bool = True
 
     def set_prefix(self, length: int, saved: int, kept: int = 0) -> None:
         """Notes that all inputs begin with `length` equal tokens, of which an earlier call has kept `kept` and the
@@ -170,14 +173,17 @@ class Report:
         if not self.rows and not self.shared:
             return "; ".join(self.fallbacks + self.decisions) or "; ".join(self._done()) or "nothing done"
         loop = self.reason_for(LOOP)
-        why = self.reason_for(STEPS) or loop
-        steps = "not captured" + (f": {why.text}" if why else "")
-        why = self.reason_for(PREFILL) or (None if self.shared else loop)
-        done = ["prompts"] if why is None and self.rows > self.inputs else []
+        why_eager = None if self.replays else self.reason_for(STEPS) or loop
+        why_alone = self.reason_for(PREFILL) or (None if self.shared else loop)
+        done = ["prompts"] if why_alone is None and self.rows > self.inputs else []
         done += [f"a prefix of {self.prefix_length} tokens"] if self.prefix_length else []
-        not_shared = "prompts not shared: " + (why.text if why else "one row per input")
-        prompts = " and ".join(done) + " shared" if done else not_shared
-        return f"decode steps {'captured' if self.replays else steps}; {prompts}"
+        if not done and why_eager is not None and why_eager == why_alone:
+            return f"decode steps not captured, prompts not shared: {why_alone.text}"
+        steps = "decode steps " + ("captured" if self.replays else "not captured")
+        steps += "" if why_eager is None else f": {why_eager.text}"
+        not_shared = "prompts not shared: " + ("one row per input" if why_alone is None else why_alone.text)
+        prompts = " and ".join(done) + (" shared" if self.rows > 1 else " reused") if done else not_shared
+        return f"{steps}; {prompts}" if self.has_steps else prompts
 
     def reason_for(self, part: str) -> Reason | None:
         """The first reason why this part of the call was not done; None if there is none."""
@@ -238,10 +244,15 @@ class Report:
         return "; ".join([f"{self._call()}: {self.verdict}", *self._done()])
 
     def _done(self) -> list[str]:
-        return [*self.shared, *(f"{name}: {calls} calls" for name, calls in sorted(self.kernels.items()))]
+        return [*self.shared, *(f"{name}: {_counted(calls, 'call')}" for name, calls in sorted(self.kernels.items()))]
 
     def _call(self) -> str:
-        return f"{self.model}: {self.inputs} inputs, {self.rows} rows" if self.rows else self.model
+        rows = f": {_counted(self.inputs, 'input')}, {_counted(self.rows, 'row')}" if self.rows else ""
+        return self.model + rows
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _why_not(kernel: ops.Kernel) -> str:

@@ -25,10 +25,16 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.graphs import torch_settings
 from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts
-from fastgen.optimizer.decoding.report import PREFIX, Reason
+from fastgen.optimizer.decoding.report import KEPT, USER_CACHE, Reason
 from fastgen.optimizer.transformers import checks, kv_layers
 
 OUTDATED = Reason("PREFIX_OUTDATED", "the model has changed since its prefix was kept")
+
+# Why nothing is kept for models with weights of other kinds.
+UNREADABLE = Reason("WEIGHTS_UNREADABLE", "the bits of some weights cannot be read, and so no change of them be seen")
+
+# Types of options that are compared.
+PLAIN = (type(None), bool, int, float, str)
 
 # The bits are words of 8 bytes. Those are summed that lie a multiple of these numbers apart: the numbers have no common
 # divisor, so that words which change places, as the rows of a one-hot matrix may, change one of the sums.
@@ -74,7 +80,7 @@ class PrefixReuse:
         if length:
             state = self._state_of(call, model)
             if state is None or state[0] is not kept.state[0] or state[1:] != kept.state[1:]:
-                call.report.add_reasons(PREFIX, [OUTDATED])
+                call.report.add_reasons(KEPT, [OUTDATED])
                 self.kept, length = None, 0
         return length, kept.layers
 
@@ -86,22 +92,20 @@ class PrefixReuse:
         options: dict[str, Any],
         cache: Cache | None,
     ) -> None:
-        """Keeps a copy of what a forward of these columns of one row has put into this cache; not if it holds more."""
-        layers = getattr(cache, "layers", [])
+        """Keeps a copy of what a forward of these columns of one row has put into this cache; tells the report."""
         length = next(iter(columns.values())).shape[1]
-        can_be_compared = all(isinstance(value, (type(None), bool, int, float, str)) for value in options.values())
-        if not layers or not can_be_compared or call.user_cache or checks.row_reasons(call, model):
+        foreign = [name for name, value in options.items() if not isinstance(value, PLAIN)]
+        reasons = [USER_CACHE] if call.user_cache else checks.row_reasons(call, model)
+        reasons = reasons or [Reason("ARGUMENT_TYPE", f"argument {name} cannot be compared") for name in foreign[:1]]
+        reasons = reasons or _cache_reasons(cache, length)
+        state = None if reasons else self._state_of(call, model)
+        if state is None or cache is None:
+            call.report.add_reasons(KEPT, reasons or [UNREADABLE])
             return
-        pairs = []
-        for layer in layers:
-            if type(layer) not in kv_layers.ADOPTED or layer.keys is None:
-                return
-            if {layer.keys.shape[::2], layer.values.shape[::2]} != {(1, length)}:
-                return  # of what a sliding window has left, the cache holds no more
-            pairs.append((layer.keys, layer.values))
-        if (state := self._state_of(call, model)) is not None:
-            copied = {name: value.clone() for name, value in columns.items()}
-            self.kept = KeptPrefix(copied, options, state, [(keys.clone(), values.clone()) for keys, values in pairs])
+        copied = {name: value.clone() for name, value in columns.items()}
+        pairs = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        self.kept = KeptPrefix(copied, options, state, pairs)
+        call.report.shared.append(f"prefix kept for later calls: {length} tokens")
 
     def _state_of(self, call: GenerateCall, model: checks.HostModel) -> tuple[Any, ...] | None:
         """All that keys and values depend on beside the prompt, looked up once for each call; None if it is not known
@@ -114,6 +118,18 @@ class PrefixReuse:
             autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
             known = self._state = call, None if sums is None else (facts, torch_settings(), autocast, sums)
         return known[1]
+
+
+def _cache_reasons(cache: Cache | None, length: int) -> list[Reason]:
+    """Why a cache does not hold `length` positions of one row, and nothing else; empty if it does."""
+    layers = getattr(cache, "layers", None)
+    if not layers or any(getattr(layer, "keys", None) is None for layer in layers):
+        return [Reason("NO_CACHE", "there is no cache with keys in all layers")]
+    if foreign := [type(layer).__name__ for layer in layers if type(layer) not in kv_layers.ADOPTED]:
+        return [Reason("CACHE_LAYERS", f"the cache has layers of {foreign[0]}")]
+    if any({layer.keys.shape[::2], layer.values.shape[::2]} != {(1, length)} for layer in layers):
+        return [Reason("SLIDING_WINDOW", f"a layer of the cache does not hold all {length} positions")]
+    return []
 
 
 def _common_length_sync(kept: Tensor, columns: Tensor) -> int:

@@ -20,7 +20,7 @@ from sharing import sharing
 
 import fastgen
 from fastgen.optimizer.decoding import model_facts
-from fastgen.optimizer.decoding.report import PREFIX
+from fastgen.optimizer.decoding.report import KEPT, PREFIX, Reason
 from fastgen.optimizer.transformers import checks, kept_prefix
 from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
@@ -87,6 +87,16 @@ def test_every_architecture_gives_its_answers_and_goes_on_from_the_call_before_o
         report = compared(model, with_longer_prefix(), max_new_tokens=6, **WAYS[way]).report
         lengths = (0, 0) if architecture.id in NEVER_KEPT else (14, 9)
         assert (report.prefix_length, report.prefix_tokens_kept) == lengths
+
+
+def test_a_report_tells_what_is_kept_and_why_it_was_not_used(llama):
+    short, other = Reason("PREFIX_SHORT", "too short to gain", "9 of 13 tokens were kept"), token_ids(1, 14, seed=8)
+    with sharing("auto"), fastgen.reusing_prefix(llama):
+        first, second = (compared(llama, prompts(5, seed=seed), **SHORT).report for seed in range(2))
+        third = compared(llama, {"input_ids": other, "attention_mask": torch.ones_like(other)}, **SHORT).report
+    assert not first.codes(KEPT) and "prefix kept for later calls: 14 tokens" in first.shared
+    assert [reason for part, reason in second.not_done if part == KEPT] == [short]
+    assert [reason.detail for part, reason in third.not_done if part == KEPT] == ["0 of 13 tokens were kept"]
 
 
 def test_a_conversation_goes_on_behind_its_last_prompt(llama):
@@ -206,7 +216,7 @@ def test_a_model_that_has_changed_is_computed_anew(change: Callable[[Any], None]
         compared(model, prompts(5), **SHORT)
         change(model)
         report = compared(model, prompts(5, seed=1), **SHORT).report
-        assert report.prefix_tokens_kept == 0 and "PREFIX_OUTDATED" in report.codes(PREFIX)
+        assert report.prefix_tokens_kept == 0 and "PREFIX_OUTDATED" in report.codes(KEPT)
         report = compared(model, prompts(5, seed=2), **SHORT).report
         assert report.prefix_tokens_kept == (0 if change is hooked else 9)
 
@@ -268,7 +278,8 @@ def test_weights_whose_bits_cannot_be_read_are_not_compared(llama):
     assert kept_prefix.checksums_sync(model_facts.facts_of(model, checks.KNOWN)) is None
     with fastgen.reusing_prefix(model):
         for seed in range(2):
-            assert compared(model, prompts(5, seed=seed), **SHORT).report.prefix_tokens_kept == 0
+            report = compared(model, prompts(5, seed=seed), **SHORT).report
+            assert report.prefix_tokens_kept == 0 and report.codes(KEPT) == {"WEIGHTS_UNREADABLE"}
 
 
 # What else must be the same.

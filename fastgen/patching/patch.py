@@ -85,18 +85,26 @@ class PatchStates(list[PatchState]):
     """A list that is shown with one line for each group, and one for a host that is not installed."""
 
     def __repr__(self) -> str:
-        """A table; a sentence where nothing is patched for one reason, such as FASTGEN_DISABLE=1."""
+        """A table, and below it what is so for several groups; a sentence where nothing is patched for one reason, such as FASTGEN_DISABLE=1."""
         if {one.state for one in self} <= {"skipped", "reverted"} and len({one.reason for one in self}) == 1:
             return f"Nothing is patched: {self[0].reason}."
         missing = {host for host in {one.host for one in self} if not _is_installed(host)}
         groups: dict[str, list[PatchState]] = {}
         for one in self:
             groups.setdefault(one.host if one.host in missing else one.group, []).append(one)
-        rows = []
+        rows, of_many = [], self._reasons_of_many_groups()
         for name, states in groups.items():
-            reasons = "; ".join(dict.fromkeys(one.reason for one in states if one.reason))
+            reasons = "; ".join(dict.fromkeys(one.reason for one in states if one.reason not in ("", *of_many)))
             rows.append((name, "not installed", "") if name in missing else (name, states[0].state, reasons))
-        return table(rows)
+        return "\n".join([table(rows), *of_many])
+
+    def _reasons_of_many_groups(self) -> list[str]:
+        """Of applied patches: what is so for several groups, such as a host's version, is said once below the table."""
+        groups: dict[str, set[str]] = {}
+        for one in self:
+            if one.state == "applied" and one.reason:
+                groups.setdefault(one.reason, set()).add(one.group)
+        return [reason for reason, names in groups.items() if len(names) > 1]
 
 
 def _is_installed(host: str) -> bool:

@@ -173,7 +173,7 @@ def too_small_reasons(
     if costs.shares is False:
         return [Reason("SHARE_NEVER", "FASTGEN_SHARE=never")]
     saved, overhead = size.weights * tokens / 1e6, costs.overhead_of_prefill_once(size) / 1e6
-    detail = f"{tokens} tokens fewer save {saved:.1f} million multiply-adds, the overhead {overhead:.1f}"
+    detail = f"{tokens} tokens fewer save {saved:.1f} million multiply-adds, the overhead is {overhead:.1f} million"
     return [Reason("TOO_SMALL", "the model is too small to gain", detail)]
 
 

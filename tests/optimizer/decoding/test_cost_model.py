@@ -44,7 +44,8 @@ def test_the_reason_gives_the_numbers():
     model.generate(**padded(9, 5), **BEAMS)
     [reason] = [one for _, one in fastgen.explain().not_done if one.code == "TOO_SMALL"]
     saved, overhead = size_of(model).weights * 36 / 1e6, COSTS.overhead_of_prefill_once(size_of(model)) / 1e6
-    assert reason.detail == f"36 tokens fewer save {saved:.1f} million multiply-adds, the overhead {overhead:.1f}"
+    costs_of_both = f"save {saved:.1f} million multiply-adds, the overhead is {overhead:.1f} million"
+    assert reason.detail == f"36 tokens fewer {costs_of_both}"
 
 
 def test_the_same_model_shares_longer_prompts_of_more_rows():

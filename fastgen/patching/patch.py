@@ -85,7 +85,10 @@ class PatchStates(list[PatchState]):
     """A list that is shown with one line for each group, and one for a host that is not installed."""
 
     def __repr__(self) -> str:
-        """A table, and below it what is so for several groups; a sentence where nothing is patched for one reason, such as FASTGEN_DISABLE=1."""
+        """A table, and below it what is so for several groups.
+
+        A sentence where nothing is patched for one reason, such as FASTGEN_DISABLE=1.
+        """
         if {one.state for one in self} <= {"skipped", "reverted"} and len({one.reason for one in self}) == 1:
             return f"Nothing is patched: {self[0].reason}."
         missing = {host for host in {one.host for one in self} if not _is_installed(host)}

@@ -20,6 +20,7 @@ from fastgen.patching.patch import Patch
 
 _ABSENT = object()
 _MARK = "__fastgen_patch__"
+_UNTESTED = "verified on first use, or left to the original"
 
 
 class Unmet(Exception):
@@ -138,9 +139,9 @@ def untested_reason(patch: Patch) -> str:
     """Why the host's version asks for verification on first use; empty within the tested versions."""
     version, newest = host_version(patch.host), patch.tested[1]
     if version is None:
-        return f"{patch.host} does not tell its version: verified on first use, or left to the original"
+        return f"{patch.host} does not tell its version: {_UNTESTED}"
     if _release(version) > _release(newest):
-        return f"{patch.host} {version} is newer than the newest tested {newest}: verified on first use, or left to the original"
+        return f"{patch.host} {version} is newer than the newest tested {newest}: {_UNTESTED}"
     return ""
 
 

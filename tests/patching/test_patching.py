@@ -11,7 +11,7 @@ import types
 import pytest
 from fake_hosts import FAST, HOST, armed, make_patch, module_name, only_state
 
-from fastgen.patching import PatchSet, disabled, switched
+from fastgen.patching import PatchSet, PatchState, PatchStates, disabled, switched
 
 pytest_plugins = ["fake_hosts"]
 
@@ -276,6 +276,15 @@ def test_a_newer_host_is_patched_and_to_be_verified(host, fast):
     reason = f"{name} 1.5 is newer than the newest tested 1.4.9: verified on first use, or left to the original"
     assert (only_state(patch_set).state, only_state(patch_set).reason) == ("applied", reason)
     assert patch_set.newer_than_tested(name) and not patch_set.newer_than_tested("another")
+
+
+def test_what_holds_for_several_groups_is_said_once_below_the_table():
+    newer = "host 9 is newer than the newest tested 8"
+    states = [PatchState(f"host.{name}", f"host.{name}", "applied", newer, "os") for name in "ab"]
+    states.append(PatchState("host.c", "host.c", "pending", "waits for the import of host.c", "os"))
+    lines = repr(PatchStates(states)).splitlines()
+    assert lines[-1] == newer and [line.split()[1] for line in lines[:-1]] == ["applied", "applied", "pending"]
+    assert repr(PatchStates(states)).count(newer) == 1
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.0.0", "2.0", "2.0.0", "1.9.dev0", "1.10.1", "2.0+cu130", "2.0rc1"])

@@ -124,7 +124,7 @@ def test_what_is_left_to_the_harness(harness, monkeypatch):
             return super()._model_call(*args, **kwargs) * 2
 
     def codes() -> set[str]:
-        return fastgen.explain().codes("common prefix")
+        return fastgen.explain().codes("prompt sharing")
 
     with sharing("always"):
         rolling = [Instance("loglikelihood_rolling", {}, (" ".join(f"w{word}" for word in range(40)),), 0)]

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.decoding.report import PREFIX, Reason, that_hold
+from fastgen.optimizer.decoding.report import PREFILL, Reason, that_hold
 from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Pair, Scorer, contexts_of
 from fastgen.provenance import comes_with
 
@@ -34,9 +34,9 @@ def log_likelihoods(
     original: Callable, self: HFLM, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
 ) -> list[tuple[float, bool]]:
     pairs = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
-    with generate_call(type(self.model).__name__) as call, torch.no_grad():
+    with generate_call(type(self.model).__name__, has_steps=False) as call, torch.no_grad():
         reasons = unsupported_reasons(self, requests)
-        call.report.add_reasons(PREFIX, reasons)
+        call.report.add_reasons(PREFILL, reasons)
         if not reasons:
             softmax = partial(functional.log_softmax, dim=-1, dtype=self.softmax_dtype)
             scorer = Scorer(call, self.model, tokens_per_batch(self, pairs), softmax)

@@ -122,9 +122,9 @@ _current: ContextVar[GenerateCall | None] = ContextVar("fastgen_call", default=N
 _thread = threading.local()  # last: the report of its last call
 
 
-def generate_call(model: str, has_stages: bool = False) -> GenerateCall:
+def generate_call(model: str, has_stages: bool = False, has_steps: bool = True) -> GenerateCall:
     """A context inside of which `current_call()` is a new call of the `generate` of a model of this class."""
-    return GenerateCall(Report(model), has_stages=has_stages)
+    return GenerateCall(Report(model, has_steps=has_steps), has_stages=has_stages)
 
 
 def end_stage(name: str) -> None:

@@ -31,7 +31,7 @@ from transformers.cache_utils import DynamicCache
 from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.report import PREFIX, Reason
+from fastgen.optimizer.decoding.report import PREFILL, Reason
 from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.prefill import adopt
 
@@ -85,7 +85,7 @@ def log_likelihoods(
     pairs = [_tokens(*pair, tokenizer, number, vocabulary) for number, pair in enumerate(zip(contexts, continuations))]
     if not pairs:
         return []
-    with generate_call(type(model).__name__) as call, torch.no_grad():
+    with generate_call(type(model).__name__, has_steps=False) as call, torch.no_grad():
         scorer, asked = Scorer(call, model, tokens_per_batch), contexts_of(pairs)
         try:
             found = dict(scorer.shared(asked) if scorer.can_share(asked) else scorer.each_alone(asked))
@@ -172,13 +172,13 @@ class Scorer:
             for tokens, continuations in contexts
         )
         each = sum(len(set(_rows(context))) * len(context.tokens) for context in contexts)
-        costs, size = self.call.costs, size_of(self.model)
+        costs, size, saved = self.call.costs, size_of(self.model), f"{each - once} tokens need not be computed"
         if not costs.should_split_prefix(size, each - once):
-            detail = f"{each - once} tokens need not be computed"
-            reasons = [Reason("PREFIX_SHORT", "too short to gain", detail)]
+            reasons = [Reason("PREFIX_SHORT", "contexts are too short to gain", saved)]
         else:
             reasons = self._unsupported_reasons(contexts)
-        self.call.report.add_reasons(PREFIX, reasons)
+        self.call.report.add_reasons(PREFILL, reasons)
+        self.call.report.shared += [] if reasons else [f"contexts: once for all their continuations, {saved}"]
         return not reasons
 
     def _unsupported_reasons(self, contexts: list[Context]) -> list[Reason]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import fastgen
 from fastgen.models.demo import demo_path
-from fastgen.optimizer.decoding.report import PREFIX
+from fastgen.optimizer.decoding.report import PREFILL
 from fastgen.optimizer.transformers import log_likelihoods
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -86,7 +86,7 @@ def test_every_architecture_gives_what_single_forwards_give(architecture):
     assert_equal(found, one_by_one(model, *pairs))
     report = fastgen.explain()
     if why := NOT_SHARED.get(architecture.id):
-        assert report.prefix_length == 0 and why in report.codes(PREFIX)
+        assert report.prefix_length == 0 and why in report.codes(PREFILL)
     else:
         assert report.prefix_length == 7 and report.inputs == 5 and report.rows == 20
 
@@ -113,7 +113,7 @@ def test_a_window_holds_the_padding_between_a_prefix_and_the_rest_of_a_context()
     model = tiny("mistral", sliding_window=20)
     contexts, continuations = [[5, 6, 7, *range(20, 32)], [5, 6, 7, 8]], [[40], [*range(50, 60)]]  # 16 tokens at most
     assert_equal(fastgen.log_likelihoods(model, contexts, continuations), one_by_one(model, contexts, continuations))
-    assert fastgen.explain().codes(PREFIX) == {"SLIDING_WINDOW"}
+    assert fastgen.explain().codes(PREFILL) == {"SLIDING_WINDOW"}
 
 
 def test_a_prefix_is_computed_once_for_all_batches(monkeypatch):
@@ -131,7 +131,7 @@ def test_where_nothing_is_gained_each_context_goes_with_its_continuation():
     pairs = questions(model, prefix=7)
     with sharing("auto"):
         assert_equal(fastgen.log_likelihoods(model, *pairs), one_by_one(model, *pairs))
-        assert fastgen.explain().codes(PREFIX) == {"PREFIX_SHORT"}
+        assert fastgen.explain().codes(PREFILL) == {"PREFIX_SHORT"}
         with costs(prefill_cost=0, prefill_cost_per_module=0, saved_per_module=0, rows_of_one_read=1):
             assert_equal(fastgen.log_likelihoods(model, *pairs), one_by_one(model, *pairs))
     assert fastgen.explain().prefix_length == 7
@@ -143,7 +143,7 @@ def test_an_encoder_and_a_model_with_a_hook_are_not_shared():
     for model, code in ((encoder, "NOT_CAUSAL"), (hooked, "HOOKS")):
         pairs = questions(hooked, prefix=7)
         found = fastgen.log_likelihoods(model, *pairs)
-        assert code in fastgen.explain().codes(PREFIX)
+        assert code in fastgen.explain().codes(PREFILL)
         if model is hooked:
             assert_equal(found, one_by_one(model, *pairs))
 

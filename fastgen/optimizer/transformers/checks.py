@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
+from transformers import __version__ as transformers_version
 from transformers.generation import logits_process as processors_of
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -32,7 +33,7 @@ from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.report import LOOP, REORDERS_ITSELF, USER_CACHE, Reason
 from fastgen.optimizer.decoding.user_code import KnownCode, named
-from fastgen.optimizer.transformers import compat, kv_layers
+from fastgen.optimizer.transformers import TESTED, compat, kv_layers
 from fastgen.optimizer.transformers.constrained import treats_rows_alone
 from fastgen.provenance import PYTHON, comes_with
 
@@ -106,6 +107,16 @@ def is_tested(model: HostModel) -> bool:
     return is_known_class(model) and not PATCH_SET.newer_than_tested("transformers")
 
 
+def untested_reasons(model: HostModel) -> list[Reason]:
+    """What it is that no test covers; empty if the model `is_tested`."""
+    if is_tested(model):
+        return []
+    text = f"transformers {transformers_version} is newer than the newest tested {TESTED[1]}"
+    if not is_known_class(model):
+        text = f"{type(model).__module__}.{type(model).__qualname__} is not a class of transformers"
+    return [Reason("UNTESTED", text)]
+
+
 def row_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
     """What in the model or around it lets rows depend on each other, or is made for its rows; empty if nothing is.
 
@@ -172,8 +183,10 @@ def loop_reasons(
             reasons.append(Reason("METHOD_REPLACED", f"{name} is not that of GenerationMixin"))
     if (cache := kv_layers.cache_of(arguments)) is not None:
         reasons += kv_layers.unsupported_types(cache)
-    if call.user_code or not is_tested(model):
-        reasons.append(Reason("UNTESTED", "the model's code, or this version of transformers, was not tested"))
+    if untested := untested_reasons(model):
+        reasons += untested
+    elif call.user_code:
+        reasons.append(Reason("CUSTOM_GENERATE", "custom_generate may read the cache"))
     elif call.user_cache:
         reasons.append(USER_CACHE)
     if not compat.STEPS_ARE_KNOWN:

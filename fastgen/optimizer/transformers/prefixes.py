@@ -274,8 +274,7 @@ def cache_reasons(model: checks.HostModel, cache: Cache | None, most: int) -> li
     reasons: list[Reason] = []
     if not compat.LAYERS_ARE_KNOWN:
         reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.17 goes on from a cache in another way"))
-    if not checks.is_tested(model):
-        reasons.append(Reason("UNTESTED", "the model's code, or this version of transformers, was not tested"))
+    reasons += checks.untested_reasons(model)
     if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):
         reasons.append(Reason("ATTENTION", f"attention {attention} (supported: sdpa, eager)"))
     if cache is None or kv_layers.is_static(cache):

@@ -16,7 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import transformers
 from architectures import SPECIAL
+from parity import tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -24,7 +26,7 @@ import fastgen
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import segmented_kv, verify
 from fastgen.optimizer.decoding.report import PREFILL
-from fastgen.optimizer.transformers import verification
+from fastgen.optimizer.transformers import TESTED, checks, verification
 
 CONFIG = LlamaConfig(
     vocab_size=99,
@@ -323,3 +325,14 @@ def test_a_program_that_makes_errors_of_warnings_gets_its_output(wrong_attention
         with fastgen.disabled():
             expected = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
         assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
+
+
+def test_a_report_names_the_class_or_version_that_no_test_covers(monkeypatch):
+    model = tiny("llama")
+    assert checks.untested_reasons(model) == []
+    monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: host == "transformers")
+    (newer,) = checks.untested_reasons(model)
+    assert newer.text == f"transformers {transformers.__version__} is newer than the newest tested {TESTED[1]}"
+    model.__class__ = type("Mine", (type(model),), {"__module__": "program"})
+    (foreign,) = checks.untested_reasons(model)
+    assert (foreign.code, foreign.text) == ("UNTESTED", "program.Mine is not a class of transformers")

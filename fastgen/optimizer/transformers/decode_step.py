@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache
 
-from fastgen.models.cache_names import CACHE, CACHE_NAMES
+from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
@@ -208,9 +208,8 @@ class TransformersDecodeStep(DecodeStep):
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Row i becomes what row `rows[i]` was, of the inputs at `batch_index` (int64 both); the others are dropped."""
         self.arguments = row_groups.take(self.arguments, self.rows, rows)
-        for name in CACHE_NAMES if self.graph is None else ():
-            if self.arguments.get(name) is not None:
-                kv_layers.reorder(self.arguments[name], rows, batch_index)
+        if self.graph is None and (cache := kv_layers.cache_of(self.arguments)) is not None:
+            kv_layers.reorder(cache, rows, batch_index)
         super().compact(batch_index, rows)
         self.processors = copy.copy(self.processors)
         for index, processor in enumerate(self.processors):  # one knows how long the padding of each row is

@@ -27,13 +27,12 @@ from transformers.activations import NewGELUActivation
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 from transformers.pytorch_utils import Conv1D
 
-from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call, generate_call
 from fastgen.optimizer.decoding.faster_forwards import Call, Forward, ModuleForward, faster_forwards, linears, multiply
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
-from fastgen.optimizer.transformers import checks, verification
+from fastgen.optimizer.transformers import checks, kv_layers, verification
 from fastgen.patching import disabled
 from fastgen.provenance import comes_with
 
@@ -54,7 +53,7 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
             call.report.add_reasons(PREFILL, reasons)
             with disabled():
                 return original(self, *args, **kwargs)
-        call.user_cache = _user_cache(kwargs) is not None
+        call.user_cache = kv_layers.cache_of(kwargs) is not None
         call.user_code = not checks.is_known_class(self)
         call.has_callbacks = bool(args[2:]) or any(kwargs.get(name) is not None for name in _CALLBACKS)
         call.to_verify = verification.call_to_verify(original, self, args, kwargs)
@@ -74,11 +73,6 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
     return result
 
 
-def _user_cache(kwargs: dict[str, Any]) -> Any:
-    """The cache that the caller passed."""
-    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
-
-
 def _faster_forwards(
     model: checks.HostModel, args: tuple, kwargs: dict[str, Any], call: GenerateCall
 ) -> AbstractContextManager[None]:
@@ -96,7 +90,7 @@ def _may_compile(model: checks.HostModel, args: tuple, kwargs: dict[str, Any]) -
     asked = [kwargs.get("cache_implementation")]
     for config in (kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)):
         asked.append(getattr(config, "cache_implementation", None))
-    is_static = getattr(_user_cache(kwargs), "is_compileable", False)
+    is_static = getattr(kv_layers.cache_of(kwargs), "is_compileable", False)
     return is_static or not all(map(_NEVER_COMPILED.__contains__, asked))
 
 

@@ -371,11 +371,8 @@ def is_static(cache: object) -> bool:
 
 
 def cache_of(arguments: dict[str, Any]) -> Cache | None:
-    """The cache among the arguments or outputs of a forward."""
-    for name in CACHE_NAMES:
-        if arguments.get(name) is not None:
-            return arguments[name]
-    return None
+    """The cache among the arguments of `generate`, or the arguments or outputs of a forward."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def undo_of(cache: Cache) -> Callable[[], None]:

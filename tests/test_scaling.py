@@ -23,7 +23,7 @@ def test_the_recipe_for_datasets_runs() -> None:
 def test_the_recipe_for_ray_data_runs() -> None:
     pytest.importorskip("ray")
     pytest.importorskip("pyarrow")
-    assert TEXT in run_code(RECIPES[1], HF_HUB_OFFLINE="1")
+    assert TEXT in run_code(RECIPES[1], HF_HUB_OFFLINE="1", RAY_ADDRESS="local")  # not that of another program
 
 
 @pytest.mark.slow

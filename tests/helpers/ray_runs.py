@@ -70,9 +70,12 @@ cluster.shutdown()
         self.address = self._wait("address")
 
     def remove_node(self) -> None:
-        """Kills the processes of the last one."""
+        """Kills the last one, and waits for the end of its worker, which sees only later that its node is gone."""
+        before = workers()
         print(file=self._process.stdin, flush=True)
         self._wait("removed")
+        while not before - workers():
+            time.sleep(0.05)
 
     def end(self) -> None:
         self._process.communicate()
@@ -83,6 +86,12 @@ cluster.shutdown()
             if line.startswith(word):
                 return line.removeprefix(word).strip()
         raise RuntimeError("the cluster has ended")
+
+
+def workers() -> set[int]:
+    """The processes of this machine that have a model."""
+    found = psutil.process_iter(["cmdline"])
+    return {process.pid for process in found if (process.info["cmdline"] or [""])[0].startswith("ray::Worker")}
 
 
 def of_runs() -> Iterator[str]:

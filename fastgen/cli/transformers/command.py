@@ -18,7 +18,7 @@ from logging import ERROR, LogRecord
 from typing import TYPE_CHECKING, Any
 
 import fastgen
-from fastgen.cli.errors import FAILED, INTERRUPTED, UNUSABLE, InputError, RunError, check_packages
+from fastgen.cli.errors import FAILED, UNUSABLE, InputError, RunError, check_packages
 from fastgen.cli.signals import SIGNALS, Stop, stoppable
 from fastgen.cli.threads import set_openmp_variables
 from fastgen.cli.transformers import files, records, shards
@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     interrupted, 143 ended by SIGTERM.
     """
     set_openmp_variables()
+    stop = Stop()
     try:
         with stoppable(*SIGNALS) as stop:
             args = parse_arguments(sys.argv[1:] if argv is None else argv)
@@ -55,8 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         status = FAILED
     except (OSError, RunError) as error:
         message, status = f"error: {error}", FAILED
-    except KeyboardInterrupt as stopped:
-        message, status = "interrupted", stopped.args[0] if stopped.args else INTERRUPTED
+    except KeyboardInterrupt:  # Ray raises one of its own, which has no status
+        message, status = "interrupted", stop.status
     with suppress(OSError):  # nobody may read it
         print(f"{PROG}: {' '.join(message.split())}", file=sys.stderr)
     return status

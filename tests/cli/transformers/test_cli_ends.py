@@ -16,6 +16,8 @@ import torch
 from cli_models import save_bart, sentences
 from python_process import run_python
 
+from fastgen.cli.signals import Stop
+from fastgen.cli.transformers import command
 from fastgen.cli.transformers.args import PROG
 from fastgen.cli.transformers.command import main
 
@@ -332,3 +334,12 @@ def test_no_run_takes_over_the_part_of_another(
         assert main([str(bart), str(source), str(run.output), *FLAGS, *flags]) == 2
         assert str(run.part) in capsys.readouterr().err
     assert run.process.poll() is None
+
+
+def test_an_interrupt_that_a_library_raises_anew_has_the_status_of_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: object, stop: Stop) -> int:
+        stop.status = 143
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_run", interrupted)
+    assert main(["model", "in.txt", "out.txt"]) == 143

@@ -250,7 +250,7 @@ def _described(modules: Collection[nn.Module], known: KnownCode, of_instance: bo
     """
     identity, identity_of_module = (_referred, ref) if of_instance else (_kind, type)
     kinds = list(map(type, modules))
-    own = set().union(*map(packages_of, set(kinds))) - known.packages
+    own = set() if of_instance else set().union(*map(packages_of, set(kinds))) - known.packages
     found: list[Any] = [*kinds]
     tensors: list[Tensor] = []
     seen: set[int] = set()

@@ -219,7 +219,7 @@ def held_by(value: Any, packages: frozenset[str], own: Set[str]) -> list[Any]:
     found = packages_of(value if is_code else kind)
     if kind not in _NAMESPACES and found <= packages:
         return []
-    if is_code and all(package not in own and _is_installed(package) for package in found):
+    if is_code and all(package not in own and _is_in_site_packages(package) for package in found):
         return []
     if isinstance(value, FunctionType):
         return _read_by(value, packages)
@@ -235,7 +235,7 @@ def held_by(value: Any, packages: frozenset[str], own: Set[str]) -> list[Any]:
 
 
 @functools.cache
-def _is_installed(package: str) -> bool:
+def _is_in_site_packages(package: str) -> bool:
     path = getattr(sys.modules.get(package), "__file__", None) or ""
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 

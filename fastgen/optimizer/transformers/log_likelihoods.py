@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from operator import index
 from typing import Any, NamedTuple
 
@@ -82,7 +82,9 @@ def log_likelihoods(
         raise ValueError(f"{type(model).__name__} has an encoder (accepted: decoder-only models)")
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     vocabulary = model.config.get_text_config().vocab_size if embedding is None else embedding.shape[0]
-    pairs = [_tokens(*pair, tokenizer, number, vocabulary) for number, pair in enumerate(zip(contexts, continuations))]
+    encode_once = lru_cache(maxsize=None)(partial(_encoded, tokenizer))  # equal contexts come with each continuation
+    encode = None if tokenizer is None else encode_once
+    pairs = [_tokens(*pair, encode, number, vocabulary) for number, pair in enumerate(zip(contexts, continuations))]
     if not pairs:
         return []
     with generate_call(type(model).__name__, has_steps=False) as call, torch.no_grad():
@@ -108,14 +110,16 @@ def _check_lengths(model: Any, pairs: list[Pair], error: Exception) -> None:
         ) from error
 
 
-def _tokens(context: Any, continuation: Any, tokenizer: Any, number: int, vocabulary: int) -> Pair:
-    """The token ids of this pair of arguments; vocabulary: how many there are."""
+def _tokens(
+    context: Any, continuation: Any, encode: Callable[[str], list[int]] | None, number: int, vocabulary: int
+) -> Pair:
+    """The token ids of this pair of arguments. encode: a string to token ids; vocabulary: how many there are."""
     if isinstance(context, str) and isinstance(continuation, str):
-        if tokenizer is None:
+        if encode is None:
             raise ValueError(f"contexts[{number}] is a string, and tokenizer is None (accepted: the model's tokenizer)")
         text = context.rstrip()  # tokens begin with their spaces
         continuation = context[len(text) :] + continuation
-        context, both = _encoded(tokenizer, text), _encoded(tokenizer, text + continuation)
+        context, both = encode(text), encode(text + continuation)
         continuation = both[len(context) :]
     found = []
     for name, ids in (("contexts", context), ("continuations", continuation)):

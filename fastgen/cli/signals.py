@@ -34,11 +34,11 @@ class Stop:
         self.is_patient = False  # set while the run ends by itself after the first request, however long it takes
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler: notes the first request while `finishing`, raises KeyboardInterrupt(status) otherwise."""
+        """A signal handler: notes the first request while `finishing`, raises KeyboardInterrupt otherwise."""
         self.requests += 1
         self.status = SIGNALS[number]
         if self.requests > 1 or not self.finishing:
-            raise KeyboardInterrupt(self.status)
+            raise KeyboardInterrupt
         with suppress(OSError):  # nobody may read it
             os.write(sys.stderr.fileno(), NOTICE)  # print could be in the middle of printing
 

@@ -31,7 +31,6 @@ def named_cache(forward: Callable) -> Callable:
         return forward(*args, **kwargs)
 
     signature = inspect.signature(forward)
-    names = {"cache": CACHE}
-    parameters = [one.replace(name=names.get(one.name, one.name)) for one in signature.parameters.values()]
+    parameters = [one.replace(name=CACHE) if name == "cache" else one for name, one in signature.parameters.items()]
     renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return renamed

@@ -23,7 +23,8 @@ demo: $(VENV)/demo.installed
 test: $(VENV)/test.installed
 	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup -m "not slow"
 
-# The rest of the tests (those of one xdist_group one after the other): more random calls, vocoders, trained models, TRL, lm-eval, models inside of wrappers, builds.
+# The rest of the tests: more random calls, vocoders, trained models, TRL, lm-eval, models inside of wrappers, builds, and
+# runs on Ray, which are of one xdist_group and run one after the other.
 test-all: $(VENV)/test.installed
 	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup -m slow
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +18,15 @@ if TYPE_CHECKING:
     from fairseq_trained import Trained
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """What is measured on this machine stays out of the user's folder, and fastgen reads that when it is imported.
 
     Shells start jobs in the background with Ctrl-C ignored; the commands that tests interrupt would inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault("FASTGEN_CACHE", tempfile.mkdtemp(prefix="fastgen-tests-"))
+    if "FASTGEN_CACHE" not in os.environ:
+        os.environ["FASTGEN_CACHE"] = tempfile.mkdtemp(prefix="fastgen-tests-")
+        config.add_cleanup(partial(shutil.rmtree, os.environ["FASTGEN_CACHE"], ignore_errors=True))
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ FILES, ROWS = 12, 8
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("ray")
     pytest.importorskip("pyarrow")
-    before = set(of_runs())
+    before = of_runs()
     monkeypatch.setenv("PYTHONPATH", changed(tmp_path, NOTED))
     monkeypatch.setenv("NOTED", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -2,8 +2,10 @@
 
     python cleaner.py FOLDER     waits for the end of its standard input, which the run holds open
 
-Ray's processes watch each other, and none of them removes the folder when the run was killed. They know it by an
-environment variable, by which they are found where the system has /proc.
+Ray's processes watch each other, and none of them removes the folder when the run was killed. An agent of a raylet
+that was killed may wait for minutes: it first reports to others that are gone, too. Where the system has /proc, the
+processes are found by an environment variable and by their open files: one that changes its title overwrites its
+environment.
 
 Tests: tests/cli/transformers/test_cli_workers.py
 """
@@ -22,10 +24,11 @@ SECONDS = 3.0  # in which they end by themselves
 
 def main(folder: str) -> None:
     """Removes the folder when nobody uses it."""
+    run = os.getppid()
     os.setsid()  # a Ctrl-C is not for this process
     sys.stdin.buffer.read()
     deadline = time.monotonic() + SECONDS
-    while users := users_of(folder):
+    while users := users_of(folder) - {run}:
         for process in users if time.monotonic() > deadline else ():
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
@@ -34,13 +37,15 @@ def main(folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def users_of(folder: str) -> list[int]:
-    """The processes that have the folder in their environment."""
-    found, entry = [], f"{VARIABLE}={folder}".encode()
-    for path in Path("/proc").glob("[0-9]*/environ"):
+def users_of(folder: str) -> set[int]:
+    """The processes that have the folder in their environment, or a file in it open."""
+    found, entry, inside = set(), f"{VARIABLE}={folder}".encode(), f"{os.path.realpath(folder)}{os.sep}"
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if entry in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
+            if entry in (process / "environ").read_bytes().split(b"\0") or any(
+                os.path.realpath(file).startswith(inside) for file in (process / "fd").iterdir()
+            ):
+                found.add(int(process.name))
     return found
 
 

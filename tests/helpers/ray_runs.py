@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -52,9 +51,9 @@ class Cluster:
     CODE = """
 import sys
 from ray.cluster_utils import Cluster
-folder, memory, *cpus = sys.argv[1:]
+memory, *cpus = sys.argv[1:]
 options = {"object_store_memory": int(memory), "include_dashboard": False}
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "temp_dir": folder, **options})
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **options})
 nodes = [cluster.add_node(num_cpus=int(number), **options) for number in cpus]
 print("address", cluster.address, flush=True)
 for line in sys.stdin:
@@ -65,8 +64,9 @@ cluster.shutdown()
 
     def __init__(self, *cpus: int, memory: int = 80 << 20) -> None:
         self._folder = tempfile.mkdtemp(prefix=FOLDERS, dir="/tmp")  # paths of sockets are short
-        call = [sys.executable, "-c", self.CODE, self._folder, str(memory), *map(str, cpus)]
-        self._process = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        call = [sys.executable, "-c", self.CODE, str(memory), *map(str, cpus)]
+        into = {**os.environ, "RAY_TMPDIR": self._folder}
+        self._process = subprocess.Popen(call, env=into, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.address = self._wait("address")
 
     def remove_node(self) -> None:
@@ -94,20 +94,24 @@ def workers() -> set[int]:
     return {process.pid for process in found if (process.info["cmdline"] or [""])[0].startswith("ray::Worker")}
 
 
-def of_runs() -> Iterator[str]:
-    """Processes, folders and shared memory that runs with workers have begun."""
-    yield from map(str, Path("/tmp").glob(f"{FOLDERS}*"))
-    yield from map(str, Path("/dev/shm").glob("*plasma*"))
-    for process in psutil.process_iter(["cmdline", "name"]):
+def of_runs() -> dict[str, str]:
+    """Processes, folders and shared memory that runs with workers have begun: what each is now called, by identity.
+
+    A process changes its title while it lives.
+    """
+    places = [*Path("/tmp").glob(f"{FOLDERS}*"), *Path("/dev/shm").glob("*plasma*")]
+    found = {str(place): str(place) for place in places}
+    for process in psutil.process_iter(["cmdline", "name", "create_time"]):
         words = process.info["cmdline"] or [process.info["name"]]
         if any(FOLDERS in word for word in words) or words[0].startswith("ray::"):
-            yield f"{process.pid} {' '.join(words)}"
+            found[f"{process.pid} {process.info['create_time']}"] = f"{process.pid} {' '.join(words)}"
+    return found
 
 
-def left_behind(before: set[str]) -> list[str]:
+def left_behind(before: dict[str, str]) -> list[str]:
     """What a run has left; processes that were killed may take a moment."""
     for _ in range(600):
-        if not (left := sorted(set(of_runs()) - before)):
+        if not (left := [name for identity, name in of_runs().items() if identity not in before]):
             break
         time.sleep(0.1)
     return left

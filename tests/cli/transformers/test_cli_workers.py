@@ -20,6 +20,7 @@ from cli_language_models import save_whisper
 from cli_models import WORDS, save_bart, save_gpt2, sentences
 from ray_runs import POISON, Cluster, changed, left_behind, of_runs
 
+from fastgen.cli import cleaner
 from fastgen.cli.transformers.command import main
 
 pytest.importorskip("ray")
@@ -54,10 +55,10 @@ def expected(bart: Path, source: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(autouse=True)
-def already(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+def already(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """What other runs on this machine have begun; behind each test nothing else is left."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = set(of_runs())
+    before = of_runs()
     yield before
     assert left_behind(before) == []
 
@@ -264,7 +265,7 @@ class Held:
 
 
 @pytest.fixture
-def held(already: set[str], bart: Path, source: Path, tmp_path: Path) -> Iterator[Held]:
+def held(already: dict[str, str], bart: Path, source: Path, tmp_path: Path) -> Iterator[Held]:
     command = Held(bart, source, tmp_path)
     with command.process:
         try:
@@ -274,9 +275,24 @@ def held(already: set[str], bart: Path, source: Path, tmp_path: Path) -> Iterato
             command.process.kill()
 
 
+def test_a_process_whose_environment_is_overwritten_is_ended_too(tmp_path: Path) -> None:
+    """Ray's agents, which change their titles: they are known by their files. The run has files there, too."""
+    folder = tmp_path.resolve()
+    with (
+        open(folder / "log", "w") as log,
+        subprocess.Popen(["sleep", "600"], stdout=log, env={}) as agent,
+        subprocess.Popen([sys.executable, cleaner.__file__, str(folder)], stdin=subprocess.PIPE) as outlives,
+    ):
+        outlives.communicate(timeout=60)
+        ended = agent.poll()
+        agent.kill()
+    assert ended == -signal.SIGKILL
+    assert not folder.exists()
+
+
 def test_kill_9_of_the_driver_of_workers(
     held: Held,
-    already: set[str],
+    already: dict[str, str],
     bart: Path,
     source: Path,
     tmp_path: Path,
@@ -298,7 +314,7 @@ def test_kill_9_of_the_driver_of_workers(
 
 
 @pytest.fixture
-def cluster(already: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster(already: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Two nodes for a worker each, whose processes run what `Held` changes."""
     monkeypatch.setenv("PYTHONPATH", changed(tmp_path, Held.CODE))
     monkeypatch.setenv("HELD", str(tmp_path))

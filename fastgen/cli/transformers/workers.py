@@ -23,8 +23,10 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -343,6 +345,8 @@ def started(args: RunConfig) -> Iterator[Workers]:
     with ExitStack() as after:
         options = {"address": args.ray} if args.ray is not None else after.enter_context(_own_ray(args.workers))
         after.callback(ray.shutdown)
+        beside = after.enter_context(ThreadPoolExecutor(1))  # ray.init mostly waits
+        beside.submit(import_module, "transformers.generation.utils")
         try:
             ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
         except Exception as error:  # a plain one, too, where its processes do not answer in time

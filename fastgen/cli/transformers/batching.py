@@ -241,9 +241,10 @@ def with_batch_size(args: RunConfig, loaded: Loaded) -> RunConfig:
         return replace(args, bs=LEAST_INPUTS)
     config = loaded.model.config.get_text_config(decoder=True)
     rows = rows_per_input(loaded)
-    most_rows, most_tokens = MOST.get(loaded.model.device.type, MOST["cpu"])
-    weights = sum(weight.numel() * weight.element_size() for weight in loaded.model.parameters())
-    memory = max(0, total_memory(loaded.model.device) - weights) // SHARE
+    most_rows, most_tokens = MOST.get(loaded.device.type, MOST["cpu"])
+    here = (weight for weight in loaded.model.parameters() if weight.device == loaded.device)
+    weights = sum(weight.numel() * weight.element_size() for weight in here)
+    memory = max(0, total_memory(loaded.device) - weights) // SHARE
     token = key_value_bytes(config, loaded.model.dtype)
     new_tokens = loaded.value("max_new_tokens") or loaded.value("max_length")
     output = 4 * COPIES_OF_SCORES * config.vocab_size + token * (new_tokens or NEW_TOKENS)

@@ -42,6 +42,12 @@ class Loaded:
     settings: dict[str, Any] = field(default_factory=dict)
     task_params: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go; accelerate moves them on, where it has put the model's first weights on disk."""
+        device = self.model.device
+        return torch.device("cpu") if device.type == "meta" else device
+
     def value(self, name: str) -> Any:
         """What generate will use, or None where neither flags, nor --generation_config, nor the model say."""
         return self.settings[name] if name in self.settings else getattr(self.model.generation_config, name, None)

@@ -180,16 +180,14 @@ class Task:
         )
 
     def call_model(self, batch: Batch, settings: dict[str, Any]) -> Any:
-        """What the model's generate returns for a batch, on the model's device."""
+        """What the model's generate returns for a batch."""
         from fastgen.optimizer.transformers.kept_prefix import reusing
 
-        model, reuse = self.loaded.model, self._reuse
+        reuse, inputs = self._reuse, {name: tensor.to(self.loaded.device) for name, tensor in batch.inputs.items()}
         if reuse is not None:
             reuse.head = batch.head
         with nullcontext() if reuse is None else reusing(reuse):
-            return model.generate(
-                **{name: tensor.to(model.device) for name, tensor in batch.inputs.items()}, **settings
-            )
+            return self.loaded.model.generate(**inputs, **settings)
 
     def settings_of(self, item: Item) -> dict[str, Any]:
         """What the group of an item asks generate for besides the settings of the run."""

@@ -14,6 +14,7 @@ import fastgen
 from fastgen.cli import errors
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import RunConfig, build_parser, generation_fields, parse_arguments
+from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.model import Loaded, input_limit, lengths_of_inputs
 from fastgen.cli.transformers.tasks import task_for
 
@@ -244,6 +245,36 @@ def test_attn_implementation_is_the_librarys(models: Path) -> None:
     for name in ("eager", "sdpa"):
         loaded = load(models, "bart", "--attn_implementation", name)
         assert loaded.model.config._attn_implementation == name
+
+
+@pytest.mark.parametrize(("memory", "places"), [("20KB", {"cpu", "disk"}), ("6KB", {"disk"})])
+def test_device_map_auto_puts_what_does_not_fit_on_disk(
+    memory: str,
+    places: set[str],
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """With the records of a run without it."""
+    pytest.importorskip("accelerate")
+    source = tmp_path / "in.txt"
+    source.write_text("".join(f"{line}\n" for line in sentences(9)))
+    command = [str(models / "gpt2"), str(source), "{}", "--causal_lm", "--bs", "4", "--beam", "4"]
+    assert main([each.format(tmp_path / "whole.txt") for each in command]) == 0, capsys.readouterr().err
+    kind, maps = transformers.AutoModelForCausalLM, []
+    from_pretrained = kind.from_pretrained
+
+    def little_memory(*args: object, **options: object) -> object:
+        found = from_pretrained(*args, **options, max_memory={"cpu": memory}, offload_folder=tmp_path / "weights")
+        maps.append(found[0].hf_device_map)
+        return found
+
+    monkeypatch.setattr(kind, "from_pretrained", little_memory)
+    flags = ["--device_map", "auto"]
+    assert main([each.format(tmp_path / "parts.txt") for each in command] + flags) == 0, capsys.readouterr().err
+    assert places == set(maps[0].values())
+    assert (tmp_path / "parts.txt").read_text() == (tmp_path / "whole.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,15 @@ Tests: tests/optimizer/decoding/test_kv_cache.py
 from __future__ import annotations
 
 import functools
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-# From here on it pays, on a CPU, to find the rows that a reorder moves.
-MIN_ELEMENTS_TO_LOOK_AT = 1 << 16
+# From here on it pays, on a CPU, to find the rows that a reorder moves, and to move them layer by layer, through memory
+# that stays in a cache. AMD EPYC (family 25, model 17), 12 layers of 12 heads, ms for 63 positions, all layers at once
+# and one by one: 128 rows 513, 77; 255 positions of 16 rows 256, 26; 31 of 4 rows 1.7, 1.3; 2 of 4 rows 0.24, 0.57.
+MIN_ELEMENTS_TO_LOOK_AT = 1 << 19
 
 FIRST_CAPACITY = 32
 
@@ -65,8 +68,9 @@ class Generated:
                 states.copy_(states.index_select(1, beam_idx))
             return
         moved = (beam_idx != torch.arange(beam_idx.shape[0])).nonzero().squeeze(1)
-        for states in moving if moved.numel() else ():
-            states[:, moved] = states.index_select(1, beam_idx[moved])
+        beam_idx = beam_idx[moved]
+        for states in chain(*moving) if moved.numel() else ():
+            states[moved] = states.index_select(0, beam_idx)
 
     def compact(self, rows: Tensor) -> None:
         """Row i becomes what row `rows[i]` (int64) was; the others are dropped."""

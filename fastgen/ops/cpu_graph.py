@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fastgen.ops import few_queries
+from fastgen.ops import few_queries, rms_norm
 from fastgen.ops.cpu_linear import few_rows
 from fastgen.ops.tracing import Call, Diverged, NotRepeatable, Tracer
 
@@ -43,11 +43,12 @@ class CpuGraph:
         if not torch.equal(random, torch.get_rng_state()):
             torch.set_rng_state(random)
             raise NotRepeatable("it draws random numbers")
-        needed, constant = _needed(tracer.calls)
+        calls = rms_norm.fused(tracer.calls, self.output)
+        needed, constant = _needed(calls)
         returned = memories_of(leaf for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor))
-        share_buffers(tracer.calls, returned | constant)
+        share_buffers(calls, returned | constant)
         self._repetitions = [repetition_of(call) for call in needed]
-        self._calls = tracer.calls  # so that all tensors stay
+        self._calls = calls  # so that all tensors stay
         made = [tensor.untyped_storage() for call in needed for tensor in call.made if not call.writes]
         self.nbytes = sum(memory.nbytes() for memory in {memory._cdata: memory for memory in made}.values())
 
@@ -90,6 +91,7 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _KERNELS: dict[str, Callable[..., Callable[[], None]]] = {
     few_rows.OPERATION: few_rows.call_into,
     few_queries.OPERATION: few_queries.call_into,
+    rms_norm.OPERATION: rms_norm.call_into,
 }
 
 # Arguments that a form with `out` takes from the tensor that it is given.

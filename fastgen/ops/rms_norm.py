@@ -4,7 +4,7 @@
      └──────────────────────────── mul ┴─ mul weight      what `fused` looks for among the calls of a decode step
 
 The numbers are those of the six but for the order of the sum. AMD EPYC (family 25, model 17), 2 threads, 32 rows of
-768, µs: the six kernels 117, this one 9.
+768, µs, the six kernels and this one: within a step of T5-base 123, 9; one after the other 20, 6.
 
 Tests: tests/ops/test_rms_norm.py
 """

@@ -1,4 +1,5 @@
-// RMS norm in fp32, output = weight * (row / sqrt(mean(row^2) + epsilon)): one pass over rows that lie in a cache.
+// RMS norm, output = weight * (row / sqrt(mean(row^2) + epsilon)), in fp32 and in bf16 with sums in fp32: one pass over
+// rows that lie in a cache. What is multiplied by the weight is rounded first, as models do.
 //
 // What a row gives does not depend on how many rows and threads there are.
 // Built once for each instruction set, see vectors.h.
@@ -8,38 +9,54 @@
 
 namespace {
 
+template <typename T>
 struct Norm {
-    const float *rows, *weight;
-    float *output;
+    const T *rows, *weight;
+    T *output;
     int64_t row_count, width;
     float epsilon;
 };
 
-void normalize(const Norm &norm, int64_t from, int64_t to) {
+template <typename T>
+void normalize(const Norm<T> &norm, int64_t from, int64_t to) {
     const int64_t width = norm.width, whole = width / WIDTH * WIDTH;
     for (int64_t i = from; i < to; i++) {
-        const float *row = norm.rows + i * width;
-        float *output = norm.output + i * width;
+        const T *row = norm.rows + i * width;
+        T *output = norm.output + i * width;
         Vector squares[2] = {};
         for (int64_t d = 0; d < whole; d += WIDTH) squares[d / WIDTH % 2] += load(row + d) * load(row + d);
         float sum = total(squares[0] + squares[1]);
-        for (int64_t d = whole; d < width; d++) sum += row[d] * row[d];
+        for (int64_t d = whole; d < width; d++) sum += to_float(row[d]) * to_float(row[d]);
         const float scale = 1 / std::sqrt(sum / width + norm.epsilon);
-        for (int64_t d = 0; d < width; d++) output[d] = norm.weight[d] * (row[d] * scale);
+        for (int64_t d = 0; d < width; d++) {
+            T scaled;
+            store(to_float(row[d]) * scale, &scaled);
+            store(to_float(norm.weight[d]) * to_float(scaled), output + d);
+        }
     }
 }
 
+template <typename T>
 void normalize_share(void *of) {
-    const Norm &norm = *(const Norm *)of;
+    const Norm<T> &norm = *(const Norm<T> *)of;
     const int64_t thread = thread_number(), threads = thread_count();
     normalize(norm, norm.row_count * thread / threads, norm.row_count * (thread + 1) / threads);
+}
+
+template <typename T>
+void normalize_in(int32_t threads, Norm<T> norm) {
+    if (threads > 1 && run_in_threads) run_in_threads(normalize_share<T>, &norm, threads, 0);
+    else normalize(norm, 0, norm.row_count);
 }
 
 } // namespace
 
 extern "C" void fastgen_rms_norm(const float *rows, const float *weight, float *output, int64_t row_count,
                                  int64_t width, float epsilon, int32_t threads) {
-    Norm norm{rows, weight, output, row_count, width, epsilon};
-    if (threads > 1 && run_in_threads) run_in_threads(normalize_share, &norm, threads, 0);
-    else normalize(norm, 0, row_count);
+    normalize_in<float>(threads, {rows, weight, output, row_count, width, epsilon});
+}
+
+extern "C" void fastgen_rms_norm_bf16(const Bf16 *rows, const Bf16 *weight, Bf16 *output, int64_t row_count,
+                                      int64_t width, float epsilon, int32_t threads) {
+    normalize_in<Bf16>(threads, {rows, weight, output, row_count, width, epsilon});
 }

@@ -1,10 +1,11 @@
-"""RMS norm in fp32 as one kernel on a CPU, in place of the six of which models of T5's and Llama's kind make it.
+"""RMS norm as one kernel on a CPU, in place of the six of which models of T5's and Llama's kind make it; eight in bf16.
 
-    x ─ pow 2 ─ mean ─ add ε ─ rsqrt ─┐
-     └──────────────────────────── mul ┴─ mul weight      what `fused` looks for among the calls of a decode step
+    x ─ (to fp32) ─ pow 2 ─ mean ─ add ε ─ rsqrt ─┐
+    └─ (to fp32) ──────────────────────────── mul ┴─ (to bf16) ─ mul weight
 
-The numbers are those of the six but for the order of the sum. AMD EPYC (family 25, model 17), 2 threads, 32 rows of
-768, µs, the six kernels and this one: within a step of T5-base 123, 9; one after the other 20, 6.
+`fused` looks for these among the calls of a decode step. Nothing else may use what lies between. The numbers are the
+same but for the order of the sum. AMD EPYC (family 25, model 17), 2 threads, 32 rows of 768 in fp32, µs, the six
+kernels and this one: within a step of T5-base 123, 9; one after the other 20, 6.
 
 Tests: tests/ops/test_rms_norm.py
 """
@@ -34,7 +35,8 @@ _ARGUMENTS = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_float, cty
 def call_into(output: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> Callable[[], None]:
     """A function that computes `weight * (rows / sqrt(mean(rows ** 2) + epsilon))` where the output is.
 
-    rows and output `[…, width]`, weight `[width]`, all contiguous, in fp32, on a CPU; the weight may move, not change.
+    rows and output `[…, width]`, weight `[width]`, all contiguous and of one of `x86.DTYPES`, on a CPU; the weight may
+    move, not change.
     """
     function = x86.function("rms_norm", rows.dtype, _ARGUMENTS)
     count, width = rows.numel() // rows.shape[-1], rows.shape[-1]
@@ -82,36 +84,46 @@ def _norm_that_ends_with(
 ) -> tuple[Tensor, Tensor, float, set[int]] | None:
     """Rows, weight and epsilon of the norm whose last call this is, and its other calls; None if it is not one."""
 
-    def maker(tensor: Any, operation: torch._ops.OpOverload) -> tuple[int, tuple[Any, ...]]:
-        """The call of this operation that made a tensor for one other call, and its arguments; -1 if there is none."""
-        place = made_by.get(id(tensor), -1) if uses[id(tensor)] == 1 else -1
-        if place < 0 or calls[place].operation is not operation or calls[place].kwargs:
-            return -1, (None,) * 4
-        return place, calls[place].args
+    def maker(tensor: Any, *operations: torch._ops.OpOverload) -> tuple[int, tuple[Any, ...]]:
+        """The call of one of these operations that made a tensor, and its arguments; -1 if there is none."""
+        place = made_by.get(id(tensor), -1)
+        return (place, calls[place].args) if place >= 0 and calls[place].operation in operations else (-1, (None,) * 4)
 
     aten, last = torch.ops.aten, calls[number]
     if last.operation is not aten.mul.Tensor or len(last.read) != 2:
         return None
+    conversions = () if last.made[0].dtype == torch.float32 else (aten.to.dtype, aten._to_copy.default)
     for scaled, weight in (last.read, last.read[::-1]):
-        scaling, factors = maker(scaled, aten.mul.Tensor)
-        for rows, inverse in (factors[:2], factors[1::-1]) if scaling >= 0 else ():
+        narrowing, (wide, *_) = maker(scaled, *conversions)
+        scaling, factors = maker(scaled if narrowing < 0 else wide, aten.mul.Tensor)
+        for factor, inverse in (factors[:2], factors[1::-1]) if scaling >= 0 else ():
             root, (of_root, *_) = maker(inverse, aten.rsqrt.default)
             adding, (of_sum, epsilon, *_) = maker(of_root, aten.add.Tensor)
             averaging, (of_mean, *dims) = maker(of_sum, aten.mean.dim)
             squaring, (squared, exponent, *_) = maker(of_mean, aten.pow.Tensor_Scalar)
-            parts = {squaring, averaging, adding, root, scaling}
-            if -1 in parts or squared is not rows or exponent != 2 or dims != [[-1], True]:
+            if squaring < 0 or exponent != 2 or dims != [[-1], True] or type(epsilon) is not float:
                 continue
-            is_written = any(call.writes for call in calls[squaring:number])
-            if type(epsilon) is float and not is_written and _fit(rows, weight, last.made[0]):
+            if squared.dtype != torch.float32:  # what is rounded in between has other numbers
+                continue
+            sources = [maker(one, *conversions) for one in (factor, squared)]
+            rows, other = (one if place < 0 else of[0] for one, (place, of) in zip((factor, squared), sources))
+            parts = {narrowing, scaling, root, adding, averaging, squaring, *(place for place, _ in sources)} - {-1}
+            inside = Counter(id(tensor) for part in (*parts, number) for tensor in calls[part].read)
+            is_alone = all(inside[id(tensor)] == uses[id(tensor)] for part in parts for tensor in calls[part].made)
+            is_written = any(call.writes for call in calls[min(parts) : number])
+            if rows is other and is_alone and not is_written and _fit(rows, weight, last.made[0]):
                 return rows, weight, epsilon, parts
     return None
 
 
 def _fit(rows: Tensor, weight: Tensor, output: Tensor) -> bool:
     shapes_fit = rows.shape == output.shape and weight.shape == rows.shape[-1:]
-    tensors = (rows, weight, output)
-    return shapes_fit and all(one.is_cpu and one.dtype == torch.float32 and one.is_contiguous() for one in tensors)
+    tensors, dtype = (rows, weight, output), output.dtype
+    return (
+        shapes_fit
+        and dtype in x86.DTYPES
+        and all(one.is_cpu and one.dtype == dtype and one.is_contiguous() for one in tensors)
+    )
 
 
 def _is_same(call: Call) -> bool:

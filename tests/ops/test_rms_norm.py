@@ -1,4 +1,4 @@
-"""RMS norm, `csrc/rms_norm.cpp`: found among the calls of a step, with the numbers of the six kernels it stands for."""
+"""RMS norm, `csrc/rms_norm.cpp`: found among the calls of a step, with the numbers of what it stands for."""
 
 from __future__ import annotations
 
@@ -33,6 +33,25 @@ class Norm(nn.Module):
         return self.weight * (rows * self.scale(rows)).to(rows.dtype)
 
 
+class Widened(Norm):
+    """Llama's."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        wide = rows.to(torch.float32)
+        return self.weight * (wide * self.scale(wide)).to(rows.dtype)
+
+
+class WidenedIsUsed(Norm):
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        wide = rows.to(torch.float32)
+        return self.weight * (wide * self.scale(wide)).to(rows.dtype), wide + 1
+
+
+class Narrow(Norm):
+    def scale(self, rows: Tensor) -> Tensor:
+        return torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + EPSILON)
+
+
 class OtherOrder(Norm):
     def forward(self, rows: Tensor) -> Tensor:
         return (self.scale(rows) * rows) * self.weight
@@ -42,7 +61,8 @@ class OneMore(Norm):
     """Gemma's, whose weight is the difference from one."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        return (rows * self.scale(rows)) * (1.0 + self.weight.float())
+        wide = rows.float()
+        return ((wide * self.scale(wide)) * (1.0 + self.weight.float())).type_as(rows)
 
 
 class ScaleIsUsed(Norm):
@@ -96,7 +116,15 @@ def fusions(function: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[CpuGra
         (Norm, torch.float32, 1),
         (OtherOrder, torch.float32, 1),
         (OneMore, torch.float32, 1),
-        (Norm, torch.bfloat16, 0),
+        (Norm, torch.bfloat16, 1),
+        (Widened, torch.float32, 1),
+        (Widened, torch.bfloat16, 1),
+        (OtherOrder, torch.bfloat16, 0),
+        (OneMore, torch.bfloat16, 1),
+        (WidenedIsUsed, torch.float32, 1),
+        (WidenedIsUsed, torch.bfloat16, 0),
+        (Narrow, torch.float32, 1),
+        (Narrow, torch.bfloat16, 0),
         (ScaleIsUsed, torch.float32, 0),
         (ScaleIsReturned, torch.float32, 0),
         (RowsAreWritten, torch.float32, 0),
@@ -105,15 +133,16 @@ def fusions(function: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[CpuGra
         (OfOtherRows, torch.float32, 0),
     ],
 )
-@torch.inference_mode()
-def test_what_is_a_norm_becomes_one_kernel(kind, dtype, expected, monkeypatch):
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_what_is_a_norm_becomes_one_kernel(kind, dtype, expected, without_gradients, monkeypatch):
     torch.manual_seed(0)
     norm, rows = kind(dtype), torch.randn(ROWS, 1, WIDTH).to(dtype)
-    graph, found = fusions(lambda: norm(rows * 2), monkeypatch)
-    assert found == expected
-    for _ in range(3):
-        rows.copy_(torch.randn(rows.shape))
-        torch.testing.assert_close(graph.replay(), norm(rows * 2), rtol=0, atol=10 * tolerance("product", dtype))
+    with without_gradients():
+        graph, found = fusions(lambda: norm(rows * 2), monkeypatch)
+        assert found == expected
+        for _ in range(3):
+            rows.copy_(torch.randn(rows.shape))
+            torch.testing.assert_close(graph.replay(), norm(rows * 2), rtol=0, atol=10 * tolerance("product", dtype))
 
 
 @torch.inference_mode()
@@ -146,16 +175,18 @@ def test_a_weight_may_move(monkeypatch):
     rows=st.sampled_from((1, 2, 3, 17, 64)),
     width=st.sampled_from((1, 7, 8, 16, 31, 33, 64, 768, 1000)),
     scale=st.sampled_from((1e-4, 1.0, 1e4)),
+    dtype=st.sampled_from(x86.DTYPES),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_numbers_of_the_kernel(rows, width, scale, seed):
+def test_the_numbers_of_the_kernel(rows, width, scale, dtype, seed):
     random = torch.Generator().manual_seed(seed)
-    states, weight = scale * torch.randn(rows, width, generator=random), torch.randn(width, generator=random)
+    states = (scale * torch.randn(rows, width, generator=random)).to(dtype)
+    weight = torch.randn(width, generator=random).to(dtype)
     wide = states.double()
     expected = weight * wide / (wide.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
     found = torch.ops.fastgen.rms_norm(states, weight, EPSILON)
-    atol = tolerance("product", torch.float32) * (expected.abs().max() + 1)
+    atol = tolerance("product", dtype) * (expected.abs().max() + 1)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol.item())
 
 

@@ -36,9 +36,11 @@ def whole(minimum: int, unset: int | None = None) -> Callable[[str], int | None]
     return lambda text: None if (value := parse(text)) == unset else value
 
 
-def whole_or_auto(minimum: int) -> Callable[[str], int | str | None]:
+def whole_or_auto(minimum: int) -> Callable[[str], int | str]:
     """A parser of whole numbers from `minimum` on, and of auto."""
-    return lambda text: text if text == "auto" else whole(minimum)(text)
+    accepted = f"a whole number, {minimum} to {LARGEST_NUMBER}, or auto"
+    parse = _number(int, accepted, lambda n: minimum <= n <= LARGEST_NUMBER)
+    return lambda text: text if text == "auto" else parse(text)
 
 
 def real(above: float = -math.inf, up_to: float = math.inf) -> Callable[[str], float]:

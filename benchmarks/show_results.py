@@ -55,7 +55,7 @@ medians, and their tokens are equal. The first call is a warm-up: GEMM autotunin
 |---|---|
 | *faster* | median over the turns of stock's seconds by fastgen's |
 | *limit* | fastgen's seconds by those of the arithmetic or of reading the weights, whichever takes longer |
-| *memory* | what one call adds to the process at its peak |
+| *memory* | what one call adds to the process at its peak; memory that calls before have freed is used again |
 """
 GENERATE_HEAD = """| workload | stock | fastgen | faster | CTranslate2 | limit | memory, stock → fastgen |
 |---|---|---|---|---|---|---|"""

@@ -248,13 +248,6 @@ void attend_from(const Attention<T> &of, int64_t unit, int64_t to) {
     for (; unit < to; unit++) attend(of, unit, memory);
 }
 
-template <typename T>
-void attend_share(void *task) {
-    const Attention<T> &of = *(const Attention<T> *)task;
-    const int64_t units = of.units(), thread = thread_number(), threads = thread_count();
-    attend_from(of, units * thread / threads, units * (thread + 1) / threads);
-}
-
 // pointers: query, output, mask or null, then keys and values of each segment. sizes: see how they are read.
 template <typename T>
 void attend_all(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
@@ -276,8 +269,7 @@ void attend_all(void *const *pointers, const int64_t *sizes, float scale, int32_
                             sizes[0],
                             sizes[1]});
     of.segments = segments.data();
-    if (threads > 1 && run_in_threads) run_in_threads(attend_share<T>, &of, threads, 0);
-    else attend_from(of, 0, of.units());
+    in_threads(threads, of.units(), [&](int64_t from, int64_t to) { attend_from(of, from, to); });
 }
 
 } // namespace

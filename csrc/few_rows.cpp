@@ -267,18 +267,11 @@ void multiply(const Product<F> &product, int64_t from, int64_t to) {
 }
 
 template <class F>
-void multiply_share(void *of) {
-    const Product<F> &product = *(const Product<F> *)of;
-    const int64_t columns = product.is_transposed ? TILE : GROUP, thread = thread_number(), threads = thread_count();
-    const int64_t shares = (product.out_features + columns - 1) / columns;
-    const int64_t from = shares * thread / threads * columns, to = shares * (thread + 1) / threads * columns;
-    if (from < to) multiply(product, from, std::min(to, product.out_features));
-}
-
-template <class F>
-void multiply_in(int32_t threads, Product<F> product) {
-    if (threads > 1 && run_in_threads) run_in_threads(multiply_share<F>, &product, threads, 0);
-    else multiply<F>(product, 0, product.out_features);
+void multiply_in(int32_t threads, const Product<F> &product) {
+    const int64_t columns = product.is_transposed ? TILE : GROUP;
+    in_threads(threads, (product.out_features + columns - 1) / columns, [&](int64_t from, int64_t to) {
+        if (from < to) multiply(product, from * columns, std::min(to * columns, product.out_features));
+    });
 }
 
 } // namespace

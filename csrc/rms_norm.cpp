@@ -37,16 +37,8 @@ void normalize(const Norm<T> &norm, int64_t from, int64_t to) {
 }
 
 template <typename T>
-void normalize_share(void *of) {
-    const Norm<T> &norm = *(const Norm<T> *)of;
-    const int64_t thread = thread_number(), threads = thread_count();
-    normalize(norm, norm.row_count * thread / threads, norm.row_count * (thread + 1) / threads);
-}
-
-template <typename T>
-void normalize_in(int32_t threads, Norm<T> norm) {
-    if (threads > 1 && run_in_threads) run_in_threads(normalize_share<T>, &norm, threads, 0);
-    else normalize(norm, 0, norm.row_count);
+void normalize_in(int32_t threads, const Norm<T> &norm) {
+    in_threads(threads, norm.row_count, [&](int64_t from, int64_t to) { normalize(norm, from, to); });
 }
 
 } // namespace

@@ -62,6 +62,22 @@ inline Bits upper_halves(const Bf16 *numbers) {
 inline Vector load(const float *numbers) { return *(const Vector *)numbers; }
 inline Vector load(const Bf16 *numbers) { return (Vector)upper_halves(numbers); }
 
+// Calls `work` with parts [from, to) of so many units, one for each thread.
+template <typename Work>
+inline void in_threads(int32_t threads, int64_t units, const Work &work) {
+    struct Task {
+        const Work &work;
+        int64_t units;
+    } task{work, units};
+    const auto share = [](void *of) {
+        const Task &task = *(const Task *)of;
+        const int64_t thread = thread_number(), threads = thread_count();
+        task.work(task.units * thread / threads, task.units * (thread + 1) / threads);
+    };
+    if (threads > 1 && run_in_threads) run_in_threads(share, &task, threads, 0);
+    else work(0, units);
+}
+
 // Calls `tile` with the number `left`, from 1 to R, as a constant.
 template <int R, typename Tile>
 inline void with_constant(int64_t left, const Tile &tile) {

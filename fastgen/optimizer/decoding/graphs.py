@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastgen.config import CONFIG
 from fastgen.ops.cpu_graph import CpuGraph
@@ -47,13 +47,13 @@ class CpuCapture:
     name = "decode step, captured"
 
     def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int]:
-        """The output of a replay, the replay, and the bytes that it keeps.
+        """The output of a replay, which the next one overwrites, the replay, and the bytes that it keeps.
 
         rewind: undoes what the function counts.
         """
         graph = CpuGraph(run)
         rewind()
-        output = tree_map_only(Tensor, Tensor.clone, graph.replay())  # the function's kernels may round differently
+        output = graph.replay()  # the function's kernels may round differently
         rewind()
         return output, graph.replay, graph.nbytes
 

@@ -1,4 +1,4 @@
-"""Whose code something is: the host library's, or that of the program that uses it.
+"""Provenance checks: is a function or class the host library's, or the program's?
 
 A function's globals tell, because `functools.wraps` gives a wrapper the `__module__` of what it wraps.
 

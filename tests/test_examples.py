@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]  # each looks fo
 # A worker notes its batches, ends at one where a file "die" is there, and waits while a file "hold" is.
 NOTED = """
     import time
-    generate = pipeline.WithinMemory.__call__
+    generate = pipeline.SplitOnOOM.__call__
     def noted(self, batch, start=0):
         folder = os.environ["NOTED"]
         with open(f"{folder}/batches", "a") as file:
@@ -30,7 +30,7 @@ NOTED = """
             time.sleep(0.05)
         time.sleep(0.2)
         return generate(self, batch, start)
-    pipeline.WithinMemory.__call__ = noted
+    pipeline.SplitOnOOM.__call__ = noted
 """
 FILES, ROWS = 12, 8
 

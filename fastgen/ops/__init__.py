@@ -50,7 +50,7 @@ def kernels() -> list[Kernel]:
     few = f"{products}, in fp32 and bf16"
     return [
         Kernel("shared attention", "torch", task="rows that share keys and values", counted_as=attention),
-        Kernel("cpu linear", "C++", tuple(x86.machine_reasons()), few, ("cpu_linear, few rows",)),
+        Kernel("cpu linear", "C++", tuple(x86.machine_reasons()), few, ("cpu_linear, skinny GEMM",)),
         Kernel("cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear, oneDNN",)),
         Kernel("fused activation", "torch", task="NewGELUActivation in large models", counted_as=("fused activation",)),
         *(

@@ -42,7 +42,7 @@ def _rows_of_a_part(logits: Tensor) -> int:
 
 def best_of_all(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
     """Of log_probs `[B * M, vocabulary_size]`."""
-    found = best_in_two_stages([log_probs], beam_scores, k) if two_stages_pay(log_probs, beam_scores, k) else None
+    found = best_in_two_stages([log_probs], beam_scores, k) if prefers_two_stages(log_probs, beam_scores, k) else None
     return found or best_in_one_stage(log_probs, beam_scores, k)
 
 
@@ -52,7 +52,7 @@ def best_in_one_stage(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candida
     return tuple(torch.topk(scores.flatten(1), k=k))
 
 
-def two_stages_pay(log_probs: Tensor, beam_scores: Tensor, k: int) -> bool:
+def prefers_two_stages(log_probs: Tensor, beam_scores: Tensor, k: int) -> bool:
     """Whether `best_in_two_stages` may be asked, and is faster, given log_probs or logits."""
     vocabulary = log_probs.shape[1]
     return log_probs.device.type == "cpu" and vocabulary > k and beam_scores.shape[1] * vocabulary >= MIN_SCORES

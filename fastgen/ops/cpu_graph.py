@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,50 +23,49 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fastgen.ops import few_queries, rms_norm
-from fastgen.ops.cpu_linear import few_rows
-from fastgen.ops.tracing import Call, Diverged, NotRepeatable, Tracer
+from fastgen.ops.cpu_linear import skinny_gemm
+from fastgen.ops.tracing import Diverged, NotRepeatable, TracedCall, Tracer
 
 # They give memory whose content is not defined: a replay has it already.
 _MAKE_ROOM = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
 
 
-class CpuGraph:
-    """The kernels that `function` calls on a CPU without gradients; the tensors that it reads have to stay.
+def capture(function: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
+    """The replay of a function that runs on a CPU without gradients, and the bytes of memory that it needs for itself.
 
-    output: of the function; overwritten by each replay. nbytes: of the memory that a replay needs for itself. Raises
-    NotRepeatable where a replay would not do the same.
+    A replay gives the function's output, computed from what the tensors hold then, in memory that the next replay
+    overwrites; the tensors that the function reads have to stay. Raises NotRepeatable where a replay would not do the
+    same; the replay raises Diverged where the function would take another way.
     """
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        random = torch.get_rng_state()
-        with Tracer() as tracer:
-            self.output = function()
-        if not torch.equal(random, torch.get_rng_state()):
-            torch.set_rng_state(random)
-            raise NotRepeatable("it draws random numbers")
-        calls = rms_norm.fused(tracer.calls, self.output)
-        needed, constant = _needed(calls)
-        returned = memories_of(leaf for leaf in tree_leaves(self.output) if isinstance(leaf, Tensor))
-        share_buffers(calls, returned | constant)
-        self._repetitions = [repetition_of(call) for call in needed]
-        self._calls = calls  # so that all tensors stay
-        made = [tensor.untyped_storage() for call in needed for tensor in call.made if not call.writes]
-        self.nbytes = sum(memory.nbytes() for memory in {memory._cdata: memory for memory in made}.values())
-
-    def replay(self) -> Any:
-        """The output, computed from what the tensors hold now. Raises Diverged where the function takes another way."""
-        for function, args, kwargs in self._repetitions:
-            function(*args, **kwargs)
-        return self.output
+    random = torch.get_rng_state()
+    with Tracer() as tracer:
+        output = function()
+    if not torch.equal(random, torch.get_rng_state()):
+        torch.set_rng_state(random)
+        raise NotRepeatable("it draws random numbers")
+    calls = rms_norm.fused(tracer.calls, output)
+    needed, constant = _needed(calls)
+    returned = memories_of(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    share_buffers(calls, returned | constant)
+    made = [tensor.untyped_storage() for call in needed for tensor in call.made if not call.writes]
+    nbytes = sum(memory.nbytes() for memory in {memory._cdata: memory for memory in made}.values())
+    return partial(_replay, [repetition_of(call) for call in needed], output, calls), nbytes
 
 
-def _needed(calls: list[Call]) -> tuple[list[Call], set[Memory]]:
+def _replay(repetitions: list[Repetition], output: Any, calls: list[TracedCall]) -> Any:
+    """calls: whose tensors the repetitions address, and which stay as long as the replay does."""
+    for function, args, kwargs in repetitions:
+        function(*args, **kwargs)
+    return output
+
+
+def _needed(calls: list[TracedCall]) -> tuple[list[TracedCall], set[Memory]]:
     """The calls that a replay has to make, and memories that hold the same numbers at all times.
 
     Views and what was made from nothing need not be made again.
     """
     written = {memory for call in calls if call.writes for memory in memories_of(call.made or call.read)}
-    needed: list[Call] = []
+    needed: list[TracedCall] = []
     constant: set[Memory] = set()
     for call in calls:
         read, made = memories_of(call.read), memories_of(call.made)
@@ -89,7 +89,7 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 # Operations of fastgen, by name: what makes a function that computes their result where it is.
 _KERNELS: dict[str, Callable[..., Callable[[], None]]] = {
-    few_rows.OPERATION: few_rows.call_into,
+    skinny_gemm.OPERATION: skinny_gemm.call_into,
     few_queries.OPERATION: few_queries.call_into,
     rms_norm.OPERATION: rms_norm.call_into,
 }
@@ -98,10 +98,10 @@ _KERNELS: dict[str, Callable[..., Callable[[], None]]] = {
 _TOLD_BY_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
-def repetition_of(call: Call) -> Repetition:
+def repetition_of(call: TracedCall) -> Repetition:
     """Of a call that computes something, or reads a scalar: Diverged is raised where that has changed."""
     if not call.made and not call.writes:
-        return functools.partial(_expect, call), (), {}
+        return partial(_check_scalar, call), (), {}
     if call.writes:
         return call.operation._op, call.args, call.kwargs
     if call.operation in _COPIES:
@@ -115,19 +115,19 @@ def repetition_of(call: Call) -> Repetition:
             return attend, (), {}
     form, outs = _form_with_out(call.operation)
     if form is None:
-        return functools.partial(_compute_and_copy, call), (), {}
+        return partial(_compute_and_copy, call), (), {}
     known = {argument.name for argument in form._schema.arguments}
     kwargs = {name: value for name, value in call.kwargs.items() if name in known}
     return form._op, call.args, kwargs | dict(zip(outs, call.made))
 
 
-def _expect(call: Call) -> None:
+def _check_scalar(call: TracedCall) -> None:
     found = call.operation._op(*call.args, **call.kwargs)
     if found != call.result:
         raise Diverged(f"{call.operation} returned {found} on the host instead of {call.result}")
 
 
-def _compute_and_copy(call: Call) -> None:
+def _compute_and_copy(call: TracedCall) -> None:
     results = call.operation._op(*call.args, **call.kwargs)
     for mine, found in zip(call.made, (results,) if isinstance(results, Tensor) else results):
         mine.copy_(found)
@@ -168,7 +168,7 @@ def memories_of(tensors: Iterable[Tensor]) -> set[Memory]:
     return set(map(memory_of, tensors))
 
 
-def share_buffers(calls: list[Call], kept: set[Memory]) -> None:
+def share_buffers(calls: list[TracedCall], kept: set[Memory]) -> None:
     """Moves what the calls have made into buffers that they share, all but the memories `kept`.
 
     The tensors stay the same objects; their content is lost.
@@ -190,7 +190,7 @@ def share_buffers(calls: list[Call], kept: set[Memory]) -> None:
             tensor.set_(buffers[memory], tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _made_in_between(calls: list[Call], kept: set[Memory]) -> dict[Memory, list[Tensor]]:
+def _made_in_between(calls: list[TracedCall], kept: set[Memory]) -> dict[Memory, list[Tensor]]:
     """The tensors in each memory that the calls have made, all but `kept`."""
     given = set(kept)
     tensors: dict[Memory, dict[int, Tensor]] = {}

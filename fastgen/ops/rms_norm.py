@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fastgen.ops import x86
-from fastgen.ops.tracing import Call
+from fastgen.ops.tracing import TracedCall
 
 OPERATION = "fastgen::rms_norm"
 
@@ -60,27 +60,27 @@ _LIBRARY.define("rms_norm(Tensor rows, Tensor weight, float epsilon) -> Tensor")
 _LIBRARY.impl("rms_norm", _rms_norm, "CPU")
 
 
-def fused(calls: list[Call], output: Any) -> list[Call]:
+def fused(calls: list[TracedCall], output: Any) -> list[TracedCall]:
     """The same calls with one in place of those of each norm; output: what the function that made them returns."""
     if x86.machine_reasons():
         return calls
     made_by = {id(tensor): number for number, call in enumerate(calls) for tensor in call.made if not _is_same(call)}
     uses = Counter(id(tensor) for call in calls if not _is_same(call) for tensor in call.read)
     uses.update(id(leaf) for leaf in tree_leaves(output))
-    found: dict[int, Call] = {}
+    found: dict[int, TracedCall] = {}
     replaced: set[int] = set()
     for number, call in enumerate(calls):
         match = _norm_that_ends_with(number, calls, made_by, uses)
         if match is not None:
             rows, weight, epsilon, parts = match
             operation, arguments = torch.ops.fastgen.rms_norm.default, (rows, weight, epsilon)
-            found[number] = Call(operation, arguments, {}, call.result, [rows, weight], call.made)
+            found[number] = TracedCall(operation, arguments, {}, call.result, [rows, weight], call.made)
             replaced |= parts
     return [found.get(number, call) for number, call in enumerate(calls) if number not in replaced]
 
 
 def _norm_that_ends_with(
-    number: int, calls: list[Call], made_by: dict[int, int], uses: Counter[int]
+    number: int, calls: list[TracedCall], made_by: dict[int, int], uses: Counter[int]
 ) -> tuple[Tensor, Tensor, float, set[int]] | None:
     """Rows, weight and epsilon of the norm whose last call this is, and its other calls; None if it is not one."""
 
@@ -126,6 +126,6 @@ def _fit(rows: Tensor, weight: Tensor, output: Tensor) -> bool:
     )
 
 
-def _is_same(call: Call) -> bool:
+def _is_same(call: TracedCall) -> bool:
     """Whether a call has returned its argument, as `to` does in the type that is there."""
     return len(call.made) == 1 and any(call.made[0] is tensor for tensor in call.read)

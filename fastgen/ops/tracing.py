@@ -24,7 +24,7 @@ class Diverged(Exception):
     """A scalar read on the host (`.item()`) changed since the capture, so that control flow may differ."""
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """A call of an operation. read: the tensors among its arguments; made: those among its results.
 
     An operation that makes nothing and writes nothing returns a scalar, on which control flow may depend.
@@ -48,7 +48,7 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -57,7 +57,7 @@ class Tracer(TorchDispatchMode):
         if _has_any_size(func, args) or kwargs.get("generator") is not None:
             raise NotRepeatable(f"{func} has results of any size or draws numbers")
         result = func(*args, **kwargs)
-        call = Call(func, args, kwargs, result, _tensors((args, kwargs)), _tensors(result))
+        call = TracedCall(func, args, kwargs, result, _tensors((args, kwargs)), _tensors(result))
         if not call.made and not call.writes and result != result:
             raise NotRepeatable(f"{func} returned {result} on the host: control flow cannot be checked")
         self.calls.append(call)

@@ -1,7 +1,7 @@
-"""The C++ kernels for x86 CPUs: `csrc/few_rows.cpp`, `few_queries.cpp` and `rms_norm.cpp`, built together for each
+"""The C++ kernels for x86 CPUs: `csrc/skinny_gemm.cpp`, `few_queries.cpp` and `rms_norm.cpp`, built together for each
 instruction set.
 
-Tests: tests/ops/test_few_rows.py, tests/ops/test_few_queries.py, tests/ops/test_rms_norm.py
+Tests: tests/ops/test_skinny_gemm.py, tests/ops/test_few_queries.py, tests/ops/test_rms_norm.py
 """
 
 from __future__ import annotations

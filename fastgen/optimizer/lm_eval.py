@@ -54,7 +54,7 @@ def unsupported_reasons(harness: HFLM, requests: list[Request]) -> list[Reason]:
     fit = all(min(both) and sum(both) <= harness.max_length + 1 for both in lengths) and bool(lengths)
     return that_hold(
         ("HARNESS", "the model has an encoder, or runs under autocast", has_encoder),
-        ("UNTESTED", "this version of lm-evaluation-harness was not tested", PATCH_SET.newer_than_tested("lm_eval")),
+        ("UNTESTED", "this version of lm-evaluation-harness was not tested", "lm_eval" in PATCH_SET.untested_hosts),
         *(("METHOD_REPLACED", f"{name} is not that of HFLM", True) for name in replaced[:1]),
         ("HARNESS", "rolling log-likelihoods are the harness's", any(text is None for text, _, _ in requests)),
         ("HARNESS", "a text is empty or too long for the model", not fit),

@@ -105,7 +105,7 @@ def convolve(forward: ModuleForward, states: Tensor, call: Call) -> Tensor | Non
     """The output of a `Conv1d` or `ConvTranspose1d`, `[batch, channels, length]`; None where oneDNN does not pay."""
     layer = forward.module
     is_plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-    if not is_plain or states.dim() != 3 or states.shape[1] != layer.in_channels or not pays(states, layer):
+    if not is_plain or states.dim() != 3 or states.shape[1] != layer.in_channels or not is_faster(states, layer):
         return None
     call.usage[ONEDNN] = 1  # waveform, of which this is a layer
     given = channels_last(states), layer.weight.unsqueeze(2), layer.bias, (1, layer.stride[0]), (0, layer.padding[0])
@@ -119,7 +119,7 @@ def convolve(forward: ModuleForward, states: Tensor, call: Call) -> Tensor | Non
 CONVOLUTIONS: dict[type, Forward] = {nn.Conv1d: convolve, nn.ConvTranspose1d: convolve}
 
 
-def pays(states: Tensor, layer: Any) -> bool:
+def is_faster(states: Tensor, layer: Any) -> bool:
     """Whether this layer is faster here than in its own forward, for these states."""
     weights = layer.in_channels * layer.out_channels * layer.kernel_size[0] // layer.groups
     return states.numel() >= MIN_INPUT * weights

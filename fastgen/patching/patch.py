@@ -20,7 +20,7 @@ class Patch:
         nor the import of the host grows. It is called as `replacement(original, *args, **kwargs)`; for a method
         `args[0]` is the instance, or the class, and `original` is the unbound function.
     tested: the lowest and the newest version of the host that it was tested with. On a lower one the patch is
-        skipped, on a newer one it is applied and `PatchSet.newer_than_tested` says so.
+        skipped, on a newer one it is applied and `PatchSet.untested_hosts` says so.
     parameters: names that the signature of the target must have; of "cache|past_key_values" one.
     group: patches of one group are applied all or none.
     """

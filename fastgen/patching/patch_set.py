@@ -76,12 +76,15 @@ class _Record:
 
 
 class PatchSet:
-    """Applies and reverts `patches`; every method may be called twice, and from any thread."""
+    """Applies and reverts `patches`; every method may be called twice, and from any thread.
+
+    untested_hosts: those that are newer than what one of their patches was tested with, or do not tell their version.
+    """
 
     def __init__(self, patches: Iterable[Patch], *, is_strict: Callable[[], bool] = lambda: False) -> None:
         self._is_strict = is_strict
+        self.untested_hosts: set[str] = set()
         self._groups: dict[str, list[_Record]] = {}
-        self._untested_hosts: set[str] = set()  # looked up in every call
         for patch in patches:
             self._groups.setdefault(patch.group, []).append(_Record(patch, reason=_waiting_for({patch.module})))
         self._modules: dict[str, ModuleType] = {}
@@ -181,9 +184,11 @@ class PatchSet:
         """Whether calls reach this patch first: it is applied, and nobody has patched on top of it."""
         return any(r.target is not None and r.target.is_on_top() for r in self._records() if r.patch.name == name)
 
-    def newer_than_tested(self, host: str) -> bool:
-        """Whether `host` is newer than what one of its patches was tested with, or does not tell its version."""
-        return host in self._untested_hosts
+    @property
+    def is_on(self) -> bool:
+        """Whether calls in this thread or task get the replacements of patches that are applied."""
+        on = _switch.get()
+        return self._everywhere if on is None else on
 
     def _records(self) -> Iterator[_Record]:
         for records in self._groups.values():
@@ -230,7 +235,7 @@ class PatchSet:
             record.untested = bool(reason)
             record.set("applied", reason)
             logger.debug("fastgen applied %s", record.patch.name)
-        self._untested_hosts = {record.patch.host for record in self._records() if record.untested}
+        self.untested_hosts = {record.patch.host for record in self._records() if record.untested}
 
     def _is_imported(self, name: str) -> bool:
         module = sys.modules.get(name)

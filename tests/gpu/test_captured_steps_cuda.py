@@ -11,7 +11,7 @@ from parity import padded, run_both, tiny, whisper
 from sharing import sharing
 
 from fastgen.optimizer.decoding import graphs
-from fastgen.optimizer.decoding.loop_state import LateStopCheck
+from fastgen.optimizer.transformers.decode_step import LateStopCheck
 
 pytestmark = [
     pytest.mark.gpu,

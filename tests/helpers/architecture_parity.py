@@ -37,8 +37,8 @@ def shares(report: Report) -> str:
     """What the report says was shared, in a few words."""
     words = {"prefill": "prefill", "cross-attention": "cross-attention", "the prompt": "prompt"}
     found = [word for start, word in words.items() if any(item.startswith(start) for item in report.shared)]
-    read_whole = any(name.startswith("whole") for name in report.kernels)
-    return (", ".join(found) or "nothing") + (" (until read whole)" if read_whole else "")
+    materialized = any(name.startswith("materialized") for name in report.kernels)
+    return (", ".join(found) or "nothing") + (" (until materialized)" if materialized else "")
 
 
 def generate(
@@ -101,8 +101,8 @@ def write_table(path: Path) -> None:
         f"{REAL.image_size} × {REAL.image_size}. deepseek_v3's latent heads stay tiny.",
         "",
         "*prefill*: computed once per input instead of once per beam or sample. *cross-attention*, *prompt*: keys and",
-        "values kept once per input. *until read whole*: the model's own attention code asks for keys in one piece, so",
-        "that they are repeated for each row at the first step, and then written in place.",
+        "values kept once per input. *until materialized*: the attention code of the model asks for keys in one piece,",
+        "so that they are repeated for each row at the first step, and then written in place.",
         "",
         "| architecture | shared | shared by default at real size | equal tokens | largest difference of scores "
         "| left to the original |",

@@ -22,7 +22,7 @@ wrapt.register_post_import_hook(change, "fastgen.cli.transformers.pipeline")
 """
 # A worker ends when it gets one of these lines: each time, or the first time only, where ONCE is a file to make.
 POISON = """
-    generate = pipeline.WithinMemory.__call__
+    generate = pipeline.SplitOnOOM.__call__
     def ending(self, batch, start=0):
         if {int(word) for word in os.environ["POISON"].split()} & {item.line.number for item in batch.items}:
             once = os.environ.get("ONCE")
@@ -32,7 +32,7 @@ POISON = """
             except FileExistsError:
                 pass
         return generate(self, batch, start)
-    pipeline.WithinMemory.__call__ = ending
+    pipeline.SplitOnOOM.__call__ = ending
 """
 
 

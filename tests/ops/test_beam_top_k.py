@@ -15,7 +15,7 @@ from fastgen.ops.beam_top_k import (
     best_of_all,
     best_of_allowed,
     log_probs_in_parts,
-    two_stages_pay,
+    prefers_two_stages,
 )
 
 SHAPES = {"inputs": st.integers(1, 3), "beams": st.integers(1, 12), "seed": st.integers(0, 10**6)}
@@ -63,7 +63,7 @@ def test_many_scores_are_those_of_one_stage(equal):
     log_probs, beam_scores = functional.log_softmax(torch.randn(8, 60_000), dim=-1), scores_of_beams(2, 4, 4)
     if equal:
         log_probs = log_probs.round()
-    assert two_stages_pay(log_probs, beam_scores, 8)
+    assert prefers_two_stages(log_probs, beam_scores, 8)
     assert all(map(torch.equal, best_of_all(log_probs, beam_scores, 8), best_in_one_stage(log_probs, beam_scores, 8)))
 
 
@@ -116,6 +116,6 @@ def test_what_is_not_finite_is_left_alone(value):
 
 
 def test_two_stages_are_for_many_scores():
-    assert not two_stages_pay(torch.zeros(4, 30_000), torch.zeros(1, 4), 8)
-    assert two_stages_pay(torch.zeros(8, 30_000), torch.zeros(1, 8), 16)
-    assert not two_stages_pay(torch.zeros(8, 30_000), torch.zeros(1, 8), 30_000)
+    assert not prefers_two_stages(torch.zeros(4, 30_000), torch.zeros(1, 4), 8)
+    assert prefers_two_stages(torch.zeros(8, 30_000), torch.zeros(1, 8), 16)
+    assert not prefers_two_stages(torch.zeros(8, 30_000), torch.zeros(1, 8), 30_000)

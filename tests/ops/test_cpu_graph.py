@@ -1,4 +1,4 @@
-"""What a CpuGraph replays is what the function gives for the numbers that its tensors hold then."""
+"""What a capture replays is what the function gives for the numbers that its tensors hold then."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fastgen.ops import few_queries, x86
-from fastgen.ops.cpu_graph import CpuGraph
-from fastgen.ops.cpu_linear import few_rows
+from fastgen.ops.cpu_graph import capture
+from fastgen.ops.cpu_linear import skinny_gemm
 from fastgen.ops.tracing import Diverged, NotRepeatable
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
@@ -49,14 +49,14 @@ def without_gradients(request):
 def test_a_replay_gives_what_the_function_gives():
     torch.manual_seed(0)
     layer, states = Layer(), torch.randn(ROWS, WIDTH)
-    graph = CpuGraph(lambda: layer(states))
+    replay, _ = capture(lambda: layer(states))
     for place in range(5):
         layer.place.fill_(place)
         states.copy_(torch.randn(ROWS, WIDTH))
         keys = layer.keys.clone()
         expected = layer(states)
         layer.keys.copy_(keys)
-        found = graph.replay()
+        found = replay()
         for one, other in zip(found, expected):
             torch.testing.assert_close(one, other)
 
@@ -67,15 +67,15 @@ def test_products_of_few_rows_are_replayed_even_where_weights_have_moved():
     layer, states = nn.Linear(16, 24), torch.randn(3, 16)
 
     def run() -> Tensor:
-        return few_rows.few_rows_linear(
-            few_rows.few_rows_linear(states, layer.weight, layer.bias)[:, :16].clone(), square
+        return skinny_gemm.skinny_linear(
+            skinny_gemm.skinny_linear(states, layer.weight, layer.bias)[:, :16].clone(), square
         )
 
     square = torch.randn(16, 16)
-    graph = CpuGraph(run)
+    replay, _ = capture(run)
     states.mul_(2)
     layer.weight.data, layer.bias.data = layer.weight.data * 3, layer.bias.data + 1
-    torch.testing.assert_close(graph.replay(), run())
+    torch.testing.assert_close(replay(), run())
 
 
 @pytest.mark.skipif(bool(x86.machine_reasons()), reason=str(x86.machine_reasons()))
@@ -93,12 +93,12 @@ def test_attention_of_few_queries_is_replayed_by_its_kernel(queries, monkeypatch
         attended = functional.scaled_dot_product_attention(query * 2, keys, values, mask + 1)
         return attended.transpose(1, 2).reshape(3, -1) + 1
 
-    graph = CpuGraph(run)
+    replay, _ = capture(run)
     assert len(used) == (queries == 1)
     for tensor in (query, keys, values, mask):
         tensor.mul_(-0.5)
     mask[1, :, :, 3:] = -torch.inf
-    torch.testing.assert_close(graph.replay(), run())
+    torch.testing.assert_close(replay(), run())
 
 
 def test_tensors_share_memory_unless_they_are_returned_or_constant():
@@ -112,12 +112,12 @@ def test_tensors_share_memory_unless_they_are_returned_or_constant():
         return [middle, middle * 2, constant]
 
     with torch.no_grad():
-        graph = CpuGraph(run)
+        replay, nbytes = capture(run)
         states.mul_(3)
         for _ in range(2):
-            for found, expected in zip(graph.replay(), run()):
+            for found, expected in zip(replay(), run()):
                 torch.testing.assert_close(found, expected)
-    assert graph.nbytes <= 5 * states.nbytes
+    assert nbytes <= 5 * states.nbytes
 
 
 def branch(number: Tensor) -> Tensor:
@@ -127,12 +127,12 @@ def branch(number: Tensor) -> Tensor:
 def test_numbers_that_lead_another_way_are_noticed():
     number = torch.zeros(3)
     with torch.no_grad():
-        graph = CpuGraph(lambda: branch(number))
+        replay, _ = capture(lambda: branch(number))
         number.fill_(4)
-        assert graph.replay().tolist() == [5, 5, 5]
+        assert replay().tolist() == [5, 5, 5]
         number[1] = 6
         with pytest.raises(Diverged, match=r"_local_scalar_dense.* returned False on the host instead of True"):
-            graph.replay()
+            replay()
 
 
 def of_a_subclass() -> Tensor:
@@ -155,4 +155,4 @@ def of_a_subclass() -> Tensor:
 )
 def test_what_cannot_be_repeated_is_refused(function, message):
     with torch.no_grad(), pytest.raises(NotRepeatable, match=message):
-        CpuGraph(function)
+        capture(function)

@@ -23,15 +23,16 @@ from fastgen.config import CONFIG
 from fastgen.ops import cpu_linear, x86
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
+from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.optimizer.transformers.generate import forwards
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
 
-no_few_rows = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"few rows: {x86.machine_reasons()}")
+no_skinny_gemm = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"skinny GEMM: {x86.machine_reasons()}")
 
 
-@pytest.fixture(params=[cpu_linear.ONEDNN, pytest.param(cpu_linear.FEW_ROWS, marks=no_few_rows)])
+@pytest.fixture(params=[cpu_linear.ONEDNN, pytest.param(cpu_linear.SKINNY_GEMM, marks=no_skinny_gemm)])
 def everywhere(request, monkeypatch):
     """All products go this way; returns what they are counted as."""
     monkeypatch.setattr(cpu_linear, "MIN_ELEMENTS", 0)
@@ -70,12 +71,12 @@ def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape(monkeypatch
 
 
 def test_models_in_fp16_keep_their_forwards():
-    assert model_facts.size_of(nn.Linear(1024, 1024)).large == 1 << 20
-    assert model_facts.size_of(nn.Linear(1024, 1024).bfloat16()).large == 1 << 20
-    assert model_facts.size_of(nn.Linear(1024, 1024).half()).large == 0
+    assert model_facts.size_of(nn.Linear(1024, 1024), KNOWN).large == 1 << 20
+    assert model_facts.size_of(nn.Linear(1024, 1024).bfloat16(), KNOWN).large == 1 << 20
+    assert model_facts.size_of(nn.Linear(1024, 1024).half(), KNOWN).large == 0
 
 
-@no_few_rows
+@no_skinny_gemm
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
 def test_products_in_bf16_are_rounded_once(kind, everywhere):
     torch.manual_seed(0)
@@ -144,7 +145,7 @@ def test_a_forward_after_generate_is_the_library_s(everywhere):
 @pytest.fixture
 def timed(monkeypatch, tmp_path):
     """What each way takes, by its name; nothing is known from before."""
-    seconds = {cpu_linear.BLAS: 1.0, cpu_linear.ONEDNN: 0.5, cpu_linear.FEW_ROWS: 0.7}
+    seconds = {cpu_linear.BLAS: 1.0, cpu_linear.ONEDNN: 0.5, cpu_linear.SKINNY_GEMM: 0.7}
     found = {name: partial(functional.linear) for name in seconds}
     measured = []
 
@@ -153,7 +154,7 @@ def timed(monkeypatch, tmp_path):
         measured.append((name, tuple(rows.shape)))
         return seconds[name]
 
-    monkeypatch.setattr(cpu_linear, "ways", lambda: found)
+    monkeypatch.setattr(cpu_linear, "gemm_backends", lambda: found)
     monkeypatch.setattr(cpu_linear, "seconds_of", timed)
     later_process()
     monkeypatch.setattr(CONFIG, "cache", str(tmp_path / "new folder"))
@@ -179,16 +180,16 @@ def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
     seconds, measured, _ = timed
     bias = torch.zeros(1024)
     assert fastest(3) == fastest(4) == "oneDNN"  # both count as 4 rows
-    assert measured == [("BLAS", (4, 512)), ("oneDNN", (4, 512)), ("few rows", (4, 512))] * cpu_linear.ROUNDS
+    assert measured == [("BLAS", (4, 512)), ("oneDNN", (4, 512)), ("skinny GEMM", (4, 512))] * cpu_linear.ROUNDS
     seconds["oneDNN"] = 0.8
-    assert fastest(3) == "oneDNN" and fastest(5) == fastest(3, WEIGHT.t()) == "few rows"
-    seconds |= {"oneDNN": 0.95, "few rows": 0.95}  # too little to be more than chance
+    assert fastest(3) == "oneDNN" and fastest(5) == fastest(3, WEIGHT.t()) == "skinny GEMM"
+    seconds |= {"oneDNN": 0.95, "skinny GEMM": 0.95}  # too little to be more than chance
     assert fastest(3, bias=bias) == fastest(3, WEIGHT.bfloat16()) == "BLAS"
     assert fastest(1000) == "BLAS" and measured[-1][1] == (cpu_linear.MOST_ROWS, 512)
-    assert ("few rows", (cpu_linear.MOST_ROWS, 512)) not in measured
+    assert ("skinny GEMM", (cpu_linear.MOST_ROWS, 512)) not in measured
     measured.clear()
     later_process()
-    assert fastest(4) == "oneDNN" and fastest(8) == fastest(3, WEIGHT.t()) == "few rows"
+    assert fastest(4) == "oneDNN" and fastest(8) == fastest(3, WEIGHT.t()) == "skinny GEMM"
     assert fastest(3, bias=bias) == fastest(300) == "BLAS" and not measured
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -201,7 +202,7 @@ def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
 def test_where_there_are_other_ways_it_is_measured_again(timed):
     _, measured, found = timed
     assert fastest() == "oneDNN"
-    del found["few rows"]
+    del found["skinny GEMM"]
     measured.clear()
     later_process()
     assert fastest() == "oneDNN" and measured
@@ -210,9 +211,9 @@ def test_where_there_are_other_ways_it_is_measured_again(timed):
 def test_a_way_that_gives_wrong_numbers_is_not_used(timed, caplog):
     found = timed[2]
     found["oneDNN"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) + 1
-    assert fastest(weight=torch.ones(1024, 512)) == "few rows"
+    assert fastest(weight=torch.ones(1024, 512)) == "skinny GEMM"
     assert "products of the kind 'oneDNN' are wrong for (1024, 512) and not used" in caplog.text
-    found["few rows"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) * torch.nan
+    found["skinny GEMM"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) * torch.nan
     assert fastest(5, torch.ones(1024, 512)) == "BLAS"
 
 
@@ -230,16 +231,16 @@ def test_a_weight_that_is_not_finite_does_not_make_a_way_wrong_for_later_process
 
 def test_a_wrong_way_is_found_with_a_weight_that_is_not_finite(timed):
     timed[2]["oneDNN"] = lambda rows, weight, bias: functional.linear(rows, weight, bias) * 1.01
-    assert fastest(3, torch.full((1024, 512), torch.nan)) == "few rows"
+    assert fastest(3, torch.full((1024, 512), torch.nan)) == "skinny GEMM"
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e3])
 def test_how_wrong_is_judged_by_the_size_of_the_numbers(timed, size):
     found, weight, bias = timed[2], torch.full((1024, 512), size), torch.full((1024,), 100 * size)
     found["oneDNN"] = lambda *tensors: functional.linear(*tensors) * 1.001
-    found["few rows"] = lambda *tensors: functional.linear(*tensors) * 1.00001
-    assert fastest(3, weight) == "few rows"
-    found["few rows"] = lambda rows, weight, bias: functional.linear(rows, weight)
+    found["skinny GEMM"] = lambda *tensors: functional.linear(*tensors) * 1.00001
+    assert fastest(3, weight) == "skinny GEMM"
+    found["skinny GEMM"] = lambda rows, weight, bias: functional.linear(rows, weight)
     assert fastest(3, weight, bias) == "BLAS"
 
 
@@ -250,9 +251,9 @@ def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed):
     assert fastest() == "oneDNN"
 
 
-FIELD = f"fastest of BLAS, oneDNN, few rows, kernels {x86.VERSION}"
+FIELD = f"fastest of BLAS, oneDNN, skinny GEMM, kernels {x86.VERSION}"
 UNKNOWN = json.dumps({"product": KIND._asdict(), FIELD: "another"}).encode()
-EARLIER = json.dumps({"product": KIND._asdict(), "fastest of BLAS, oneDNN, few rows": "BLAS"}).encode()
+EARLIER = json.dumps({"product": KIND._asdict(), "fastest of BLAS, oneDNN, skinny GEMM": "BLAS"}).encode()
 
 
 @pytest.mark.parametrize(

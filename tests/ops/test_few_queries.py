@@ -84,7 +84,7 @@ def test_few_queries_see_what_they_see_in_torch(
 def test_attention_in_wider_registers_is_right_as_well(tmp_path, monkeypatch):
     """What machines with AVX-512 run, in the instructions of AVX2."""
     flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi")
-    library = compile_library(tmp_path / "wide.so", *flags, CSRC / "few_queries.cpp", CSRC / "few_rows.cpp")
+    library = compile_library(tmp_path / "wide.so", *flags, CSRC / "few_queries.cpp", CSRC / "skinny_gemm.cpp")
     monkeypatch.setattr(x86, "load", lambda name: library)
     monkeypatch.setattr(x86, "function", x86.function.__wrapped__)
     for copies in ((1,), (4, 1), (6, 3, 1)):

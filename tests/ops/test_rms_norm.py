@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastgen.ops import rms_norm, x86
-from fastgen.ops.cpu_graph import CpuGraph
+from fastgen.ops.cpu_graph import capture
 from fastgen.ops.tolerances import tolerance
 
 pytestmark = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
@@ -100,14 +100,15 @@ class OfOtherRows(Norm):
         return self.weight * (rows.flip(0) * self.scale(rows))
 
 
-def fusions(function: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[CpuGraph, int]:
-    """A graph, and in how many of its calls a norm is one kernel."""
+def fusions(function: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable, int]:
+    """A replay, and in how many of its calls a norm is one kernel."""
     used, call_into = [], rms_norm.call_into
     monkeypatch.setattr(
         "fastgen.ops.cpu_graph._KERNELS",
         {rms_norm.OPERATION: lambda *args: used.append(args) or call_into(*args)},
     )
-    return CpuGraph(function), len(used)
+    replay, _ = capture(function)
+    return replay, len(used)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +139,11 @@ def test_what_is_a_norm_becomes_one_kernel(kind, dtype, expected, without_gradie
     torch.manual_seed(0)
     norm, rows = kind(dtype), torch.randn(ROWS, 1, WIDTH).to(dtype)
     with without_gradients():
-        graph, found = fusions(lambda: norm(rows * 2), monkeypatch)
+        replay, found = fusions(lambda: norm(rows * 2), monkeypatch)
         assert found == expected
         for _ in range(3):
             rows.copy_(torch.randn(rows.shape))
-            torch.testing.assert_close(graph.replay(), norm(rows * 2), rtol=0, atol=10 * tolerance("product", dtype))
+            torch.testing.assert_close(replay(), norm(rows * 2), rtol=0, atol=10 * tolerance("product", dtype))
 
 
 @torch.inference_mode()
@@ -156,19 +157,19 @@ def test_rows_that_are_used_afterwards_stay(monkeypatch):
             states = states + norm(states)
         return norm(states)
 
-    graph, found = fusions(function, monkeypatch)
+    replay, found = fusions(function, monkeypatch)
     assert found == 4
     rows.copy_(torch.randn(rows.shape))
-    torch.testing.assert_close(graph.replay(), function(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(replay(), function(), rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
 def test_a_weight_may_move(monkeypatch):
     norm, rows = Norm(), torch.randn(ROWS, WIDTH)
-    graph, found = fusions(lambda: norm(rows), monkeypatch)
+    replay, found = fusions(lambda: norm(rows), monkeypatch)
     assert found == 1
     norm.weight.data = torch.randn(WIDTH)
-    torch.testing.assert_close(graph.replay(), norm(rows), rtol=0, atol=1e-5)
+    torch.testing.assert_close(replay(), norm(rows), rtol=0, atol=1e-5)
 
 
 @given(

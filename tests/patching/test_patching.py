@@ -275,7 +275,7 @@ def test_a_newer_host_is_patched_and_to_be_verified(host, fast):
     patch_set = armed(make_patch(f"{name}:function", fast, tested=("1.0", "1.4.9")))
     reason = f"{name} 1.5 is newer than the newest tested 1.4.9: verified on first use, or left to the original"
     assert (only_state(patch_set).state, only_state(patch_set).reason) == ("applied", reason)
-    assert patch_set.newer_than_tested(name) and not patch_set.newer_than_tested("another")
+    assert patch_set.untested_hosts == {name}
 
 
 def test_what_holds_for_several_groups_is_said_once_below_the_table():
@@ -292,13 +292,13 @@ def test_a_version_within_the_tested_ones_needs_no_verification(host, fast, vers
     host.__version__ = version
     patch_set = armed(make_patch(f"{host.__name__}:function", fast))
     assert (only_state(patch_set).state, only_state(patch_set).reason) == ("applied", "")
-    assert not patch_set.newer_than_tested(host.__name__)
+    assert not patch_set.untested_hosts
 
 
 def test_a_host_without_a_version_is_to_be_verified(host, fast):
     del host.__version__
     patch_set = armed(make_patch(f"{host.__name__}:function", fast))
-    assert only_state(patch_set).state == "applied" and patch_set.newer_than_tested(host.__name__)
+    assert only_state(patch_set).state == "applied" and patch_set.untested_hosts == {host.__name__}
 
 
 def test_a_group_is_applied_all_or_none(host, fast):

@@ -1,6 +1,6 @@
 """fairseq-generate's own loop; worker processes print its batches beside the model (section 4.3 of FastSeq).
 
-    fairseq_cli.generate._main          sees `Run` where it has its modules `tasks` and `scoring`
+    fairseq_cli.generate._main          sees `GenerateRun` where it has its modules `tasks` and `scoring`
       task = tasks.setup_task(…)        forks the workers: the dictionaries are read then, and the model is not
       task.get_batch_iterator(…)        takes this shard's batches, and says which sentences fairseq leaves out
       for sample in …:
@@ -52,7 +52,7 @@ def generate(cfg: Any, workers: int, models: int = 0) -> None:
 
     workers: processes that print. models: processes that generate and print instead of them; 0: this one generates.
     """
-    run = GeneratedElsewhere(cfg, models, Generator) if models else Run(cfg, workers, Postprocessor)
+    run = GeneratedElsewhere(cfg, models, Generator) if models else GenerateRun(cfg, workers, Postprocessor)
     names = {"tasks": run, "scoring": run, "_main": partial(run.main, upstream._main)}
     before = {name: getattr(upstream, name) for name in names}
     vars(upstream).update(names)
@@ -62,7 +62,7 @@ def generate(cfg: Any, workers: int, models: int = 0) -> None:
         vars(upstream).update(before)
 
 
-class Run:
+class GenerateRun:
     """One run: what fairseq-generate's loop calls in it, and what it hands on."""
 
     def __init__(self, cfg: Any, workers: int, worker: type[Postprocessor]) -> None:
@@ -152,7 +152,7 @@ class Run:
         return self.scorer.result_string()
 
 
-class GeneratedElsewhere(Run):
+class GeneratedElsewhere(GenerateRun):
     """A run whose workers have a model each. It has all batches, whatever --distributed-world-size says."""
 
     def setup_task(self, cfg: Any) -> Any:

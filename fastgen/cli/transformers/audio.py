@@ -20,7 +20,7 @@ import torch
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.batching import Generated, Item
+from fastgen.cli.transformers.batching import GeneratedBatch, Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, items_of, reason
 
@@ -30,11 +30,11 @@ LONG = "long"  # the group of recordings that the model hears in several windows
 class AudioInput:
     """Makes of lines, each the path of an audio file, what the feature extractor makes of their sounds.
 
-    hears_windows: sounds may be longer than the model hears at once.
+    is_long_form: sounds may be longer than the model hears at once.
     """
 
-    def __init__(self, feature_extractor: Any, args: RunConfig, hears_windows: bool = False) -> None:
-        self._extractor, self._args, self._hears_windows = feature_extractor, args, hears_windows
+    def __init__(self, feature_extractor: Any, args: RunConfig, is_long_form: bool = False) -> None:
+        self._extractor, self._args, self._hears_windows = feature_extractor, args, is_long_form
         self.line_bytes = LONGEST_RECORD
 
     def prepare(self, lines: list[Line]) -> list[Item]:
@@ -142,7 +142,7 @@ class SoundFolder:
             shutil.rmtree(self._part, ignore_errors=True)
         self._part.mkdir(exist_ok=True)
 
-    def finish(self, generated: Generated) -> float:
+    def finish(self, generated: GeneratedBatch) -> float:
         """Writes the items' sounds and fills their outputs; returns how many seconds there are."""
         total = 0.0
         for item, samples in zip(generated.items, generated.sounds or (), strict=True):
@@ -172,7 +172,7 @@ class SoundFolder:
         """Gives the folder its name; raises InputError where there is something that it may not replace."""
         if self.folder.exists():
             if not overwrite:
-                raise InputError(f"OUTPUT: {self.folder} is there already (accepted: --overwrite, with --resume)")
+                raise InputError(f"OUTPUT: {self.folder} already exists (accepted: --overwrite, with --resume)")
             shutil.rmtree(self.folder)
         os.rename(self._part, self.folder)
 

@@ -82,7 +82,7 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Generated:
+class GeneratedBatch:
     """What came of some items. R outputs per item stand in a row, best first."""
 
     items: list[Item]  # B
@@ -96,17 +96,17 @@ class Generated:
 class Planner:
     """Cuts INPUT into batches.
 
-    rows: inputs of a batch at most. cells: inputs × the longest one's length at most; one input is always allowed.
+    rows: inputs of a batch at most. padded_tokens: inputs × the longest one's length at most; one is always allowed.
     window: how many items are sorted by length, longest first: what does not fit into memory shows at once. 0: batches
-        of items as they stand in INPUT. window_cells: their tokens, of which there are fewer where they are long.
+        of items as they stand in INPUT. window_tokens: their tokens, of which there are fewer where they are long.
     by_head: batches have heads, and items that begin alike share batches, if they fill one. block: so many lines are
         planned by themselves, and their batches count from the index of the first on: shards look at no others.
     """
 
     rows: int | None
-    cells: int | None
+    padded_tokens: int | None
     window: int
-    window_cells: float = math.inf
+    window_tokens: float = math.inf
     by_head: bool = False
     block: int = sys.maxsize
 
@@ -142,16 +142,16 @@ class Planner:
             yield found, common_head([*(before or found)[:1], *found]) if self.by_head else 0, True
             before = found or before
         waiting: list[Item] = []
-        cells = 0
+        tokens = 0
         for item in items:
             if item is None:
                 yield [], 0, True
                 continue
             waiting.append(item)
-            cells += item.length
-            if len(waiting) >= self.window or cells >= self.window_cells:
+            tokens += item.length
+            if len(waiting) >= self.window or tokens >= self.window_tokens:
                 yield from self._sorted(waiting)
-                waiting, cells = [], 0
+                waiting, tokens = [], 0
         yield from self._sorted(waiting)
 
     def _sorted(self, items: list[Item]) -> Iterator[tuple[list[Item], int, bool]]:
@@ -178,8 +178,9 @@ class Planner:
             if item is None:
                 yield []
                 continue
-            cells = (len(batch) + 1) * max(longest, item.length)
-            if batch and (batch[0].group != item.group or (self.cells is not None and cells > self.cells)):
+            padded_tokens = (len(batch) + 1) * max(longest, item.length)
+            is_full = self.padded_tokens is not None and padded_tokens > self.padded_tokens
+            if batch and (batch[0].group != item.group or is_full):
                 yield batch
                 batch, longest = [], 0
             batch.append(item)
@@ -210,17 +211,17 @@ def common_head(items: list[Item]) -> int:
 def make_planner(args: RunConfig, loaded: Loaded, in_order: bool, by_head: bool) -> Planner:
     """As the flags say; in_order: batches are to keep the order of INPUT."""
     # --batch_tokens counts every row of the batch that generate makes of an input.
-    cells = None if args.batch_tokens is None else max(1, args.batch_tokens // rows_per_input(loaded))
-    window, window_cells = args.window, math.inf
+    padded_tokens = None if args.batch_tokens is None else max(1, args.batch_tokens // rows_per_input(loaded))
+    window, window_tokens = args.window, math.inf
     if in_order:
         window = 0
     elif window is None:
         window = lines_per_block(args)
-        window_cells = math.inf if cells is None else BATCHES_PER_WINDOW * cells
+        window_tokens = math.inf if padded_tokens is None else BATCHES_PER_WINDOW * padded_tokens
     # Recordings of any length: as many frames as that many recordings of the length that Whisper hears at once have.
     if (at_once := getattr(loaded.feature_extractor, "nb_max_frames", None)) is not None:
-        window_cells = min(window_cells, window * at_once)
-    return Planner(args.bs, cells, window, window_cells, by_head, lines_per_block(args))
+        window_tokens = min(window_tokens, window * at_once)
+    return Planner(args.bs, padded_tokens, window, window_tokens, by_head, lines_per_block(args))
 
 
 def lines_per_block(args: RunConfig) -> int:

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         message, status = f"error: {error}", UNUSABLE
     except BrokenPipeError:
-        message = "error: nobody reads the standard output any more; what was written is complete records"
+        message = "error: the standard output was closed (broken pipe); what was written is complete records"
         status = FAILED
     except (OSError, RunError) as error:
         message, status = f"error: {error}", FAILED
@@ -150,7 +150,7 @@ def _generate(
     workers: Workers | None,
 ) -> int:
     """Loads, generates, writes and scores; returns the exit status."""
-    from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, WithinMemory
+    from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, SplitOnOOM
     from fastgen.cli.transformers.progress import Progress
 
     asked = task.args
@@ -184,7 +184,7 @@ def _generate(
         progress.begin()
         chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
         chunks = shards.own_chunks(chunks, args)
-        generate = WithinMemory(task, progress.say, args.seed)
+        generate = SplitOnOOM(task, progress.say, args.seed)
         ahead = Prefetcher(chunks, task, planner, args.preprocess_workers, output.entry, collates=workers is None)
         elsewhere = None if workers is None else partial(workers.run, ahead=ahead, stop=stop, progress=progress)
         complete = Pipeline(task, generate, write, stop, elsewhere).drain(ahead)
@@ -242,7 +242,7 @@ def check_files(args: RunConfig) -> tuple[files.Survey | None, list[str] | None]
         # A run that --resume finds complete leaves the scores as they are, too.
         is_there = os.path.exists(args.score_path)
         if is_there and not args.overwrite and not (args.resume and os.path.exists(args.output)):
-            raise InputError(f"--score_path {args.score_path}: is there already (accepted: another, or --overwrite)")
+            raise InputError(f"--score_path {args.score_path} already exists (accepted: another, or --overwrite)")
     return surveyed, references
 
 

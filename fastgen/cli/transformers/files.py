@@ -93,7 +93,7 @@ def opened(flag: str, path: str, raw: bool = False) -> Iterator[Any]:
 
 
 def _read(file: Any, size: int) -> bytes:
-    """What has arrived, up to `size` bytes; nothing only at the end."""
+    """Up to `size` bytes that have arrived; `b""` means the end of the file."""
     while (block := file.read(size)) is None:  # a pipe that somebody else has set to non-blocking
         select.select([file], [], [])
     return block

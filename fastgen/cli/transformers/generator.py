@@ -23,7 +23,7 @@ from fastgen.cli.transformers.args import ALIASES, STREAM, RunConfig, completed,
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.model import Loaded, prepare_tokenizer
-from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, WithinMemory
+from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, SplitOnOOM
 from fastgen.cli.transformers.records import WrongKindError, fields_of
 from fastgen.cli.transformers.tasks import task_for
 
@@ -92,7 +92,7 @@ class TextGenerator:
                 yield records.pop(number)
                 number += 1
 
-        generate = WithinMemory(self._task, lambda said: None, args.seed)
+        generate = SplitOnOOM(self._task, lambda said: None, args.seed)
         pipeline = Pipeline(self._task, generate, write, Stop())
         prefetcher = Prefetcher(_chunks(inputs, self._task.lines_at_once), self._task, planner, args.preprocess_workers)
         try:

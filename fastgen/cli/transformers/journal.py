@@ -349,7 +349,7 @@ class Journal(StreamOutput):
         return None
 
     def _is_there(self) -> str:
-        return f"OUTPUT {self._output}: is there already (accepted: another name, or --overwrite to replace it)"
+        return f"OUTPUT {self._output} already exists (accepted: another name, or --overwrite to replace it)"
 
 
 def _line(payload: Any) -> bytes:

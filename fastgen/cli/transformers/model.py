@@ -218,7 +218,7 @@ def check_limits(loaded: Loaded) -> None:
         raise InputError(f"no_speech_threshold {threshold} needs a logprob_threshold (accepted: --gen for both)")
     most = input_limit(loaded)
     if most is not None and most[0] < 1:
-        raise InputError(f"no input is short enough: the limit is {most[0]} tokens ({most[1]})")
+        raise InputError(f"no input fits: at most {most[0]} tokens are left for it ({most[1]})")
 
 
 def _check_at_most(flag: str, value: Any, limit: int | None) -> None:

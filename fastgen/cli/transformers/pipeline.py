@@ -4,7 +4,7 @@
     ahead of it     one thread reads, workers prepare, one thread plans batches and collates them
     behind it       workers finish what was generated, and write it batch after batch
 
-Each waits when there is enough for the next. `Prefetcher` gives the plan, batch after batch; `WithinMemory` runs one,
+Each waits when there is enough for the next. `Prefetcher` gives the plan, batch after batch; `SplitOnOOM` runs one,
 whichever came before; `Pipeline` hands what came of it to the journal, in the order of the plan. A batch that fails is
 split until the lines that fail stand alone. Random numbers are seeded per batch, so that a batch gives the same samples
 whoever runs it, and whenever.
@@ -30,7 +30,7 @@ import torch
 
 from fastgen.cli.errors import RunError
 from fastgen.cli.signals import Stop
-from fastgen.cli.transformers.batching import Batch, Generated, Item, Planner
+from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item, Planner
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.journal import Entry
 from fastgen.cli.transformers.records import reason
@@ -156,7 +156,7 @@ class Prefetcher:
                 yield batch
 
 
-class WithinMemory:
+class SplitOnOOM:
     """Gives batches to the task's model; one that fails is halved, until the items that fail stand alone.
 
     What does not fit once is not tried again: a later part as large as that is halved at once, as it would be after
@@ -168,19 +168,19 @@ class WithinMemory:
         self._task, self._say, self._seed = task, say, seed
         self.too_large: int | None = None  # rows times their width, to which the memory of a batch is proportional
 
-    def __call__(self, batch: Batch, start: int = 0) -> list[Generated]:
+    def __call__(self, batch: Batch, start: int = 0) -> list[GeneratedBatch]:
         """What is generated for the batch, in one part or in several; an item that fails alone says why.
 
         start: the place of its first item in the batch that it is a part of.
         """
         return list(self._parts(batch, start)) if batch.items and batch.inputs else []
 
-    def _parts(self, part: Batch, start: int) -> Iterator[Generated]:
+    def _parts(self, part: Batch, start: int) -> Iterator[GeneratedBatch]:
         """start: the place of the part's first item in its batch."""
         rows, width = len(part.items), max(item.length for item in part.items)
         if rows == 1 or self.too_large is None or rows * width < self.too_large:
             generated = self._generate(part, start, rows * width)
-            if isinstance(generated, Generated):
+            if isinstance(generated, GeneratedBatch):
                 yield generated
                 return
             if rows == 1:
@@ -192,7 +192,7 @@ class WithinMemory:
             smaller = Batch(items, [], part.number, inputs=self._task.collate(items), head=part.head)
             yield from self._parts(smaller, start + first)
 
-    def _generate(self, part: Batch, start: int, cells: int) -> Generated | str:
+    def _generate(self, part: Batch, start: int, padded_tokens: int) -> GeneratedBatch | str:
         """Why nothing was generated is one line: the exception, and all that its traceback holds, is gone by then."""
         if self._seed is not None:
             torch.manual_seed(batch_seed(self._seed, part.number, start))
@@ -212,7 +212,7 @@ class WithinMemory:
             torch.cuda.empty_cache()
         longest = max(item.length for item in part.items)
         if len(part.items) > 1:
-            self.too_large = min(cells, self.too_large or cells)
+            self.too_large = min(padded_tokens, self.too_large or padded_tokens)
             many = f"{len(part.items)} inputs of length {longest}"
             self._say(f"out of memory with {many}: batches as large as that are split from here on")
         return f"the memory is too small for this input of length {longest} alone"
@@ -251,7 +251,7 @@ class Pipeline:
     def __init__(
         self,
         task: Task,
-        generate: WithinMemory,
+        generate: SplitOnOOM,
         write: Callable[[list[Item], float], None],
         stop: Stop,
         elsewhere: Callable[[Iterator[Batch]], Iterator[tuple[Batch, list[float]]]] | None = None,
@@ -287,7 +287,7 @@ class Pipeline:
         if not self._stop.requests:
             self._submit(held)
 
-    def _in_turn(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, list[Generated]]]:
+    def _in_turn(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, list[GeneratedBatch]]]:
         for batch in batches:
             self._stop.finishing = True
             yield batch, self._generate(batch)

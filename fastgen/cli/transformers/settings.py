@@ -16,14 +16,13 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
 
-import transformers
-from packaging.version import Version
 from transformers import GenerationConfig, WatermarkingConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from fastgen.cli.errors import InputError, did_you_mean
 from fastgen.cli.transformers.args import TASKS, RunConfig
 from fastgen.cli.transformers.model import Loaded, positions
+from fastgen.optimizer.transformers.compat import REPETITION_PENALTY_COUNTS_PADDING
 
 # A model's own value of the second would silently win over the flag that sets the first.
 OVERRULED_BY = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
@@ -42,8 +41,6 @@ ACCEPTED = "accepted: fields of transformers' GenerationConfig"
 METADATA = ("transformers_version", "_from_model_config", "_commit_hash")
 _MODE = GenerationMode
 MODES = (_MODE.GREEDY_SEARCH, _MODE.SAMPLE, _MODE.BEAM_SEARCH, _MODE.BEAM_SAMPLE, _MODE.ASSISTED_GENERATION)
-# Until then it took padding for tokens that were seen.
-REPETITION_PENALTY_COUNTS_PADDING = Version(transformers.__version__) < Version("5.23")
 
 
 def set_generation(loaded: Loaded) -> None:

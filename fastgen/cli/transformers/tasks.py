@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import AUDIO_OUT, TASKS, RunConfig
-from fastgen.cli.transformers.batching import Batch, Generated, Item, Planner, make_planner, with_batch_size
+from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item, Planner, make_planner, with_batch_size
 from fastgen.cli.transformers.files import LINES_AT_ONCE, Line, is_stream, is_url
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Task:
         """The arrays of several items, padded to tensors [B, N, …]."""
         return self.input.collate(items)
 
-    def generate(self, batch: Batch) -> Generated:
+    def generate(self, batch: Batch) -> GeneratedBatch:
         """What the model makes of a batch of at least one item."""
         from fastgen.optimizer.transformers.generate import SEQUENCES_SCORES, only_outputs
 
@@ -172,7 +172,7 @@ class Task:
             sequences = sequences[:, batch.inputs["input_ids"].shape[1] :]  # [B * R, N + T] -> [B * R, T]
         if len(sequences) % len(batch.items):
             raise RuntimeError(f"generate returned {len(sequences)} sequences for {len(batch.items)} inputs")
-        return Generated(
+        return GeneratedBatch(
             batch.items,
             sequences.cpu().numpy(),
             None if scores is None else scores.tolist(),
@@ -193,7 +193,7 @@ class Task:
         """What the group of an item asks generate for besides the settings of the run."""
         return {}
 
-    def finish(self, generated: Generated) -> float:
+    def finish(self, generated: GeneratedBatch) -> float:
         """Fills the items' outputs, or their errors; returns how much was generated, in `unit`."""
         return self.output.finish(generated)
 
@@ -294,7 +294,7 @@ class SpeakTask(Task):
         if not args.overwrite and not goes_on and is_there != has_sounds:
             if has_sounds:
                 hint = "accepted: another name, or --overwrite"
-                raise InputError(f"OUTPUT {args.output}: {output}.audio is there already ({hint})")
+                raise InputError(f"OUTPUT {args.output}: {output}.audio already exists ({hint})")
             if args.resume:
                 why = f"is there, but its sounds in {output}.audio are gone"
                 raise InputError(f"OUTPUT {args.output}: {why} (accepted: --overwrite)")
@@ -317,10 +317,10 @@ class SpeakTask(Task):
             self.input = TextInput.of(self.loaded)
         self.output = self.sounds = SoundFolder(args.output, config.sampling_rate)
 
-    def generate(self, batch: Batch) -> Generated:
+    def generate(self, batch: Batch) -> GeneratedBatch:
         waveforms, lengths = self.call_model(batch, self.loaded.settings)[:2]
         rows = waveforms.reshape(len(batch.items), -1).float().cpu().numpy()
-        return Generated(
+        return GeneratedBatch(
             batch.items, sounds=[row[:n] for row, n in zip(rows, lengths.reshape(-1).tolist(), strict=True)]
         )
 

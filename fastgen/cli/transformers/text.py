@@ -17,7 +17,7 @@ import transformers
 
 from fastgen.cli.transformers import records
 from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.batching import Generated, Item
+from fastgen.cli.transformers.batching import GeneratedBatch, Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.model import Loaded, embedded_tokens, input_limit, lengths_of_inputs
 
@@ -197,7 +197,7 @@ class TextOutput:
         self._decode = partial(tokenizer.batch_decode, skip_special_tokens=skip, **clean_up)
         self._eos, self._pad, self._start = eos_token_ids, pad_token_id, start_tokens
 
-    def finish(self, generated: Generated) -> float:
+    def finish(self, generated: GeneratedBatch) -> float:
         """Fills the items' outputs, and an error where what was generated cannot be decoded; returns the tokens."""
         sequences = generated.sequences
         if sequences is None or not len(sequences):

@@ -74,7 +74,7 @@ class Worker:
         """The flags, with the sizes of batches; raises InputError where MODEL cannot do what is asked for."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import fastgen
-        from fastgen.cli.transformers.pipeline import WithinMemory
+        from fastgen.cli.transformers.pipeline import SplitOnOOM
 
         fastgen.enable()
         fastgen.configure(repeatable=True)
@@ -83,7 +83,7 @@ class Worker:
         task = task_for(self._args)
         task.load()
         self._said: list[str] = []
-        self._task, self._generate = task, WithinMemory(task, self._said.append, self._args.seed)
+        self._task, self._generate = task, SplitOnOOM(task, self._said.append, self._args.seed)
         return task.args
 
     def generate(self, batch: Batch, start: int) -> Found:

@@ -17,7 +17,7 @@ from fastgen.models.predict_streams import Streams, attend
 class NgramMultiheadAttention(MultiheadAttention):
     """fairseq's attention with one more projection, of the distances, and with several streams of queries."""
 
-    goes_by_states = True  # see fastgen.optimizer.fairseq.checks
+    supports_external_kv_cache = True  # see fastgen.optimizer.fairseq.checks
 
     def __init__(self, embed_dim: int, num_heads: int, dropout: float, num_buckets: int) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, self_attention=True)

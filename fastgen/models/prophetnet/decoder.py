@@ -22,7 +22,7 @@ from fastgen.models.prophetnet.attention import NgramMultiheadAttention
 class NgramTransformerDecoderLayer(nn.Module):
     """N-gram self-attention, attention to the encoder, feed-forward layer; a layer norm after each."""
 
-    goes_by_states = True  # see fastgen.optimizer.fairseq.checks
+    supports_external_kv_cache = True  # see fastgen.optimizer.fairseq.checks
 
     def __init__(self, args: Namespace) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class NgramTransformerDecoder(FairseqIncrementalDecoder):
     returns the list of all instead, which fairseq's other criteria do not understand.
     """
 
-    goes_by_states = True  # see fastgen.optimizer.fairseq.checks
+    supports_external_kv_cache = True  # see fastgen.optimizer.fairseq.checks
 
     def __init__(self, args: Namespace, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__(dictionary)

@@ -8,7 +8,7 @@ __getattr__ = lazy_names(
         "configuration": ("UniLMConfig",),
         "masks": ("KINDS", "attention_masks"),
         "modeling": ("UniLMForConditionalGeneration",),
-        "published": ("Loaded", "load_published"),
+        "published": ("Published", "load_published"),
         "training": ("masked_target_batch",),
     },
 )

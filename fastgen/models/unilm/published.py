@@ -26,7 +26,7 @@ _RENAMED = {
 _JOINED = "self.qkv_linear.weight"
 
 
-class Loaded(NamedTuple):
+class Published(NamedTuple):
     """What `load_published` gives: the model, and names that the file lacks or has beyond those of the model."""
 
     model: UniLMForConditionalGeneration
@@ -36,7 +36,7 @@ class Loaded(NamedTuple):
 
 def load_published(
     model: UniLMForConditionalGeneration | UniLMConfig, weights: Mapping[str, Tensor] | str | os.PathLike[str]
-) -> Loaded:
+) -> Published:
     """Reads weights with the published names into a model, or into a new one of this configuration in evaluation mode.
 
     weights: a state dict, or the path of a file of `torch.save` (only tensors are read from it). The layouts are:
@@ -58,7 +58,7 @@ def load_published(
     for what, names in (("misses", missing), ("has more than the model:", found.unexpected_keys)):
         if names:
             logging.getLogger("fastgen").warning("the UniLM state dict %s %s", what, ", ".join(names))
-    return Loaded(model, missing, list(found.unexpected_keys))
+    return Published(model, missing, list(found.unexpected_keys))
 
 
 def _renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

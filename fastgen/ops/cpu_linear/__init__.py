@@ -1,7 +1,7 @@
 """Products of rows with large weights on a CPU, in the way that is the fastest: what can be multiplied in other ways
-than through BLAS, the ways, and autotuning. few_rows.py has one of the ways, products for few rows written in C++.
+than through BLAS, the ways, and autotuning. skinny_gemm.py has one of the ways, products for few rows written in C++.
 
-No rule tells which is the fastest, see few_rows.py for what was measured: that is measured once for each shape, and
+No rule tells which is the fastest, see skinny_gemm.py for what was measured: that is measured once for each shape, and
 remembered for later processes in a file of the user's cache folder, a line of JSON each. Lines are only added, each in
 one write: of processes that measure the same at the same time, the first one's counts. Whatever the file and its folder
 are, `generate` goes on: what cannot be read or written is measured by each process.
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.config import CONFIG
 from fastgen.ops import x86
-from fastgen.ops.cpu_linear import few_rows
+from fastgen.ops.cpu_linear import skinny_gemm
 from fastgen.ops.tolerances import tolerance
 from fastgen.ops.tracing import is_transformed
 
@@ -42,7 +42,7 @@ MIN_ELEMENTS = 1 << 19
 
 DTYPES = x86.DTYPES
 
-BLAS, ONEDNN, FEW_ROWS = "BLAS", "oneDNN", "few rows"
+BLAS, ONEDNN, SKINNY_GEMM = "BLAS", "oneDNN", "skinny GEMM"
 
 # Of the measurements: products of more rows are bound by arithmetic, they are as those of so many.
 MOST_ROWS = 256
@@ -99,11 +99,11 @@ def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 @functools.cache
-def ways() -> dict[str, Callable[..., Tensor]]:
+def gemm_backends() -> dict[str, Callable[..., Tensor]]:
     """The ways to multiply rows on this machine, by name; all give `rows @ weight.T + bias`."""
     found = {BLAS: functional.linear, ONEDNN: onednn_linear}
     if not x86.machine_reasons():
-        found[FEW_ROWS] = few_rows.few_rows_linear
+        found[SKINNY_GEMM] = skinny_gemm.skinny_linear
     return found
 
 
@@ -154,7 +154,7 @@ def stored() -> Iterator[tuple[GemmShape, str]]:
         for line in os.read(file, MAX_BYTES).splitlines():
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last: many brackets
                 values = json.loads(line)
-                if values[field] in ways():
+                if values[field] in gemm_backends():
                     yield GemmShape(**values["product"]), values[field]
 
 
@@ -168,7 +168,7 @@ def store(shape: GemmShape, way: str) -> None:
 
 
 def _field() -> str:
-    return f"fastest of {', '.join(ways())}, kernels {x86.VERSION}"
+    return f"fastest of {', '.join(gemm_backends())}, kernels {x86.VERSION}"
 
 
 @contextmanager
@@ -209,7 +209,7 @@ def _measured(shape: GemmShape, weight: Tensor, bias: Tensor | None, others: Seq
     rows = numbers.to(weight.dtype).view(shape.rows, shape.in_features)
     if not functional.linear(rows, weight, bias).isfinite().all():  # such weights say nothing of a way's correctness
         weight, bias = _random_like(weight), None if bias is None else _random_like(bias)
-    multiply = _right_ways(rows, weight, bias)
+    multiply = _right_backends(rows, weight, bias)
     seconds = dict.fromkeys(multiply, float("inf"))
     end = time.perf_counter() + SECONDS
     for _ in range(ROUNDS):
@@ -228,10 +228,10 @@ def _random_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
 
 
-def _right_ways(rows: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Callable[..., Tensor]]:
+def _right_backends(rows: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Callable[..., Tensor]]:
     """The ways that are meant for so many rows and give them the numbers of BLAS."""
-    is_few = len(rows) <= few_rows.MOST_ROWS
-    found = {name: way for name, way in ways().items() if is_few or name != FEW_ROWS}
+    is_few = len(rows) <= skinny_gemm.MOST_ROWS
+    found = {name: way for name, way in gemm_backends().items() if is_few or name != SKINNY_GEMM}
     expected = found[BLAS](rows, weight, bias)
     most = tolerance("product", weight.dtype) * expected.abs().max()
     right = {name: way for name, way in found.items() if (way(rows, weight, bias) - expected).abs().max() <= most}

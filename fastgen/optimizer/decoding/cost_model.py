@@ -66,7 +66,7 @@ class CostModel:
         return {"always": True, "never": False}.get(CONFIG.share)
 
     def overhead_of_prefill_once(self, size: ModelSize) -> int:
-        """Multiplications that a prefill of one row per input costs."""
+        """The fixed overhead of a prefill with one row per input, in multiply-adds that take as long."""
         return self.prefill_cost + self.prefill_cost_per_module * size.modules
 
     def should_prefill_once(self, size: ModelSize, saved_tokens: int) -> bool:
@@ -77,8 +77,10 @@ class CostModel:
 
     def should_split_prefix(self, size: ModelSize, saved_tokens: int) -> bool:
         """Whether a forward more, which computes a common prefix once, and so `saved_tokens` fewer, is worth it."""
-        if self.shares is not None:
-            return self.shares
+        return self.is_worth_a_forward(size, saved_tokens) if self.shares is None else self.shares
+
+    def is_worth_a_forward(self, size: ModelSize, saved_tokens: int) -> bool:
+        """Whether `saved_tokens` fewer in a prefill take longer than a forward of few tokens."""
         forward = size.step * self.rows_of_one_read + self.saved_per_module * size.modules
         return size.weights * saved_tokens >= self.overhead_of_prefill_once(size) + forward
 

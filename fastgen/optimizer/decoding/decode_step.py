@@ -10,11 +10,14 @@
         │               ^
         └─> GraphCache ─┘  of the model, between calls
 
-The step before a capture ran eager and tells what the capture has to give for the same tokens: that is compared in
-every call, before a replay is trusted, and for a new graph at the next step once more, which has other tokens
-(Seamless, "CUDA Graph"). Inputs are prepared at each step by the host; only the model's forward is captured. A host
-gives the forward (`prefill`, `inputs`, `forward`, `logits_of`), the cache (`kv_cache`, `view_of`, `use`, `leave`) and
-`runs_user_code`. Not yet run on a GPU. Knows no host library.
+Each call runs one step eagerly, and compares its logits with the graph's for the same tokens before it trusts a replay.
+A new graph is compared at the next step once more, which has other tokens (Seamless, "CUDA Graph"). Inputs are prepared
+at each step by the host; only the model's forward is captured. Not yet run on a GPU. Knows no host library.
+
+A host gives, besides a cheap answer to `runs_user_code`:
+
+    the forward   prefill, inputs, forward, logits_of
+    the cache     kv_cache, view_of, use, leave
 
 Tests: tests/optimizer/transformers/test_captured_steps.py tests/optimizer/fairseq/test_fairseq_captured_steps.py
 """
@@ -265,7 +268,7 @@ class DecodeStep(ABC):
 
     def _wants_new_graph(self, left: int) -> bool:
         """Whether a new graph pays for at most so many steps to come."""
-        costs, size = self.call.costs, size_of(self.decoder)
+        costs, size = self.call.costs, size_of(self.decoder, self.known)
         return self.since >= costs.steps_before_capture and costs.should_capture(size, self.rows, left, False)
 
     def _captured(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:

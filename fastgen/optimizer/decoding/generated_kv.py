@@ -14,7 +14,7 @@ from torch import Tensor
 # From here on it pays, on a CPU, to find the rows that a reorder moves, and to move them layer by layer, through memory
 # that stays in a cache. AMD EPYC (family 25, model 17), 12 layers of 12 heads, ms for 63 positions, all layers at once
 # and one by one: 128 rows 513, 77; 255 positions of 16 rows 256, 26; 31 of 4 rows 1.7, 1.3; 2 of 4 rows 0.24, 0.57.
-MIN_ELEMENTS_TO_LOOK_AT = 1 << 19
+MIN_ELEMENTS_BY_LAYER = 1 << 19
 
 FIRST_CAPACITY = 32
 
@@ -63,7 +63,7 @@ class Generated:
             self._move(self.by_layer[0], self.buffers[0].shape[3])
         moving = [buffer[layers, :, :, self.unmoved : length] for buffer in self.buffers]
         beam_idx = beam_idx.to(moving[0].device)
-        if beam_idx.device.type != "cpu" or sum(map(Tensor.numel, moving)) < MIN_ELEMENTS_TO_LOOK_AT:
+        if beam_idx.device.type != "cpu" or sum(map(Tensor.numel, moving)) < MIN_ELEMENTS_BY_LAYER:
             for states in moving:
                 states.copy_(states.index_select(1, beam_idx))
             return
@@ -89,7 +89,7 @@ class Generated:
 
     def use(self, buffers: list[Tensor]) -> None:
         self.buffers = buffers
-        self.by_layer = list(zip(*(buffer.unbind(0) for buffer in buffers)))
+        self.by_layer = list(zip(*map(torch.unbind, buffers)))
 
     def _move(self, like: KV, capacity: int, rows: Tensor | None = None) -> None:
         """Goes on in buffers of this capacity, with these rows or with all; like: keys and values of one layer."""

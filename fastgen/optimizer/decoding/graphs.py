@@ -13,6 +13,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastgen.config import CONFIG
-from fastgen.ops.cpu_graph import CpuGraph
+from fastgen.ops import cpu_graph
 from fastgen.ops.tolerances import tolerance
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
@@ -40,6 +41,8 @@ HUGE = 1e4
 
 Run = Callable[[], Any]
 
+_nbytes = attrgetter("nbytes")
+
 
 class CpuCapture:
     """Captures the kernels that a function calls on a CPU."""
@@ -51,11 +54,11 @@ class CpuCapture:
 
         rewind: undoes what the function counts.
         """
-        graph = CpuGraph(run)
+        replay, nbytes = cpu_graph.capture(run)
         rewind()
-        output = graph.replay()  # the function's kernels may round differently
+        output = replay()  # the function's kernels may round differently
         rewind()
-        return output, graph.replay, graph.nbytes
+        return output, replay, nbytes
 
 
 class CudaCapture:
@@ -121,7 +124,7 @@ class CapturedGraph:
         return output
 
     def drop(self) -> None:
-        """It is not replayed any more; whatever was tried, the position that it was to add is added next."""
+        """It is replayed no more; the write position goes back, so that a discarded attempt leaves no trace."""
         self.is_captured, self._replay = False, None
         self.cache.advance(0)
 
@@ -177,12 +180,8 @@ class GraphCache:
         """Stores it for other calls; drops those that were not used for longest, if there are too many."""
         if graph.is_captured and graph.nbytes <= self.most_bytes:
             self.entries[key] = graph
-        while len(self.entries) > MOST_GRAPHS or self.nbytes > self.most_bytes:
+        while len(self.entries) > MOST_GRAPHS or sum(map(_nbytes, self.entries.values())) > self.most_bytes:
             self.entries.popitem(last=False)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(graph.nbytes for graph in self.entries.values())
 
 
 _known: WeakKeyDictionary[nn.Module, GraphCache] = WeakKeyDictionary()
@@ -230,6 +229,12 @@ def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> li
     least = call.costs.min_capture_steps
     if steps < least:
         return [Reason("FEW_STEPS", f"the call has fewer than {least} steps", f"at most {max(steps, 0)}")]
+    if torch.is_autocast_enabled(device.type):
+        return [Reason("AUTOCAST", "autocast keeps copies of weights that a capture would outlive")]
+    if is_transformed() or is_watched():
+        return [Reason("TORCH_MODE", "a TorchDispatchMode, TorchFunctionMode or functorch transform is active")]
+    if device.type == "cuda" and torch.cuda.current_stream(device).cuda_stream:
+        return [Reason("CUDA_STREAM", "the program computes on a stream other than the default")]
     return []
 
 
@@ -243,7 +248,7 @@ def can_capture(
     host_reasons: Callable[[], Sequence[Reason]],
     row_reasons: Callable[[], Sequence[Reason]],
 ) -> bool:
-    """Whether a loop of at most so many steps of so many rows should try to; tells the report why not.
+    """Whether a loop of at most so many steps of so many rows should try to; adds to the report why not.
 
     decoder: the model, or the part of it that a step calls. The cheap checks come first, those that look at all modules
     last: host_reasons, of the call's arguments; row_reasons, of the model's code.
@@ -251,7 +256,10 @@ def can_capture(
     if (weight := first_weight(decoder)) is None:  # it computes nothing
         return False
     reasons = unwanted_reasons(call, weight.device, steps) or graphs_of(model, weight).refused or host_reasons()
-    reasons = reasons or _surroundings_reasons(call, decoder, weight, rows, steps) or row_reasons()
+    if not reasons and not call.costs.should_capture(size_of(decoder, known), rows, steps, is_captured=True):
+        text = f"{steps} steps of {rows} rows would save less than the capture costs"
+        reasons = [Reason("NOT_WORTH_CAPTURING", text)]
+    reasons = reasons or row_reasons()
     if not reasons:
         facts = call.facts_of(model, known)
         if facts.is_sharded:
@@ -260,20 +268,3 @@ def can_capture(
             reasons = [Reason("SEVERAL_DEVICES", "the model is on several devices")]
     call.report.add_reasons(STEPS, reasons)
     return not reasons
-
-
-def _surroundings_reasons(
-    call: GenerateCall, decoder: nn.Module, weight: Tensor, rows: int, steps: int
-) -> list[Reason]:
-    reasons = []
-    if not call.costs.should_capture(size_of(decoder), rows, steps, is_captured=True):
-        text = f"{steps} steps of {rows} rows would save less than the capture costs"
-        reasons.append(Reason("NOT_WORTH_CAPTURING", text))
-    if torch.is_autocast_enabled(weight.device.type):
-        reasons.append(Reason("AUTOCAST", "autocast keeps copies of weights that a capture would outlive"))
-    if is_transformed() or is_watched():
-        text = "a TorchDispatchMode, TorchFunctionMode or functorch transform is active"
-        reasons.append(Reason("TORCH_MODE", text))
-    if weight.is_cuda and torch.cuda.current_stream(weight.device).cuda_stream:
-        reasons.append(Reason("CUDA_STREAM", "the program computes on a stream other than the default"))
-    return reasons

@@ -337,21 +337,25 @@ class KVCache:
             if one.generated is not None:
                 _copy_in(generated.by_layer[one.index], loaded.by_layer[one.index], 0)
         self.padding = self.layers[-1].padding
-        self.prompt_length = sum(keys.shape[2] for keys, _ in content.layers[0].prompt)
         generated.unmoved, self.generated_length = loaded.unmoved, loaded.lengths[0]
+        self.prompt_length = content.length(0) - self.generated_length
         self.advance(0)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """All keys and values; of a static cache with padding and spare capacity."""
-        return [states for layer in range(len(self.layers)) for pair in self.segments(layer) for states in pair]
+    def device(self) -> torch.device:
+        return self.segments(0)[0][0].device
 
     @property
     def nbytes(self) -> int:
-        return sum(states.nbytes for states in self.tensors)
+        """Of all keys and values; of a static cache with padding and spare capacity."""
+        total = 0
+        for layer in range(len(self.layers)):
+            for keys, values in self.segments(layer):
+                total += keys.nbytes + values.nbytes
+        return total
 
     def advance(self, count: int = 1) -> None:
-        """Counts the position that was added to each layer; with 0, whatever was tried, it is the one to be added."""
+        """Counts the position that was added to each layer; 0 sets the write position back after an attempt."""
         self.generated_length += count
         self.generated[0].lengths = [self.generated_length] * len(self.generated[0].lengths)
         self.write_position.fill_(self.generated_length)

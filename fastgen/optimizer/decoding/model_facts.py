@@ -48,9 +48,6 @@ _HOOKS_OF_ALL = (torch_module._global_forward_pre_hooks, torch_module._global_fo
 # Objects of the program, of more than which its code is not known to read the same as before.
 _MOST_FOLLOWED = 2000
 
-# What describes one call of generate, a mask that a prefill may lengthen, how a module is copied: no step reads them.
-_NOT_OF_A_STEP = frozenset({"generation_config", "_future_mask", "__getstate__"})
-
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -183,13 +180,13 @@ _firsts: WeakKeyDictionary[nn.Module, tuple[Callable[[], Any], str]] = WeakKeyDi
 _sizes: WeakKeyDictionary[nn.Module, tuple[Any, ModelSize]] = WeakKeyDictionary()
 
 
-def size_of(model: nn.Module) -> ModelSize:
+def size_of(model: nn.Module, known: KnownCode) -> ModelSize:
     """The size of the model, looked up again where its type or device has changed since the last call."""
-    first, known = first_weight(model), _sizes.get(model)
+    first, found = first_weight(model), _sizes.get(model)
     state = None if first is None else (first.dtype, first.device)
-    if known is None or known[0] != state:
-        known = _sizes[model] = state, _measured(model)
-    return known[1]
+    if found is None or found[0] != state:
+        found = _sizes[model] = state, _measured(model, known.encoder_of(model))
+    return found[1]
 
 
 def first_weight(model: nn.Module) -> Tensor | None:
@@ -203,12 +200,11 @@ def first_weight(model: nn.Module) -> Tensor | None:
     return weight
 
 
-def _measured(model: nn.Module) -> ModelSize:
+def _measured(model: nn.Module, encoder: nn.Module | None) -> ModelSize:
     modules, weights = list(model.modules()), list(model.parameters())
     # Tokens look up one row of an embedding; the output layer, of the same shape, sees the last token only.
     looked_up = {module.weight.shape for module in modules if isinstance(module, nn.Embedding)}
-    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "get_encoder")
-    before = set(model.get_encoder().parameters()) if has_encoder else set()  # runs once per input anyway
+    before = set() if encoder is None else set(encoder.parameters())  # runs once per input anyway
     prefill = [weight for weight in weights if weight.dim() > 1 and weight not in before]
     used = [weight.numel() for weight in prefill if weight.shape not in looked_up]
     large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype in cpu_linear.DTYPES]
@@ -251,6 +247,7 @@ def _described(modules: Collection[nn.Module], known: KnownCode, of_instance: bo
     identity, identity_of_module = (_referred, ref) if of_instance else (_kind, type)
     kinds = list(map(type, modules))
     own = set() if of_instance else set().union(*map(packages_of, set(kinds))) - known.packages
+    ignored = known.not_of_a_step | {"__getstate__"}  # how a module is copied, see `faster_forwards`
     found: list[Any] = [*kinds]
     tensors: list[Tensor] = []
     seen: set[int] = set()
@@ -259,7 +256,7 @@ def _described(modules: Collection[nn.Module], known: KnownCode, of_instance: bo
         kind = type(value)
         if kind in _VALUES:
             found.append(value)
-        elif name in _NOT_OF_A_STEP:
+        elif name in ignored:
             pass
         elif isinstance(value, Tensor):
             tensors.append(value)
@@ -267,11 +264,11 @@ def _described(modules: Collection[nn.Module], known: KnownCode, of_instance: bo
                 found.append(identity(value))
         elif kind in _MAPPINGS:
             found.append(len(value))
-            if _are_plain(value) and _are_plain(value.values()) and _NOT_OF_A_STEP.isdisjoint(value):
+            if _are_plain(value) and _are_plain(value.values()) and ignored.isdisjoint(value):
                 found.extend(value.items())
                 return
             for key, item in value.items():
-                if key not in _NOT_OF_A_STEP:
+                if key not in ignored:
                     found.append(key if type(key) in _VALUES else identity(key))
                     add(key, item)
         elif kind is list or kind is tuple:

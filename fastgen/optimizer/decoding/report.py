@@ -34,6 +34,7 @@ REPLAY = "decode step, "  # how the names of replayed steps begin among the kern
 DECISIONS = frozenset(
     {
         "CAPTURE_OFF",
+        "DISABLED",
         "ENDED_EARLY",
         "FEW_FRAMES",
         "FEW_KEYS",
@@ -117,11 +118,13 @@ class Report:
     prefix_tokens_kept: int = 0
     has_steps: bool = True
 
-    def set_prefix(self, length: int, saved: int, kept: int = 0) -> None:
-        """Notes that all inputs begin with `length` equal tokens, of which an earlier call has kept `kept` and the
-        others were computed once, so that `saved` fewer were computed."""
+    def set_prefix(self, length: int, saved: int, kept: int = 0, groups: int = 1) -> None:
+        """Adds that all inputs begin with `length` equal tokens, of which an earlier call has kept `kept` and the
+        others were computed once, so that `saved` fewer were computed. groups: there are so many sets of inputs that
+        begin alike, with `length` tokens or fewer."""
         self.prefix_length, self.prefix_tokens_saved, self.prefix_tokens_kept = length, saved, kept
-        text = f"common prefix: {length} tokens of all inputs, {saved} not computed"
+        whose = "all inputs" if groups == 1 else f"the inputs in each of {groups} groups"
+        text = f"common prefix: {length} tokens of {whose}, {saved} not computed"
         self.shared.append(text + (f", {kept} kept from an earlier call" if kept else ""))
 
     @property
@@ -196,8 +199,9 @@ class Report:
     def replays(self) -> int:
         """Decode steps that were replays of a captured one."""
         replayed = 0
-        for name, calls in self.kernels.items():
-            replayed += calls if name.startswith(REPLAY) else 0
+        for usage in self.usages:
+            for name, calls in usage.items():
+                replayed += calls if name.startswith(REPLAY) else 0
         return replayed
 
     def as_dict(self) -> dict[str, Any]:

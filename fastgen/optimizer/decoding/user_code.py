@@ -53,7 +53,8 @@ class KnownCode:
 
     packages: whose modules and forwards treat every row alike, whatever the number of rows. hooks: those whose hooks
     care for no row. entries: methods of the model that a step calls beside its forward. keys, registered: under which
-    names modules call functions of the host's registries, and the functions under these names.
+    names modules call functions of the host's registries, and the functions under these names. encoder_of: the part of
+    a model that runs once per input. not_of_a_step: attributes that no step reads.
     """
 
     packages: frozenset[str]
@@ -61,6 +62,8 @@ class KnownCode:
     entries: frozenset[str] = frozenset()
     keys: Callable[[Iterable[nn.Module]], frozenset[str]] = lambda modules: frozenset()
     registered: Callable[[frozenset[str]], tuple[Callable, ...]] = lambda keys: ()
+    encoder_of: Callable[[nn.Module], nn.Module | None] = lambda model: None
+    not_of_a_step: frozenset[str] = frozenset()
 
 
 class LibraryCode:

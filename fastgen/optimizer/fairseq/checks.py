@@ -39,6 +39,7 @@ _OTHERS = frozenset({"numpy", "apex", "xformers", "fairscale", "omegaconf", "hyd
 KNOWN = KnownCode(
     packages=KNOWN_PACKAGES | _OTHERS,
     entries=frozenset({"get_normalized_probs", "get_normalized_probs_scriptable"}),
+    not_of_a_step=frozenset({"_future_mask"}),  # a prefill may lengthen it
 )
 
 
@@ -132,29 +133,30 @@ def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
     return result
 
 
-def goes_by_states(module: Any) -> bool:
-    """Whether its class, which is not fairseq's, says of itself that it goes by a `DecodingState`.
+def supports_external_kv_cache(module: Any) -> bool:
+    """Whether its class, which is not fairseq's, says of itself that it takes its keys from a `DecodingState`.
 
-    The class has `goes_by_states = True`; what inherits from it says nothing. A decoder also has `layers` of this kind,
-    and reads no more of the encoder's output than to hand it on; a layer has `self_attn`, of this kind or fairseq's,
-    and fairseq's `encoder_attn` or None; a self-attention takes its keys and values from `append` of each state that
-    `has_self` of it. In a captured step the state has a `position`, which is the token's, and there are `limit` keys.
+    The class has `supports_external_kv_cache = True`; what inherits from it says nothing. A decoder also has `layers`
+    of this kind, and reads no more of the encoder's output than to hand it on; a layer has `self_attn`, of this kind or
+    fairseq's, and fairseq's `encoder_attn` or None; a self-attention takes its keys and values from `append` of each
+    state that `has_self` of it. In a captured step the state has a `position`, which is the token's, and there are
+    `limit` keys.
     """
-    return vars(type(module)).get("goes_by_states", False)
+    return vars(type(module)).get("supports_external_kv_cache", False)
 
 
 def decoder_reasons(decoder: Any) -> list[Reason]:
     """Why nothing inside this decoder is known; empty if its layers are fairseq's Transformer's, or go by states."""
     name, layers = type(decoder).__name__, getattr(decoder, "layers", ())
     methods = ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting")
-    if not isinstance(decoder, TransformerDecoderBase) and not goes_by_states(decoder):
+    if not isinstance(decoder, TransformerDecoderBase) and not supports_external_kv_cache(decoder):
         return [Reason("DECODER", f"decoder {name} (supported: fairseq's Transformer decoders)")]
     if type(layers) is not nn.ModuleList:  # it would draw random numbers whenever it is looked through
         return [Reason("DECODER", f"layers of the decoder in a {type(layers).__name__} (supported: ModuleList)")]
     if found := [method for method in methods if _is_replaced(decoder, TransformerDecoderBase, method)]:
         return [Reason("METHOD_REPLACED", f"decoder {name} has a {found[0]} of its own")]
     kind = TransformerDecoderLayerBase
-    others = [layer for layer in layers if not isinstance(layer, kind) and not goes_by_states(layer)]
+    others = [layer for layer in layers if not isinstance(layer, kind) and not supports_external_kv_cache(layer)]
     others += [layer for layer in layers if _is_replaced(layer, kind, "forward")]
     return that_hold(
         ("DECODER", "layers of the decoder are used more than once", len(set(layers)) < len(layers)),
@@ -168,7 +170,7 @@ def decoder_reasons(decoder: Any) -> list[Reason]:
 
 def attention_reasons(attention: Any) -> list[Reason]:
     """Why this attention has to be computed by fairseq; empty if fastgen may."""
-    if type(attention) is not MultiheadAttention and not goes_by_states(attention):
+    if type(attention) is not MultiheadAttention and not supports_external_kv_cache(attention):
         text = f"attention {type(attention).__name__} (supported: fairseq's MultiheadAttention)"
         return [Reason("ATTENTION", text)]
     has_bias = attention.bias_k is not None or attention.bias_v is not None
@@ -234,7 +236,7 @@ def loop_reasons_sync(
     has_end = prefixes is not None and bool(prefixes.eq(generator.eos).any())
     reasons = that_hold(
         *(("METHOD_REPLACED", text, True) for text in replaced),
-        ("UNTESTED", "this version of fairseq is newer than any tested", PATCH_SET.newer_than_tested("fairseq")),
+        ("UNTESTED", "this version of fairseq is newer than any tested", "fairseq" in PATCH_SET.untested_hosts),
         ("ENSEMBLE_TYPE", f"models in a {type(ensemble).__name__} (supported: EnsembleModel)", is_unknown),
         ("GRADIENTS", "autograd records, but caches are written in place", torch.is_grad_enabled()),
         ("STARTS_WITH_PADDING", "the first token is padding", first_token == generator.pad),
@@ -249,7 +251,7 @@ def loop_reasons_sync(
 
 
 def can_capture(call: GenerateCall, generator: HostGenerator, plans: list[ModelPlan], rows: int, max_len: int) -> bool:
-    """Whether a loop of up to `max_len` steps should try to; tells the report why not."""
+    """Whether a loop of up to `max_len` steps should try to; adds to the report why not."""
     model, user_code = generator.model.single_model, plans[0].user_code[:1]
     called = [Reason("USER_CODE", f"user code is called in each step: {what}") for what in user_code]
 
@@ -308,5 +310,5 @@ def _is_in_decoder(name: str) -> bool:
 
 def _is_replaced(module: nn.Module, base: type, name: str) -> bool:
     """Whether this method is another than that of `base`, or of the class that goes by states."""
-    is_other = not goes_by_states(module) and getattr(type(module), name, None) is not getattr(base, name)
+    is_other = not supports_external_kv_cache(module) and getattr(type(module), name, None) is not getattr(base, name)
     return is_other or name in vars(module)

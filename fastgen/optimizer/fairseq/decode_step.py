@@ -71,7 +71,7 @@ class DecodingState(dict):
         state.kv = static
         # The layers have what they need of it.
         state.encoder_out = {
-            "encoder_out": [torch.empty(0, device=static.tensors[0].device)],
+            "encoder_out": [torch.empty(0, device=static.device)],
             "encoder_padding_mask": [],
         }
         return state
@@ -230,7 +230,7 @@ class FairseqDecodeStep(DecodeStep):
         self.mask, length = state.mask, 0 if pair is None else pair[0].shape[2]
         if self.mask is None and rounded(length) > length:  # which hides nothing but padding
             inputs = self.rows // self.rows_per_input
-            self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=state.kv.tensors[0].device)
+            self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=state.kv.device)
         self.variant = self._variant()
         return state.kv, []
 

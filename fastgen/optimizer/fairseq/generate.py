@@ -54,7 +54,7 @@ def generate(
         call.is_accelerated = True
         _describe(call.report, plans)
         models = [model for model in (*self.model.models, self.lm_model) if model is not None]
-        large = [model for model in models if call.costs.should_swap_forwards(size_of(model))]
+        large = [model for model in models if call.costs.should_swap_forwards(size_of(model, KNOWN))]
         modules = {model: call.facts_of(model, KNOWN).modules.values() for model in large}
         with faster_forwards(modules, linears(), call.report.usages), _undone(call):
             self.search.init_constraints(constraints, self.beam_size)

@@ -10,7 +10,7 @@ scored. As far as every input has such a token, they are equal in all beams, and
 `Prompt` is computed once per input in one pass, its keys and values are kept once per input.
 
 Tests: tests/optimizer/fairseq/test_fairseq_loop.py, tests/optimizer/fairseq/test_fairseq_options.py,
-tests/optimizer/fairseq/test_fairseq_generate.py
+tests/optimizer/fairseq/test_fairseq_generate.py, tests/optimizer/fairseq/test_fairseq_caches.py
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ import torch
 from fairseq.search import BeamSearch, Sampling
 from torch import Tensor
 
-from fastgen.optimizer.decoding import loop_state
-from fastgen.optimizer.decoding.loop_state import StepHistory
 from fastgen.optimizer.fairseq.checks import HostGenerator, computes_prompt_at_once
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 
@@ -131,7 +129,7 @@ class Loop:
         with self.step:
             for step in range(self.skip_prompt(), self.max_len + 1):  # one more than words, for the end of the sentence
                 scores, tokens, beams = self.propose(step)
-                ended = loop_state.ending(scores, tokens, self.generator.eos, self.ignored)
+                ended = ending(scores, tokens, self.generator.eos, self.ignored)
                 finished = self.collect(step, scores, beams, ended)
                 if all(self.finished) or (self.generator.search.stop_on_max_len and step >= self.max_len):
                     break
@@ -211,7 +209,7 @@ class Loop:
         chosen = [row * candidates + column for row, one in enumerate(flags) for column, ends in enumerate(one) if ends]
         if not chosen:
             return []
-        index, rows = _on_device(chosen, scores.device), self.rows_of(beams)
+        index, rows = _on_device(chosen, scores.device), self.row_ids(beams)
         return self.generator.finalize_hypos(
             step,
             rows.flatten().index_select(0, index),
@@ -230,7 +228,7 @@ class Loop:
         self, step: int, scores: Tensor, tokens: Tensor, beams: Tensor, ended: Tensor, finished: list[int]
     ) -> None:
         """Drops finished sentences, and makes the best candidates that do not end the rows of the next step."""
-        search, batch_index, rows = self.generator.search, None, self.rows_of(beams)
+        search, batch_index, rows = self.generator.search, None, self.row_ids(beams)
         if finished:
             remaining = [row for row in range(len(self.ignored)) if row not in finished]
             batch_index = _on_device(remaining, scores.device)
@@ -241,7 +239,7 @@ class Loop:
             )
             self.ids = self.ids[batch_index]
             self.prefixes = None if self.prefixes is None else self.prefixes.index_select(0, batch_index)
-        active, self.ignored = loop_state.going_on(ended, self.ignored)
+        active, self.ignored = going_on(ended, self.ignored)
         parents = rows.gather(1, active).view(-1)
         for states, written in ((self.tokens, step + 1), (self.scores, step)):
             states[: len(parents), :written] = states[:, :written].index_select(0, parents)
@@ -253,7 +251,7 @@ class Loop:
             self.attention.reorder(parents)
         self.step.reorder(parents, batch_index)
 
-    def rows_of(self, beams: Tensor) -> Tensor:
+    def row_ids(self, beams: Tensor) -> Tensor:
         """The rows of beams `[B, …]`, which are numbered within each sentence."""
         return beams + torch.arange(0, len(self.tokens), self.num_beams, device=beams.device).unsqueeze(1)
 
@@ -274,3 +272,64 @@ def _on_device(values: list[int], device: torch.device) -> Tensor:
     """Numbers of the host (int64) for the device, without waiting for it."""
     numbers: Any = torch.tensor(values, dtype=torch.int64)
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+# A step proposes C candidates for each of B sentences, the best first; of these M beams go on. C is 2M where a
+# candidate may end its sentence, so that M remain in any case.
+
+
+def ending(scores: Tensor, tokens: Tensor, eos: int, ignored: Tensor) -> Tensor:
+    """Which candidates end their sentence, `[B, C]`.
+
+    scores, tokens: the candidates, `[B, C]`. ignored: those of the first M places that count no more, because the
+    sentence had collected so many hypotheses before, `[B, M]`.
+    """
+    ended = tokens.eq(eos) & scores.ne(-torch.inf)
+    ended[:, : ignored.shape[1]] &= ~ignored
+    return ended
+
+
+def going_on(ended: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
+    """The first M candidates that neither end nor are ignored, and which of the M places nothing was left for.
+
+    ended `[B, C]`, ignored `[B, M]`; both results `[B, M]`: places among the candidates (int64), and whether they are
+    to be ignored from now on.
+    """
+    candidates, beams = ended.shape[1], ignored.shape[1]
+    stopped = ended.clone()
+    stopped[:, :beams] |= ignored
+    places = torch.arange(candidates, device=ended.device)
+    rank, active = torch.topk(stopped * (2 * candidates) + places, k=beams, dim=1, largest=False)
+    return active, rank.ge(2 * candidates)
+
+
+class StepHistory:
+    """Values `[rows, width]` of up to `steps` steps, for at most `rows` rows, which change places.
+
+    What was written is never moved. A table of ancestors is moved instead: the value that belongs to row i at step s
+    lies in row `ancestors[i, s]` of step s.
+    """
+
+    def __init__(self, steps: int, values: Tensor, dtype: torch.dtype) -> None:
+        rows, width = values.shape
+        self.values = torch.empty((steps, rows, width), dtype=dtype, device=values.device)
+        self.ancestors = torch.zeros((rows, steps), dtype=torch.int64, device=values.device)
+        self.rows = torch.arange(rows, device=values.device)
+        self.written = 0
+
+    def write(self, step: int, values: Tensor) -> None:
+        """Values `[rows, width]` of the rows as they lie at this step."""
+        rows = values.shape[0]
+        self.values[step, :rows] = values
+        self.ancestors[:, step] = self.rows[:rows]
+        self.written = step + 1
+
+    def reorder(self, order: Tensor) -> None:
+        """Row i becomes what row `order[i]` (int64) was; there may be fewer rows than before."""
+        self.ancestors = self.ancestors.index_select(0, order)
+
+    def index_select(self, dim: int, rows: Tensor) -> Tensor:
+        """As of a tensor `[rows, width, steps]`, of dimension 0: the steps of these rows (int64) that are written."""
+        ancestors = self.ancestors.index_select(dim, rows)[:, : self.written].t()  # [steps, rows]
+        steps = torch.arange(self.written, device=rows.device).unsqueeze(1)
+        return self.values[steps, ancestors].permute(1, 2, 0).contiguous()

@@ -23,10 +23,9 @@ from fastgen.ops.beam_top_k import (
     best_of_allowed,
     best_of_different,
     log_probs_in_parts,
-    two_stages_pay,
+    prefers_two_stages,
 )
 from fastgen.optimizer.decoding.call import GenerateCall, count, current_call
-from fastgen.optimizer.decoding.loop_state import LateStopCheck
 from fastgen.optimizer.decoding.report import LOOP, Reason
 from fastgen.optimizer.transformers import checks, no_repeat_ngram
 from fastgen.optimizer.transformers.constrained import (
@@ -35,7 +34,7 @@ from fastgen.optimizer.transformers.constrained import (
     all_rows_occur,
     trie_alone,
 )
-from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
+from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
 from fastgen.optimizer.transformers.generate import drop_unused_outputs
 
 # What the library adds to the score of a candidate that is out of the race, and gives to slots that are free.
@@ -138,7 +137,7 @@ class BeamSearch:
         self.is_full = torch.zeros_like(self.can_improve)
         self.is_constrained = [*map(type, step.processors)] == [PrefixConstrainedLogitsProcessor]
         self.batch_index = torch.arange(inputs, device=device)
-        self.numbers = torch.arange(self.num_beams, device=device)
+        self.beam_ids = torch.arange(self.num_beams, device=device)
         self.results: tuple[Tensor, ...] | None = None  # of all inputs, once some have left
         self.late_stop = LateStopCheck(device) if step.stops_late else None
         self.has_ended = torch.zeros((), dtype=torch.bool, device=device)
@@ -190,7 +189,7 @@ class BeamSearch:
 
     def all_candidates(self, logits: Tensor) -> Candidates:
         """The scores and indices `[B, C]` of the best of all tokens, after the processors."""
-        if self.step.processors or not two_stages_pay(logits, self.scores, self.num_candidates):
+        if self.step.processors or not prefers_two_stages(logits, self.scores, self.num_candidates):
             log_probs = self.step.processors(self.input_ids, functional.log_softmax(logits, dim=-1))
             return best_of_all(log_probs, self.scores, self.num_candidates)
         found = best_in_two_stages(log_probs_in_parts(logits), self.scores, self.num_candidates)
@@ -212,7 +211,7 @@ class BeamSearch:
         entering = self.enter(candidates, ended, length - self.prompt_length)
         stop, is_final = self.judge(ended, length - self.prompt_length)
         if self.late_stop is None:
-            unmoved = entering == self.numbers
+            unmoved = entering == self.beam_ids
             stop, unmoved, *is_final = torch.cat([stop.view(1), unmoved.all().view(1), is_final.flatten()]).tolist()
         else:
             self.has_ended = stop
@@ -237,7 +236,7 @@ class BeamSearch:
         merged = torch.cat([self.best_scores, scores], dim=1)
         entering = torch.topk(merged, k=self.num_beams)[1]
         if self.late_stop is not None:  # after the end nothing enters any more
-            entering = torch.where(self.has_ended, self.numbers, entering)
+            entering = torch.where(self.has_ended, self.beam_ids, entering)
         self.best_scores = merged.gather(1, entering)
         self.complete = torch.cat([self.complete, ended], dim=1).gather(1, entering)
         lengths = torch.full_like(ended, generated, dtype=torch.int64)
@@ -269,7 +268,7 @@ class BeamSearch:
         """Drops the inputs that are not among these."""
         self.results = self.stored()
         kept = torch.tensor(remaining, device=self.batch_index.device)
-        rows = (kept[:, None] * self.num_beams + self.numbers).flatten()
+        rows = (kept[:, None] * self.num_beams + self.beam_ids).flatten()
         self.step.compact(kept, rows)
         self.input_ids = self.input_ids.index_select(0, rows)
         for name in ("scores", "best", "best_scores", "lengths", "complete", "can_improve", "is_full", "batch_index"):

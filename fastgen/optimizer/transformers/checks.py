@@ -33,18 +33,9 @@ from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.report import LOOP, REORDERS_ITSELF, USER_CACHE, Reason
 from fastgen.optimizer.decoding.user_code import KnownCode, named
-from fastgen.optimizer.transformers import TESTED, compat, kv_layers
+from fastgen.optimizer.transformers import TESTED, architectures, compat, kv_layers
 from fastgen.optimizer.transformers.constrained import treats_rows_alone
 from fastgen.provenance import PYTHON, comes_with
-
-# Models in which the rows of a batch have an influence on each other.
-COUPLED_MODELS = {
-    "nllb-moe": "the capacity of its experts depends on the number of rows",
-    "big_bird": "its sparse attention draws random numbers for each row",
-}
-
-# Models whose steps read no device with the positions of models/seamless.py, whatever the library says.
-READ_FREE = ("seamless_m4t", "seamless_m4t_v2")
 
 _REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, compat.EXPERTS_FUNCTIONS)
 _REGISTERED_AS = ("_attn_implementation", "_experts_implementation")
@@ -63,6 +54,11 @@ def _registered_functions(names: frozenset[str]) -> tuple[Callable, ...]:
     return tuple(found)
 
 
+def _encoder_of(model: nn.Module) -> nn.Module | None:
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return model.get_encoder() if is_encoder_decoder and hasattr(model, "get_encoder") else None
+
+
 KNOWN = KnownCode(
     # Packages whose modules and forwards treat every row alike, and what the library itself calls.
     packages=PYTHON | {
@@ -76,6 +72,8 @@ KNOWN = KnownCode(
     entries=frozenset({"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"}),
     keys=_registered_names,
     registered=_registered_functions,
+    encoder_of=_encoder_of,
+    not_of_a_step=frozenset({"generation_config"}),
 )  # fmt: skip
 
 
@@ -102,18 +100,14 @@ def is_known_class(model: object) -> bool:
     return type(model).__module__.partition(".")[0] in ("transformers", "fastgen")
 
 
-def is_tested(model: HostModel) -> bool:
-    """Whether the model is one of transformers' or fastgen's own, and transformers no newer than the tests."""
-    return is_known_class(model) and not PATCH_SET.newer_than_tested("transformers")
-
-
 def untested_reasons(model: HostModel) -> list[Reason]:
-    """What it is that no test covers; empty if the model `is_tested`."""
-    if is_tested(model):
-        return []
-    text = f"transformers {transformers_version} is newer than the newest tested {TESTED[1]}"
+    """What no test covers: a class that is not of transformers or fastgen, or a newer transformers; else empty."""
     if not is_known_class(model):
         text = f"{type(model).__module__}.{type(model).__qualname__} is not a class of transformers"
+    elif "transformers" in PATCH_SET.untested_hosts:
+        text = f"transformers {transformers_version} is newer than the newest tested {TESTED[1]}"
+    else:
+        return []
     return [Reason("UNTESTED", text)]
 
 
@@ -140,9 +134,8 @@ def row_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
         reasons.append(Reason("USER_CODE", f"{code} is not the library's, and may treat rows differently"))
     for name in facts.compiled[:1]:
         reasons.append(Reason("COMPILED", f"{named(name)} is compiled"))
-    if model.config.model_type in COUPLED_MODELS:
-        text = f"{model.config.model_type}: {COUPLED_MODELS[model.config.model_type]}"
-        reasons.append(Reason("ROWS_COUPLED", text))
+    if (kind := model.config.model_type) in architectures.COUPLED_ROWS:
+        reasons.append(Reason("ROWS_COUPLED", f"{kind}: {architectures.COUPLED_ROWS[kind]}"))
     return reasons + (facts.row_states or [])
 
 
@@ -209,7 +202,7 @@ def loop_reasons(
 def can_capture(
     call: GenerateCall, model: HostModel, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]
 ) -> bool:
-    """Whether a loop that begins with these `model_kwargs` should try to; tells the report why not."""
+    """Whether a loop that begins with these `model_kwargs` should try to; adds to the report why not."""
     most, (rows, length) = generation_config.max_length or 0, input_ids.shape
     host_reasons = partial(_step_reasons, model, most, arguments)
     return graphs.can_capture(
@@ -224,7 +217,7 @@ def _step_reasons(model: HostModel, most: int, arguments: dict[str, Any]) -> lis
         reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches"))
     if not arguments.get("use_cache"):
         reasons.append(Reason("NO_CACHE", "use_cache is not set"))
-    if not getattr(model, "_can_compile_fullgraph", False) and model.config.model_type not in READ_FREE:
+    if not getattr(model, "_can_compile_fullgraph", False) and model.config.model_type not in architectures.SYNC_FREE:
         text = f"{type(model).__name__}.forward may synchronise with the device (not _can_compile_fullgraph)"
         reasons.append(Reason("MAY_SYNC", text))
     if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):

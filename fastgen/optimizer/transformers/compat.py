@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import GenerationMixin, modeling_utils
 from transformers.cache_utils import StaticLayer
 from transformers.generation import utils
@@ -21,6 +24,12 @@ from fastgen.optimizer.decoding.verify import Difference, verify_once
 from fastgen.patching import disabled
 
 T = TypeVar("T")
+
+# Since 5.23 the penalty knows padding; before, it took it for tokens that were seen.
+REPETITION_PENALTY_COUNTS_PADDING = Version(transformers.__version__) < Version("5.23")
+
+# The number of earlier positions among the arguments of Seamless's position embedding, the second one until 5.24.
+EARLIER_POSITIONS = ("cache_length", "past_key_values_length")
 
 # Experts of a mixture are called through a registry, too.
 EXPERTS_FUNCTIONS: Any = getattr(modeling_utils, "ALL_EXPERTS_FUNCTIONS", {})
@@ -39,6 +48,11 @@ MOVED_CACHES = utils.ALL_CACHE_NAMES if "cannot be reordered" in _TEXTS else (CA
 LAYERS_ARE_KNOWN = getattr(StaticLayer(1), "cumulative_length", torch.ones(1)).dim() == 0
 
 
+def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
+    """What newer versions enter around the steps of a greedy or sampling loop."""
+    return getattr(model, "_optimize_model_for_decode", nullcontext)()
+
+
 def verified_if_newer(
     group: str, kind: type, ours: Callable[[], T], theirs: Callable[[], T], difference: Callable[[T, T], str]
 ) -> T:
@@ -46,7 +60,7 @@ def verified_if_newer(
 
     difference: a text, empty if there is none; else the group of patches is switched off.
     """
-    if not PATCH_SET.newer_than_tested("transformers"):
+    if "transformers" not in PATCH_SET.untested_hosts:
         return ours()
 
     def refuse(found: Difference) -> None:

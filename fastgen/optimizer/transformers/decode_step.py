@@ -74,7 +74,7 @@ class TransformersDecodeStep(DecodeStep):
     @property
     def stops_late(self) -> bool:
         """Whether the loop reads its end one step late: not where a processor could tell that there was a step more."""
-        return self.captures and reading_waits(self.model.device) and not checks.by_batch_index(self.processors)
+        return self.captures and needs_sync(self.model.device) and not checks.by_batch_index(self.processors)
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Of the next token after input_ids `[rows, length]`: `[rows, vocabulary_size]` in float32, the model's own."""
@@ -120,7 +120,9 @@ class TransformersDecodeStep(DecodeStep):
 
     def use(self, static: KVCache) -> None:
         if (cache := self._cache()) is not None:
-            kv_layers.use(cache, static, self.call)
+            if not isinstance(kv_layers.layers_of(cache)[0], kv_layers.KVLayer):
+                self.call.on_exit.callback(kv_layers.give_back, self._cache)
+            kv_layers.use(cache, static)
 
     def leave(self, static: KVCache) -> None:
         kv_layers.give_back(self._cache)
@@ -144,7 +146,7 @@ class TransformersDecodeStep(DecodeStep):
         masks, encoded = tree_leaves(inputs.get(MASK)), inputs.get(ENCODED)
         dims = 2 if is_cross else 4
         fits = bool(masks) and all(isinstance(mask, Tensor) and mask.dim() == dims for mask in masks)
-        if fits and is_cross:  # of sound, a mask may count the frames before the encoder joined some
+        if fits and is_cross:  # encoders of sound downsample: a mask may be longer
             fits = encoded is not None and masks[0].shape[1] == encoded[0].shape[1]
         if not fits:
             raise CannotPad
@@ -163,7 +165,7 @@ class TransformersDecodeStep(DecodeStep):
         if self.graph is not None:
             self.graph.cache.reorder(beam_idx)
             return
-        name = next((name for name in compat.MOVED_CACHES if name in self.arguments), None)
+        name = next(filter(self.arguments.__contains__, compat.MOVED_CACHES), None)
         if name is None:
             return
         cache = self.arguments[name]
@@ -183,7 +185,8 @@ class TransformersDecodeStep(DecodeStep):
 
     def should_compact(self, leaving: int, steps_left: int) -> bool:
         """Whether `leaving` rows, which are finished, leave the batch; `steps_left`: at most to come."""
-        pays = self.call.costs.should_compact(size_of(self.model), leaving, self.rows, self.steps, steps_left)
+        size = size_of(self.model, self.known)
+        pays = self.call.costs.should_compact(size, leaving, self.rows, self.steps, steps_left)
         return bool(self.arguments.get("use_cache")) and pays and not self.compaction_reasons
 
     @cached_property
@@ -219,7 +222,30 @@ class TransformersDecodeStep(DecodeStep):
                 self.processors[index].prompt_ignore_length = lengths.index_select(0, rows.to(lengths.device))
 
 
-def reading_waits(device: torch.device) -> bool:
+class LateStopCheck:
+    """Whether a loop stops, read one step late: the host never waits for the step that it has just queued.
+
+    The flags of consecutive steps are copied to the host beside the device's work. The loop undoes the step that it has
+    begun too much.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.slots = [torch.zeros((), dtype=torch.bool, pin_memory=is_cuda) for _ in range(2)]
+        self.copied = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
+
+    def exchange(self, flag: Tensor) -> bool:
+        """Takes the flag of this step (bool, no dimension), and returns that of the step before; at first False."""
+        self.slots[0].copy_(flag, non_blocking=True)
+        if self.copied:
+            self.copied[0].record(torch.cuda.current_stream(flag.device))
+            self.copied[1].synchronize()  # returns at once if nothing was recorded
+            self.copied.reverse()
+        self.slots.reverse()
+        return bool(self.slots[0])
+
+
+def needs_sync(device: torch.device) -> bool:
     """Whether to read a flag waits for the device."""
     return device.type != "cpu"
 

@@ -76,22 +76,20 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
 def _faster_forwards(
     model: checks.HostModel, args: tuple, kwargs: dict[str, Any], call: GenerateCall
 ) -> AbstractContextManager[None]:
-    """Products and activations inside this call, of models so large that it pays to look at all their modules."""
-    if not call.costs.should_swap_forwards(size_of(model)):
-        return nullcontext()
-    facts = call.facts_of(model, checks.KNOWN)
-    if facts.compiled or _may_compile(model, args, kwargs):
-        return nullcontext()
-    return faster_forwards({model: facts.modules.values()}, forwards(), call.report.usages)
+    """Products and activations inside this call, of models so large that it pays to look at all their modules.
 
-
-def _may_compile(model: checks.HostModel, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether this call of `generate` may compile the model, as it does for the caches that have a static shape."""
-    asked = [kwargs.get("cache_implementation")]
+    None where the call may compile the model, as the library does for the caches that have a static shape.
+    """
+    if not call.costs.should_swap_forwards(size_of(model, checks.KNOWN)):
+        return nullcontext()
+    facts, asked = call.facts_of(model, checks.KNOWN), [kwargs.get("cache_implementation")]
     for config in (kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)):
         asked.append(getattr(config, "cache_implementation", None))
-    is_static = getattr(kv_layers.cache_of(kwargs), "is_compileable", False)
-    return is_static or not all(map(_NEVER_COMPILED.__contains__, asked))
+    may_compile = getattr(kv_layers.cache_of(kwargs), "is_compileable", False)
+    may_compile = may_compile or not all(map(_NEVER_COMPILED.__contains__, asked))
+    if facts.compiled or may_compile:
+        return nullcontext()
+    return faster_forwards({model: facts.modules.values()}, forwards(), call.report.usages)
 
 
 def forwards() -> dict[type[nn.Module], Forward]:

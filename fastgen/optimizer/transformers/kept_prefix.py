@@ -72,7 +72,7 @@ class PrefixReuse:
         self, call: GenerateCall, model: checks.HostModel, columns: dict[str, Tensor], options: dict[str, Any]
     ) -> tuple[int, list[KV]]:
         """How many of these columns of a prefill were kept, and the keys and values, which a call in another thread may
-        replace. Tells the report if the model has changed."""
+        replace. Adds to the report if the model has changed."""
         kept = self.kept
         if kept is None or kept.columns.keys() != columns.keys() or kept.options != options:
             return 0, []
@@ -92,7 +92,7 @@ class PrefixReuse:
         options: dict[str, Any],
         cache: Cache | None,
     ) -> None:
-        """Keeps a copy of what a forward of these columns of one row has put into this cache; tells the report."""
+        """Keeps a copy of what a forward of these columns of one row has put into this cache; adds to the report."""
         length = next(iter(columns.values())).shape[1]
         foreign = [name for name, value in options.items() if not isinstance(value, PLAIN)]
         reasons = [USER_CACHE] if call.user_cache else checks.row_reasons(call, model)

@@ -113,7 +113,7 @@ class KVLayer(DynamicLayer):
 class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
     """A `DynamicSlidingWindowLayer`: positions that no row sees any more are dropped for all rows at once.
 
-    A static cache has one where everything still fits, see `static_reasons`; then it makes a difference for masks only.
+    A static cache has one where everything still fits, see `layer_reasons`; then it makes a difference for masks only.
     """
 
     library_class = DynamicSlidingWindowLayer
@@ -181,7 +181,7 @@ def adopt(
     What the rows of an input have in common is stored once where that pays. Where nothing gains by it, layers stay the
     library's; those of other classes (linear attention, …) are repeated row by row, as the library would have filled
     them. What is adopted already, behind a common prefix, goes on in its `KVCache`. limit: the number of positions that
-    can be added to each row. is_prefix: the rows of an input are those of the batch. Tells the report.
+    can be added to each row. is_prefix: the rows of an input are those of the batch. Adds to the report.
     """
     share = False if rows_per_input == 1 else call.share
     shared: Counter[str] = Counter()
@@ -207,7 +207,7 @@ def adopt(
                 outgrows_window = slides and layer.sliding_window <= keys.shape[2] + limit
                 kind = is_cross, shares, outgrows_window, keys.shape, layer.values.shape, keys.dtype, keys.device
                 kinds.setdefault(kind, []).append((part, index))
-    gains = any(shares for _, shares, *_ in kinds) or (in_place and not call.user_code)
+    gains = any(shared.values()) or (in_place and not call.user_code)
     kv = KVCache(inputs, rows_per_input)
     for (is_cross, shares, outgrows_window, *_), places in kinds.items():
         if shares or (gains and not call.user_code and not outgrows_window):
@@ -256,17 +256,15 @@ def _put_in(kv: KVCache, places: list[tuple[Cache, int]], shares: bool, limit: i
 def give_back(known: ref[Cache]) -> None:
     """Makes the layers the library's again, in a cache that is returned or that somebody has kept."""
     cache = known()
-    for part in () if cache is None else parts(cache):
-        for layer in part.layers:
-            if isinstance(layer, KVLayer):
-                layer.to_dynamic_layer()
+    for layer in () if cache is None else layers_of(cache):
+        if isinstance(layer, KVLayer):
+            layer.to_dynamic_layer()
 
 
 def repeat(cache: Cache, rows: Tensor) -> None:
     """Row i becomes what row `rows[i]` (int64) was; there may be more than before."""
-    for part in parts(cache):
-        for layer in part.layers:
-            _take(layer.to_dynamic_layer() if isinstance(layer, KVLayer) else layer, rows)
+    for layer in layers_of(cache):
+        _take(layer.to_dynamic_layer() if isinstance(layer, KVLayer) else layer, rows)
 
 
 def _take(layer: Any, rows: Tensor) -> None:
@@ -282,12 +280,11 @@ def reorder(cache: Cache, rows: Tensor, batch_index: Tensor | None = None) -> No
     if batch_index is None and rows.device.type == "cpu" and torch.equal(rows, torch.arange(len(rows))):
         return
     adopted = {}
-    for part in parts(cache):
-        for layer in part.layers:
-            if isinstance(layer, KVLayer):
-                adopted[id(layer.kv)] = layer.kv
-            else:
-                layer.reorder_cache(rows)
+    for layer in layers_of(cache):
+        if isinstance(layer, KVLayer):
+            adopted[id(layer.kv)] = layer.kv
+        else:
+            layer.reorder_cache(rows)
     for kv in adopted.values():
         if batch_index is None:
             kv.reorder(rows)
@@ -301,8 +298,7 @@ def layer_reasons(cache: Cache, most: int) -> list[Reason]:
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window <= most:
             text = f"a sliding window of {layer.sliding_window} for up to {most} positions"
             return [Reason("SLIDING_WINDOW", text)]
-    kinds = {type(layer) for part in parts(cache) for layer in part.layers}
-    if foreign := kinds - {*ADOPTED.keys(), *ADOPTED.values()}:
+    if foreign := set(map(type, layers_of(cache))) - {*ADOPTED.keys(), *ADOPTED.values()}:
         names, supported = sorted(kind.__name__ for kind in foreign), ", ".join(kind.__name__ for kind in ADOPTED)
         return [Reason("CACHE_LAYERS", f"a cache with layers of {', '.join(names)} (supported: {supported})")]
     return []
@@ -312,14 +308,20 @@ def kv_cache_of(cache: Cache, most: int) -> tuple[KVCache | None, list[Reason]]:
     """What the cache holds, as views where it is not adopted; or why it cannot be static for `most` positions."""
     if reasons := layer_reasons(cache, most):
         return None, reasons
-    growing, layers = parts(cache)[0].layers, [layer for part in parts(cache) for layer in part.layers]
-    if not all(part.layers for part in parts(cache)) or not all(layer.is_initialized for layer in layers):
+    layers, adopted, pairs = layers_of(cache), set(), []
+    for layer in layers:
+        if not layer.is_initialized:
+            return None, [LAYER_EMPTY]
+        if isinstance(layer, KVLayer):
+            adopted.add(layer.kv)
+        else:
+            pairs.append((layer.keys, layer.values))
+    growing = parts(cache)[0].layers
+    if not growing or not parts(cache)[-1].layers:
         return None, [LAYER_EMPTY]
-    adopted = {layer.kv for layer in layers if isinstance(layer, KVLayer)}
     if adopted:
         kv = adopted.pop()
     else:
-        pairs = [(layer.keys, layer.values) for layer in layers]
         kv = KVCache(pairs[0][0].shape[0], 1)
         kv.add_layers([()] * len(growing), 0)
         kv.generated[0].by_layer = pairs[: len(growing)]
@@ -338,18 +340,12 @@ def view_of(cache: Cache, static: KVCache) -> Cache:
         view.is_updated = dict(cache.is_updated)
         view.self_attention_cache = copy.copy(cache.self_attention_cache)
         view.cross_attention_cache = copy.copy(cache.cross_attention_cache)
-    _put_static(view, static)
+    use(view, static)
     return view
 
 
-def use(cache: Cache, static: KVCache, call: GenerateCall) -> None:
+def use(cache: Cache, static: KVCache) -> None:
     """Lets the layers of this cache be those of a static `KVCache`, and so lets go of their own memory."""
-    if not isinstance(parts(cache)[0].layers[0], KVLayer):
-        call.on_exit.callback(give_back, ref(cache))
-    _put_static(cache, static)
-
-
-def _put_static(cache: Cache, static: KVCache) -> None:
     index = 0
     for part in parts(cache):
         layers, part.layers = part.layers, []
@@ -366,13 +362,24 @@ def parts(cache: object) -> list[Cache]:
     return [cache]
 
 
+def layers_of(cache: object) -> list[Any]:
+    """The layers of all `parts`."""
+    found = []
+    for part in parts(cache):
+        found += part.layers
+    return found
+
+
 def is_static(cache: object) -> bool:
     return set(map(type, parts(cache))) == {StaticCache}
 
 
 def cache_of(arguments: dict[str, Any]) -> Cache | None:
     """The cache among the arguments of `generate`, or the arguments or outputs of a forward."""
-    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+    for name in CACHE_NAMES:
+        if (cache := arguments.get(name)) is not None:
+            return cache
+    return None
 
 
 def undo_of(cache: Cache) -> Callable[[], None]:

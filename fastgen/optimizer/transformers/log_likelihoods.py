@@ -168,7 +168,7 @@ class Scorer:
     # Whether anything is shared.
 
     def can_share(self, contexts: list[Context]) -> bool:
-        """Tells the report why not."""
+        """Adds to the report why not."""
         self.call.set_rows(len(contexts), sum(len(context.continuations) for context in contexts))
         prefix = _prefix_of(contexts)
         once = prefix + sum(
@@ -176,7 +176,11 @@ class Scorer:
             for tokens, continuations in contexts
         )
         each = sum(len(set(_rows(context))) * len(context.tokens) for context in contexts)
-        costs, size, saved = self.call.costs, size_of(self.model), f"{each - once} tokens need not be computed"
+        costs, size, saved = (
+            self.call.costs,
+            size_of(self.model, checks.KNOWN),
+            f"{each - once} tokens need not be computed",
+        )
         if not costs.should_split_prefix(size, each - once):
             reasons = [Reason("PREFIX_SHORT", "contexts are too short to gain", saved)]
         else:

@@ -47,7 +47,7 @@ def writing_processors(processors: LogitsProcessorList, generation_config: Any) 
     is_library = type(processors) is LogitsProcessorList and comes_with(
         LogitsProcessorList.__call__, LogitsProcessorList
     )
-    is_tested = is_library and not PATCH_SET.newer_than_tested("transformers")
+    is_tested = is_library and "transformers" not in PATCH_SET.untested_hosts
     return WritingProcessors(processors) if is_tested else processors
 
 

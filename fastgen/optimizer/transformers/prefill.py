@@ -59,7 +59,7 @@ def prefill(
     call.set_rows(groups.inputs, groups.rows)
     each_alone, prefix, given = len(groups) == groups.rows, None, arguments
     if not each_alone and not reasons:
-        given = row_groups.one_per_group(arguments, groups)
+        given = row_groups.take(arguments, groups.rows, groups.firsts)
         if arguments.get(row_groups.IMAGES) is not None:
             given[row_groups.IMAGES], reasons = images.of_first_rows_sync(arguments, self.config, groups)
     if (each_alone or not reasons) and not self.config.is_encoder_decoder:
@@ -90,7 +90,7 @@ def prefill(
         used = dict(given) if prefix is None else prefix.of_rests(given)
         if prefix is not None:
             prefixes.fill_sync(call, self, forward, prefix, given)
-            reasons = _done_or_reasons(self, lambda: expand_prefix(self, given_cache, prefix, groups, limit, call))
+            reasons = _done_or_reasons(self, partial(expand_prefix, self, given_cache, prefix, groups, limit, call))
         if not reasons:
             try:
                 with filling_all_rows(given_cache, groups) if kv_layers.is_static(given_cache) else nullcontext():
@@ -110,7 +110,7 @@ def prefill(
             made = kv_layers.cache_of(outputs)  # by the model, as all do in transformers 5.0
             found = [Reason("NO_CACHE", "the model returns no cache")] if made is None else []
             reasons = facts.row_states = found or kv_layers.unsupported_types(made)
-        reasons = reasons or _done_or_reasons(self, lambda: expand(self, outputs, given_cache, groups, limit, call))
+        reasons = reasons or _done_or_reasons(self, partial(expand, self, outputs, given_cache, groups, limit, call))
         if prefix is not None and not reasons:
             call.report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.kept, prefix.kept)
         for restore in (empty, undo) if reasons else ():
@@ -151,7 +151,7 @@ def groups_of_equal_rows(
     reasons = too_small_reasons(call, model, arguments, 1 if rows_per_input == 1 else len(groups))
     if rows_per_input > 1:
         return groups, False, reasons
-    if reasons or not checks.is_tested(model):
+    if reasons or checks.untested_reasons(model):
         return each, False, [ONE_ROW, *reasons]
     groups = row_groups.repetitions_sync(arguments, rows)
     return groups, True, [ONE_ROW] if len(groups) == rows else too_small_reasons(call, model, arguments, len(groups))
@@ -167,7 +167,7 @@ def too_small_reasons(
         length = max(length, embeds.shape[1])
     if encoded is not None and isinstance(encoded[0], Tensor):
         length += encoded[0].shape[1] // 16  # the share of a layer's weights that makes keys and values of them
-    size, costs, tokens = size_of(model), call.costs, (row_count - kept) * length
+    size, costs, tokens = size_of(model, checks.KNOWN), call.costs, (row_count - kept) * length
     if costs.should_prefill_once(size, tokens):
         return []
     if costs.shares is False:
@@ -225,7 +225,7 @@ def expand(
     limit: int,
     call: GenerateCall,
 ) -> None:
-    """Makes the outputs of a forward of one row per group those of all rows, and tells the report.
+    """Makes the outputs of a forward of one row per group those of all rows, and adds to the report.
 
     given: the cache that the forward was given. Some forwards fill it and do not return it (BERT with
     `is_decoder=False`). limit: the number of tokens that can be generated, at least 1.
@@ -235,8 +235,13 @@ def expand(
     if len(groups) < groups.rows:
         what = "one row per input" if groups.are_inputs else "one of each group of equal rows"
         report.shared.append(f"prefill: {what}")
-    caches = [value for value in outputs.values() if isinstance(value, Cache)]
-    if given is not None and not any(given in (cache, *kv_layers.parts(cache)) for cache in caches):
+    caches: list[Cache] = []
+    returned: list[Cache] = []
+    for value in outputs.values():
+        if isinstance(value, Cache):
+            caches.append(value)
+            returned += value, *kv_layers.parts(value)
+    if given is not None and given not in returned:
         caches.append(given)
     for cache in caches:
         if kv_layers.is_static(cache):
@@ -308,8 +313,8 @@ def static_prefill_reasons(cache: Cache, generation_config: Any) -> list[Reason]
     if generation_config.prefill_chunk_size is not None:
         text = "the cache is a StaticCache, for which the library may compile a prefill in chunks"
         return [Reason("CHUNKED_PREFILL", text)]
-    layers = {type(layer) for part in kv_layers.parts(cache) for layer in part.layers}
-    if foreign := sorted(layer.__name__ for layer in layers - {StaticLayer, StaticSlidingWindowLayer}):
+    kinds = set(map(type, kv_layers.layers_of(cache)))
+    if foreign := sorted(kind.__name__ for kind in kinds - {StaticLayer, StaticSlidingWindowLayer}):
         text = f"the cache is a StaticCache with layers of other kinds ({', '.join(foreign)})"
         return [Reason("CACHE_LAYERS", text)]
     return [CACHE_NOT_EMPTY] if cache.get_seq_length() > 0 else []
@@ -324,7 +329,7 @@ def filling_all_rows(cache: object, groups: RowGroups) -> Iterator[None]:
         filled = update(keys.index_select(0, of_rows), values.index_select(0, of_rows), *args, **kwargs)
         return tuple(states.index_select(0, firsts) for states in filled)
 
-    layers = [layer for part in kv_layers.parts(cache) for layer in part.layers]
+    layers = kv_layers.layers_of(cache)
     for layer in layers:
         layer.update = partial(fill_all_rows, layer.update)
     try:

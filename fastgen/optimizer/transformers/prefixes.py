@@ -25,7 +25,7 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.report import KEPT, PREFIX, Reason
-from fastgen.optimizer.transformers import checks, compat, kv_layers
+from fastgen.optimizer.transformers import architectures, checks, compat, kv_layers
 from fastgen.optimizer.transformers.kept_prefix import reuse_of
 from fastgen.optimizer.transformers.models import images
 from fastgen.optimizer.transformers.row_groups import IMAGES
@@ -39,12 +39,6 @@ COLUMNS = (TOKENS, EMBEDS, MASK, POSITIONS, TYPES)
 
 # Rotary positions that are scaled by the longest prompt seen.
 _GROWING_ROPE = {"dynamic", "longrope"}
-
-# Models in which a key's column counts beside its position.
-COLUMN_MODELS = {
-    "gpt_neo": "its local attention counts columns",
-    "mpt": "its attention biases count columns",
-}
 
 
 @dataclass(frozen=True)
@@ -117,11 +111,11 @@ def common_prefix_sync(
 ) -> CommonPrefix | None:
     """What the rows of a prefill begin with in common, if computing it once, or not at all, gains something.
 
-    The last column of each row stays outside, because its logits are wanted. Tells the report why a prefix is not used.
-    Reads the device.
+    The last column of each row stays outside, because its logits are wanted. Adds to the report why a prefix is not
+    used. Reads the device.
     """
     rows, length = _prompt(arguments).shape[:2]
-    size, costs, reuse = size_of(model), call.costs, reuse_of(model)
+    size, costs, reuse = size_of(model, checks.KNOWN), call.costs, reuse_of(model)
 
     def gains(tokens: int) -> bool:
         return tokens > 0 and costs.should_split_prefix(size, tokens)
@@ -295,8 +289,8 @@ def order_reasons(model: checks.HostModel, has_positions: bool) -> list[Reason]:
     reasons = []
     if not has_positions:
         reasons.append(Reason("POSITIONS", "the model is not told the positions of left-padded tokens"))
-    if (kind := model.config.model_type) in COLUMN_MODELS:
-        reasons.append(Reason("POSITIONS", f"{kind}: {COLUMN_MODELS[kind]}"))
+    if (kind := model.config.model_type) in architectures.COUNTED_COLUMNS:
+        reasons.append(Reason("POSITIONS", f"{kind}: {architectures.COUNTED_COLUMNS[kind]}"))
     return reasons
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.transformers.architectures import UNREAD_ARGUMENTS
 
 # Arguments whose rows belong to images, videos or sounds in a prompt and not to the prompt's own rows.
 MULTIMODAL = re.compile("pixel|image|video|audio|mm_|input_features|input_values|vision|speech")
@@ -30,10 +31,6 @@ WITHOUT_ROWS = ("cache_position",)
 
 # What the library has encoded of a prompt's images and videos before the prefill; models/images.py reduces it.
 IMAGES = "mm_encoder_outputs"
-
-# Arguments that a model takes and does not read while it decodes. Whisper's generate goes on with the mask of all
-# recordings when some of them have ended, or are decoded again at another temperature.
-UNREAD = {"whisper": ("attention_mask",)}
 
 # Arguments of these types have no rows.
 _PLAIN = (bool, int, float, str, Cache, torch.dtype, torch.device)
@@ -69,7 +66,7 @@ class RowGroups:
 
 def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -> list[Reason]:
     """Why rows of these arguments cannot be left out; empty if they can."""
-    reasons, unread = [], UNREAD.get(model_type, ())
+    reasons, unread = [], UNREAD_ARGUMENTS.get(model_type, ())
     for name, value in _leaves(arguments):
         if name in unread or name == IMAGES or value is None or isinstance(value, _PLAIN):
             continue
@@ -83,11 +80,6 @@ def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -
             # those are the encoder's hidden states or attentions, which the library does not repeat
             reasons.append(Reason("ARGUMENT_TYPE", f"argument {name} is a {type(value).__name__}"))
     return reasons
-
-
-def one_per_group(arguments: dict[str, Any], groups: RowGroups) -> dict[str, Any]:
-    """The same arguments with the first row of each group only."""
-    return take(arguments, groups.rows, groups.firsts)
 
 
 def take(arguments: dict[str, Any], rows: int, kept: Tensor) -> dict[str, Any]:
@@ -135,13 +127,13 @@ def _equal_to_row_before_sync(arguments: dict[str, Any], rows: int) -> Tensor:
     return equal
 
 
-def _leaves(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _leaves(arguments: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
     """The arguments, and in place of outputs of a model their parts, as `NAME.PART`."""
     for name, value in arguments.items():
         if isinstance(value, ModelOutput):
-            yield from _leaves({f"{name}.{key}": part for key, part in value.items()})
+            yield from _leaves(value, f"{within}{name}.")
         else:
-            yield name, value
+            yield within + name, value
 
 
 def _row_dim(name: str, value: Tensor, rows: int) -> int | None:

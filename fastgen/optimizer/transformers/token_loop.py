@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,11 +20,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.graphs import unwanted_reasons
-from fastgen.optimizer.decoding.loop_state import LateStopCheck
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import LOOP, STEPS, Reason
-from fastgen.optimizer.transformers import checks, no_repeat_ngram
-from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
+from fastgen.optimizer.transformers import checks, compat, no_repeat_ngram
+from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
 from fastgen.optimizer.transformers.generate import drop_unused_outputs
 
 
@@ -51,7 +49,7 @@ def sample(
         call.report.add_reasons(LOOP, reasons)
     if call is not None and not reasons:
         steps, rows = (generation_config.max_length or 0) - input_ids.shape[1], len(input_ids)
-        compacts = call.costs.should_compact(size_of(self), rows - 1, rows, steps, steps - 1)
+        compacts = call.costs.should_compact(size_of(self, checks.KNOWN), rows - 1, rows, steps, steps - 1)
         compacts = compacts and _can_end_early(input_ids, stopping_criteria, generation_config)
         unwanted = unwanted_reasons(call, input_ids.device, steps)
         call.report.add_reasons(STEPS, unwanted)
@@ -100,7 +98,7 @@ class TokenLoop:
     def run(self, stopping_criteria: Any) -> Tensor:
         """The sequences `[rows, length]`, as the library returns them."""
         logits = self.step.logits(self.input_ids)
-        with getattr(self.step.model, "_optimize_model_for_decode", nullcontext)():
+        with compat.optimized_for_decode(self.step.model):
             while not self.advance(logits, stopping_criteria):
                 if self.compacts:
                     self.compact()

@@ -47,7 +47,7 @@ from fastgen.optimizer.decoding.verify import (
     verify_once,
 )
 from fastgen.optimizer.transformers import checks
-from fastgen.optimizer.transformers.checks import HostModel, is_known_class, is_tested
+from fastgen.optimizer.transformers.checks import HostModel, is_known_class, untested_reasons
 from fastgen.patching import disabled, warn
 
 STEPS = 4
@@ -77,7 +77,7 @@ def refused_reasons(model: HostModel) -> list[Reason]:
 
 def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: dict[str, Any]) -> partial | None:
     """The unpatched `generate` of this model with all arguments by name; None for models that nobody has to compare."""
-    if is_tested(model):
+    if not untested_reasons(model):
         return None
     arguments = inspect.signature(GenerationMixin.generate).bind_partial(model, *args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
@@ -88,7 +88,8 @@ def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: di
 def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
     given = call.to_verify
-    if is_tested(model) or (given is None and call.share is not None):  # the latter in `_compare_first_steps`
+    is_comparing = given is None and call.share is not None  # in `_compare_first_steps`
+    if is_comparing or not untested_reasons(model):
         return []
     if given is None or given.args[0] is not model:
         unfit = ["this call has nothing to compare"]

@@ -18,8 +18,8 @@ def items_of(lengths: list[int]) -> list[Item]:
     return [Item(Line(number, b""), length=length) for number, length in enumerate(lengths, start=1)]
 
 
-def plan(lengths: list[int], rows: int | None, cells: int | None, window: int) -> Iterator[Batch]:
-    return Planner(rows, cells, window)(items_of(lengths))
+def plan(lengths: list[int], rows: int | None, tokens: int | None, window: int) -> Iterator[Batch]:
+    return Planner(rows, tokens, window)(items_of(lengths))
 
 
 def numbers(batch: Batch) -> list[int]:
@@ -38,9 +38,9 @@ def lengths_of(batch: Batch) -> list[int]:
     st.integers(0, 12),
 )
 def test_every_line_is_in_one_batch_within_the_limits(
-    lengths: list[int], rows: int | None, cells: int | None, window: int
+    lengths: list[int], rows: int | None, tokens: int | None, window: int
 ) -> None:
-    batches = list(plan(lengths, rows, cells, window))
+    batches = list(plan(lengths, rows, tokens, window))
     generated = [number for batch in batches for number in numbers(batch)]
     skipped = [each.line.number for batch in batches for each in batch.others]
     assert sorted(generated + skipped) == list(range(1, len(lengths) + 1))
@@ -49,7 +49,7 @@ def test_every_line_is_in_one_batch_within_the_limits(
         assert lengths_of(batch) == [lengths[number - 1] for number in numbers(batch)]
         if len(batch.items) > 1:
             assert rows is None or len(batch.items) <= rows
-            assert cells is None or len(batch.items) * max(lengths_of(batch)) <= cells
+            assert tokens is None or len(batch.items) * max(lengths_of(batch)) <= tokens
     with_items = [batch.number for batch in batches if batch.items]
     assert with_items == list(range(len(with_items)))
     if window == 0:
@@ -116,6 +116,6 @@ def test_text_is_padded(left: bool, rows: list[list[int]]) -> None:
 
 
 def test_a_window_has_fewer_lines_where_they_are_long() -> None:
-    planner = Planner(2, None, 99, window_cells=10)
+    planner = Planner(2, None, 99, window_tokens=10)
     batches = [*planner(items_of([4, 5, 1, 1, 9, 2, 3]))]
     assert list(map(lengths_of, batches)) == [[5, 4], [1], [9, 1], [3, 2]]

@@ -42,13 +42,13 @@ FLAGS = (
 HELD = """
 import os, sys
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.pipeline import WithinMemory
-generate, begun, go_on = WithinMemory.__call__, int(sys.argv.pop(1)), int(sys.argv.pop(1))
+from fastgen.cli.transformers.pipeline import SplitOnOOM
+generate, begun, go_on = SplitOnOOM.__call__, int(sys.argv.pop(1)), int(sys.argv.pop(1))
 def held(self, batch):
     os.write(begun, b".")
     os.read(go_on, 1)
     return generate(self, batch)
-WithinMemory.__call__ = held
+SplitOnOOM.__call__ = held
 sys.exit(main())
 """
 
@@ -286,7 +286,7 @@ def test_a_reader_that_leaves_ends_the_run(bart: Path, tmp_path: Path) -> None:
         process.stdout.close()
         stderr = process.stderr.read()
     assert process.returncode == 1
-    assert f"{PROG}: error: nobody reads the standard output any more" in stderr
+    assert f"{PROG}: error: the standard output was closed (broken pipe)" in stderr
     assert "Traceback" not in stderr and "Exception ignored" not in stderr
 
 

@@ -375,7 +375,7 @@ UNFIT = [
     ("bart", ("--device", "toaster 3"), "--device toaster 3"),
     ("bart", ("--attn_implementation", "tea_ceremony"), "--attn_implementation tea_ceremony"),
     ("gpt2", CHAT, "--chat", "no chat template"),
-    ("gpt2", ("--causal_lm", "--max_gen_length", 1), "--max_gen_length 1", "no input is short enough"),
+    ("gpt2", ("--causal_lm", "--max_gen_length", 1), "--max_gen_length 1", "no input fits"),
 ]
 
 

@@ -7,33 +7,33 @@ import pytest
 import torch
 
 from fastgen.cli.errors import RunError
-from fastgen.cli.transformers.batching import Batch, Generated, Item
+from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item
 from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.pipeline import WithinMemory, batch_seed, is_out_of_memory
+from fastgen.cli.transformers.pipeline import SplitOnOOM, batch_seed, is_out_of_memory
 from fastgen.cli.transformers.text import pad_text
 
 
 class SmallMachine:
-    """A task whose model fits `cells` tokens; keeps the shapes of what it was given, and gives the line's number."""
+    """A task whose model fits `tokens` tokens; keeps the shapes of what it was given, and gives the line's number."""
 
-    def __init__(self, cells: int, error: Callable[[], Exception] = MemoryError, left: bool = False) -> None:
-        self.cells, self.error, self.left = cells, error, left
+    def __init__(self, tokens: int, error: Callable[[], Exception] = MemoryError, left: bool = False) -> None:
+        self.tokens, self.error, self.left = tokens, error, left
         self.shapes: list[tuple[int, ...]] = []
         self.random: dict[tuple[int, ...], float] = {}
 
     def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
         return pad_text([item.arrays["input_ids"] for item in items], 0, self.left)
 
-    def generate(self, batch: Batch) -> Generated:
+    def generate(self, batch: Batch) -> GeneratedBatch:
         input_ids = batch.inputs["input_ids"]
         assert torch.equal(input_ids.ne(0).long(), batch.inputs["attention_mask"])
         assert input_ids.ne(0).sum(1).tolist() == [item.length for item in batch.items]
         self.shapes.append(tuple(input_ids.shape))
         numbers = [item.line.number for item in batch.items]
         self.random[tuple(numbers)] = torch.rand(()).item()
-        if input_ids.numel() > self.cells:
+        if input_ids.numel() > self.tokens:
             raise self.error()
-        return Generated(batch.items, np.array([[number] for number in numbers]))
+        return GeneratedBatch(batch.items, np.array([[number] for number in numbers]))
 
 
 def batch_of(machine: SmallMachine, lengths: list[int], number: int = 0) -> Batch:
@@ -51,7 +51,7 @@ ERRORS = [
 ]
 
 
-def numbers(parts: list[Generated]) -> list[int]:
+def numbers(parts: list[GeneratedBatch]) -> list[int]:
     return [item.line.number for part in parts for item in part.items]
 
 
@@ -59,7 +59,7 @@ def numbers(parts: list[Generated]) -> list[int]:
 @pytest.mark.parametrize("left", [False, True])
 def test_a_batch_is_halved_until_it_fits_and_the_size_is_remembered(error: Callable[[], Exception], left: bool) -> None:
     machine, said = SmallMachine(30, error, left), []
-    generate = WithinMemory(machine, said.append, seed=None)
+    generate = SplitOnOOM(machine, said.append, seed=None)
     parts = generate(batch_of(machine, [10, 10, 9, 8, 5, 5, 4, 4]))
     assert numbers(parts) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert np.concatenate([part.sequences for part in parts]).ravel().tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -73,7 +73,7 @@ def test_a_batch_is_halved_until_it_fits_and_the_size_is_remembered(error: Calla
 
 def test_batches_that_fit_keep_their_cut_whatever_did_not() -> None:
     machine = SmallMachine(30)
-    generate = WithinMemory(machine, lambda said: None, seed=None)
+    generate = SplitOnOOM(machine, lambda said: None, seed=None)
     generate(batch_of(machine, [10] * 8))
     machine.shapes.clear()
     assert [len(part.items) for part in generate(batch_of(machine, [5] * 6))] == [6]
@@ -84,7 +84,7 @@ def test_a_part_has_the_samples_of_its_place_whether_it_was_tried_whole_before_o
     lengths, drawn = [10] * 8, []
     for before in (True, False):
         machine = SmallMachine(30)
-        generate = WithinMemory(machine, lambda said: None, seed=7)
+        generate = SplitOnOOM(machine, lambda said: None, seed=7)
         if before:
             generate(batch_of(machine, lengths, number=4))
         generate(batch_of(machine, lengths, number=5))
@@ -96,26 +96,26 @@ def test_a_part_has_the_samples_of_its_place_whether_it_was_tried_whole_before_o
 def test_an_input_that_does_not_fit_alone_fails_and_the_others_are_generated() -> None:
     machine = SmallMachine(30)
     batch = batch_of(machine, [50, 10, 10])
-    assert numbers(WithinMemory(machine, lambda said: None, None)(batch)) == [2, 3]
+    assert numbers(SplitOnOOM(machine, lambda said: None, None)(batch)) == [2, 3]
     assert batch.items[0].error == "the memory is too small for this input of length 50 alone"
     assert [item.error for item in batch.items[1:]] == [None, None]
 
 
 def test_a_batch_without_items_needs_no_model() -> None:
-    assert WithinMemory(SmallMachine(0), print, None)(Batch([], [Item(Line(3, b""))], 0)) == []
+    assert SplitOnOOM(SmallMachine(0), print, None)(Batch([], [Item(Line(3, b""))], 0)) == []
 
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_batch_is_halved_until_the_line_that_raises_stands_alone(left: bool) -> None:
     class Poisoned(SmallMachine):
-        def generate(self, batch: Batch) -> Generated:
+        def generate(self, batch: Batch) -> GeneratedBatch:
             sizes.append(len(batch.items))
             if 6 in [item.line.number for item in batch.items]:
                 raise IndexError("out of range\nin self")
             return super().generate(batch)
 
     machine, said, sizes = Poisoned(1000, left=left), [], []
-    generate = WithinMemory(machine, said.append, None)
+    generate = SplitOnOOM(machine, said.append, None)
     batch = batch_of(machine, [10, 10, 9, 8, 5, 5, 4, 4])
     assert numbers(generate(batch)) == [1, 2, 3, 4, 5, 7, 8]
     failed = [(item.line.number, item.error) for item in batch.items if item.error]
@@ -127,5 +127,5 @@ def test_a_device_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("fastgen.cli.transformers.pipeline._device_works_sync", lambda: False)
     machine = SmallMachine(1, lambda: RuntimeError("device-side assert"))
     with pytest.raises(RunError, match="the device failed at lines 1 to 2: RuntimeError: device-side assert"):
-        WithinMemory(machine, print, None)(batch_of(machine, [3, 3]))
+        SplitOnOOM(machine, print, None)(batch_of(machine, [3, 3]))
     assert not is_out_of_memory(RuntimeError("index out of range"))

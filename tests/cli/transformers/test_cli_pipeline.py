@@ -17,10 +17,10 @@ from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, sentences
 
 import fastgen
 from fastgen.cli.transformers import command as module
-from fastgen.cli.transformers.batching import Batch, Generated
+from fastgen.cli.transformers.batching import Batch, GeneratedBatch
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.files import Survey
-from fastgen.cli.transformers.pipeline import WithinMemory, batch_seed
+from fastgen.cli.transformers.pipeline import SplitOnOOM, batch_seed
 
 LINES = sentences(70)
 
@@ -335,11 +335,11 @@ def test_a_model_that_fails_for_every_line_ends_the_run_which_can_be_gone_on_wit
     assert output.read_text().split("\n")[:-1] == plain_loop(bart, LINES, 4) * 20
 
 
-def small_memory_for(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
+def small_memory_for(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     original = transformers.GPT2LMHeadModel.generate
 
     def generate_little(self: Any, **inputs: Any) -> Any:
-        if inputs["input_ids"].numel() > cells:
+        if inputs["input_ids"].numel() > tokens:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return original(self, **inputs)
 
@@ -351,15 +351,15 @@ class Crash(Exception):
 
 
 def crash_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
-    original, left = WithinMemory.__call__, [batches]
+    original, left = SplitOnOOM.__call__, [batches]
 
-    def crashing(self: WithinMemory, batch: Batch) -> list[Generated]:
+    def crashing(self: SplitOnOOM, batch: Batch) -> list[GeneratedBatch]:
         left[0] -= 1
         if left[0] < 0:
             raise Crash
         return original(self, batch)
 
-    monkeypatch.setattr(WithinMemory, "__call__", crashing)
+    monkeypatch.setattr(SplitOnOOM, "__call__", crashing)
 
 
 def test_failures_before_a_resumed_run_count(
@@ -424,13 +424,13 @@ def test_resume_has_nothing_to_do_where_the_same_command_has_completed_output(
 SAMPLING = ("--causal_lm", "--do_sample", "--max_new_tokens", "5", "--seed", "3", "--bs", "4")
 
 
-@pytest.mark.parametrize(("beams", "cells"), [((), None), (("--beam", "2"), None), ((), 30)])
+@pytest.mark.parametrize(("beams", "tokens"), [((), None), (("--beam", "2"), None), ((), 30)])
 def test_a_resumed_run_draws_the_samples_of_one_that_was_not_ended(
-    tmp_path: Path, gpt2: Path, monkeypatch: pytest.MonkeyPatch, beams: tuple, cells: int | None
+    tmp_path: Path, gpt2: Path, monkeypatch: pytest.MonkeyPatch, beams: tuple, tokens: int | None
 ) -> None:
     """Also where memory is too small for a batch, which is split in the same places again."""
-    if cells is not None:
-        small_memory_for(monkeypatch, cells)
+    if tokens is not None:
+        small_memory_for(monkeypatch, tokens)
     expected = generate(tmp_path, gpt2, ["", *LINES, ""], *SAMPLING, *beams)
     source, output = tmp_path / "input.txt", tmp_path / "output.txt"
     output.unlink()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 import fastgen
 from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.batching import Generated, Item
+from fastgen.cli.transformers.batching import GeneratedBatch, Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.records import ADDED_FIELDS, first_text, name_of, record_of
 from fastgen.cli.transformers.text import TextInput, TextOutput
@@ -59,11 +59,11 @@ class Finished(NamedTuple):
 
 def finish(
     tokenizer: Any, args: RunConfig, eos_token_ids: set[int], pad_token_id: int | None, start_tokens: int = 1
-) -> Callable[[Generated], Finished]:
+) -> Callable[[GeneratedBatch], Finished]:
     """What the workers behind the model do with a batch."""
     output = TextOutput(tokenizer, args, [*eos_token_ids], pad_token_id, start_tokens)
 
-    def finish_batch(batch: tuple[Generated, list[Item]]) -> Finished:
+    def finish_batch(batch: tuple[GeneratedBatch, list[Item]]) -> Finished:
         generated = replace(batch[0], items=[replace(item, outputs=[]) for item in batch[0].items])
         others = batch[1]
         amount = output.finish(generated)
@@ -79,9 +79,9 @@ def generated(
     sequences: list[list[int]],
     scores: list[float] | None = None,
     others: tuple[Item, ...] = (),
-) -> tuple[Generated, list[Item]]:
+) -> tuple[GeneratedBatch, list[Item]]:
     lines = [Line(number, each.encode() if isinstance(each, str) else each) for number, each in enumerate(raw, start=1)]
-    return Generated([Item(line, length=4) for line in lines], np.array(sequences, np.int64), scores), list(others)
+    return GeneratedBatch([Item(line, length=4) for line in lines], np.array(sequences, np.int64), scores), list(others)
 
 
 def parsed(finished: Finished) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def parsed(finished: Finished) -> list[dict[str, Any]]:
 
 
 def count_in_a_loop(row: list[int], pad_token_id: int) -> int:
-    """Generated tokens, token by token: up to the first EOS, or to the padding at the end."""
+    """GeneratedBatch tokens, token by token: up to the first EOS, or to the padding at the end."""
     if EOS in row:
         return row.index(EOS) + 1
     while row and row[-1] == pad_token_id:
@@ -142,7 +142,7 @@ def test_texts_scores_and_tokens_are_those_of_a_plain_loop(
     lines = [Line(number, text.encode()) for number, text in enumerate(texts, start=1)]
     lengths = inputs["attention_mask"].sum(dim=1).tolist()
     items = [Item(line, length=length) for line, length in zip(lines, lengths, strict=True)]
-    batch = Generated(items, sequences.numpy(), None if scores is None else scores.tolist()), []
+    batch = GeneratedBatch(items, sequences.numpy(), None if scores is None else scores.tolist()), []
     finished = finish(tokenizer, form, {EOS}, tokenizer.pad_token_id, 0 if causal else 1)(batch)
 
     outputs = [one for record in parsed(finished) for one in record["outputs"]]

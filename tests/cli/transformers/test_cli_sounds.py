@@ -226,7 +226,7 @@ def test_sounds_that_are_there_stay_until_others_are_complete(
     Path(f"{output}.run.json").unlink()
     capsys.readouterr()
     run(tmp_path, folder, TEXTS[:1], *flags, status=2)
-    assert "out.jsonl.audio is there already (accepted: another name, or --overwrite)" in capsys.readouterr().err
+    assert "out.jsonl.audio already exists (accepted: another name, or --overwrite)" in capsys.readouterr().err
 
 
 def test_a_sound_of_no_length_is_a_failed_input(
@@ -318,7 +318,7 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(
     with monkeypatch.context() as patched:
         patched.setattr(SoundFolder, "write", appears)
         run(tmp_path, model, TEXTS[:1], *flags, status=2)
-    assert "is there already (accepted: --overwrite, with --resume)" in capsys.readouterr().err
+    assert "already exists (accepted: --overwrite, with --resume)" in capsys.readouterr().err
     assert (folder / "precious.txt").read_text() == "kept" and not output.exists()
     shutil.rmtree(folder)
     run(tmp_path, model, TEXTS[:1], *flags, "--resume")

@@ -98,12 +98,12 @@ def test_a_worker_has_as_many_threads_as_cpus(
 
 SLOWER = """
     import time
-    generate = pipeline.WithinMemory.__call__
+    generate = pipeline.SplitOnOOM.__call__
     def slower(self, batch, start=0):
         open(f"{os.environ['DONE']}/{os.getpid()}", "a").write(f"{batch.number}\\n")
         time.sleep(0.5 if len(os.sched_getaffinity(0)) == int(os.environ["SLOW"]) else 0.01)
         return generate(self, batch, start)
-    pipeline.WithinMemory.__call__ = slower
+    pipeline.SplitOnOOM.__call__ = slower
 """
 
 
@@ -236,14 +236,14 @@ class Held:
 
     CODE = """
     import time
-    generate = pipeline.WithinMemory.__call__
+    generate = pipeline.SplitOnOOM.__call__
     def held(self, batch, start=0):
         folder = os.environ["HELD"]
         open(f"{folder}/begun-{batch.number}", "w").close()
         while batch.number >= 8 and not os.path.exists(f"{folder}/go"):
             time.sleep(0.02)
         return generate(self, batch, start)
-    pipeline.WithinMemory.__call__ = held
+    pipeline.SplitOnOOM.__call__ = held
 """
 
     def __init__(self, bart: Path, source: Path, folder: Path, *flags: str) -> None:

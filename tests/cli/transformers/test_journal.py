@@ -94,13 +94,13 @@ def test_what_was_written_is_known_and_a_run_without_records_leaves_nothing(tmp_
 def test_an_output_that_is_there_is_replaced_only_by_a_complete_one_and_where_that_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
     for resume in (False, True):
-        with pytest.raises(InputError, match=r"OUTPUT .*out: is there already .*--overwrite"):
+        with pytest.raises(InputError, match=r"OUTPUT .*out already exists .*--overwrite"):
             begin(tmp_path / "out", resume=resume)
     assert names(tmp_path) == ["out"]
     journal = begin(tmp_path / "out", overwrite=True)
     journal.write([entry(1)])
     journal.leave()
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="already exists"):
         begin(tmp_path / "out", resume=True)
     assert (tmp_path / "out").read_text() == "mine"
     complete(tmp_path / "out", 1, resume=True, overwrite=True)
@@ -111,7 +111,7 @@ def test_an_output_that_appears_during_a_run_is_not_replaced(tmp_path: Path) -> 
     journal = begin(tmp_path / "out")
     journal.write([entry(1)])
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="already exists"):
         journal.complete(1)
     journal.leave()
     assert (tmp_path / "out").read_text() == "mine" and (tmp_path / "out.part").exists()
@@ -127,7 +127,7 @@ def test_a_complete_output_is_known_until_something_changes(tmp_path: Path) -> N
     other = SIGNATURE | {"--beam": 5}
     journal = Journal(str(output), True, False)
     with pytest.raises(
-        InputError, match=r"is there already .*--overwrite.*; it was made differently: --beam was 4, is 5"
+        InputError, match=r"already exists .*--overwrite.*; it was made differently: --beam was 4, is 5"
     ):
         journal.check(other)
     journal.release()
@@ -135,7 +135,7 @@ def test_a_complete_output_is_known_until_something_changes(tmp_path: Path) -> N
     assert not journal.check(other)
     journal.release()
     output.write_text("changed\n")
-    with pytest.raises(InputError, match=r"is there already .*; no run is known that made it as it is"):
+    with pytest.raises(InputError, match=r"already exists .*; no run is known that made it as it is"):
         Journal(str(output), True, False)
     complete(output, 2, overwrite=True)
     assert output.read_bytes() == text(2)
@@ -196,7 +196,7 @@ def test_a_remote_output_is_uploaded_when_it_is_complete(tmp_path: Path, monkeyp
     journal = Journal(url, True, False)
     assert journal.check(SIGNATURE)
     journal.release()
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="already exists"):
         Journal(url, False, False)
     files.rm("/bucket/out.txt.gz")
 

@@ -17,6 +17,7 @@ from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.model_facts import ModelSize, size_of
 from fastgen.optimizer.transformers import row_groups
+from fastgen.optimizer.transformers.checks import KNOWN
 
 COSTS = CostModel()
 REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
@@ -43,7 +44,8 @@ def test_the_reason_gives_the_numbers():
     model = tiny("llama")
     model.generate(**padded(9, 5), **BEAMS)
     [reason] = [one for _, one in fastgen.explain().not_done if one.code == "TOO_SMALL"]
-    saved, overhead = size_of(model).weights * 36 / 1e6, COSTS.overhead_of_prefill_once(size_of(model)) / 1e6
+    size = size_of(model, KNOWN)
+    saved, overhead = size.weights * 36 / 1e6, COSTS.overhead_of_prefill_once(size) / 1e6
     costs_of_both = f"save {saved:.1f} million multiply-adds, the overhead is {overhead:.1f} million"
     assert reason.detail == f"36 tokens fewer {costs_of_both}"
 
@@ -92,7 +94,7 @@ def test_rows_that_the_caller_repeated_are_compared_once(share_always, monkeypat
 
 def test_the_size_counts_what_every_token_is_multiplied_with():
     model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 16), nn.Linear(8, 100, bias=False), nn.LayerNorm(8))
-    assert size_of(model) == ModelSize(modules=5, weights=128, step=928, large=0, bytes=7040)
+    assert size_of(model, KNOWN) == ModelSize(modules=5, weights=128, step=928, large=0, bytes=7040)
 
 
 def test_a_recording_pays_where_steps_are_many_and_short():
@@ -106,14 +108,14 @@ def test_a_recording_pays_where_steps_are_many_and_short():
 
 def test_the_size_is_looked_up_again_when_the_type_of_the_weights_changes():
     model = nn.Linear(1024, 1024)
-    assert size_of(model).large == 1 << 20
-    assert size_of(model.half()).large == 0
+    assert size_of(model, KNOWN).large == 1 << 20
+    assert size_of(model.half(), KNOWN).large == 0
 
 
 def test_the_weights_of_an_encoder_do_not_count_because_it_runs_once_per_input_anyway():
     few, many = (tiny("bart", "seq2seq", encoder_layers=layers) for layers in (1, 4))
-    assert size_of(few).weights == size_of(many).weights
-    assert size_of(few).modules < size_of(many).modules
+    assert size_of(few, KNOWN).weights == size_of(many, KNOWN).weights
+    assert size_of(few, KNOWN).modules < size_of(many, KNOWN).modules
 
 
 def fake_keys(*shape: int, **kind) -> torch.Tensor:

@@ -71,7 +71,7 @@ def test_buffers_start_small_and_never_grow_past_the_length_that_generation_can_
 @pytest.mark.parametrize("limit", (40, 3), ids=("grows", "limit too small"))
 @pytest.mark.parametrize("prompt", ("prefix and prompt", "prompt", "repeated prompt"))
 def test_all_layers_hold_what_concatenation_and_index_select_give(monkeypatch, looked_at, limit, prompt):
-    monkeypatch.setattr(generated_kv, "MIN_ELEMENTS_TO_LOOK_AT", looked_at)
+    monkeypatch.setattr(generated_kv, "MIN_ELEMENTS_BY_LAYER", looked_at)
     torch.manual_seed(0)
     inputs, rows_per_input = 4, 3
     cache, prompts = KVCache(inputs, rows_per_input), []

@@ -13,10 +13,10 @@ pytest.importorskip("fairseq")
 from fairseq_models import CASES
 
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.decoding.loop_state import StepHistory
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.fairseq.checks import KNOWN, plan
 from fastgen.optimizer.fairseq.decode_step import DecodingState
+from fastgen.optimizer.fairseq.loop import StepHistory
 
 
 def plan_of(model):

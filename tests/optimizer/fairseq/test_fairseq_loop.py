@@ -17,7 +17,6 @@ from python_process import REPOSITORY, run_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgen
-from fastgen.optimizer.decoding import loop_state
 from fastgen.optimizer.fairseq import loop
 
 
@@ -26,9 +25,9 @@ def test_ended_candidates_are_passed_over_in_order():
     scores = torch.tensor([[-1.0, -2, -3, -4, -5, -6], [-1.0, -2, -3, -4, -5, -torch.inf]])
     tokens = torch.tensor([[7, 2, 8, 2, 9, 5], [2, 2, 2, 4, 5, 2]])
     ignored = torch.tensor([[False, False, False], [False, True, False]])
-    ended = loop_state.ending(scores, tokens, 2, ignored)
+    ended = loop.ending(scores, tokens, 2, ignored)
     assert ended.tolist() == [[False, True, False, True, False, False], [True, False, True, False, False, False]]
-    active, ignored = loop_state.going_on(ended, ignored)
+    active, ignored = loop.going_on(ended, ignored)
     assert active.tolist() == [[0, 2, 4], [3, 4, 5]]
     assert not ignored.any()
 
@@ -36,9 +35,9 @@ def test_ended_candidates_are_passed_over_in_order():
 def test_places_for_which_nothing_is_left_are_ignored():
     """As in sampling, where each beam has one candidate."""
     ended = torch.tensor([[True, False, True]])
-    active, ignored = loop_state.going_on(ended, torch.zeros(1, 3, dtype=torch.bool))
+    active, ignored = loop.going_on(ended, torch.zeros(1, 3, dtype=torch.bool))
     assert active.tolist() == [[1, 0, 2]] and ignored.tolist() == [[False, True, True]]
-    active, ignored = loop_state.going_on(torch.tensor([[False, False, False]]), ignored)
+    active, ignored = loop.going_on(torch.tensor([[False, False, False]]), ignored)
     assert active[0, 0] == 0 and ignored.tolist() == [[False, True, True]]
 
 

@@ -26,11 +26,11 @@ from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache
 from fastgen.optimizer.decoding.kv_cache import KVCache, capacity_for
-from fastgen.optimizer.decoding.loop_state import LateStopCheck
 from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.transformers import decode_step
 from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
+from fastgen.optimizer.transformers.decode_step import LateStopCheck
 
 MODELS = ("gpt2", "llama", "llama-eager", "t5", "bart", "whisper")
 BEAMS = {"num_beams": 4, "max_new_tokens": 14}
@@ -120,7 +120,7 @@ def test_inputs_end_at_different_steps(name, options):
 def test_the_end_is_seen_one_step_late_and_that_step_undone(monkeypatch, arguments):
     seen, exchange = [], LateStopCheck.exchange
     monkeypatch.setattr(LateStopCheck, "exchange", lambda self, flag: seen.append(exchange(self, flag)) or seen[-1])
-    monkeypatch.setattr(decode_step, "reading_waits", lambda device: True)  # as on a GPU
+    monkeypatch.setattr(decode_step, "needs_sync", lambda device: True)  # as on a GPU
     model = model_of("llama")
     for seed in range(8):
         captured(model, inputs_of("llama", seed=seed), **{**arguments, **ENDS, "early_stopping": True})
@@ -365,8 +365,12 @@ def test_steps_are_captured_on_a_gpu_only_if_the_user_asks_for_it(monkeypatch):
     monkeypatch.setattr(graphs, "graphs_of", lambda *models: SimpleNamespace(refused=[]))
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, is_cpu=False, is_cuda=False)
     monkeypatch.setattr(graphs, "first_weight", lambda decoder: on_gpu)
-    for cuda_graphs, codes in (("off", {"CAPTURE_OFF"}), ("auto", {"GPU_OPT_IN"}), ("on", set())):
-        with capturing(cuda_graphs), generate_call("test") as call:
+    streams = {"off": 0, "auto": 0, "on": 0, "another": 7}
+    expected = {"off": {"CAPTURE_OFF"}, "auto": {"GPU_OPT_IN"}, "on": set(), "another": {"CUDA_STREAM"}}
+    for case, codes in expected.items():
+        stream = SimpleNamespace(cuda_stream=streams[case])
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        with capturing("on" if case == "another" else case), generate_call("test") as call:
             model = nn.Module()
             assert graphs.can_capture(call, model, model, 1, 40, KNOWN, list, list) is (not codes)
         assert call.report.codes() == codes
@@ -538,7 +542,8 @@ def test_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
     assert list(recordings.entries) == [2, 0, 3]
     recordings.most_bytes = 2 * graph_of().nbytes
     recordings.put(4, graph_of())
-    assert list(recordings.entries) == [3, 4] and recordings.nbytes == recordings.most_bytes
+    assert list(recordings.entries) == [3, 4]
+    assert sum(graph.nbytes for graph in recordings.entries.values()) == recordings.most_bytes
     recordings.put(5, graph_of(rows=20))  # larger than the bound: not kept
     assert list(recordings.entries) == [3, 4]
 
@@ -568,7 +573,7 @@ def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(
     cache.generated[0].buffers[0].fill_(torch.nan)  # of an earlier call
     cache.load(content)
     assert cache.capacity == 12 and cache.padding == (3 if prompt_length else 0)
-    addresses = [states.data_ptr() for states in cache.tensors]
+    addresses = [states.data_ptr() for layer in range(2) for pair in cache.segments(layer) for states in pair]
     for step in range(7):
         added = [(torch.randn(rows, 2, 1, 3), torch.randn(rows, 2, 1, 3)) for _ in range(2)]
         for layer, pair in enumerate(added):
@@ -585,7 +590,8 @@ def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(
             assert all(torch.equal(found[:, :, prompt_length:], states) for found, states in zip(whole, pair))
             keys, _ = cache.read(layer)
             assert keys.shape[2] == (8 if prompt_length else 0) + 12 and not keys.isnan().any()
-    assert [states.data_ptr() for states in cache.tensors] == addresses
+    found = [states.data_ptr() for layer in range(2) for pair in cache.segments(layer) for states in pair]
+    assert found == addresses
 
 
 def test_capacities_are_few_and_never_too_small():

@@ -313,7 +313,7 @@ def test_a_processor_of_the_program_sees_what_the_library_gives_it(models):
 
 def test_a_newer_transformers_is_verified_first(monkeypatch):
     names = [[*sequence, EOS] for sequence in semantic_ids(300)]
-    monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: True)
+    monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
     monkeypatch.setattr(verify, "_verified", set())
     processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie(names, [EOS]), 2)
     calls, asked = [], fastgen.PrefixTrie.__call__
@@ -325,7 +325,7 @@ def test_a_newer_transformers_is_verified_first(monkeypatch):
 
 def test_a_newer_transformers_that_allows_other_tokens_switches_it_off(monkeypatch):
     failed = mock.Mock()
-    monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: True)
+    monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
     monkeypatch.setattr(PATCH_SET, "fail", failed)
     monkeypatch.setattr(verify, "_verified", set())
     processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie([[5, 6]], [EOS]).after(2), 2)

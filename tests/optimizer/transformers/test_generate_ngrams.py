@@ -394,7 +394,7 @@ class TestNewerThanTested:
 
     @pytest.fixture(autouse=True)
     def newer(self, monkeypatch):
-        monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: True)
+        monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
         monkeypatch.setattr(verify, "_verified", set())
 
     def test_the_first_call_is_the_original_s(self, calls):

@@ -58,8 +58,8 @@ def test_keys_are_shared_by_as_many_rows_as_divide_all_groups(models, name):
 def test_one_row_of_each_group_goes_through_the_model(models):
     given = []
 
-    real = row_groups.one_per_group
-    with mock.patch.object(row_groups, "one_per_group", lambda *args: given.append(real(*args)) or given[-1]):
+    real = row_groups.take
+    with mock.patch.object(row_groups, "take", lambda *args: given.append(real(*args)) or given[-1]):
         compared(models["llama"], rows("llama", 5, 3), max_new_tokens=3, do_sample=False)
     assert [arguments["input_ids"].shape for arguments in given] == [(2, 9)]
 

@@ -49,7 +49,7 @@ def _share_small_prompts_and_forget_afterwards(monkeypatch, share_always):
 
 @pytest.fixture
 def newer_transformers(monkeypatch):
-    monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: host == "transformers")
+    monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
     failures = []
     monkeypatch.setattr(PATCH_SET, "fail", lambda group, reason: failures.append((group, reason)))
     return failures
@@ -330,7 +330,7 @@ def test_a_program_that_makes_errors_of_warnings_gets_its_output(wrong_attention
 def test_a_report_names_the_class_or_version_that_no_test_covers(monkeypatch):
     model = tiny("llama")
     assert checks.untested_reasons(model) == []
-    monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda host: host == "transformers")
+    monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
     (newer,) = checks.untested_reasons(model)
     assert newer.text == f"transformers {transformers.__version__} is newer than the newest tested {TESTED[1]}"
     model.__class__ = type("Mine", (type(model),), {"__module__": "program"})

@@ -108,8 +108,8 @@ def test_codes_are_decoded_to_the_same_audio(build, shape):
 
 
 def test_each_layer_is_computed_in_the_way_that_its_weight_asks_for(monkeypatch):
-    ways, pays = [], op.pays
-    monkeypatch.setattr(op, "pays", lambda *given: ways.append(pays(*given)) or ways[-1])
+    ways, is_faster = [], op.is_faster
+    monkeypatch.setattr(op, "is_faster", lambda *given: ways.append(is_faster(*given)) or ways[-1])
     assert_same(*decoded(decoder_of(encodec()), states_of())[:2])
     changes = [before is not after for before, after in itertools.pairwise(ways)]
     assert (ways[0], ways[-1], sum(changes)) == (False, True, 1)
@@ -252,7 +252,7 @@ def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypat
 
     failed, real = [], host.faster_waveform
     monkeypatch.setattr(verify, "_verified", set())
-    monkeypatch.setattr(PATCH_SET, "newer_than_tested", lambda name: True)
+    monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
     monkeypatch.setattr(PATCH_SET, "fail", lambda group, reason: failed.append(group))
     monkeypatch.setattr(host, "faster_waveform", lambda *given: real(*given) + (0 if is_right else 0.01))
     found, expected, _ = decoded(decoder_of(encodec()), states_of())

@@ -25,15 +25,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import count, current_call, end_stage, generate_call
-from fastgen.optimizer.transformers import checks
+from fastgen.optimizer.transformers import checks, compat
 from fastgen.optimizer.transformers.generate import ENCODER_STATES, only_outputs
 
 # The arguments with which the library calls the speech encoder the second time; it uses the first output only.
 _ARGUMENTS = ("input_features", "attention_mask")
 ENCODED_ONCE = "speech encoder, once"
-
-# The number of earlier positions, as 5.24 and older versions name it.
-_EARLIER = ("cache_length", "past_key_values_length")
 
 # Of the speech encoder in the call that runs: the module, its states and what they were made of, and their versions.
 Encoded = list[tuple[nn.Module, list["Tensor | None"], list[int]]]
@@ -97,7 +94,8 @@ def vocoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 def positions(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """`[batch_size, length, width]`; a number of earlier positions that is a tensor is one of a captured step."""
     input_ids = args[0] if args else kwargs.get("input_ids")
-    earlier = args[2] if len(args) > 2 else next((kwargs[name] for name in _EARLIER if name in kwargs), 0)
+    named = [kwargs[name] for name in compat.EARLIER_POSITIONS if name in kwargs]
+    earlier = args[2] if len(args) > 2 else (named or [0])[0]
     if input_ids is None or not isinstance(earlier, Tensor):
         return original(self, *args, **kwargs)
     positions = self.create_position_ids_from_input_ids(input_ids, self.padding_idx, earlier)

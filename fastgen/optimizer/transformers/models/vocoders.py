@@ -16,7 +16,7 @@ from torch.nn import functional
 from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer.decoding.faster_forwards import Call, ModuleForward
 from fastgen.optimizer.transformers import compat
-from fastgen.optimizer.vocoder import CONVOLUTIONS, channels_last, faster_waveform, pays
+from fastgen.optimizer.vocoder import CONVOLUTIONS, channels_last, faster_waveform, is_faster
 from fastgen.provenance import comes_with
 
 # In which a codec pads: those of torch's `pad` that put no numbers of their own there.
@@ -56,7 +56,7 @@ def pad_and_convolve(forward: ModuleForward, states: Tensor, call: Call) -> Tens
     total = layer.dilation[0] * (layer.kernel_size[0] - 1)
     if layer.stride != (1,) or module.pad_mode not in _PAD_MODES or states.shape[-1] <= total:
         return None
-    if states.dim() != 3 or not pays(states, layer):
+    if states.dim() != 3 or not is_faster(states, layer):
         return None
     behind = 0 if module.causal else total // 2
     return layer(functional.pad(channels_last(states), (total - behind, behind, 0, 0), module.pad_mode).squeeze(2))

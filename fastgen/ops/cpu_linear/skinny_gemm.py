@@ -1,4 +1,4 @@
-"""Products of a few rows in fp32 or bf16 that read each weight once, as it lies in memory: `csrc/few_rows.cpp`.
+"""Products of a few rows in fp32 or bf16 that read each weight once, as it lies in memory: `csrc/skinny_gemm.cpp`.
 
 In bf16 sums are in fp32 and rounded once: with AVX512_BF16 by its dot products of pairs (VDPBF16PS), elsewhere weights
 are widened in registers, which halves the bytes that a row waits for.
@@ -9,7 +9,7 @@ AMD EPYC (family 25, AVX2), two threads, weights not in a cache, ms, BLAS, oneDN
 0.97, 0.89; 256 × 11.6, 17.0, 9.3, 13.8. Another one (model 17, AVX-512), GFLOP/s of BLAS, oneDNN and these, of
 [768 → 3072]: 4 × 18, 38, 62; 16 × 71, 105, 149; 32 × 103, 144, 166; in bf16 46, 47, 89; 160, 169, 218; 246, 245, 277.
 
-Tests: tests/ops/test_few_rows.py
+Tests: tests/ops/test_skinny_gemm.py
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fastgen.ops import x86
 MOST_ROWS = 64
 
 # The same as an operation of torch, for those who note what is called.
-OPERATION = "fastgen::few_rows_linear"
+OPERATION = "fastgen::skinny_linear"
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2)
 
 
-def few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def skinny_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`rows @ weight.T + bias`, on at most `torch.get_num_threads()` threads.
 
     rows `[…, in_features]`, bias `[out_features]`, both contiguous; weight `[out_features, in_features]`, contiguous or
     a transposed view; all of one of `x86.DTYPES`, on a CPU. The bits do not depend on the number of rows or threads.
     """
     if torch._C._len_torch_dispatch_stack():
-        return torch.ops.fastgen.few_rows_linear(rows, weight, bias)
-    return _few_rows_linear(rows, weight, bias)
+        return torch.ops.fastgen.skinny_linear(rows, weight, bias)
+    return _skinny_linear(rows, weight, bias)
 
 
-def _few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _skinny_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     output = rows.new_empty((*rows.shape[:-1], weight.shape[0]))
     call_into(output, rows, weight, bias)()
     return output
@@ -51,7 +51,7 @@ def _few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 def call_into(output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[], None]:
     """A function that computes the output, `[…, out_features]`, where it is; weight and bias may move, not change."""
     out_features, in_features = weight.shape
-    function = x86.function("few_rows", rows.dtype, _ARGUMENTS)
+    function = x86.function("skinny_gemm", rows.dtype, _ARGUMENTS)
     inputs, outputs = rows.data_ptr(), output.data_ptr()
     sizes = rows.numel() // in_features, in_features, out_features, not weight.is_contiguous(), torch.get_num_threads()
 
@@ -62,8 +62,8 @@ def call_into(output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define("few_rows_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.impl("few_rows_linear", _few_rows_linear, "CPU")
+_LIBRARY.define("skinny_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("skinny_linear", _skinny_linear, "CPU")
 
 
 @torch.library.register_fake(OPERATION, lib=_LIBRARY)

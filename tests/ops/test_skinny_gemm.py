@@ -1,4 +1,4 @@
-"""The products of `csrc/few_rows.cpp`: the numbers of torch, with the same bits for any number of rows and threads."""
+"""`csrc/skinny_gemm.cpp`: the numbers of torch, with the same bits for any number of rows and threads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from fastgen.ops import x86
-from fastgen.ops.cpu_linear import few_rows
+from fastgen.ops.cpu_linear import skinny_gemm
 
-needs_library = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"few rows: {x86.machine_reasons()}")
+needs_library = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"skinny GEMM: {x86.machine_reasons()}")
 
 ROWS = st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 25, 63, 64, 65, 130))
 IN = st.sampled_from((1, 3, 7, 8, 9, 16, 17, 33, 64, 255, 256, 257, 300, 700))
@@ -37,7 +37,7 @@ def test_products_of_few_rows_are_those_of_torch(
 def test_wider_registers_are_right_as_well(is_transposed, tmp_path, monkeypatch):
     """What machines with AVX-512 run, in the instructions of AVX2."""
     flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi")
-    library = compile_library(tmp_path / "wide.so", *flags, CSRC / "few_rows.cpp")
+    library = compile_library(tmp_path / "wide.so", *flags, CSRC / "skinny_gemm.cpp")
     monkeypatch.setattr(x86, "load", lambda name: library)
     monkeypatch.setattr(x86, "function", x86.function.__wrapped__)
     for rows in (1, 4, 12, 16, 25, 65):
@@ -65,7 +65,7 @@ def test_sums_of_bf16_are_rounded_once(rows, in_features, out_features, is_trans
     weight = torch.randn(in_features, out_features).t() if is_transposed else torch.randn(out_features, in_features)
     weight, states = weight.bfloat16(), torch.randn(rows, in_features).bfloat16()
     expected = states.double() @ weight.double().t()
-    found = few_rows.few_rows_linear(states, weight).double()
+    found = skinny_gemm.skinny_linear(states, weight).double()
     of_sums = 1e-6 * (states.double().abs() @ weight.double().abs().t())
     assert ((found - expected).abs() <= expected.abs() / 256 + of_sums).all()
 
@@ -75,7 +75,7 @@ def test_numbers_that_are_none_stay_so_in_bf16():
     states = torch.ones(2, 64).bfloat16()
     weight = torch.ones(3, 64).bfloat16()
     weight[0, 5], weight[1, 7] = float("nan"), float("inf")
-    found = few_rows.few_rows_linear(states, weight)
+    found = skinny_gemm.skinny_linear(states, weight)
     assert found[:, 0].isnan().all() and found[:, 1].isposinf().all() and (found[:, 2] == 64).all()
 
 
@@ -89,7 +89,7 @@ def test_without_the_openmp_of_torch_it_runs_in_one_thread(monkeypatch):
     finally:
         monkeypatch.undo()
         x86.function.__wrapped__(
-            "few_rows", torch.float32, few_rows._ARGUMENTS
+            "skinny_gemm", torch.float32, skinny_gemm._ARGUMENTS
         )  # gives the library torch's threads again
 
 
@@ -97,9 +97,9 @@ def test_without_the_openmp_of_torch_it_runs_in_one_thread(monkeypatch):
 def test_inside_another_team_of_threads_nothing_is_left_out():
     """Where OpenMP gives fewer threads than are asked for, as it does inside a parallel part."""
     states, weight = torch.randn(16, 256), torch.randn(513, 256)
-    expected, found = few_rows.few_rows_linear(states, weight), []
+    expected, found = skinny_gemm.skinny_linear(states, weight), []
     openmp = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
-    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(few_rows.few_rows_linear(states, weight)))
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(skinny_gemm.skinny_linear(states, weight)))
     openmp.GOMP_parallel(run, None, 2, 0)
     assert len(found) == 2 and all(torch.equal(one, expected) for one in found)
 
@@ -123,8 +123,8 @@ def check(rows, in_features, out_features, is_transposed, with_bias, threads, dt
     torch.set_num_threads(threads)
     try:
         found, last = (
-            few_rows.few_rows_linear(states, weight, bias),
-            few_rows.few_rows_linear(states[-1:], weight, bias),
+            skinny_gemm.skinny_linear(states, weight, bias),
+            skinny_gemm.skinny_linear(states[-1:], weight, bias),
         )
     finally:
         torch.set_num_threads(before)

@@ -31,13 +31,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 class Case(NamedTuple):
-    """questions of about `length` tokens, behind `shots` tokens of examples; options: of multiple choice."""
+    """questions of about `length` tokens, behind `shots` tokens of examples; options: of multiple choice.
+
+    tasks: so many of these, each with examples of its own.
+    """
 
     questions: int
     length: int
     shots: int = 0
     repeats: int = 1
     options: int = 0
+    tasks: int = 1
 
 
 CASES = {
@@ -45,6 +49,7 @@ CASES = {
     "shots5": Case(48, 60, shots=600),
     "choice4": Case(64, 300, options=4),
     "choice4-shots5": Case(64, 300, shots=600, options=4),
+    "choice4-shots5-2tasks": Case(32, 300, shots=600, options=4, tasks=2),
 }
 TASK = "local_questions"
 WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(1997))]
@@ -61,23 +66,26 @@ def write_model(folder: Path, **sizes: int) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **sizes, **ends)).save_pretrained(folder)
 
 
-def write_task(folder: Path, case: Case, new_tokens: int = 32) -> None:
-    """A task `local_questions`; a word is a token."""
+def write_task(folder: Path, case: Case, new_tokens: int = 32, number: int = 0) -> str:
+    """A task `local_questions`, or one with a number behind it; its name. A word is a token."""
+    name = f"{TASK}{number or ''}"
     lines = [
         {
-            "question": " ".join(f"w{(31 * line + word * word) % 1997}" for word in range(case.length + line % 9)),
+            "question": " ".join(
+                f"w{(31 * line + word * word + number) % 1997}" for word in range(case.length + line % 9)
+            ),
             "answer": "w1",
         }
         for line in range(case.questions)
     ]
-    data = folder / "questions.jsonl"
+    data = folder / f"{name}.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     task: dict[str, Any] = {
-        "task": TASK,
+        "task": name,
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(data)}},
         "test_split": "test",
-        "description": "".join(f"w{(17 * word) % 1997} " for word in range(case.shots)),
+        "description": "".join(f"w{(17 * word + 5 * number) % 1997} " for word in range(case.shots)),
         "doc_to_text": "{{question}}",
         "doc_to_target": "{{answer}}",
     }
@@ -91,11 +99,12 @@ def write_task(folder: Path, case: Case, new_tokens: int = 32) -> None:
         task["generation_kwargs"] = {"max_gen_toks": new_tokens, "until": ["</s>"], **sampled}
         task["filter_list"] = [{"name": "first", "filter": [{"function": "take_first"}]}]
         task["metric_list"] = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
-    (folder / f"{TASK}.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+    (folder / f"{name}.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML
+    return name
 
 
 class Evaluation:
-    """One task on one model, loaded once."""
+    """Tasks on one model, loaded once."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         from lm_eval.models.huggingface import HFLM
@@ -103,15 +112,15 @@ class Evaluation:
 
         sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
         write_model(folder / "model", **sizes, num_attention_heads=8, num_key_value_heads=2)
-        write_task(folder, case)
+        self.names = [write_task(folder, case, number=number) for number in range(case.tasks)]
         self.tasks = TaskManager(include_path=str(folder), include_defaults=False)
         self.model = HFLM(pretrained=str(folder / "model"), dtype="float32", device="cpu", batch_size=16)
 
     def answers(self) -> list[Any]:
         from lm_eval import simple_evaluate
 
-        found = simple_evaluate(self.model, tasks=[TASK], task_manager=self.tasks, log_samples=True)
-        return [sample["resps"] for sample in found["samples"][TASK]]
+        found = simple_evaluate(self.model, tasks=self.names, task_manager=self.tasks, log_samples=True)
+        return [sample["resps"] for name in self.names for sample in found["samples"][name]]
 
 
 def are_equal(stock: Any, fast: Any) -> bool:

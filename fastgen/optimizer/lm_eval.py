@@ -21,7 +21,7 @@ from tqdm import tqdm
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.report import PREFILL, Reason, that_hold
-from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Pair, Scorer, contexts_of
+from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Pair, Scorer, base_of, contexts_of
 from fastgen.provenance import comes_with
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -39,10 +39,10 @@ def log_likelihoods(
         call.report.add_reasons(PREFILL, reasons)
         if not reasons:
             softmax = partial(functional.log_softmax, dim=-1, dtype=self.softmax_dtype)
-            scorer = Scorer(call, self.model, tokens_per_batch(self, pairs), softmax)
+            scorer = Scorer(call, base_of(self.model), tokens_per_batch(self, pairs), softmax)
             contexts = contexts_of(pairs)
             if scorer.can_share(contexts):
-                return _answers(self, requests, pairs, scorer.shared(contexts), disable_tqdm)
+                return _answers(self, requests, pairs, scorer.shared(), disable_tqdm)
     return original(self, requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
 
 

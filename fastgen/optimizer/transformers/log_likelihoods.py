@@ -1,10 +1,11 @@
 """`fastgen.log_likelihoods`: how likely continuations of contexts are, with what they have in common computed once.
 
-    prefix of all contexts ──> rests of the contexts ──> continuations, behind the keys of their context
-    [1, H, P, D]               [contexts, H, R, D]       [contexts * most continuations, H, C, D]
-    once for the call          a forward of a batch      a forward of a batch, unless all are one token long
+    prefix of a group ──> rests of the contexts ──> continuations, behind the keys of their context
+    [1, H, P, D]          [contexts, H, R, D]       [contexts * most continuations, H, C, D]
+    one forward           a forward of a batch      a forward of a batch, unless all are one token long
 
-Multiple-choice evaluations ask for several continuations of one context, behind examples that all contexts begin with.
+Multiple-choice evaluations ask for several continuations of one context, behind examples that all contexts of a task
+begin with; contexts that begin alike are a group.
 Definitions are those of lm-evaluation-harness: the sum of the log-probabilities of a continuation's tokens, and whether
 each of them is the likeliest. Where nothing is gained, or the model is not known, each context is computed with each of
 its continuations, in one forward of a batch.
@@ -18,6 +19,7 @@ import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from operator import index
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from fastgen.models.cache_names import CACHE
+from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import PREFILL, Reason
@@ -41,6 +44,9 @@ LogLikelihood = tuple[float, bool]
 
 # What a batch holds, in rows times the length of the longest, unless the caller says otherwise.
 TOKENS_PER_BATCH = 8192
+
+# Groups within groups of contexts that begin alike are looked for so deep.
+MOST_GROUPS_WITHIN = 16
 
 _LOG_SOFTMAX = partial(functional.log_softmax, dim=-1, dtype=torch.float32)
 
@@ -83,18 +89,26 @@ def log_likelihoods(
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     vocabulary = model.config.get_text_config().vocab_size if embedding is None else embedding.shape[0]
     encode_once = lru_cache(maxsize=None)(partial(_encoded, tokenizer))  # equal contexts come with each continuation
-    encode = None if tokenizer is None else encode_once
+    encode = None if tokenizer is None else partial(_encoded_pair, tokenizer, encode_once)
     pairs = [_tokens(*pair, encode, number, vocabulary) for number, pair in enumerate(zip(contexts, continuations))]
     if not pairs:
         return []
+    model = base_of(model)
     with generate_call(type(model).__name__, has_steps=False) as call, torch.no_grad():
         scorer, asked = Scorer(call, model, tokens_per_batch), contexts_of(pairs)
         try:
-            found = dict(scorer.shared(asked) if scorer.can_share(asked) else scorer.each_alone(asked))
+            found = dict(scorer.shared() if scorer.can_share(asked) else scorer.each_alone(asked))
         except (IndexError, RuntimeError) as error:  # models with computed positions go beyond these, with a loss
             _check_lengths(model, pairs, error)
             raise
     return [found[pair] for pair in pairs]
+
+
+def base_of(model: Any) -> Any:
+    """The model that PEFT's wrapper calls, with its adapters; the wrapper where that puts tokens before the inputs."""
+    if not type(model).__module__.startswith("peft.") or model.active_peft_config.is_prompt_learning:
+        return model
+    return model.get_base_model()
 
 
 def _check_lengths(model: Any, pairs: list[Pair], error: Exception) -> None:
@@ -111,16 +125,13 @@ def _check_lengths(model: Any, pairs: list[Pair], error: Exception) -> None:
 
 
 def _tokens(
-    context: Any, continuation: Any, encode: Callable[[str], list[int]] | None, number: int, vocabulary: int
+    context: Any, continuation: Any, encode: Callable[[str, str], Any] | None, number: int, vocabulary: int
 ) -> Pair:
-    """The token ids of this pair of arguments. encode: a string to token ids; vocabulary: how many there are."""
+    """The token ids of this pair of arguments. encode: of two strings; vocabulary: how many tokens there are."""
     if isinstance(context, str) and isinstance(continuation, str):
         if encode is None:
             raise ValueError(f"contexts[{number}] is a string, and tokenizer is None (accepted: the model's tokenizer)")
-        text = context.rstrip()  # tokens begin with their spaces
-        continuation = context[len(text) :] + continuation
-        context, both = encode(text), encode(text + continuation)
-        continuation = both[len(context) :]
+        context, continuation = encode(context, continuation)
     found = []
     for name, ids in (("contexts", context), ("continuations", continuation)):
         try:
@@ -136,8 +147,26 @@ def _tokens(
     return found[0], found[1]
 
 
+def _encoded_pair(
+    tokenizer: Any, encode: Callable[[str], list[int]], context: str, continuation: str
+) -> tuple[list[int], list[int]]:
+    """As lm-evaluation-harness splits a text; the token that begins texts stands for an empty context."""
+    if not context:
+        begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+        ids = tokenizer(continuation, add_special_tokens=False)["input_ids"]
+        return (begin, ids) if ids[:1] != begin else (ids[:1], ids[1:])
+    text = context.rstrip()  # tokens begin with their spaces
+    ids = encode(text)
+    return ids, encode(text + context[len(text) :] + continuation)[len(ids) :]
+
+
 def _encoded(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of a text with the special ones in front of it, without those that end it."""
+    """The token ids of a text with the special ones in front of it, without those that end it.
+
+    Without any where the text begins with the token that begins texts, as those of chat templates do.
+    """
+    if text.startswith(tokenizer.bos_token or tokenizer.eos_token or text + " "):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
     ids, plain = tokenizer(text)["input_ids"], tokenizer(text, add_special_tokens=False)["input_ids"]
     for start in range(len(ids) - len(plain) + 1):
         if ids[start : start + len(plain)] == plain:
@@ -164,24 +193,22 @@ class Scorer:
     ) -> None:
         self.call, self.model, self.tokens_per_batch, self.log_softmax = call, model, tokens_per_batch, log_softmax
         self.accepted = set(inspect.signature(model.forward).parameters)
+        self.size = size_of(model, checks.KNOWN)
+        self.groups: list[tuple[list[Context], int]] = []  # contexts, and how many tokens all of a group begin with
 
     # Whether anything is shared.
 
     def can_share(self, contexts: list[Context]) -> bool:
         """Adds to the report why not."""
         self.call.set_rows(len(contexts), sum(len(context.continuations) for context in contexts))
-        prefix = _prefix_of(contexts)
-        once = prefix + sum(
-            len(tokens) - prefix + sum(len(continuation) - 1 for continuation in continuations)
-            for tokens, continuations in contexts
-        )
+        self.groups = _groups_of(contexts, partial(self.call.costs.is_worth_a_forward, self.size))
+        once = sum(len(context.tokens) + sum(map(len, _behind(context))) for context in contexts)
+        once -= sum(length * (len(group) - 1) for group, length in self.groups)
         each = sum(len(set(_rows(context))) * len(context.tokens) for context in contexts)
-        costs, size, saved = (
-            self.call.costs,
-            size_of(self.model, checks.KNOWN),
-            f"{each - once} tokens need not be computed",
-        )
-        if not costs.should_split_prefix(size, each - once):
+        saved = f"{each - once} tokens need not be computed"
+        if not PATCH_SET.is_on:
+            reasons = [Reason("DISABLED", "fastgen is disabled")]
+        elif not self.call.costs.should_split_prefix(self.size, each - once):
             reasons = [Reason("PREFIX_SHORT", "contexts are too short to gain", saved)]
         else:
             reasons = self._unsupported_reasons(contexts)
@@ -210,16 +237,20 @@ class Scorer:
 
     # With what contexts and continuations have in common.
 
-    def shared(self, contexts: list[Context]) -> Iterator[tuple[Pair, LogLikelihood]]:
-        length = _prefix_of(contexts)
-        prefix = DynamicCache(config=self.model.config)
-        if length:
-            self._forward(torch.tensor([contexts[0].tokens[:length]]), torch.ones(1, length), prefix, 1)
-            self.call.report.set_prefix(length, length * (len(contexts) - 1))
+    def shared(self) -> Iterator[tuple[Pair, LogLikelihood]]:
+        """Of the contexts that `can_share` was asked about."""
         self.call.is_accelerated = True
-        ordered = sorted(contexts, key=lambda one: (len(_behind(one)), len(one.tokens)))
-        for batch in _batches(ordered, lambda one: _length_of(one, length), self.tokens_per_batch):
-            yield from self._batch(batch, prefix, length)
+        if any(length for _, length in self.groups):
+            saved = sum(length * (len(group) - 1) for group, length in self.groups)
+            self.call.report.set_prefix(max(length for _, length in self.groups), saved, groups=len(self.groups))
+        for contexts, length in self.groups:
+            prefix = DynamicCache(config=self.model.config)
+            if length:
+                self._forward(torch.tensor([contexts[0].tokens[:length]]), torch.ones(1, length), prefix, 1)
+            parts = [part for context in contexts for part in _parts_of(context, self.tokens_per_batch)]
+            parts.sort(key=lambda one: (len(_behind(one)), len(one.tokens)))
+            for batch in _batches(parts, partial(_shape_of, prefix=length), self.tokens_per_batch):
+                yield from self._batch(batch, prefix, length)
 
     def _batch(self, batch: list[Context], prefix: DynamicCache, length: int) -> Iterator[tuple[Pair, LogLikelihood]]:
         rests, mask = _padded([context.tokens[length:] for context in batch], left=True)
@@ -254,7 +285,7 @@ class Scorer:
         for context in contexts:
             for continuation, row in zip(context.continuations, _rows(context)):
                 asked.setdefault(row, []).append((context.tokens, continuation))
-        for batch in _batches(sorted(asked, key=len), len, self.tokens_per_batch):
+        for batch in _batches(sorted(asked, key=len), lambda row: (len(row), 0, 0), self.tokens_per_batch):
             tokens, mask = _padded(batch, left=False)
             kept = tokens.shape[1] + 1 - min(len(before) for row in batch for before, _ in asked[row])
             logits = self._forward(tokens, mask, None, kept)
@@ -283,13 +314,39 @@ class Scorer:
         return self.log_softmax(outputs.logits[:, -kept:])
 
 
-def _prefix_of(contexts: list[Context]) -> int:
-    """How many tokens all contexts begin with, of which each has at least one more."""
-    tokens = [context.tokens for context in contexts]
-    first, last = min(tokens), max(tokens)  # in the order of words: what these have in common all have
-    common = next((place for place, (one, other) in enumerate(zip(first, last)) if one != other), len(first))
-    length = min(common, min(map(len, tokens)) - 1)
-    return length if len(contexts) > 1 and length > 1 else 0
+def _groups_of(contexts: list[Context], gains: Callable[[int], bool]) -> list[tuple[list[Context], int]]:
+    """The contexts in groups that begin alike, and how many tokens those of each begin with.
+
+    gains: whether so many tokens that need not be computed are worth a forward more.
+    """
+    ordered = sorted(contexts)  # in the order of words: neighbours have the most in common
+    common = [_common(one.tokens, other.tokens) for one, other in pairwise(ordered)]
+    groups: list[tuple[list[Context], int]] = []
+
+    def rest_of(start: int, end: int, depth: int = 0) -> tuple[list[Context], int]:
+        """What is in no group yet of `ordered[start:end]`, and with how many tokens it begins; adds groups."""
+        found, between = ordered[start:end], common[start : end - 1]
+        length = min([*between, *(len(context.tokens) - 1 for context in found)])  # each has one more at least
+        if not between or depth == MOST_GROUPS_WITHIN:
+            return found, length
+        found, least = [], min(between)
+        cuts = [number for number, count in enumerate(between, start + 1) if count == least]
+        for first, last in zip([start, *cuts], [*cuts, end]):
+            rest, own = rest_of(first, last, depth + 1)
+            if (saved := (own - length) * (len(rest) - 1)) and gains(saved):
+                groups.append((rest, own))
+            else:
+                found += rest
+        return found, length
+
+    rest, length = rest_of(0, len(ordered))
+    groups += [(rest, length)] if rest else []
+    return [(group, length if len(group) > 1 and length > 1 else 0) for group, length in groups]
+
+
+def _common(one: Tokens, other: Tokens) -> int:
+    """How many tokens both begin with."""
+    return next((number for number, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _rows(context: Context) -> list[Tokens]:
@@ -302,21 +359,36 @@ def _behind(context: Context) -> list[Tokens]:
     return list(dict.fromkeys(one[:-1] for one in context.continuations if len(one) > 1))
 
 
-def _length_of(context: Context, prefix: int) -> int:
+def _parts_of(context: Context, tokens: int) -> Iterator[Context]:
+    """The context with so many of its continuations at once that they have at most this many tokens, or with one."""
+    longest = max(map(len, _behind(context)), default=1)
+    count = max(1, tokens // longest)
+    for start in range(0, len(context.continuations), count):
+        yield Context(context.tokens, context.continuations[start : start + count])
+
+
+def _shape_of(context: Context, prefix: int) -> tuple[int, int, int]:
+    """Tokens behind the prefix, continuations with tokens behind those, and how many the longest has."""
     behind = _behind(context)
-    return max(len(context.tokens) - prefix, len(behind) * max(map(len, behind), default=0))
+    return len(context.tokens) - prefix, len(behind), max(map(len, behind), default=0)
 
 
-def _batches(items: list[Any], length_of: Callable[[Any], int], tokens: int) -> Iterator[list[Any]]:
-    """These items, in their order, in batches of so many tokens, padding included; at least one item each."""
+def _batches(items: list[Any], shape_of: Callable[[Any], tuple[int, int, int]], tokens: int) -> Iterator[list[Any]]:
+    """These items, in their order, in batches of so many tokens, padding included; at least one item each.
+
+    shape_of: of an item, the lengths of its two forwards, of which the second has some rows for each item; in a batch
+    the largest of each counts.
+    """
     batch: list[Any] = []
-    longest = 0
+    largest = (0, 0, 0)
     for item in items:
-        longest = max(longest, length_of(item))
-        if batch and longest * (len(batch) + 1) > tokens:
+        shape = shape_of(item)
+        length, rows, longest = map(max, largest, shape)
+        if batch and (len(batch) + 1) * max(length, rows * longest) > tokens:
             yield batch
-            batch, longest = [], length_of(item)
+            batch, (length, rows, longest) = [], shape
         batch.append(item)
+        largest = length, rows, longest
     yield batch
 
 

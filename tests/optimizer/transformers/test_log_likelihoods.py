@@ -163,6 +163,108 @@ def test_strings_are_split_as_the_harness_splits_them(template, begin):
     assert_equal(found, one_by_one(model, tokens, [all[len(one) :] for one, all in zip(tokens, both)]))
 
 
+@pytest.mark.parametrize(("begin", "end"), [("<s>", "</s>"), (None, "</s>")])
+def test_an_empty_context_is_the_token_that_texts_begin_with(begin, end):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_path(), bos_token=begin, eos_token=end)
+    model, first = tiny("llama", vocab_size=len(tokenizer)), tokenizer.convert_tokens_to_ids(begin or end)
+    texts = ["She was glad", f"{begin or end}She was"]
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    found = fastgen.log_likelihoods(model, ["", ""], texts, tokenizer)
+    assert ids[0][0] != first and ids[1][0] == first
+    assert_equal(found, one_by_one(model, [[first], [first]], [ids[0], ids[1][1:]]))
+
+
+def test_no_token_is_put_before_a_text_that_begins_with_it():
+    """As those of chat templates do."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_path(), bos_token="<s>")
+    first = tokenizer.convert_tokens_to_ids("<s>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    model = tiny("llama", vocab_size=len(tokenizer))
+    found = fastgen.log_likelihoods(model, ["<s>Wendy sold 31 books."], [" She"], tokenizer)
+    texts = "<s>Wendy sold 31 books.", "<s>Wendy sold 31 books. She"
+    context, both = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    assert context[0] == first != context[1]
+    assert_equal(found, one_by_one(model, [context], [both[len(context) :]]))
+
+
+def shapes_of_forwards(model, *args, **kwargs):
+    """What `log_likelihoods` returns, and the shapes of the tokens that the model gets for it."""
+    shapes, forward = [], log_likelihoods.Scorer._forward
+
+    def noted(self, tokens, *args):
+        shapes.append(tuple(tokens.shape))
+        return forward(self, tokens, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_likelihoods.Scorer, "_forward", noted)
+        found = fastgen.log_likelihoods(model, *args, **kwargs)
+    return found, shapes
+
+
+def test_no_forward_has_more_tokens_than_a_batch_may():
+    """Also where one context has many continuations, and another one long ones."""
+    model, random = tiny("llama"), Random(3)
+
+    def draw(length):
+        return [random.randrange(5, 90) for _ in range(length)]
+
+    asked = [(draw(6), draw(60)) for _ in range(3)]
+    for context in (draw(6) for _ in range(3)):
+        asked += [(context, draw(2)) for _ in range(50)]
+    contexts, continuations = zip(*asked)
+    found, shapes = shapes_of_forwards(model, contexts, continuations, tokens_per_batch=100)
+    assert fastgen.explain().codes() == set() and len(shapes) > 4
+    assert all(rows * length <= 100 for rows, length in shapes)
+    assert_equal(found, one_by_one(model, contexts, continuations))
+
+
+def test_tasks_that_begin_otherwise_have_prefixes_of_their_own():
+    model, random = tiny("llama"), Random(4)
+
+    def draw(length):
+        return [random.randrange(5, 90) for _ in range(length)]
+
+    template, shots = draw(3), [draw(30), draw(40)]
+    asked = [(draw(9), draw(2))]
+    for number in (0, 1, 0, 1, 1):
+        context = [*template, *shots[number], *draw(4)]
+        asked += [(context, draw(2)) for _ in range(2)]
+    contexts, continuations = zip(*asked)
+    free = {"prefill_cost": 0, "prefill_cost_per_module": 0, "saved_per_module": 0, "rows_of_one_read": 0}
+    with costs(**free):
+        found, shapes = shapes_of_forwards(model, contexts, continuations)
+    assert {(1, 33), (1, 43)} <= set(shapes) and max(length for rows, length in shapes if rows > 1) < 10
+    report = fastgen.explain()
+    assert (report.prefix_length, report.prefix_tokens_saved) == (43, 33 + 2 * 43)
+    assert "43 tokens of the inputs in each of 3 groups" in str(report)
+    assert_equal(found, one_by_one(model, contexts, continuations))
+    fastgen.log_likelihoods(model, contexts, continuations)  # for so few tokens a forward more does not pay
+    assert fastgen.explain().prefix_length == 0
+
+
+def test_adapters_of_peft_count_and_do_not_hinder():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    contexts, continuations = questions(model, 12)
+    found = fastgen.log_likelihoods(model.eval(), contexts, continuations)
+    assert fastgen.explain().prefix_length == 12
+    assert_equal(found, one_by_one(model, contexts, continuations))
+    with model.disable_adapter():
+        plain = fastgen.log_likelihoods(model, contexts, continuations)
+        assert_equal(plain, one_by_one(model, contexts, continuations))
+    assert plain != found
+
+
+def test_nothing_is_shared_where_fastgen_is_disabled():
+    model = tiny("llama")
+    contexts, continuations = questions(model, 12)
+    with fastgen.disabled():
+        found = fastgen.log_likelihoods(model, contexts, continuations)
+    assert fastgen.explain().codes(PREFILL) == {"DISABLED"} and not fastgen.explain().shared
+    assert_equal(found, fastgen.log_likelihoods(model, contexts, continuations))
+    assert fastgen.explain().shared
+
+
 def test_one_string_is_no_list_of_texts():
     with pytest.raises(TypeError, match="contexts is one string"):
         fastgen.log_likelihoods(tiny("llama"), "abc", [" d", " e", " f"])

@@ -69,15 +69,10 @@ def write_model(folder: Path, **sizes: int) -> None:
 def write_task(folder: Path, case: Case, new_tokens: int = 32, number: int = 0) -> str:
     """A task `local_questions`, or one with a number behind it; its name. A word is a token."""
     name = f"{TASK}{number or ''}"
-    lines = [
-        {
-            "question": " ".join(
-                f"w{(31 * line + word * word + number) % 1997}" for word in range(case.length + line % 9)
-            ),
-            "answer": "w1",
-        }
-        for line in range(case.questions)
-    ]
+    lines = []
+    for line in range(case.questions):
+        words = (f"w{(31 * line + word * word + number) % 1997}" for word in range(case.length + line % 9))
+        lines.append({"question": " ".join(words), "answer": "w1"})
     data = folder / f"{name}.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     task: dict[str, Any] = {

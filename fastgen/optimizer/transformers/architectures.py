@@ -14,6 +14,9 @@ COUNTED_COLUMNS = {
     "mpt": "its attention biases count columns",
 }
 
+# Positions are counted in the attention mask, which all rows have.
+POSITIONS_OF_MASK = ("bloom",)
+
 # Steps do not wait for the device with the positions of seamless.py, whatever the library says.
 SYNC_FREE = ("seamless_m4t", "seamless_m4t_v2")
 

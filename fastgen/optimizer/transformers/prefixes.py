@@ -286,10 +286,10 @@ def cache_reasons(model: checks.HostModel, cache: Cache | None, most: int) -> li
 
 def order_reasons(model: checks.HostModel, has_positions: bool) -> list[Reason]:
     """Why the columns of a row cannot change places; empty if they can. has_positions: the model is told them."""
-    reasons = []
-    if not has_positions:
+    reasons, kind = [], model.config.model_type
+    if not has_positions and kind not in architectures.POSITIONS_OF_MASK:
         reasons.append(Reason("POSITIONS", "the model is not told the positions of left-padded tokens"))
-    if (kind := model.config.model_type) in architectures.COUNTED_COLUMNS:
+    if kind in architectures.COUNTED_COLUMNS:
         reasons.append(Reason("POSITIONS", f"{kind}: {architectures.COUNTED_COLUMNS[kind]}"))
     return reasons
 

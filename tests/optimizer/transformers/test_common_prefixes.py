@@ -39,7 +39,7 @@ NOT_USED = {  # architecture: why
     "openai-gpt": "NO_CACHE",
     "unilm": "NOT_CAUSAL",
 }
-COLUMNS_COUNT = {"bloom", "roformer", "trocr", "mpt", "gpt_neo"}  # under padding on the left
+COLUMNS_COUNT = {"roformer", "trocr", "mpt", "gpt_neo"}  # under padding on the left
 
 
 def prompts(*lengths: int, prefix: int = 7, side: str = "left") -> dict[str, torch.Tensor]:

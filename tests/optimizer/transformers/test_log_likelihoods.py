@@ -33,7 +33,7 @@ NOT_SHARED = {  # architecture: why
     "minimax": "CACHE_LAYERS",
     "openai-gpt": "NO_CACHE",
     "unilm": "NOT_CAUSAL",
-    **dict.fromkeys(("bloom", "roformer", "trocr", "mpt", "gpt_neo"), "POSITIONS"),
+    **dict.fromkeys(("roformer", "trocr", "mpt", "gpt_neo"), "POSITIONS"),
 }
 
 

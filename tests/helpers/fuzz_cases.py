@@ -232,7 +232,21 @@ def _draw_inputs(random: Random, case: Case) -> None:
         case.words.append(f"(rows repeated {repeats} times)")
     if case.kind == "seq2seq" and random.random() < 0.1:
         inputs["decoder_input_ids"] = token_ids(inputs["input_ids"].shape[0], 3, seed=case.seed)
+    if case.kind == "causal" and "attention_mask" in inputs and random.random() < 0.1:
+        _pad_both_sides(random, case, inputs)
+    if case.kind == "causal" and case.name in BY_NAME and random.random() < 0.06:
+        model = model_of(case.name, torch.bfloat16 if case.context == "bfloat16" else torch.float32)
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
     case.inputs = inputs
+
+
+def _pad_both_sides(random: Random, case: Case, inputs: dict[str, torch.Tensor]) -> None:
+    """Moves the tokens of each row to anywhere between its padding."""
+    for row, mask in enumerate(inputs["attention_mask"]):
+        by = random.randint(0, int((mask == 0).sum())) * (-1 if mask[-1] else 1)
+        for values in inputs.values():
+            values[row] = values[row].roll(by)
+    case.words.append("(padding on both sides)")
 
 
 def _with_prefix(

@@ -43,8 +43,8 @@ SLEEPING = """
 import json, os, sys, time
 from contextlib import redirect_stdout
 from fastgen.cli.fairseq.command import generate
-from fastgen.cli.fairseq.pipeline import Run
-inference_step, result_string = Run.inference_step, Run.result_string
+from fastgen.cli.fairseq.pipeline import GenerateRun
+inference_step, result_string = GenerateRun.inference_step, GenerateRun.result_string
 answers, ends = [], []
 
 def recorded(run, original, *args, **options):
@@ -70,10 +70,10 @@ def written(run):
 
 arguments = sys.argv[1:]
 with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-    Run.inference_step = recorded
+    GenerateRun.inference_step = recorded
     generate(arguments)
 left = answers[::-1]
-Run.inference_step, Run.result_string = replayed, written
+GenerateRun.inference_step, GenerateRun.result_string = replayed, written
 status = generate(arguments)
 json.dump({"asleep": sum(seconds for _, seconds in answers), "seconds": ends[-1] - ends[0]}, sys.stderr)
 sys.exit(status)

@@ -159,7 +159,7 @@ void multiply_with_rows(const Product<F> &product, int64_t from, int64_t to) {
 
 constexpr int TILE = 2 * WIDTH;           // columns that are summed up in registers
 constexpr int64_t MAX_PANEL = 64 * WIDTH; // columns that are read from one row of the weight before the next
-constexpr int64_t SKINNY_GEMM = 3;           // so few are computed faster than memory gives the weight: all columns ...
+constexpr int64_t STREAM_ROWS = 3;        // so few are computed faster than memory gives the weight: all columns ...
 constexpr int64_t FEW_BLOCK = 8;          // ... of so many of its rows are read at the same time
 
 template <class F>
@@ -218,7 +218,7 @@ inline void add_sums_of_rows(const Sums<F> &sums, int64_t count) {
 template <class F>
 void multiply_with_columns(const Product<F> &product, int64_t from, int64_t to) {
     const int64_t in = product.in_features, out = product.out_features;
-    const bool is_stream = product.row_count <= SKINNY_GEMM;
+    const bool is_stream = product.row_count <= STREAM_ROWS;
     const int64_t panels = is_stream ? 1 : (to - from + MAX_PANEL - 1) / MAX_PANEL;
     const int64_t tiles = ((to - from + panels - 1) / panels + TILE - 1) / TILE, panel = tiles * TILE;
     // While a tile is computed, its part of the next block is fetched, or as much of one of that block's rows.

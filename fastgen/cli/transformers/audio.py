@@ -34,7 +34,7 @@ class AudioInput:
     """
 
     def __init__(self, feature_extractor: Any, args: RunConfig, is_long_form: bool = False) -> None:
-        self._extractor, self._args, self._hears_windows = feature_extractor, args, is_long_form
+        self._extractor, self._args, self._is_long_form = feature_extractor, args, is_long_form
         self.line_bytes = LONGEST_RECORD
 
     def prepare(self, lines: list[Line]) -> list[Item]:
@@ -64,8 +64,8 @@ class AudioInput:
         at_once = getattr(self._extractor, "n_samples", None)
         rate = self._extractor.sampling_rate
         try:
-            samples = _read(Path(path), rate, None if self._hears_windows else at_once)
-            if self._hears_windows and len(samples) > self._extractor.n_samples:
+            samples = _read(Path(path), rate, None if self._is_long_form else at_once)
+            if self._is_long_form and len(samples) > self._extractor.n_samples:
                 item.group = LONG
                 item.arrays = _extract(self._extractor, samples, truncation=False, padding="longest")
                 item.arrays["attention_mask"] = np.ones(item.arrays["input_features"].shape[-1], np.int64)

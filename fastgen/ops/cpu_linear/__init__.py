@@ -1,5 +1,5 @@
-"""Products of rows with large weights on a CPU, in the way that is the fastest: what can be multiplied in other ways
-than through BLAS, the ways, and autotuning. skinny_gemm.py has one of the ways, products for few rows written in C++.
+"""Products of rows with large weights on a CPU by the fastest of the GEMM backends, and their autotuning.
+skinny_gemm.py has one of the backends, products of few rows written in C++.
 
 No rule tells which is the fastest, see skinny_gemm.py for what was measured: that is measured once for each shape, and
 remembered for later processes in a file of the user's cache folder, a line of JSON each. Lines are only added, each in
@@ -100,7 +100,7 @@ def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 @functools.cache
 def gemm_backends() -> dict[str, Callable[..., Tensor]]:
-    """The ways to multiply rows on this machine, by name; all give `rows @ weight.T + bias`."""
+    """The GEMM backends of this machine, by name; all give `rows @ weight.T + bias`."""
     found = {BLAS: functional.linear, ONEDNN: onednn_linear}
     if not x86.machine_reasons():
         found[SKINNY_GEMM] = skinny_gemm.skinny_linear
@@ -120,7 +120,7 @@ class GemmShape(NamedTuple):
 
 
 def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[[], Sequence[Tensor]]) -> str:
-    """The name of the fastest of `ways` for this product, which `can_multiply` takes, and those of its shape.
+    """The name of the fastest GEMM backend for this product, which `can_multiply` takes, and those of its shape.
 
     What is not known yet is measured, for some 30 milliseconds. The answer stays the same from then on, in later
     processes too, so that they compute the same bits. others: what a model reads between two products with this weight.
@@ -148,7 +148,7 @@ def measurements() -> dict[GemmShape, str]:
 
 
 def stored() -> Iterator[tuple[GemmShape, str]]:
-    """The measurements in the file among the ways that there are, without those that cannot be read."""
+    """The measurements in the file among the backends that there are, without those that cannot be read."""
     field = _field()
     with suppress(OSError), _opened(os.O_RDONLY) as file:
         for line in os.read(file, MAX_BYTES).splitlines():
@@ -229,7 +229,7 @@ def _random_like(tensor: Tensor) -> Tensor:
 
 
 def _right_backends(rows: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Callable[..., Tensor]]:
-    """The ways that are meant for so many rows and give them the numbers of BLAS."""
+    """The backends that are meant for so many rows and give them the numbers of BLAS."""
     is_few = len(rows) <= skinny_gemm.MOST_ROWS
     found = {name: way for name, way in gemm_backends().items() if is_few or name != SKINNY_GEMM}
     expected = found[BLAS](rows, weight, bias)

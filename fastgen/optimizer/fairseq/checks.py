@@ -146,7 +146,7 @@ def supports_external_kv_cache(module: Any) -> bool:
 
 
 def decoder_reasons(decoder: Any) -> list[Reason]:
-    """Why nothing inside this decoder is known; empty if its layers are fairseq's Transformer's, or go by states."""
+    """Why nothing inside this decoder is known; empty if its layers are fairseq's, or take their keys from us."""
     name, layers = type(decoder).__name__, getattr(decoder, "layers", ())
     methods = ("forward", "extract_features_scriptable", "reorder_incremental_state_scripting")
     if not isinstance(decoder, TransformerDecoderBase) and not supports_external_kv_cache(decoder):
@@ -309,6 +309,6 @@ def _is_in_decoder(name: str) -> bool:
 
 
 def _is_replaced(module: nn.Module, base: type, name: str) -> bool:
-    """Whether this method is another than that of `base`, or of the class that goes by states."""
+    """Whether this method is another than that of `base`, or of a class that takes its keys from us."""
     is_other = not supports_external_kv_cache(module) and getattr(type(module), name, None) is not getattr(base, name)
     return is_other or name in vars(module)

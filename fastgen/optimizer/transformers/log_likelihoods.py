@@ -105,9 +105,13 @@ def log_likelihoods(
 
 
 def base_of(model: Any) -> Any:
-    """The model that PEFT's wrapper calls, with its adapters; the wrapper where that puts tokens before the inputs."""
-    if not type(model).__module__.startswith("peft.") or model.active_peft_config.is_prompt_learning:
+    """The model inside of PEFT's wrapper where that only passes calls on: LoRA, whose layers lie in the model."""
+    if type(model).__module__ != "peft.peft_model" or model._forward_hooks or model._forward_pre_hooks:
         return model
+    for name in model.active_adapters:
+        config = model.peft_config[name]
+        if config.peft_type != "LORA" or getattr(config, "alora_invocation_tokens", None):
+            return model
     return model.get_base_model()
 
 
@@ -150,14 +154,17 @@ def _tokens(
 def _encoded_pair(
     tokenizer: Any, encode: Callable[[str], list[int]], context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """As lm-evaluation-harness splits a text; the token that begins texts stands for an empty context."""
-    if not context:
-        begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
-        ids = tokenizer(continuation, add_special_tokens=False)["input_ids"]
-        return (begin, ids) if ids[:1] != begin else (ids[:1], ids[1:])
+    """As lm-evaluation-harness splits a text; the token that begins texts stands for an empty context.
+
+    encode: `_encoded`, which remembers contexts.
+    """
     text = context.rstrip()  # tokens begin with their spaces
+    if not text:
+        begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+        ids = tokenizer(context + continuation, add_special_tokens=False)["input_ids"]
+        return (begin, ids) if ids[:1] != begin else (ids[:1], ids[1:])
     ids = encode(text)
-    return ids, encode(text + context[len(text) :] + continuation)[len(ids) :]
+    return ids, _encoded(tokenizer, context + continuation)[len(ids) :]
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
@@ -194,19 +201,22 @@ class Scorer:
         self.call, self.model, self.tokens_per_batch, self.log_softmax = call, model, tokens_per_batch, log_softmax
         self.accepted = set(inspect.signature(model.forward).parameters)
         self.size = size_of(model, checks.KNOWN)
-        self.groups: list[tuple[list[Context], int]] = []  # contexts, and how many tokens all of a group begin with
+        # Contexts, each with as many continuations as fit into a batch, and how many tokens all of a group begin with.
+        self.groups: list[tuple[list[Context], int]] = []
 
     # Whether anything is shared.
 
     def can_share(self, contexts: list[Context]) -> bool:
         """Adds to the report why not."""
         self.call.set_rows(len(contexts), sum(len(context.continuations) for context in contexts))
-        self.groups = _groups_of(contexts, partial(self.call.costs.is_worth_a_forward, self.size))
-        once = sum(len(context.tokens) + sum(map(len, _behind(context))) for context in contexts)
-        once -= sum(length * (len(group) - 1) for group, length in self.groups)
-        each = sum(len(set(_rows(context))) * len(context.tokens) for context in contexts)
+        self.groups = self._groups(contexts) if PATCH_SET.is_on else []
+        once = each = 0
+        for parts, length in self.groups:
+            once += length + sum(len(part.tokens) - length + sum(map(len, _behind(part))) for part in parts)
+        for context in contexts:
+            each += sum(map(len, set(_rows(context))))
         saved = f"{each - once} tokens need not be computed"
-        if not PATCH_SET.is_on:
+        if not self.groups:
             reasons = [Reason("DISABLED", "fastgen is disabled")]
         elif not self.call.costs.should_split_prefix(self.size, each - once):
             reasons = [Reason("PREFIX_SHORT", "contexts are too short to gain", saved)]
@@ -215,6 +225,13 @@ class Scorer:
         self.call.report.add_reasons(PREFILL, reasons)
         self.call.report.shared += [] if reasons else [f"contexts: once for all their continuations, {saved}"]
         return not reasons
+
+    def _groups(self, contexts: list[Context]) -> list[tuple[list[Context], int]]:
+        gains = partial(self.call.costs.is_worth_a_forward, self.size)
+        return [
+            ([part for context in group for part in _parts_of(context, self.tokens_per_batch)], length)
+            for group, length in _groups_of(contexts, gains)
+        ]
 
     def _unsupported_reasons(self, contexts: list[Context]) -> list[Reason]:
         # Padding lies between a prefix and the rest of a context: a window has to hold the columns of all rows.
@@ -240,14 +257,13 @@ class Scorer:
     def shared(self) -> Iterator[tuple[Pair, LogLikelihood]]:
         """Of the contexts that `can_share` was asked about."""
         self.call.is_accelerated = True
-        if any(length for _, length in self.groups):
-            saved = sum(length * (len(group) - 1) for group, length in self.groups)
-            self.call.report.set_prefix(max(length for _, length in self.groups), saved, groups=len(self.groups))
-        for contexts, length in self.groups:
+        saved = [(length, length * (len(parts) - 1)) for parts, length in self.groups if length]
+        if saved:
+            self.call.report.set_prefix(max(saved)[0], sum(tokens for _, tokens in saved), groups=len(saved))
+        for parts, length in self.groups:
             prefix = DynamicCache(config=self.model.config)
             if length:
-                self._forward(torch.tensor([contexts[0].tokens[:length]]), torch.ones(1, length), prefix, 1)
-            parts = [part for context in contexts for part in _parts_of(context, self.tokens_per_batch)]
+                self._forward(torch.tensor([parts[0].tokens[:length]]), torch.ones(1, length), prefix, 1)
             parts.sort(key=lambda one: (len(_behind(one)), len(one.tokens)))
             for batch in _batches(parts, partial(_shape_of, prefix=length), self.tokens_per_batch):
                 yield from self._batch(batch, prefix, length)
@@ -319,8 +335,10 @@ def _groups_of(contexts: list[Context], gains: Callable[[int], bool]) -> list[tu
 
     gains: whether so many tokens that need not be computed are worth a forward more.
     """
-    ordered = sorted(contexts)  # in the order of words: neighbours have the most in common
-    common = [_common(one.tokens, other.tokens) for one, other in pairwise(ordered)]
+    arrays = [numpy.array(context.tokens, dtype=">u4") for context in contexts]
+    order = sorted(range(len(contexts)), key=lambda number: arrays[number].tobytes())  # of words: most in common
+    ordered = [contexts[number] for number in order]
+    common = [_common(arrays[one], arrays[other]) for one, other in pairwise(order)]
     groups: list[tuple[list[Context], int]] = []
 
     def rest_of(start: int, end: int, depth: int = 0) -> tuple[list[Context], int]:
@@ -333,7 +351,8 @@ def _groups_of(contexts: list[Context], gains: Callable[[int], bool]) -> list[tu
         cuts = [number for number, count in enumerate(between, start + 1) if count == least]
         for first, last in zip([start, *cuts], [*cuts, end]):
             rest, own = rest_of(first, last, depth + 1)
-            if (saved := (own - length) * (len(rest) - 1)) and gains(saved):
+            saved = (own - length) * (len(rest) - 1) - length  # a group computes its prefix from the first token on
+            if saved > 0 and gains(saved):
                 groups.append((rest, own))
             else:
                 found += rest
@@ -344,9 +363,11 @@ def _groups_of(contexts: list[Context], gains: Callable[[int], bool]) -> list[tu
     return [(group, length if len(group) > 1 and length > 1 else 0) for group, length in groups]
 
 
-def _common(one: Tokens, other: Tokens) -> int:
+def _common(one: numpy.ndarray, other: numpy.ndarray) -> int:
     """How many tokens both begin with."""
-    return next((number for number, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
 
 
 def _rows(context: Context) -> list[Tokens]:
@@ -360,11 +381,15 @@ def _behind(context: Context) -> list[Tokens]:
 
 
 def _parts_of(context: Context, tokens: int) -> Iterator[Context]:
-    """The context with so many of its continuations at once that they have at most this many tokens, or with one."""
-    longest = max(map(len, _behind(context)), default=1)
-    count = max(1, tokens // longest)
-    for start in range(0, len(context.continuations), count):
-        yield Context(context.tokens, context.continuations[start : start + count])
+    """The context with so many of its continuations at once that they have at most this many tokens, or with one.
+
+    Those of one token, which need no forward of their own, come with the first.
+    """
+    short = [one for one in context.continuations if len(one) == 1]
+    longer = [one for one in context.continuations if len(one) > 1]
+    count = max(1, tokens // max(map(len, longer), default=1))
+    for start in range(0, max(len(longer), 1), count):
+        yield Context(context.tokens, [*(() if start else short), *longer[start : start + count]])
 
 
 def _shape_of(context: Context, prefix: int) -> tuple[int, int, int]:

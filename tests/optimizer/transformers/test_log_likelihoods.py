@@ -236,10 +236,39 @@ def test_tasks_that_begin_otherwise_have_prefixes_of_their_own():
     assert {(1, 33), (1, 43)} <= set(shapes) and max(length for rows, length in shapes if rows > 1) < 10
     report = fastgen.explain()
     assert (report.prefix_length, report.prefix_tokens_saved) == (43, 33 + 2 * 43)
-    assert "43 tokens of the inputs in each of 3 groups" in str(report)
+    assert "43 tokens of the inputs in each of 2 groups" in str(report)
     assert_equal(found, one_by_one(model, contexts, continuations))
     fastgen.log_likelihoods(model, contexts, continuations)  # for so few tokens a forward more does not pay
     assert fastgen.explain().prefix_length == 0
+
+
+def test_pairs_of_contexts_that_are_nearly_equal_stay_behind_one_prefix():
+    """Each group computes its prefix from the first token on."""
+    random = Random(5)
+    draw = partial(random.choices, range(5, 90))
+    shots, contexts = draw(k=300), []
+    for _ in range(20):
+        stem = draw(k=60)
+        contexts += [log_likelihoods.Context((*shots, *stem, *draw(k=9)), [(1,)]) for _ in range(2)]
+    groups = log_likelihoods._groups_of(contexts, lambda saved: saved > 10)
+    assert [(len(group), length) for group, length in groups] == [(40, 300)]
+    other = [log_likelihoods.Context((*draw(k=300), 7), [(1,)])]
+    groups = log_likelihoods._groups_of([*contexts, *other], lambda saved: saved > 10)
+    assert sorted((len(group), length) for group, length in groups) == [(1, 0), (40, 300)]
+
+
+def test_long_continuations_are_no_loss():
+    """What is computed with and without a common context counts them in both."""
+    model, random = tiny("llama"), Random(6)
+    draw = partial(random.choices, range(5, 90))
+    contexts = [context for context in (draw(k=50) for _ in range(8)) for _ in range(4)]
+    continuations = [draw(k=60) for _ in contexts]
+    with sharing("auto"), costs(prefill_cost=0, prefill_cost_per_module=0, saved_per_module=0, rows_of_one_read=0):
+        found = fastgen.log_likelihoods(model, contexts, continuations)
+        assert "1200 tokens need not be computed" in str(fastgen.explain())
+        small = fastgen.log_likelihoods(model, contexts, continuations, tokens_per_batch=110)
+        assert ", 0 tokens need not be computed" in str(fastgen.explain())  # each part computes the context
+    assert_equal(small, found)
 
 
 def test_adapters_of_peft_count_and_do_not_hinder():
@@ -253,6 +282,24 @@ def test_adapters_of_peft_count_and_do_not_hinder():
         plain = fastgen.log_likelihoods(model, contexts, continuations)
         assert_equal(plain, one_by_one(model, contexts, continuations))
     assert plain != found
+
+
+def test_wrappers_of_peft_that_do_more_than_pass_on_are_called():
+    peft = pytest.importorskip("peft")
+    base = log_likelihoods.base_of
+    plain = {"target_modules": ["q_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(**plain))
+    assert base(model) is model.get_base_model() and base(model.get_base_model()) is model.get_base_model()
+    handle = model.register_forward_hook(lambda module, args, output: output)
+    assert base(model) is model
+    handle.remove()
+    activated = peft.LoraConfig(**plain, alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM")
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    for config in (activated, prompts):
+        model = peft.get_peft_model(tiny("llama"), config)
+        assert base(model) is model
+    mixed = peft.get_peft_model(tiny("llama"), peft.LoraConfig(**plain), mixed=True)
+    assert base(mixed) is mixed
 
 
 def test_nothing_is_shared_where_fastgen_is_disabled():

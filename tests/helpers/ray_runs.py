@@ -108,6 +108,12 @@ def of_runs() -> dict[str, str]:
     return found
 
 
+def titles(before: dict[str, str]) -> list[tuple[int, str]]:
+    """The processes that runs have begun since, by number, and what each is now called."""
+    since = [name.partition(" ") for identity, name in of_runs().items() if identity not in before]
+    return [(int(pid), title) for pid, _, title in since if pid.isdecimal()]
+
+
 def left_behind(before: dict[str, str]) -> list[str]:
     """What a run has left; processes that were killed may take a moment."""
     for _ in range(600):

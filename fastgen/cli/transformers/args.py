@@ -327,6 +327,8 @@ def _check(args: RunConfig) -> None:
     for names in EXCLUSIVE:
         if len(rivals := [args.given(name) for name in names if args.given(name)]) > 1:
             raise InputError(f"{' and '.join(rivals)} contradict each other (accepted: one of them)")
+    if args.ray is not None and args.workers is None:
+        raise InputError(f"{args.given('ray')} needs --workers N")
     given = args.settings()
     first = [args.given(name) for name in ("forced_bos_token", "tgt_lang")]
     given += [("forced_bos_token_id", 0, flag) for flag in first if flag]

@@ -71,11 +71,15 @@ def _run(args: RunConfig, stop: Stop) -> int:
     journal = not files.is_stream(args.output)
     output = Journal(args.output, args.resume, args.overwrite) if journal else StreamOutput(args.output)
     try:
+        made = output.completed or {}
         if args.merge and isinstance(output, Journal):
-            shards.merge(args, output)
+            if args.resume and made:
+                print(f"{PROG}: {args.output} is complete", file=sys.stderr)
+                output.records, output.failures = made["records"], made["failures"]
+            else:
+                shards.merge(args, output)
             score_output(args, references, output.records)
             return _status(output.failures, output.records)
-        made = output.completed or {}
         task.args = args = _as_before(args, output.signature or made.get("signature") or {})
         if output.check(signature(args, surveyed)):
             if not args.quiet:

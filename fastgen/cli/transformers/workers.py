@@ -17,6 +17,7 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 MOST_TRIES = 3
 OBJECT_STORE = 80 << 20  # bytes: batches are there until a worker has them, one for each
 SECONDS_BETWEEN_LOOKS = 0.05
+SECONDS_BETWEEN_CHECKS = 2.0  # whether Ray's node is alive; and to connect to a cluster
 LEAST_GAIN = 1.05  # of twice as many workers, which cost twice the memory
 TOKEN = secrets.token_hex(32)  # Ray keeps it for as long as the process lives
 CAUSES = {
@@ -135,6 +137,7 @@ class Workers:
         self._running: dict[Any, tuple[int, Part | None]] = {}  # by what will be there; without a part: its model
         self._parts: deque[Part] = deque()  # that go to the next idle workers
         self._open: dict[int, tuple[int, float]] = {}  # of each batch: parts that are not done, amount generated
+        self._checked = time.monotonic()  # whether Ray's node is alive
         for place in range(count):
             self._load(place)
 
@@ -249,7 +252,12 @@ class Workers:
 
     def _received(self, seconds: float | None = None) -> Iterator[tuple[Batch, list[float]]]:
         """The batches that are complete with what the next worker sends."""
-        for sent in ray.wait(list(self._running), timeout=seconds)[0]:
+        ready = ray.wait(list(self._running), timeout=SECONDS_BETWEEN_CHECKS if seconds is None else seconds)[0]
+        if not ready and self.args.ray is None and time.monotonic() > self._checked + SECONDS_BETWEEN_CHECKS:
+            self._checked = time.monotonic()
+            if not any(node["Alive"] for node in ray.nodes()):  # Ray would wait for another one
+                raise RunError("Ray's processes on this machine have ended")
+        for sent in ready:
             place, part = self._running.pop(sent)
             try:
                 found = ray.get(sent)
@@ -292,11 +300,12 @@ class Workers:
             return
         self._load(place)
         if part is None:
+            self._say(f"worker {place} has died while it loaded the model ({_short(error)}); it starts again")
             return
         part.tries += 1
-        numbers = sorted(item.line.number for item in part.items)
-        self._say(f"worker {place} has died at lines {numbers[0]} to {numbers[-1]} ({_short(error)})")
-        size = len(part.items)
+        numbers, size = sorted(item.line.number for item in part.items), len(part.items)
+        where = f"line {numbers[0]}" if size == 1 else f"{size} lines from {numbers[0]} to {numbers[-1]}"
+        self._say(f"worker {place} has died at {where} ({_short(error)})")
         if part.tries < (MOST_TRIES if size in (1, len(part.batch.items)) else 1):
             self._parts.appendleft(part)
         elif size == 1:
@@ -331,8 +340,6 @@ def _short(error: Exception) -> str:
 @contextmanager
 def started(args: RunConfig) -> Iterator[Workers]:
     """Workers that load their models, in a Ray of their own or in that of --ray; nothing of it is left behind."""
-    if args.workers is None:
-        raise InputError(f"{args.given('ray')} needs --workers N")
     if args.device not in (None, "cpu", "cuda"):
         raise InputError(
             f"--device {args.device} does not go with --workers: each has a GPU of its own (accepted: cuda)"
@@ -341,6 +348,8 @@ def started(args: RunConfig) -> Iterator[Workers]:
         raise InputError(
             f"--task {args.task} does not go with --ray: workers write the sounds (accepted: --workers alone)"
         )
+    if args.ray is not None:
+        _check_address(args.ray)
     before = signal.getsignal(signal.SIGTERM)
     with ExitStack() as after:
         options = {"address": args.ray} if args.ray is not None else after.enter_context(_own_ray(args.workers))
@@ -361,6 +370,16 @@ def started(args: RunConfig) -> Iterator[Workers]:
             count, most = (devices, 0) if devices else (1, usable_cpus())
         output = os.path.abspath(args.output)  # sounds are written by workers
         yield Workers(replace(args, output=output, quiet=True), count, int(devices > 0), _say, most)
+
+
+def _check_address(address: str) -> None:
+    """RunError where nothing answers at HOST:PORT, for which Ray would wait for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5 * SECONDS_BETWEEN_CHECKS).close()
+        except (OSError, OverflowError) as error:
+            raise RunError(f"--ray {address}: nothing answers there ({reason(error)})") from error
 
 
 @contextmanager

@@ -103,6 +103,21 @@ def test_a_shard_goes_on_where_it_was_ended(bart: Path, source: Path, tmp_path: 
     assert name.read_bytes() == whole
 
 
+def test_a_merge_that_is_complete_stays(
+    bart: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for shard in range(2):
+        run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 2, "--shard_id", shard)
+    merged = ("--num_shards", 2, "--merge")
+    assert run(bart, source, tmp_path / "out", *FLAGS, *merged) == 1  # a line fails
+    before = (tmp_path / "out").read_bytes()
+    assert run(bart, source, tmp_path / "out", *FLAGS, *merged) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert run(bart, source, tmp_path / "out", *FLAGS, *merged, "--resume") == 1
+    assert "out is complete" in capsys.readouterr().err
+    assert (tmp_path / "out").read_bytes() == before
+
+
 def test_scores_are_those_of_all_shards(
     bart: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

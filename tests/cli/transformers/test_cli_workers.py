@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import soundfile
 import transformers
 from cli_language_models import save_whisper
 from cli_models import WORDS, save_bart, save_gpt2, sentences
-from ray_runs import POISON, Cluster, changed, left_behind, of_runs
+from ray_runs import POISON, Cluster, changed, left_behind, of_runs, titles
 
 from fastgen.cli import cleaner
 from fastgen.cli.transformers.command import main
@@ -134,7 +135,7 @@ def test_a_batch_goes_to_another_worker_where_one_dies(
 ) -> None:
     monkeypatch.setenv("ONCE", str(tmp_path / "once"))
     assert run(bart, source, tmp_path / "out", *FLAGS, "--workers", "2") == 1
-    assert (tmp_path / "once").exists() and capsys.readouterr().err.count("has died at lines") == 1
+    assert (tmp_path / "once").exists() and capsys.readouterr().err.count("has died at") == 1
     assert (tmp_path / "out").read_bytes() == expected
 
 
@@ -313,6 +314,31 @@ def test_kill_9_of_the_driver_of_workers(
     assert len(list(tmp_path.glob("begun-*"))) == 20 - 8  # batches
 
 
+def test_rays_own_processes_end_in_the_middle(
+    held: Held, already: dict[str, str], bart: Path, source: Path, tmp_path: Path, expected: bytes
+) -> None:
+    """Without its agent Ray's node ends, and with it the workers, which nobody starts again."""
+    [agent] = [pid for pid, title in titles(already) if title.startswith("ray::DashboardAgent")]
+    os.kill(agent, signal.SIGKILL)
+    stderr = held.process.communicate()[1]
+    assert held.process.returncode == 1 and "Ray's processes on this machine have ended" in stderr, stderr
+    assert "--resume goes on" in stderr and left_behind(already) == []
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--resume") == 1
+    assert (tmp_path / "out").read_bytes() == expected
+
+
+def test_a_cluster_that_does_not_answer_is_named_at_once(
+    bart: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--workers", "2", "--ray", address) == 1
+    assert f"--ray {address}: nothing answers there (ConnectionRefusedError" in capsys.readouterr().err
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--ray", address) == 2
+    assert f"--ray {address} needs --workers N" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
 @pytest.fixture
 def cluster(already: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Two nodes for a worker each, whose processes run what `Held` changes."""
@@ -338,7 +364,7 @@ def test_a_node_of_a_cluster_is_removed_in_the_middle(
             stderr = held.process.communicate()[1]
         finally:
             held.process.kill()
-    assert held.process.returncode == 1 and stderr.count("has died at lines") == 1, stderr
+    assert held.process.returncode == 1 and stderr.count("has died at") == 1, stderr
     assert (tmp_path / "out").read_bytes() == expected
 
 

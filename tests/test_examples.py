@@ -23,8 +23,11 @@ NOTED = """
         folder = os.environ["NOTED"]
         with open(f"{folder}/batches", "a") as file:
             file.write(f"{len(batch.items)}\\n")
-        if os.path.exists(f"{folder}/die"):
+        try:
             os.rename(f"{folder}/die", f"{folder}/died")
+        except FileNotFoundError:  # it is not there, or another worker was first
+            pass
+        else:
             os._exit(9)
         while os.path.exists(f"{folder}/hold"):
             time.sleep(0.05)

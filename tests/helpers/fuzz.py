@@ -40,6 +40,7 @@ from torch import nn
 import fastgen
 from fastgen.models.cache_names import CACHE
 from fastgen.ops import cpu_linear
+from fastgen.optimizer.transformers import kv_layers
 
 HALF_TOLERANCE = 0.25
 TIE = 1e-4
@@ -248,7 +249,7 @@ def _is_tie(expected: Any, found: Any) -> bool:
         return False
     if "sequences_scores" in expected:
         if torch.equal(expected.sequences, found.sequences):
-            return _have_changed_places(expected.scores, found.scores)
+            return _have_changed_places(_by_row(expected), _by_row(found))
         return torch.allclose(expected.sequences_scores, found.sequences_scores, rtol=0, atol=TIE)
     for step, (stock, fast) in enumerate(zip(expected.logits, found.logits)):
         if not torch.allclose(stock, fast, rtol=TIE, atol=TIE):
@@ -262,8 +263,16 @@ def _is_tie(expected: Any, found: Any) -> bool:
     return False
 
 
-def _have_changed_places(expected: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the scores of all steps, `[rows, vocabulary_size]` each, differ by the order of their rows only."""
+def _by_row(outputs: Any) -> list[torch.Tensor]:
+    """Scores of all steps, and keys of all layers, `[rows, …]`: the last step may have moved rows."""
+    cache = outputs.get("past_key_values")
+    layers = [] if cache is None else kv_layers.layers_of(cache)
+    keys = [layer.keys.flatten(1) for layer in layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+    return [*outputs.scores, *(one for one in keys if one.shape[0] == outputs.scores[0].shape[0])]
+
+
+def _have_changed_places(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
+    """Whether values of rows, `[rows, size]` each, differ by the order of their rows only."""
     apart = [(one[:, None] - other[None]).nan_to_num().abs().amax(-1) for one, other in zip(expected, found)]
     moved = any((distances.diagonal() > TIE).any() for distances in apart)
     return moved and all((distances.min(dim).values < TIE).all() for distances in apart for dim in (0, 1))

@@ -26,6 +26,12 @@ from fastgen.optimizer.transformers import checks, compat, no_repeat_ngram
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
 from fastgen.optimizer.transformers.generate import drop_unused_outputs
 
+# Of a draw: random integers at a time, and how few torch draws faster where all rows go on.
+MOST_BITS = 1 << 20
+MIN_ELEMENTS_TO_DRAW = 1 << 17
+
+MANTISSA = (1 << 53) - 1  # the bits of a uniform double
+
 
 @drop_unused_outputs
 def sample(
@@ -92,6 +98,7 @@ class TokenLoop:
         self.row_index = torch.arange(self.all_rows, device=device)
         self.finished: list[tuple[Tensor, Tensor]] = []
         self.late_stop = LateStopCheck(device) if step.stops_late else None
+        self.draws_itself = config.do_sample and device.type == "cpu" and _draws_as_torch()
         is_cuda = device.type == "cuda"
         self.random = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
 
@@ -118,13 +125,7 @@ class TokenLoop:
         if not draws:
             tokens = scores.argmax(dim=-1)
         else:  # with the operations of the library's loop, and the random numbers of all rows
-            probs = functional.softmax(scores, dim=-1)
-            live = self.going_on
-            if not self.compacts or int(live.sum()) == self.all_rows or not probs.sum().isfinite():
-                tokens = torch.multinomial(probs, num_samples=1).squeeze(1)  # where probs are not finite, an error
-            else:
-                tokens = torch.zeros_like(live, dtype=torch.int64)
-                tokens[live] = _draw(probs[live], self.all_rows, self.row_index[live])
+            tokens = self.drawn(functional.softmax(scores, dim=-1))
         if self.pad is not None:
             tokens = torch.where(self.going_on, tokens, self.pad)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=1)
@@ -138,6 +139,20 @@ class TokenLoop:
             self.input_ids = self.input_ids[:, :-1]
             return True
         return self.input_ids.shape[1] >= self.config.max_length
+
+    def drawn(self, probs: Tensor) -> Tensor:
+        """A token for each row, of probabilities `[rows, vocabulary_size]`; any for those that have ended."""
+        live, elements = self.going_on, self.all_rows * probs.shape[1]
+        are_all_live = len(probs) == self.all_rows and (not self.draws_itself or bool(live.all()))
+        if are_all_live and (not self.draws_itself or elements < MIN_ELEMENTS_TO_DRAW):
+            return torch.multinomial(probs, num_samples=1).squeeze(1)
+        if not probs.sum().isfinite():
+            return torch.multinomial(probs, num_samples=1).squeeze(1)  # an error
+        if are_all_live:
+            return _draw(probs, self.all_rows, self.row_index)
+        tokens = torch.zeros_like(live, dtype=torch.int64)
+        tokens[live] = _draw(probs[live], self.all_rows, self.row_index[live])
+        return tokens
 
     def compact(self) -> None:
         """Drops rows that have ended, where that pays.
@@ -165,17 +180,20 @@ class TokenLoop:
 def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
     """What `torch.multinomial` draws, of probabilities `[rows, vocabulary_size]`, for these of the rows, ascending.
 
-    It divides by exponential noise, each number of which takes 64 random bits. Those of the other rows are taken by
-    what does so in a fifth of the time.
+    It divides by exponential noise, for each number of which it takes 64 random bits. Those are drawn for all rows; the
+    rest is done for these, on all threads. AMD EPYC (family 25, model 17), 2 threads, 64 rows of 50,257 tokens, ms:
+    torch 61, here 36; of 32 of these rows 17.
     """
-    noise, unused, live = torch.empty_like(probs), probs.new_empty(probs.shape[1], dtype=torch.int64), 0
-    index = row_index.tolist()
-    for row in range(rows):
-        if live < len(index) and row == index[live]:
-            noise[live].exponential_(1)
-            live += 1
-        else:
-            unused.random_()
+    vocabulary, noise, done = probs.shape[1], torch.empty_like(probs), 0
+    block = max(1, MOST_BITS // vocabulary)
+    bits = probs.new_empty((min(block, rows), vocabulary), dtype=torch.int64)
+    for first in range(0, rows, block):
+        drawn = bits[: rows - first].random_()
+        chosen = row_index[(row_index >= first) & (row_index < first + block)] - first
+        if len(chosen):
+            uniform = (drawn[chosen] & MANTISSA).double().mul_(-(2.0**-53))
+            noise[done : done + len(chosen)] = uniform.log1p_().neg_()
+        done += len(chosen)
     return (probs / noise).argmax(dim=-1)
 
 
@@ -183,7 +201,7 @@ def _draw(probs: Tensor, rows: int, row_index: Tensor) -> Tensor:
 def _draws_as_torch() -> bool:
     """Whether this version of torch draws one sample of each row as `_draw` does."""
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _disable_current_modes():
-        probs, rows = torch.rand(6, 300, device="cpu").softmax(dim=-1), torch.tensor([1, 2, 4], device="cpu")
+        probs, rows = torch.rand(6, 3000, device="cpu").softmax(dim=-1), torch.tensor([1, 2, 4], device="cpu")
         state = torch.get_rng_state()
         expected = torch.multinomial(probs, num_samples=1).squeeze(1)
         after = torch.get_rng_state()

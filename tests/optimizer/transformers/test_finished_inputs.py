@@ -129,6 +129,31 @@ def test_steps_get_as_many_samples_of_each_input_as_one_has_left():
     assert any(per_input < 8 for _, per_input, _ in rows) and rows == sorted(rows, reverse=True)
 
 
+@pytest.mark.parametrize("most_bits", (1, 7000, 1 << 20))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_tokens_are_drawn_as_torch_draws_them(most_bits, dtype, monkeypatch):
+    monkeypatch.setattr(token_loop, "MOST_BITS", most_bits)
+    probs = (3 * torch.randn(9, 3000)).softmax(dim=-1).to(dtype)
+    for index in (range(9), (0,), (8,), (1, 2, 5, 8), (3, 4)):
+        rows = torch.tensor(index)
+        torch.manual_seed(5)
+        expected, state = torch.multinomial(probs, num_samples=1).squeeze(1), torch.get_rng_state()
+        torch.manual_seed(5)
+        assert torch.equal(token_loop._draw(probs[rows], 9, rows), expected[rows])
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("eos", (None, 2))
+def test_large_vocabularies_are_drawn_from_on_all_threads(eos, monkeypatch):
+    drawn, draw = [], token_loop._draw
+    monkeypatch.setattr(token_loop, "_draw", lambda *args: drawn.append(len(args[0])) or draw(*args))
+    monkeypatch.setattr(token_loop, "MIN_ELEMENTS_TO_DRAW", 0)
+    arguments = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 30, "eos_token_id": eos}
+    with capturing():
+        stock, fast, _ = run_both(lambda: tiny("llama").generate(**inputs_of("llama"), **arguments, pad_token_id=0))
+    assert torch.equal(stock, fast) and len(drawn) > 20
+
+
 def test_where_torch_draws_in_another_way_all_samples_stay(monkeypatch):
     monkeypatch.setattr(token_loop, "_draws_as_torch", lambda: False)
     model = tiny("llama")

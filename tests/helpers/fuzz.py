@@ -60,6 +60,8 @@ def compare(case: Case) -> Outcome:
     with ExitStack() as stack:
         model = model_of(case.name, torch.bfloat16 if case.context == "bfloat16" else torch.float32)
         arguments = _arguments(case)
+        if case.by_embeddings and (ids := case.inputs.pop("input_ids", None)) is not None:
+            case.inputs["inputs_embeds"] = model.get_input_embeddings()(ids).detach()
         stack.enter_context(_around(case, model))
         expected = _result(lambda: _with_states(model, case, arguments, stock=True))
         found = _result(lambda: _with_states(model, case, arguments, stock=False))

@@ -88,6 +88,7 @@ class Case:
     inputs: dict[str, torch.Tensor]
     arguments: dict[str, Any]
     words: list[str] = field(default_factory=list)  # what is special about it
+    by_embeddings: bool = False  # the model gets `inputs_embeds` in place of `input_ids`
     tokens_only: bool = False  # not the scores, attentions and caches, with which loops are the library's
 
     def __str__(self) -> str:
@@ -234,9 +235,7 @@ def _draw_inputs(random: Random, case: Case) -> None:
         inputs["decoder_input_ids"] = token_ids(inputs["input_ids"].shape[0], 3, seed=case.seed)
     if case.kind == "causal" and "attention_mask" in inputs and random.random() < 0.1:
         _pad_both_sides(random, case, inputs)
-    if case.kind == "causal" and case.name in BY_NAME and random.random() < 0.06:
-        model = model_of(case.name, torch.bfloat16 if case.context == "bfloat16" else torch.float32)
-        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    case.by_embeddings = case.kind == "causal" and case.name in BY_NAME and random.random() < 0.06
     case.inputs = inputs
 
 

@@ -40,9 +40,8 @@ def log_likelihoods(
         if not reasons:
             softmax = partial(functional.log_softmax, dim=-1, dtype=self.softmax_dtype)
             scorer = Scorer(call, base_of(self.model), tokens_per_batch(self, pairs), softmax)
-            contexts = contexts_of(pairs)
-            if scorer.can_share(contexts):
-                return _answers(self, requests, pairs, scorer.shared(), disable_tqdm)
+            if groups := scorer.groups(contexts_of(pairs)):
+                return _answers(self, requests, pairs, scorer.shared(groups), disable_tqdm)
     return original(self, requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
 
 

@@ -28,8 +28,8 @@ from fastgen.provenance import is_from_elsewhere
 
 logger = logging.getLogger("fastgen")
 
-# What the innermost `switched` of this thread or task says; None outside of all.
-_switch: ContextVar[bool | None] = ContextVar("fastgen_switch", default=None)
+# What the innermost `switched` of this thread or task says; without a value outside of all.
+_switch: ContextVar[bool] = ContextVar("fastgen_switch")
 
 
 @contextmanager
@@ -187,8 +187,7 @@ class PatchSet:
     @property
     def is_on(self) -> bool:
         """Whether calls in this thread or task get the replacements of patches that are applied."""
-        on = _switch.get()
-        return self._everywhere if on is None else on
+        return _switch.get(self._everywhere)
 
     def _records(self) -> Iterator[_Record]:
         for records in self._groups.values():
@@ -267,8 +266,7 @@ class PatchSet:
         def call(*args: object, **kwargs: object) -> object:
             if (torch := sys.modules.get("torch")) is not None and torch.compiler.is_compiling():
                 return function(*args, **kwargs)  # in one graph, which the switch would break
-            on = _switch.get()
-            if not (target.active and (self._everywhere if on is None else on)):
+            if not (target.active and _switch.get(self._everywhere)):
                 return function(*args, **kwargs)
             nonlocal replacement
             called = False

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         with stoppable(*SIGNALS) as stop:
             args = parse_arguments(sys.argv[1:] if argv is None else argv)
             check_packages("transformers", "tqdm", "filelock")
-            if args.workers is not None or args.ray is not None:
+            if args.workers is not None:  # --ray needs it
                 check_packages("ray", "accelerate", flag=args.given("ray") or args.given("workers"))
             return _run(args, stop)
     except InputError as error:
@@ -110,7 +110,7 @@ def _run(args: RunConfig, stop: Stop) -> int:
                 handler.addFilter(is_said)
                 after.callback(handler.removeFilter, is_said)
             workers = None
-            if args.workers is not None or args.ray is not None:
+            if args.workers is not None:  # --ray needs it
                 from fastgen.cli.transformers.workers import started
 
                 workers = after.enter_context(started(args))

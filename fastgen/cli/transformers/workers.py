@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 MOST_TRIES = 3
 OBJECT_STORE = 80 << 20  # bytes: batches are there until a worker has them, one for each
 SECONDS_BETWEEN_LOOKS = 0.05
-SECONDS_BETWEEN_CHECKS = 2.0  # whether Ray's node is alive; and to connect to a cluster
+SECONDS_BETWEEN_CHECKS = 2.0  # whether Ray's node is alive
+SECONDS_TO_CONNECT = 10.0
 LEAST_GAIN = 1.05  # of twice as many workers, which cost twice the memory
 TOKEN = secrets.token_hex(32)  # Ray keeps it for as long as the process lives
 CAUSES = {
@@ -137,7 +138,7 @@ class Workers:
         self._running: dict[Any, tuple[int, Part | None]] = {}  # by what will be there; without a part: its model
         self._parts: deque[Part] = deque()  # that go to the next idle workers
         self._open: dict[int, tuple[int, float]] = {}  # of each batch: parts that are not done, amount generated
-        self._checked = time.monotonic()  # whether Ray's node is alive
+        self._checked = time.monotonic()  # when Ray's node was last found alive
         for place in range(count):
             self._load(place)
 
@@ -377,7 +378,7 @@ def _check_address(address: str) -> None:
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdecimal():
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5 * SECONDS_BETWEEN_CHECKS).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT).close()
         except (OSError, OverflowError) as error:
             raise RunError(f"--ray {address}: nothing answers there ({reason(error)})") from error
 

@@ -85,9 +85,8 @@ def _faster_forwards(
     facts, asked = call.facts_of(model, checks.KNOWN), [kwargs.get("cache_implementation")]
     for config in (kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)):
         asked.append(getattr(config, "cache_implementation", None))
-    may_compile = getattr(kv_layers.cache_of(kwargs), "is_compileable", False)
-    may_compile = may_compile or not all(map(_NEVER_COMPILED.__contains__, asked))
-    if facts.compiled or may_compile:
+    is_static = getattr(kv_layers.cache_of(kwargs), "is_compileable", False)
+    if facts.compiled or is_static or not all(map(_NEVER_COMPILED.__contains__, asked)):
         return nullcontext()
     return faster_forwards({model: facts.modules.values()}, forwards(), call.report.usages)
 

@@ -58,6 +58,10 @@ class Context(NamedTuple):
     continuations: list[Tokens]
 
 
+# Contexts, each with as many continuations as fit into a batch, and how many tokens all of them begin with.
+Group = tuple[list[Context], int]
+
+
 def log_likelihoods(
     model: Any,
     contexts: Sequence[Any],
@@ -97,7 +101,8 @@ def log_likelihoods(
     with generate_call(type(model).__name__, has_steps=False) as call, torch.no_grad():
         scorer, asked = Scorer(call, model, tokens_per_batch), contexts_of(pairs)
         try:
-            found = dict(scorer.shared() if scorer.can_share(asked) else scorer.each_alone(asked))
+            groups = scorer.groups(asked)
+            found = dict(scorer.shared(groups) if groups else scorer.each_alone(asked))
         except (IndexError, RuntimeError) as error:  # models with computed positions go beyond these, with a loss
             _check_lengths(model, pairs, error)
             raise
@@ -160,11 +165,16 @@ def _encoded_pair(
     """
     text = context.rstrip()  # tokens begin with their spaces
     if not text:
-        begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+        begin = tokenizer.convert_tokens_to_ids([*filter(None, [_first_token(tokenizer)])])
         ids = tokenizer(context + continuation, add_special_tokens=False)["input_ids"]
         return (begin, ids) if ids[:1] != begin else (ids[:1], ids[1:])
     ids = encode(text)
     return ids, _encoded(tokenizer, context + continuation)[len(ids) :]
+
+
+def _first_token(tokenizer: Any) -> str | None:
+    """The token that texts begin with, for lm-evaluation-harness that which ends them where there is no other."""
+    return tokenizer.bos_token or tokenizer.eos_token
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
@@ -172,7 +182,7 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
 
     Without any where the text begins with the token that begins texts, as those of chat templates do.
     """
-    if text.startswith(tokenizer.bos_token or tokenizer.eos_token or text + " "):
+    if (begin := _first_token(tokenizer)) and text.startswith(begin):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     ids, plain = tokenizer(text)["input_ids"], tokenizer(text, add_special_tokens=False)["input_ids"]
     for start in range(len(ids) - len(plain) + 1):
@@ -201,22 +211,19 @@ class Scorer:
         self.call, self.model, self.tokens_per_batch, self.log_softmax = call, model, tokens_per_batch, log_softmax
         self.accepted = set(inspect.signature(model.forward).parameters)
         self.size = size_of(model, checks.KNOWN)
-        # Contexts, each with as many continuations as fit into a batch, and how many tokens all of a group begin with.
-        self.groups: list[tuple[list[Context], int]] = []
 
     # Whether anything is shared.
 
-    def can_share(self, contexts: list[Context]) -> bool:
-        """Adds to the report why not."""
+    def groups(self, contexts: list[Context]) -> list[Group]:
+        """For `shared`; none where nothing is to be shared, and then the report has the reasons."""
         self.call.set_rows(len(contexts), sum(len(context.continuations) for context in contexts))
-        self.groups = self._groups(contexts) if PATCH_SET.is_on else []
-        once = each = 0
-        for parts, length in self.groups:
+        groups, once, each = self._groups(contexts) if PATCH_SET.is_on else [], 0, 0
+        for parts, length in groups:
             once += length + sum(len(part.tokens) - length + sum(map(len, _behind(part))) for part in parts)
         for context in contexts:
             each += sum(map(len, set(_rows(context))))
         saved = f"{each - once} tokens need not be computed"
-        if not self.groups:
+        if not groups:
             reasons = [Reason("DISABLED", "fastgen is disabled")]
         elif not self.call.costs.should_split_prefix(self.size, each - once):
             reasons = [Reason("PREFIX_SHORT", "contexts are too short to gain", saved)]
@@ -224,9 +231,9 @@ class Scorer:
             reasons = self._unsupported_reasons(contexts)
         self.call.report.add_reasons(PREFILL, reasons)
         self.call.report.shared += [] if reasons else [f"contexts: once for all their continuations, {saved}"]
-        return not reasons
+        return [] if reasons else groups
 
-    def _groups(self, contexts: list[Context]) -> list[tuple[list[Context], int]]:
+    def _groups(self, contexts: list[Context]) -> list[Group]:
         gains = partial(self.call.costs.is_worth_a_forward, self.size)
         return [
             ([part for context in group for part in _parts_of(context, self.tokens_per_batch)], length)
@@ -254,18 +261,17 @@ class Scorer:
 
     # With what contexts and continuations have in common.
 
-    def shared(self) -> Iterator[tuple[Pair, LogLikelihood]]:
-        """Of the contexts that `can_share` was asked about."""
+    def shared(self, groups: list[Group]) -> Iterator[tuple[Pair, LogLikelihood]]:
         self.call.is_accelerated = True
-        saved = [(length, length * (len(parts) - 1)) for parts, length in self.groups if length]
+        saved = [(length, length * (len(parts) - 1)) for parts, length in groups if length]
         if saved:
             self.call.report.set_prefix(max(saved)[0], sum(tokens for _, tokens in saved), groups=len(saved))
-        for parts, length in self.groups:
+        for parts, length in groups:
             prefix = DynamicCache(config=self.model.config)
             if length:
                 self._forward(torch.tensor([parts[0].tokens[:length]]), torch.ones(1, length), prefix, 1)
-            parts.sort(key=lambda one: (len(_behind(one)), len(one.tokens)))
-            for batch in _batches(parts, partial(_shape_of, prefix=length), self.tokens_per_batch):
+            ordered = sorted(parts, key=lambda one: (len(_behind(one)), len(one.tokens)))
+            for batch in _batches(ordered, partial(_shape_of, prefix=length), self.tokens_per_batch):
                 yield from self._batch(batch, prefix, length)
 
     def _batch(self, batch: list[Context], prefix: DynamicCache, length: int) -> Iterator[tuple[Pair, LogLikelihood]]:
@@ -330,7 +336,7 @@ class Scorer:
         return self.log_softmax(outputs.logits[:, -kept:])
 
 
-def _groups_of(contexts: list[Context], gains: Callable[[int], bool]) -> list[tuple[list[Context], int]]:
+def _groups_of(contexts: list[Context], gains: Callable[[int], bool]) -> list[Group]:
     """The contexts in groups that begin alike, and how many tokens those of each begin with.
 
     gains: whether so many tokens that need not be computed are worth a forward more.
@@ -339,9 +345,9 @@ def _groups_of(contexts: list[Context], gains: Callable[[int], bool]) -> list[tu
     order = sorted(range(len(contexts)), key=lambda number: arrays[number].tobytes())  # of words: most in common
     ordered = [contexts[number] for number in order]
     common = [_common(arrays[one], arrays[other]) for one, other in pairwise(order)]
-    groups: list[tuple[list[Context], int]] = []
+    groups: list[Group] = []
 
-    def rest_of(start: int, end: int, depth: int = 0) -> tuple[list[Context], int]:
+    def rest_of(start: int, end: int, depth: int = 0) -> Group:
         """What is in no group yet of `ordered[start:end]`, and with how many tokens it begins; adds groups."""
         found, between = ordered[start:end], common[start : end - 1]
         length = min([*between, *(len(context.tokens) - 1 for context in found)])  # each has one more at least

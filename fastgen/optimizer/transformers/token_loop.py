@@ -86,7 +86,7 @@ class TokenLoop:
 
     input_ids: of the rows that are there, `[rows, length]`; going_on: those that have not ended; row_index: which of
     all_rows rows they are. finished: before rows left, the indices and tokens of those that were there. late_stop:
-    where the end is read one step late, because the host is not to wait for the device.
+    where the end is read one step late, because the host is not to wait for the device. draws_itself: with `_draw`.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, compacts: bool) -> None:
@@ -142,13 +142,12 @@ class TokenLoop:
 
     def drawn(self, probs: Tensor) -> Tensor:
         """A token for each row, of probabilities `[rows, vocabulary_size]`; any for those that have ended."""
-        live, elements = self.going_on, self.all_rows * probs.shape[1]
-        are_all_live = len(probs) == self.all_rows and (not self.draws_itself or bool(live.all()))
-        if are_all_live and (not self.draws_itself or elements < MIN_ELEMENTS_TO_DRAW):
+        live = self.going_on
+        all_go_on = self.draws_itself and len(probs) == self.all_rows and bool(live.all())
+        is_torchs = not self.draws_itself or (all_go_on and probs.numel() < MIN_ELEMENTS_TO_DRAW)
+        if is_torchs or not probs.sum().isfinite():  # where probs are not finite, an error
             return torch.multinomial(probs, num_samples=1).squeeze(1)
-        if not probs.sum().isfinite():
-            return torch.multinomial(probs, num_samples=1).squeeze(1)  # an error
-        if are_all_live:
+        if all_go_on:
             return _draw(probs, self.all_rows, self.row_index)
         tokens = torch.zeros_like(live, dtype=torch.int64)
         tokens[live] = _draw(probs[live], self.all_rows, self.row_index[live])

@@ -14,7 +14,7 @@ from fastgen.cli.transformers.text import pad_text
 
 
 class SmallMachine:
-    """A task whose model fits `tokens` tokens; keeps the shapes of what it was given, and gives the line's number."""
+    """A task whose model has room for `tokens`; keeps the shapes of what it was given, and gives the line's number."""
 
     def __init__(self, tokens: int, error: Callable[[], Exception] = MemoryError, left: bool = False) -> None:
         self.tokens, self.error, self.left = tokens, error, left

@@ -93,7 +93,7 @@ def parsed(finished: Finished) -> list[dict[str, Any]]:
 
 
 def count_in_a_loop(row: list[int], pad_token_id: int) -> int:
-    """GeneratedBatch tokens, token by token: up to the first EOS, or to the padding at the end."""
+    """Generated tokens, token by token: up to the first EOS, or to the padding at the end."""
     if EOS in row:
         return row.index(EOS) + 1
     while row and row[-1] == pad_token_id:

@@ -23,6 +23,8 @@ from fastgen.optimizer.transformers import log_likelihoods
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
+# Forwards cost nothing, so that whatever saves a token gains.
+FREE = {"prefill_cost": 0, "prefill_cost_per_module": 0, "saved_per_module": 0, "rows_of_one_read": 0}
 CAUSAL = [one for one in ARCHITECTURES if one.kind == "causal"]
 NOT_SHARED = {  # architecture: why
     "mamba": "CACHE_LAYERS",
@@ -204,13 +206,10 @@ def shapes_of_forwards(model, *args, **kwargs):
 def test_no_forward_has_more_tokens_than_a_batch_may():
     """Also where one context has many continuations, and another one long ones."""
     model, random = tiny("llama"), Random(3)
-
-    def draw(length):
-        return [random.randrange(5, 90) for _ in range(length)]
-
-    asked = [(draw(6), draw(60)) for _ in range(3)]
-    for context in (draw(6) for _ in range(3)):
-        asked += [(context, draw(2)) for _ in range(50)]
+    draw = partial(random.choices, range(5, 90))
+    asked = [(draw(k=6), draw(k=60)) for _ in range(3)]
+    for context in (draw(k=6) for _ in range(3)):
+        asked += [(context, draw(k=2)) for _ in range(50)]
     contexts, continuations = zip(*asked)
     found, shapes = shapes_of_forwards(model, contexts, continuations, tokens_per_batch=100)
     assert fastgen.explain().codes() == set() and len(shapes) > 4
@@ -220,18 +219,14 @@ def test_no_forward_has_more_tokens_than_a_batch_may():
 
 def test_tasks_that_begin_otherwise_have_prefixes_of_their_own():
     model, random = tiny("llama"), Random(4)
-
-    def draw(length):
-        return [random.randrange(5, 90) for _ in range(length)]
-
-    template, shots = draw(3), [draw(30), draw(40)]
-    asked = [(draw(9), draw(2))]
+    draw = partial(random.choices, range(5, 90))
+    template, shots = draw(k=3), [draw(k=30), draw(k=40)]
+    asked = [(draw(k=9), draw(k=2))]
     for number in (0, 1, 0, 1, 1):
-        context = [*template, *shots[number], *draw(4)]
-        asked += [(context, draw(2)) for _ in range(2)]
+        context = [*template, *shots[number], *draw(k=4)]
+        asked += [(context, draw(k=2)) for _ in range(2)]
     contexts, continuations = zip(*asked)
-    free = {"prefill_cost": 0, "prefill_cost_per_module": 0, "saved_per_module": 0, "rows_of_one_read": 0}
-    with costs(**free):
+    with costs(**FREE):
         found, shapes = shapes_of_forwards(model, contexts, continuations)
     assert {(1, 33), (1, 43)} <= set(shapes) and max(length for rows, length in shapes if rows > 1) < 10
     report = fastgen.explain()
@@ -263,7 +258,7 @@ def test_long_continuations_are_no_loss():
     draw = partial(random.choices, range(5, 90))
     contexts = [context for context in (draw(k=50) for _ in range(8)) for _ in range(4)]
     continuations = [draw(k=60) for _ in contexts]
-    with sharing("auto"), costs(prefill_cost=0, prefill_cost_per_module=0, saved_per_module=0, rows_of_one_read=0):
+    with sharing("auto"), costs(**FREE):
         found = fastgen.log_likelihoods(model, contexts, continuations)
         assert "1200 tokens need not be computed" in str(fastgen.explain())
         small = fastgen.log_likelihoods(model, contexts, continuations, tokens_per_batch=110)

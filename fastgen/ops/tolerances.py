@@ -11,11 +11,12 @@ import torch
 _LOGITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 _WAVEFORM = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}
 _PRODUCT = {torch.float32: 1e-4, torch.bfloat16: 0.01}
+_SCORE = {torch.float32: 1e-4}  # as a number: a log-probability of a token
 
-TOLERANCES = {"logits": _LOGITS, "waveform": _WAVEFORM, "product": _PRODUCT}
+TOLERANCES = {"logits": _LOGITS, "waveform": _WAVEFORM, "product": _PRODUCT, "score": _SCORE}
 
 
 def tolerance(kind: str, dtype: torch.dtype) -> float:
-    """kind: "logits", "waveform" or "product"; a dtype that is not in the table has float32's tolerance."""
+    """kind: a key of TOLERANCES; a dtype that is not in the table has float32's tolerance."""
     table = TOLERANCES[kind]
     return table.get(dtype, table[torch.float32])

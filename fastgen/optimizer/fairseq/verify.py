@@ -10,11 +10,9 @@ from typing import Any
 
 from torch.nn.utils.rnn import pad_sequence
 
+from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer.decoding.verify import ABSENT, Difference, first_token_difference
 from fastgen.optimizer.fairseq.checks import HostGenerator
-
-# How far scores of one hypothesis may lie apart.
-TOLERANCE = 1e-4
 
 
 @dataclass
@@ -41,7 +39,8 @@ class FairseqCall:
         found = first_token_difference(tokens[0], tokens[1], 0)
         if found is None:
             by_step = [pad_sequence([row["positional_scores"] for row in each], True) for each in rows]
-            steps = ((by_step[0] - by_step[1]).abs() > TOLERANCE).t().nonzero()  # the earliest step first
+            atol = tolerance("score", by_step[0].dtype)
+            steps = ((by_step[0] - by_step[1]).abs() > atol).t().nonzero()  # the earliest step first
             if not len(steps):
                 return None
             step, row = steps[0].tolist()

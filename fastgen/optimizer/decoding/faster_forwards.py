@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from types import BuiltinFunctionType
+from dataclasses import dataclass
+from types import BuiltinFunctionType, NoneType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ def faster_forwards(
                 attributes = vars(module)
                 forward = attributes.get("forward")
                 if forward is None:
-                    forward = attributes["forward"] = ModuleForward(module, faster)
+                    forward = attributes["forward"] = ModuleForward(module, faster, _blas_shapes_of(module))
                     attributes.setdefault("__getstate__", forward.state_of_module)
                 if isinstance(forward, ModuleForward):
                     forward.users += 1
@@ -89,6 +90,20 @@ def faster_forwards(
                     del attributes["forward"]
                 if not forward.users and getattr(attributes.get("__getstate__"), "__self__", None) is forward:
                     del attributes["__getstate__"]
+
+
+# By module: the number of threads and how its weight lies in memory, and the shapes for which BLAS is the fastest then.
+_blas_shapes: WeakKeyDictionary[nn.Module, tuple[Any, set[torch.Size]]] = WeakKeyDictionary()
+
+
+def _blas_shapes_of(module: nn.Module) -> set[torch.Size]:
+    """Those that earlier calls have found for this module as it is."""
+    weight = module._parameters.get("weight")
+    layout = None if weight is None else (weight.shape, weight.stride(), weight.dtype)
+    found = _blas_shapes.get(module)
+    if found is None or found[0] != (torch.get_num_threads(), layout):
+        found = _blas_shapes[module] = (torch.get_num_threads(), layout), set()
+    return found[1]
 
 
 def linears() -> dict[type[nn.Module], Forward]:
@@ -125,17 +140,18 @@ def has_faster_forward(module: nn.Module) -> bool:
 class ModuleForward:
     """The forward of one module while `users` calls of `generate` run; other threads get the library's result.
 
-    blas_shapes: inputs for which BLAS is the fastest. To find that out anew for each product of a step would cost some
-    hundredths of a step in bf16.
+    blas_shapes: inputs for which BLAS is the fastest. To find that out takes 40 µs behind a product that has emptied
+    the caches, some hundredths of a call in bf16.
     """
 
     module: Any
     faster: Forward
+    blas_shapes: set[torch.Size]
     users: int = 0
-    blas_shapes: set[torch.Size] = field(default_factory=set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and (call := _call.get()) and len(args) == 1 and _are_none(kwargs):
+        has_one = len(args) == 1 and {NoneType}.issuperset(map(type, kwargs.values()))
+        if has_one and not torch.compiler.is_compiling() and (call := _call.get()):
             rows = args[0]
             if not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes:
                 output = self.faster(self, rows, call)
@@ -151,10 +167,6 @@ class ModuleForward:
         """The module's `__getstate__`: copies and pickles of it have neither this forward nor this method."""
         attributes = vars(self.module).items()
         return {name: value for name, value in attributes if value is not self and name != "__getstate__"}
-
-
-def _are_none(kwargs: dict[str, Any]) -> bool:
-    return not kwargs or all(value is None for value in kwargs.values())
 
 
 # Given the forward of a module, its input and the call: what it returns, or None to leave it to the library.

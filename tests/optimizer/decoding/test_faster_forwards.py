@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.activations import NewGELUActivation
 
 import fastgen
+from fastgen.ops import cpu_linear
 from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
 from fastgen.optimizer.transformers.generate import forwards
 
@@ -223,3 +224,27 @@ def test_models_that_are_compiled_or_will_be_are_left_alone(gpt2, how):
         expected = gpt2.generate(**padded(9, 5), **arguments)
     assert torch.equal(gpt2.generate(**padded(9, 5), **arguments), expected)
     assert not fastgen.explain().kernels
+
+
+def test_shapes_for_which_blas_is_the_fastest_are_asked_for_once(monkeypatch):
+    """Also in later calls, until the weight is another one or the number of threads."""
+    asked, module = [], torch.nn.Linear(1024, 1024)
+    monkeypatch.setattr(cpu_linear, "fastest", lambda rows, *others: asked.append(len(rows)) or cpu_linear.BLAS)
+
+    def product(rows):
+        with torch.no_grad(), faster_forwards({module: [module]}, forwards(), []):
+            assert module(torch.ones(rows, 1024)).shape[0] == rows
+
+    for rows in (3, 3, 5, 3):
+        product(rows)
+    assert asked == [3, 5]
+    module.weight = torch.nn.Parameter(torch.zeros(2048, 1024))
+    module.bias = None
+    product(3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        product(3)
+    finally:
+        torch.set_num_threads(threads)
+    assert asked == [3, 5, 3, 3]

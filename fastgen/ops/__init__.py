@@ -28,10 +28,6 @@ class Kernel:
     task: str = ""
     counted_as: tuple[str, ...] = ()
 
-    @property
-    def usable(self) -> bool:
-        return not self.reasons
-
     def __str__(self) -> str:
         return f"{self.name} ({self.implementation}): {'; '.join(self.reasons) or 'usable'}"
 

@@ -40,22 +40,21 @@ def _rows_of_a_part(logits: Tensor) -> int:
     return max(1, PART // logits.shape[1])
 
 
-def best_of_all(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
-    """Of log_probs `[B * M, vocabulary_size]`."""
-    found = best_in_two_stages([log_probs], beam_scores, k) if prefers_two_stages(log_probs, beam_scores, k) else None
-    return found or best_in_one_stage(log_probs, beam_scores, k)
+def best_of_all(logits: Tensor, beam_scores: Tensor, k: int, log_probs: Tensor | None = None) -> Candidates:
+    """Of logits `[B * M, vocabulary_size]`, or of what was made of their log-probabilities."""
+    found, vocabulary = None, logits.shape[1]
+    if logits.device.type == "cpu" and vocabulary > k and beam_scores.shape[1] * vocabulary >= MIN_SCORES:
+        parts = log_probs_in_parts(logits) if log_probs is None else [log_probs]
+        found = best_in_two_stages(parts, beam_scores, k)
+    return found or best_in_one_stage(
+        functional.log_softmax(logits, dim=-1) if log_probs is None else log_probs, beam_scores, k
+    )
 
 
 def best_in_one_stage(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
     """Of log_probs `[B * M, vocabulary_size]`, with all scores in one tensor."""
     scores = log_probs.view(*beam_scores.shape, -1) + beam_scores[:, :, None]
     return tuple(torch.topk(scores.flatten(1), k=k))
-
-
-def prefers_two_stages(log_probs: Tensor, beam_scores: Tensor, k: int) -> bool:
-    """Whether `best_in_two_stages` may be asked, and is faster, given log_probs or logits."""
-    vocabulary = log_probs.shape[1]
-    return log_probs.device.type == "cpu" and vocabulary > k and beam_scores.shape[1] * vocabulary >= MIN_SCORES
 
 
 def best_in_two_stages(parts: Iterable[Tensor], beam_scores: Tensor, k: int) -> Candidates | None:

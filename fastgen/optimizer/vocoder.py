@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import current_call, generate_call
 from fastgen.optimizer.decoding.faster_forwards import Call, Forward, ModuleForward, faster_forwards
-from fastgen.optimizer.decoding.report import VOCODER, Reason
+from fastgen.optimizer.decoding.report import VOCODER, Decision, Reason
 from fastgen.provenance import comes_with
 
 ONEDNN = "vocoder, oneDNN"
@@ -59,7 +59,7 @@ def faster_waveform(
             call.report.add_reasons(VOCODER, reasons)
             return original()
         with faster_forwards(
-            {owner: layers}, {type(one): faster for one, faster in layers.items()}, call.report.usages
+            {owner: layers}, {type(one): faster for one, faster in layers.items()}, call.report.kernels
         ):
             waveform = original().contiguous()
         return waveform.view(waveform.shape)  # with the strides that the library gives a dimension of one
@@ -76,7 +76,7 @@ def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
     first = next((one for one in owner.modules() if isinstance(one, nn.Conv1d)), None)
     frames = 0 if first is None else states.numel() // first.in_channels
     if frames < MIN_FRAMES:
-        return [Reason("FEW_FRAMES", f"{frames} frames are too few to gain")]
+        return [Decision("FEW_FRAMES", f"{frames} frames are too few to gain")]
     weights = list(owner.parameters())
     if any(type(one) is not nn.Parameter or not one.is_cpu or one.dtype != torch.float32 for one in weights):
         return [Reason("MIXED", "weights and inputs have several dtypes or devices")]

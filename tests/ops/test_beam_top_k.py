@@ -15,7 +15,6 @@ from fastgen.ops.beam_top_k import (
     best_of_all,
     best_of_allowed,
     log_probs_in_parts,
-    prefers_two_stages,
 )
 
 SHAPES = {"inputs": st.integers(1, 3), "beams": st.integers(1, 12), "seed": st.integers(0, 10**6)}
@@ -63,8 +62,8 @@ def test_many_scores_are_those_of_one_stage(equal):
     log_probs, beam_scores = functional.log_softmax(torch.randn(8, 60_000), dim=-1), scores_of_beams(2, 4, 4)
     if equal:
         log_probs = log_probs.round()
-    assert prefers_two_stages(log_probs, beam_scores, 8)
-    assert all(map(torch.equal, best_of_all(log_probs, beam_scores, 8), best_in_one_stage(log_probs, beam_scores, 8)))
+    expected = best_in_one_stage(log_probs, beam_scores, 8)
+    assert all(map(torch.equal, best_of_all(log_probs, beam_scores, 8, log_probs), expected))
 
 
 def test_equal_scores_and_those_that_are_no_numbers_are_left_to_one_stage():
@@ -115,7 +114,9 @@ def test_what_is_not_finite_is_left_alone(value):
     assert best_of_allowed(logits, torch.zeros(1, 2), torch.tensor([0, 1]), torch.tensor([3, 4]), 4) is None
 
 
-def test_two_stages_are_for_many_scores():
-    assert not prefers_two_stages(torch.zeros(4, 30_000), torch.zeros(1, 4), 8)
-    assert prefers_two_stages(torch.zeros(8, 30_000), torch.zeros(1, 8), 16)
-    assert not prefers_two_stages(torch.zeros(8, 30_000), torch.zeros(1, 8), 30_000)
+@pytest.mark.parametrize(("beams", "k", "is_asked"), [(4, 8, False), (8, 16, True), (8, 30_000, False)])
+def test_two_stages_are_for_many_scores(monkeypatch, beams, k, is_asked):
+    asked, logits, beam_scores = [], torch.randn(beams, 30_000), torch.zeros(1, beams)
+    monkeypatch.setattr(beam_top_k, "best_in_two_stages", lambda *arguments: asked.append(arguments))
+    expected = best_in_one_stage(functional.log_softmax(logits, dim=-1), beam_scores, k)
+    assert all(map(torch.equal, best_of_all(logits, beam_scores, k), expected)) and len(asked) == is_asked

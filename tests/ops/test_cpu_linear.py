@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -50,9 +51,9 @@ def test_products_are_those_of_torch(rows, with_bias, kind, everywhere):
     module = nn.Linear(48, 1003, with_bias) if kind == "linear" else Conv1D(1003, 48)
     with torch.no_grad():
         expected = module(states)
-        with faster_forwards({module: module.modules()}, forwards(), usages := []):
+        with faster_forwards({module: module.modules()}, forwards(), usage := Counter()):
             found = module(states)
-    assert usages == [{everywhere: 1}]
+    assert usage == {everywhere: 1}
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
@@ -64,10 +65,10 @@ def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape(monkeypatch
     module, short, long = nn.Linear(8, 16), torch.randn(1, 8), torch.randn(3, 8)
     with torch.no_grad():
         expected = [module(states) for states in (short, long)]
-        with faster_forwards({module: [module]}, forwards(), usages := []):
+        with faster_forwards({module: [module]}, forwards(), usage := Counter()):
             for _ in range(3):
                 assert all(map(torch.equal, map(module, (short, long)), expected))
-    assert asked == [1, 3] and usages == [{}]
+    assert asked == [1, 3] and usage == {}
 
 
 def test_models_in_fp16_keep_their_forwards():
@@ -85,9 +86,9 @@ def test_products_in_bf16_are_rounded_once(kind, everywhere):
     with torch.no_grad():
         exact = module.double()(states.double())
         module.bfloat16()
-        with faster_forwards({module: module.modules()}, forwards(), usages := []):
+        with faster_forwards({module: module.modules()}, forwards(), usage := Counter()):
             found = module(states)
-    assert usages == [{everywhere: 1}] and found.dtype == torch.bfloat16
+    assert usage == {everywhere: 1} and found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact, rtol=1 / 256, atol=1e-4)
 
 
@@ -173,7 +174,7 @@ def fastest(rows: int = 3, weight: torch.Tensor = WEIGHT, bias: torch.Tensor | N
 
 
 def later_process() -> None:
-    cpu_linear.measurements.cache_clear()
+    cpu_linear.MEASURED.clear()
 
 
 def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
@@ -339,9 +340,9 @@ def test_a_user_without_a_home_folder_measures_again(timed, monkeypatch, tmp_pat
 def test_the_slower_product_is_not_used(everywhere, monkeypatch):
     monkeypatch.setattr(cpu_linear, "fastest", lambda *product: cpu_linear.BLAS)
     states, module = torch.randn(4, 48), nn.Linear(48, 1003)
-    with torch.no_grad(), faster_forwards({module: module.modules()}, forwards(), usages := []):
+    with torch.no_grad(), faster_forwards({module: module.modules()}, forwards(), usage := Counter()):
         found = module(states)
-    assert not usages[0] and torch.equal(found, functional.linear(states, module.weight, module.bias))
+    assert not usage and torch.equal(found, functional.linear(states, module.weight, module.bias))
 
 
 @pytest.mark.parametrize(("name", "owner", "product"), [("llama", functional, "linear"), ("gpt2", torch, "addmm")])

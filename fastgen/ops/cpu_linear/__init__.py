@@ -20,7 +20,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,8 +55,6 @@ SECONDS = 0.04  # after which no further round begins
 CPU_FIELDS = ("model name", "cpu family", "model", "stepping")
 
 MAX_BYTES = 1 << 22  # of the file, some 20,000 measurements
-# A pipe must not block, and a link leads to a file that is not ours. Windows has neither flag.
-OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
 @functools.cache
@@ -119,6 +117,10 @@ class GemmShape(NamedTuple):
     threads: int
 
 
+# The fastest way for each shape that this process has asked for or found in the file.
+MEASURED: dict[GemmShape, str] = {}
+
+
 def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[[], Sequence[Tensor]]) -> str:
     """The name of the fastest GEMM backend for this product, which `can_multiply` takes, and those of its shape.
 
@@ -129,29 +131,22 @@ def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[
     count = min(1 << (rows.numel() // in_features - 1).bit_length(), MOST_ROWS)
     transposed, dtype, threads = not weight.is_contiguous(), str(weight.dtype), torch.get_num_threads()
     shape = GemmShape(count, in_features, out_features, transposed, bias is not None, dtype, threads)
-    known = measurements()
-    if shape not in known:
+    if shape not in MEASURED:
         for other, way in stored():
-            known.setdefault(other, way)
-    if shape not in known:
+            MEASURED.setdefault(other, way)
+    if shape not in MEASURED:
         with _disable_current_modes():  # nobody is to note what is only measured
             found = _measured(shape, weight, bias, others())
-        if known.setdefault(shape, found) is found:  # unless another thread was first
+        if MEASURED.setdefault(shape, found) is found:  # unless another thread was first
             store(shape, found)
-    return known[shape]
-
-
-@functools.cache
-def measurements() -> dict[GemmShape, str]:
-    """The fastest way for each shape that this process has asked for or found in the file."""
-    return {}
+    return MEASURED[shape]
 
 
 def stored() -> Iterator[tuple[GemmShape, str]]:
     """The measurements in the file among the backends that there are, without those that cannot be read."""
     field = _field()
-    with suppress(OSError), _opened(os.O_RDONLY) as file:
-        for line in os.read(file, MAX_BYTES).splitlines():
+    with suppress(OSError):
+        for line in _file().read_bytes().splitlines():
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last: many brackets
                 values = json.loads(line)
                 if values[field] in gemm_backends():
@@ -163,25 +158,19 @@ def store(shape: GemmShape, way: str) -> None:
     line = json.dumps({"product": shape._asdict(), _field(): way}) + "\n"
     with suppress(OSError):
         path().parent.mkdir(parents=True, exist_ok=True)
-        with _opened(os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
-            os.write(file, line.encode())
+        with _file().open("ab", buffering=0) as file:
+            file.write(line.encode())
 
 
 def _field() -> str:
     return f"fastest of {', '.join(gemm_backends())}, kernels {x86.VERSION}"
 
 
-@contextmanager
-def _opened(flags: int) -> Iterator[int]:
-    """The descriptor of the file; OSError where it is no regular file, or has grown beyond `MAX_BYTES`."""
-    file = os.open(path(), flags | OPEN_FLAGS, 0o666)
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-            raise OSError(f"{path()} is no regular file of at most {MAX_BYTES} bytes")
-        yield file
-    finally:
-        os.close(file)
+def _file() -> Path:
+    """The path of the file; OSError where a link or a pipe is in its place, or it has grown beyond `MAX_BYTES`."""
+    if os.path.lexists(file := path()) and (not stat.S_ISREG(file.lstat().st_mode) or file.stat().st_size > MAX_BYTES):
+        raise OSError(f"{file} is no regular file of at most {MAX_BYTES} bytes")
+    return file
 
 
 def path() -> Path:

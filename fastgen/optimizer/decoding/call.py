@@ -20,12 +20,12 @@ from typing import Any
 from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.model_facts import ModelFacts, facts_of
-from fastgen.optimizer.decoding.report import LOOP, STEPS, Reason, Report, Stage
+from fastgen.optimizer.decoding.report import LOOP, STEPS, Decision, Reason, Report, Stage
 from fastgen.optimizer.decoding.user_code import KnownCode
 
 logger = logging.getLogger("fastgen")
 
-ENDED_EARLY = Reason("ENDED_EARLY", "the call ended before a capture would have paid")
+ENDED_EARLY = Decision("ENDED_EARLY", "the call ended before a capture would have paid")
 
 
 @dataclass
@@ -147,7 +147,7 @@ def costs() -> CostModel:
 def count(kernel: str) -> None:
     """Counts a call of a kernel in the report of the call that runs, if one does."""
     if (call := _current.get()) is not None:
-        call.report.usages[0][kernel] += 1
+        call.report.kernels[kernel] += 1
 
 
 def add_reasons(part: str, reasons: Iterable[Reason]) -> None:

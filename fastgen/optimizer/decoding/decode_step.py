@@ -24,10 +24,11 @@ Tests: tests/optimizer/transformers/test_captured_steps.py tests/optimizer/fairs
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -38,13 +39,9 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, differs_sync, graphs_of, torch_settings
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.model_facts import first_weight, size_of
-from fastgen.optimizer.decoding.report import MODEL_CHANGED, STEPS, Reason
+from fastgen.optimizer.decoding.report import MODEL_CHANGED, STEPS, Decision, Reason
 from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.patching import warn
-
-if TYPE_CHECKING:  # in typing since Python 3.11
-    from typing_extensions import Self
-
 
 INPUTS_CHANGED = Reason("INPUTS_CHANGED", "the arguments of the forward are not those of earlier calls")
 
@@ -53,17 +50,15 @@ class CannotPad(Exception):
     """No mask among the inputs can hide the padding of a cache."""
 
 
-class DecodeStep(ABC):
+class DecodeStep(AbstractContextManager):
     """What a loop of `rows` rows asks the model, `rows_per_input` of them for each input.
 
     decoder: the part of the model that a step calls. max_length: of the tokens that a row can reach. captures: steps
     are captured if they turn out to be fit. steps: how many there were. since: how many of one token there were since
     the prefill, or since inputs left. graph: the one in use, whose static cache holds the loop's keys and values; None
     while steps are eager. most: positions that a row can generate. variant: what else a graph is captured for. known:
-    the host's code. prefill_is_a_step: of one token, like those that follow.
+    the host's code.
     """
-
-    prefill_is_a_step = False
 
     def __init__(
         self,
@@ -88,9 +83,9 @@ class DecodeStep(ABC):
         if captures:
             call.on_exit.callback(self.end)  # what is registered later, the return of caches, is called before
 
-    @abstractmethod
     def prefill(self, tokens: Tensor) -> Any:
-        """The outputs of the first step, after which the keys and values of all tokens are there."""
+        """The outputs of the first step, which adds keys and values of all tokens; None if it is like the others."""
+        return None
 
     @abstractmethod
     def inputs(self, tokens: Tensor, view: Any) -> dict[str, Any]:
@@ -134,24 +129,20 @@ class DecodeStep(ABC):
         """Why a model that has changed since the loop began is not captured."""
         return ()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is not None and issubclass(kind, Exception):
             self.abandon()
 
     def run(self, tokens: Tensor) -> Any:
         """The outputs of the next step for tokens `[rows, length]`; their tensors hold until the next one."""
-        is_first = self.steps == 0
         self.steps += 1
+        if self.steps == 1 and (outputs := self.prefill(tokens)) is not None:
+            return outputs
         if self.graph is not None and self.runs_user_code and self.call.has_changed(self.model):
             self.leave_captures()
         if self.graph is not None:
             return self._static_step(self.graph, tokens)
-        outputs = self.prefill(tokens) if is_first else self.forward(self.model, self.inputs(tokens, None), None)
-        if is_first and not self.prefill_is_a_step:
-            return outputs
+        outputs = self.forward(self.model, self.inputs(tokens, None), None)
         self.since += 1
         if self.captures and self.since in (1, self.call.costs.steps_before_capture):
             self._start_captures(tokens, self.logits_of(outputs))
@@ -195,7 +186,7 @@ class DecodeStep(ABC):
             graphs.steps_without[self.rows] += left
         if not wants_new and not (costs.looks_back and graphs.entries):
             if is_last:
-                reason = Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")
+                reason = Decision("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")
                 self.call.report.add_reasons(STEPS, [reason])
             return
         cache, reasons = self.kv_cache(left)
@@ -299,7 +290,7 @@ class DecodeStep(ABC):
             return None
         if outputs is not None:
             graph.is_proven = True
-            self.call.report.usages[0][graphs.capture.name] += 1
+            self.call.report.kernels[graphs.capture.name] += 1
         return outputs
 
     def _refuse(self, graph: CapturedGraph, reason: str, is_expected: bool = False) -> None:

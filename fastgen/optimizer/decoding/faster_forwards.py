@@ -57,13 +57,13 @@ _call: ContextVar[Call | None] = ContextVar("fastgen_faster_forwards", default=N
 def faster_forwards(
     models: Mapping[nn.Module, Iterable[nn.Module]],
     forwards: dict[type[nn.Module], Forward],
-    usages: list[Counter[str]],
+    kernels: Counter[str],
 ) -> Iterator[None]:
-    """Inside this context, in this thread, modules of these types have these forwards; appends a count to `usages`.
+    """Inside this context, in this thread, modules of these types have these forwards; adds its count to `kernels`.
 
     models: the modules of each model. A forward that the program has put on a module stays.
     """
-    usages.append(Counter())
+    usage: Counter[str] = Counter()
     forwards = {kind: faster for kind, faster in forwards.items() if packages_of(kind.forward) == packages_of(kind)}
     put_on = []
     with _LOCK:
@@ -77,11 +77,12 @@ def faster_forwards(
                 if isinstance(forward, ModuleForward):
                     forward.users += 1
                     put_on.append(forward)
-    token = _call.set(Call(models, usages[-1]))
+    token = _call.set(Call(models, usage))
     try:
         yield
     finally:
         _call.reset(token)
+        kernels.update(usage)
         with _LOCK:
             for forward in put_on:
                 forward.users -= 1

@@ -28,7 +28,7 @@ from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.model_facts import first_weight, same, size_of
-from fastgen.optimizer.decoding.report import STEPS, Reason
+from fastgen.optimizer.decoding.report import STEPS, Decision, Reason
 from fastgen.optimizer.decoding.user_code import KnownCode
 
 # What the graphs of one model may hold between two calls, and the bytes of one: less in the memory of a CPU, of which
@@ -221,14 +221,14 @@ def differs_sync(found: Tensor, expected: Tensor) -> bool:
 def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> list[Reason]:
     """Why so many steps are not captured whatever the model is; empty if they may be."""
     if CONFIG.cuda_graphs == "off":
-        return [Reason("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
+        return [Decision("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
     if device.type == "cuda" and CONFIG.cuda_graphs == "auto":
-        return [Reason("GPU_OPT_IN", "not yet run on a GPU (FASTGEN_CUDA_GRAPHS=on switches it on)")]
+        return [Decision("GPU_OPT_IN", "not yet run on a GPU (FASTGEN_CUDA_GRAPHS=on switches it on)")]
     if device.type not in ("cuda", "cpu"):
         return [Reason("DEVICE", f"the model is on {device.type} (supported: cuda, cpu)")]
     least = call.costs.min_capture_steps
     if steps < least:
-        return [Reason("FEW_STEPS", f"the call has fewer than {least} steps", f"at most {max(steps, 0)}")]
+        return [Decision("FEW_STEPS", f"the call has fewer than {least} steps", f"at most {max(steps, 0)}")]
     if torch.is_autocast_enabled(device.type):
         return [Reason("AUTOCAST", "autocast keeps copies of weights that a capture would outlive")]
     if is_transformed() or is_watched():
@@ -258,7 +258,7 @@ def can_capture(
     reasons = unwanted_reasons(call, weight.device, steps) or graphs_of(model, weight).refused or host_reasons()
     if not reasons and not call.costs.should_capture(size_of(decoder, known), rows, steps, is_captured=True):
         text = f"{steps} steps of {rows} rows would save less than the capture costs"
-        reasons = [Reason("NOT_WORTH_CAPTURING", text)]
+        reasons = [Decision("NOT_WORTH_CAPTURING", text)]
     reasons = reasons or row_reasons()
     if not reasons:
         facts = call.facts_of(model, known)

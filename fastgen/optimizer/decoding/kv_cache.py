@@ -76,11 +76,13 @@ class KVCache:
     write_position: Tensor
     seq_lengths: Tensor
 
-    def __init__(self, inputs: int, rows_per_input: int, is_static: bool = False) -> None:
+    def __init__(
+        self, inputs: int, rows_per_input: int, is_static: bool = False, usage: Counter[str] | None = None
+    ) -> None:
         self.rows, self.rows_per_input, self.is_static = inputs * rows_per_input, rows_per_input, is_static
         self.layers: list[LayerKV] = []
         self.generated: list[Generated] = []
-        self.usage: Counter[str] = Counter()
+        self.usage: Counter[str] = Counter() if usage is None else usage
         self.padding = self.prompt_length = self.capacity = self.generated_length = 0
 
     def add_layers(self, prompts: Sequence[tuple[KV, ...]], limit: int | None) -> range:

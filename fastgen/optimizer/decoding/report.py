@@ -30,24 +30,6 @@ VOCODER = "vocoder"
 
 REPLAY = "decode step, "  # how the names of replayed steps begin among the kernels
 
-# With these codes fastgen chose not to do what it could have done: there is nothing to gain, or the user said so.
-DECISIONS = frozenset(
-    {
-        "CAPTURE_OFF",
-        "DISABLED",
-        "ENDED_EARLY",
-        "FEW_FRAMES",
-        "FEW_KEYS",
-        "FEW_STEPS",
-        "GPU_OPT_IN",
-        "NOT_WORTH_CAPTURING",
-        "ONE_ROW_PER_INPUT",
-        "PREFIX_SHORT",
-        "SHARE_NEVER",
-        "TOO_SMALL",
-    }
-)
-
 
 @dataclass(frozen=True)
 class Reason:
@@ -60,10 +42,13 @@ class Reason:
     def __str__(self) -> str:
         return f"{self.text} ({self.detail})" if self.detail else self.text
 
-    @property
-    def is_decision(self) -> bool:
-        """Whether fastgen could have done it and chose not to; otherwise it cannot, and the library's code runs."""
-        return self.code in DECISIONS
+    is_decision = False
+
+
+class Decision(Reason):
+    """fastgen could have done it and chose not to: there is nothing to gain, or the user said so."""
+
+    is_decision = True
 
 
 CACHE_NOT_EMPTY = Reason("CACHE_NOT_EMPTY", "the cache is not empty")
@@ -100,8 +85,8 @@ class Report:
     """One call of a host's `generate`.
 
     inputs, rows: 0 until the prefill has run. shared: what was computed or stored once per input, in words. not_done:
-    what was not done, as pairs of a part of the call and a `Reason`. usages: for each layer, calls of each operation on
-    shared keys and values; the first one is of the whole call. stages: its parts, where they are known. has_steps: it
+    what was not done, as pairs of a part of the call and a `Reason`. kernels: calls of each kernel of fastgen, and of
+    what materialized shared keys (`materialized: NAME`). stages: its parts, where they are known. has_steps: it
     generates, and does not only look at texts.
     """
 
@@ -110,7 +95,7 @@ class Report:
     rows: int = 0
     shared: list[str] = field(default_factory=list)
     not_done: list[tuple[str, Reason]] = field(default_factory=list)
-    usages: list[Counter[str]] = field(default_factory=lambda: [Counter()])
+    kernels: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     stages: list[Stage] = field(default_factory=list)
     prefix_length: int = 0
@@ -126,11 +111,6 @@ class Report:
         whose = "all inputs" if groups == 1 else f"the inputs in each of {groups} groups"
         text = f"common prefix: {length} tokens of {whose}, {saved} not computed"
         self.shared.append(text + (f", {kept} kept from an earlier call" if kept else ""))
-
-    @property
-    def kernels(self) -> Counter[str]:
-        """Calls of each kernel of fastgen, and of what materialized shared keys (`materialized: NAME`)."""
-        return sum(self.usages, Counter())
 
     @property
     def unused_kernels(self) -> dict[str, str]:
@@ -198,11 +178,7 @@ class Report:
     @property
     def replays(self) -> int:
         """Decode steps that were replays of a captured one."""
-        replayed = 0
-        for usage in self.usages:
-            for name, calls in usage.items():
-                replayed += calls if name.startswith(REPLAY) else 0
-        return replayed
+        return sum(calls for name, calls in self.kernels.items() if name.startswith(REPLAY))
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON has it: strings, numbers, and lists and dictionaries of them."""

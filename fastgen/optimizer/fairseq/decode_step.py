@@ -171,8 +171,6 @@ class FairseqDecodeStep(DecodeStep):
     captured steps, `[inputs, 1, 1, source_length]`; None where nothing has to be hidden.
     """
 
-    prefill_is_a_step = True  # a prompt is computed before the loop begins, see `loop.prefill_sync`
-
     def __init__(
         self, call: GenerateCall, generator: HostGenerator, states: list[DecodingState], max_len: int, captures: bool
     ) -> None:
@@ -191,9 +189,6 @@ class FairseqDecodeStep(DecodeStep):
             return self.run(tokens)
         log_probs, weights = self.run(tokens)
         return log_probs.clone(), None if weights is None else weights[:, self.states[0].kv.padding :]
-
-    def prefill(self, tokens: Tensor) -> Outputs:
-        return self.forward(self.model, self.inputs(tokens, None), None)
 
     def inputs(self, tokens: Tensor, view: DecodingState | None) -> dict[str, Any]:
         temperature = self.generator.temperature

@@ -56,7 +56,7 @@ def generate(
         models = [model for model in (*self.model.models, self.lm_model) if model is not None]
         large = [model for model in models if call.costs.should_swap_forwards(size_of(model, KNOWN))]
         modules = {model: call.facts_of(model, KNOWN).modules.values() for model in large}
-        with faster_forwards(modules, linears(), call.report.usages), _undone(call):
+        with faster_forwards(modules, linears(), call.report.kernels), _undone(call):
             self.search.init_constraints(constraints, self.beam_size)
             row_inputs = torch.arange(inputs, device=device).repeat_interleave(self.beam_size)
             captures = can_capture(call, self, plans, call.rows, max_len)

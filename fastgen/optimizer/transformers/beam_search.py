@@ -15,25 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops.beam_top_k import (
-    Candidates,
-    best_in_one_stage,
-    best_in_two_stages,
-    best_of_all,
-    best_of_allowed,
-    best_of_different,
-    log_probs_in_parts,
-    prefers_two_stages,
-)
+from fastgen.ops.beam_top_k import Candidates, best_of_all, best_of_allowed, best_of_different
 from fastgen.optimizer.decoding.call import GenerateCall, count, current_call
 from fastgen.optimizer.decoding.report import LOOP, Reason
-from fastgen.optimizer.transformers import checks, no_repeat_ngram
-from fastgen.optimizer.transformers.constrained import (
-    ALONE,
-    PrefixConstrainedLogitsProcessor,
-    all_rows_occur,
-    trie_alone,
-)
+from fastgen.optimizer.transformers import checks, constrained, no_repeat_ngram
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
 from fastgen.optimizer.transformers.generate import drop_unused_outputs
 
@@ -73,10 +58,9 @@ def beam_search(
     captures = checks.can_capture(call, self, generation_config, input_ids, model_kwargs)
     rows, num_beams = input_ids.shape[0], generation_config.num_beams
     given = dict(model_kwargs)
+    step = TransformersDecodeStep(call, self, generation_config, processors, model_kwargs, rows, num_beams, captures)
     try:
-        with TransformersDecodeStep(
-            call, self, generation_config, processors, model_kwargs, rows, num_beams, captures
-        ) as step:
+        with step:
             return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
     except ScoresAreNaN:
         call.report.add_reasons(LOOP, [NAN])
@@ -135,7 +119,7 @@ class BeamSearch:
         self.complete = torch.zeros_like(self.scores, dtype=torch.bool)
         self.can_improve = torch.ones((inputs, 1), dtype=torch.bool, device=device)
         self.is_full = torch.zeros_like(self.can_improve)
-        self.is_constrained = [*map(type, step.processors)] == [PrefixConstrainedLogitsProcessor]
+        self.is_constrained = [*map(type, step.processors)] == [constrained.PrefixConstrainedLogitsProcessor]
         self.batch_index = torch.arange(inputs, device=device)
         self.beam_ids = torch.arange(self.num_beams, device=device)
         self.results: tuple[Tensor, ...] | None = None  # of all inputs, once some have left
@@ -172,7 +156,7 @@ class BeamSearch:
     def allowed_candidates(self, logits: Tensor) -> Candidates | None:
         """The scores and indices `[B, C]` of the best where a trie says what is allowed; None where all count."""
         found, count_of_rows = None, self.input_ids.shape[0]
-        if (trie := trie_alone(self.step.processors, logits.shape[1])) is None:
+        if (trie := constrained.trie_alone(self.step.processors, logits.shape[1])) is None:
             return None
         racing = (self.scores.flatten() > LOWEST).nonzero().flatten() if trie.at_dead_ends else ()
         if len(racing) not in (0, count_of_rows):  # these may be enough: in the first step it is one row of each input
@@ -180,20 +164,19 @@ class BeamSearch:
             found = best_of_different(logits, self.scores, racing[rows], tokens, self.num_candidates)
         if found is None:
             rows, tokens = trie.allowed_sync(self.input_ids)
-            if not all_rows_occur(rows, count_of_rows):
+            if not constrained.all_rows_occur(rows, count_of_rows):
                 return None
             found = best_of_allowed(logits, self.scores, rows, tokens, self.num_candidates)
         if found is not None:
-            count(ALONE)
+            count(constrained.ALONE)
         return found
 
     def all_candidates(self, logits: Tensor) -> Candidates:
         """The scores and indices `[B, C]` of the best of all tokens, after the processors."""
-        if self.step.processors or not prefers_two_stages(logits, self.scores, self.num_candidates):
+        log_probs = None
+        if self.step.processors:
             log_probs = self.step.processors(self.input_ids, functional.log_softmax(logits, dim=-1))
-            return best_of_all(log_probs, self.scores, self.num_candidates)
-        found = best_in_two_stages(log_probs_in_parts(logits), self.scores, self.num_candidates)
-        return found or best_in_one_stage(functional.log_softmax(logits, dim=-1), self.scores, self.num_candidates)
+        return best_of_all(logits, self.scores, self.num_candidates, log_probs)
 
     def advance(
         self, candidates: Tensor, parents: Tensor, tokens: Tensor, stopping_criteria: Any

@@ -115,7 +115,7 @@ def _faster_forwards(
     is_static = getattr(kv_layers.cache_of(kwargs), "is_compileable", False)
     if facts.compiled or is_static or not all(map(_NEVER_COMPILED.__contains__, asked)):
         return nullcontext()
-    return faster_forwards({model: facts.modules.values()}, forwards(), call.report.usages)
+    return faster_forwards({model: facts.modules.values()}, forwards(), call.report.kernels)
 
 
 def forwards() -> dict[type[nn.Module], Forward]:

@@ -31,7 +31,7 @@ from transformers.cache_utils import (
 from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KV, KVCache
-from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Reason
+from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Decision, Reason
 
 PROMPT_ONCE = "the prompt's keys and values: once per input"
 
@@ -208,7 +208,7 @@ def adopt(
                 kind = is_cross, shares, outgrows_window, keys.shape, layer.values.shape, keys.dtype, keys.device
                 kinds.setdefault(kind, []).append((part, index))
     gains = any(shared.values()) or (in_place and not call.user_code)
-    kv = KVCache(inputs, rows_per_input)
+    kv = KVCache(inputs, rows_per_input, usage=call.report.kernels)
     for (is_cross, shares, outgrows_window, *_), places in kinds.items():
         if shares or (gains and not call.user_code and not outgrows_window):
             _put_in(kv, places, shares, None if is_cross else limit, call.user_code)
@@ -228,10 +228,9 @@ def adopt(
     for name, count in sorted(repeated.items()):
         reasons.append(Reason("LAYER_TYPE", f"{count} layers of {name} stored for each row"))
     if few:
-        reasons.append(Reason("FEW_KEYS", f"{few} layers stored for each row: too few keys to gain"))
+        reasons.append(Decision("FEW_KEYS", f"{few} layers stored for each row: too few keys to gain"))
     call.report.add_reasons(KV_CACHE, reasons)
     if gains:
-        call.report.usages.append(kv.usage)
         call.on_exit.callback(give_back, ref(cache))
     return gains or bool(adopted)
 

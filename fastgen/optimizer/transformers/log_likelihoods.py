@@ -34,7 +34,7 @@ from fastgen.models.cache_names import CACHE
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.report import PREFILL, Reason
+from fastgen.optimizer.decoding.report import PREFILL, Decision, Reason
 from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.prefill import adopt
 
@@ -224,9 +224,9 @@ class Scorer:
             each += sum(map(len, set(_rows(context))))
         saved = f"{each - once} tokens need not be computed"
         if not groups:
-            reasons = [Reason("DISABLED", "fastgen is disabled")]
+            reasons: list[Reason] = [Decision("DISABLED", "fastgen is disabled")]
         elif not self.call.costs.should_split_prefix(self.size, each - once):
-            reasons = [Reason("PREFIX_SHORT", "contexts are too short to gain", saved)]
+            reasons = [Decision("PREFIX_SHORT", "contexts are too short to gain", saved)]
         else:
             reasons = self._unsupported_reasons(contexts)
         self.call.report.add_reasons(PREFILL, reasons)

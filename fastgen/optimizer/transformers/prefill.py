@@ -26,14 +26,14 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, PREFILL, PREFIX, USER_CACHE, Reason
+from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, PREFILL, PREFIX, USER_CACHE, Decision, Reason
 from fastgen.optimizer.transformers import checks, kv_layers, prefixes, row_groups, verification
 from fastgen.optimizer.transformers.models import images, latent_attention
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
 from fastgen.optimizer.transformers.row_groups import RowGroups
 
 STATIC_CACHE = Reason("STATIC_CACHE", "a StaticCache holds keys and values of each row")
-ONE_ROW = Reason("ONE_ROW_PER_INPUT", "one row per input")
+ONE_ROW = Decision("ONE_ROW_PER_INPUT", "one row per input")
 NAN = Reason("NAN", "logits are NaN behind a common prefix, and may not be without")
 
 
@@ -171,10 +171,10 @@ def too_small_reasons(
     if costs.should_prefill_once(size, tokens):
         return []
     if costs.shares is False:
-        return [Reason("SHARE_NEVER", "FASTGEN_SHARE=never")]
+        return [Decision("SHARE_NEVER", "FASTGEN_SHARE=never")]
     saved, overhead = size.weights * tokens / 1e6, costs.overhead_of_prefill_once(size) / 1e6
     detail = f"{tokens} tokens fewer save {saved:.1f} million multiply-adds, the overhead is {overhead:.1f} million"
-    return [Reason("TOO_SMALL", "the model is too small to gain", detail)]
+    return [Decision("TOO_SMALL", "the model is too small to gain", detail)]
 
 
 def _done_or_reasons(model: checks.HostModel, change: Callable[[], None]) -> list[Reason]:

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
-from fastgen.optimizer.decoding.report import KEPT, PREFIX, Reason
+from fastgen.optimizer.decoding.report import KEPT, PREFIX, Decision, Reason
 from fastgen.optimizer.transformers import architectures, checks, compat, kv_layers
 from fastgen.optimizer.transformers.kept_prefix import reuse_of
 from fastgen.optimizer.transformers.models import images
@@ -135,7 +135,7 @@ def common_prefix_sync(
         head = asked if reuse.head is not None and gains(rows * asked) else 0
         if reuse.kept is not None and not gains(rows * kept):
             detail = f"{kept} of {asked} tokens were kept"
-            call.report.add_reasons(KEPT, [Reason("PREFIX_SHORT", "too short to gain", detail)])
+            call.report.add_reasons(KEPT, [Decision("PREFIX_SHORT", "too short to gain", detail)])
         kept = kept if kept > 1 and gains(rows * kept) and head in (0, kept) else 0
     tokens = (rows - 1) * (longest - max(kept, head))
     common = longest if gains(tokens) else max(kept, head)
@@ -146,10 +146,10 @@ def common_prefix_sync(
     if arguments.get(IMAGES):
         tokens_of_prefix = _first_tokens(arguments, prefix.length, padding)
         prefix = replace(prefix, images=images.split_sync(arguments, model.config, tokens_of_prefix))
-    reasons = []
+    reasons: list[Reason] = []
     if not common:
         detail = f"{longest} tokens of all inputs, {tokens} need not be computed"
-        reasons.append(Reason("PREFIX_SHORT", "too short to gain", detail))
+        reasons.append(Decision("PREFIX_SHORT", "too short to gain", detail))
     reasons = reasons or unsupported_reasons(model, arguments, generation_config, prefix)
     call.report.add_reasons(PREFIX, reasons)
     return None if reasons else prefix

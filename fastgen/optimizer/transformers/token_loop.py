@@ -67,7 +67,8 @@ def sample(
     if call is None or not (captures or compacts):
         model_kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
         return original(self, input_ids, processors, stopping_criteria, generation_config, **model_kwargs)
-    with TransformersDecodeStep(call, self, generation_config, processors, model_kwargs, rows, 1, captures) as step:
+    step = TransformersDecodeStep(call, self, generation_config, processors, model_kwargs, rows, 1, captures)
+    with step:
         return TokenLoop(input_ids, generation_config, step, compacts).run(stopping_criteria)
 
 

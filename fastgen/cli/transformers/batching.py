@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from fastgen.cli.transformers.model import Loaded
 
-# Lines that need no model wait for a batch that takes them along, but no more than this many: then they go alone.
-MOST_NOT_GENERATED = 1 << 14
 BATCHES_PER_WINDOW = 16
 LINES_PER_WINDOW = 1 << 12  # at most, where batches are cut by tokens only
 LEAST_HEAD = 32  # tokens that inputs begin with: fewer are not kept, and inputs are not batched by them
@@ -117,36 +115,31 @@ class Planner:
 
     def _planned(self, items: Iterable[Item], number: int) -> Iterator[Batch]:
         """The batches of a block, which are numbered from `number` on."""
-        others: list[Item] = []
+        others: list[Item] = []  # which need no model, and wait for a batch that takes them along
         for found, head, ends_window in self._cuts(self._generated(items, others)):
             yield Batch(found, others[:], number, ends_window, head=head)
             others.clear()
-            number += bool(found)
+            number += 1
         if others:
             yield Batch([], others, number)
 
-    def _generated(self, items: Iterable[Item], others: list[Item]) -> Iterator[Item | None]:
-        """Items to generate for; the rest goes to `others`. None where these are to be written without a batch."""
+    def _generated(self, items: Iterable[Item], others: list[Item]) -> Iterator[Item]:
+        """Items to generate for; the rest, but for what is written, goes to `others`."""
         for item in items:
             if item.length:
                 yield item
             elif not item.is_written:
                 others.append(item)
-                if len(others) >= MOST_NOT_GENERATED:
-                    yield None
 
-    def _cuts(self, items: Iterator[Item | None]) -> Iterator[tuple[list[Item], int, bool]]:
+    def _cuts(self, items: Iterator[Item]) -> Iterator[tuple[list[Item], int, bool]]:
         """The items of each batch, its head, and whether it ends a window."""
         before: list[Item] = []
         for found in self._cut(items) if self.window == 0 else ():
             yield found, common_head([*(before or found)[:1], *found]) if self.by_head else 0, True
-            before = found or before
+            before = found
         waiting: list[Item] = []
         tokens = 0
         for item in items:
-            if item is None:
-                yield [], 0, True
-                continue
             waiting.append(item)
             tokens += item.length
             if len(waiting) >= self.window or tokens >= self.window_tokens:
@@ -170,14 +163,11 @@ class Planner:
         for place, (found, head) in enumerate(cuts, start=1):
             yield found, head, place == len(cuts)
 
-    def _cut(self, items: Iterable[Item | None]) -> Iterator[list[Item]]:
-        """As many of one group in a row as a batch may have; nothing for None."""
+    def _cut(self, items: Iterable[Item]) -> Iterator[list[Item]]:
+        """As many of one group in a row as a batch may have."""
         batch: list[Item] = []
         longest = 0
         for item in items:
-            if item is None:
-                yield []
-                continue
             padded_tokens = (len(batch) + 1) * max(longest, item.length)
             is_full = self.padded_tokens is not None and padded_tokens > self.padded_tokens
             if batch and (batch[0].group != item.group or is_full):

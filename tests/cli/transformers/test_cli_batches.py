@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.cli.transformers.batching import MOST_NOT_GENERATED, Batch, Item, Planner
+from fastgen.cli.transformers.batching import Batch, Item, Planner
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.text import pad_text
 
@@ -76,11 +76,12 @@ def test_tokens_limit_a_batch_of_any_number_of_rows() -> None:
     assert list(map(lengths_of, batches)) == [[20], [6, 6], [1] * 12]
 
 
-def test_lines_without_text_do_not_pile_up() -> None:
-    planner = Planner(8, None, 99)
-    first, second = planner(items_of([4] + [0] * MOST_NOT_GENERATED))
-    assert (len(first.items), len(first.others)) == (0, MOST_NOT_GENERATED)
-    assert (lengths_of(second), second.number) == ([4], 0)
+def test_lines_without_text_wait_no_longer_than_to_the_end_of_their_block() -> None:
+    planner = Planner(8, None, 99, block=6)
+    first, second, third = planner(items_of([4] + [0] * 11 + [5]))
+    assert (lengths_of(first), first.number, [each.line.number for each in first.others]) == ([4], 0, [2, 3, 4, 5, 6])
+    assert (second.items, [each.line.number for each in second.others]) == ([], [7, 8, 9, 10, 11, 12])
+    assert (lengths_of(third), third.number) == ([5], 12)
 
 
 def test_what_an_earlier_run_has_written_leaves_the_other_batches_as_they_are() -> None:

@@ -24,9 +24,9 @@ from fastgen.cli.transformers.flag_values import json_file, parsed, setting, who
 
 PROG = "fastgen-generate-for-transformers"
 STREAM = "-"  # INPUT: standard input, OUTPUT: standard output
-AUDIO_IN = ("automatic-speech-recognition", "speech-to-text", "speech-to-speech")  # INPUT names audio files
-AUDIO_OUT = ("text-to-speech", "speech-to-speech")  # OUTPUT does
-TASKS = (*AUDIO_IN, *AUDIO_OUT, "translation")  # that fastgen knows, whatever MODEL has settings for
+AUDIO_OUT = ("text-to-speech", "speech-to-speech")  # OUTPUT names audio files
+# That fastgen knows, whatever MODEL has settings for.
+TASKS = ("automatic-speech-recognition", "speech-to-text", *AUDIO_OUT, "translation")
 # Names of Hugging Face, or of FastSeq, for what has another name here.
 ALIASES = {
     "num_beams": "beam",
@@ -168,16 +168,6 @@ class RunConfig:
     score_path: str | None = _flag("where to write the scores as JSON", metavar="FILE")
 
     @property
-    def audio_in(self) -> bool:
-        """Whether INPUT names audio files."""
-        return self.task in AUDIO_IN
-
-    @property
-    def audio_out(self) -> bool:
-        """Whether outputs are sounds."""
-        return self.task in AUDIO_OUT
-
-    @property
     def reads_records(self) -> bool:
         """Whether INPUT holds JSON."""
         return self.input_format != "text"
@@ -274,7 +264,7 @@ def completed(args: RunConfig) -> RunConfig:
     inferred = args.input_format is None and is_jsonl(args.input)
     input_format = args.input_format or ("jsonl" if inferred else "text")
     by_input = "text" if input_format == "text" else "jsonl"
-    output_format = args.output_format or ("jsonl" if is_jsonl(args.output) or args.audio_out else by_input)
+    output_format = args.output_format or ("jsonl" if is_jsonl(args.output) or args.task in AUDIO_OUT else by_input)
     args = replace(args, input_format=input_format, output_format=output_format)
     if input_format == "openai":
         args = replace(args, chat=True, causal_lm=True, text_field="body.messages", id_field="custom_id")

@@ -219,8 +219,8 @@ def lines_per_block(args: RunConfig) -> int:
     return args.window or (LINES_PER_WINDOW if args.bs is None else BATCHES_PER_WINDOW * args.bs)
 
 
-def with_batch_size(args: RunConfig, loaded: Loaded) -> RunConfig:
-    """`args`, with --bs and --batch_tokens where neither is given.
+def with_batch_size(args: RunConfig, loaded: Loaded, inputs: int | None) -> RunConfig:
+    """`args`, with --bs and --batch_tokens where neither is given: `inputs`, or None for what is chosen here.
 
     A batch is as large as a quarter of the memory beside the model allows, counted in the keys and values of its
     tokens, but not larger than what still gains: a larger one has more padding, and all of it waits for the longest
@@ -228,8 +228,8 @@ def with_batch_size(args: RunConfig, loaded: Loaded) -> RunConfig:
     """
     if args.bs is not None or args.batch_tokens is not None:
         return args
-    if loaded.feature_extractor is not None or args.audio_out:  # frames, most of which a model joins at once
-        return replace(args, bs=LEAST_INPUTS)
+    if inputs is not None:
+        return replace(args, bs=inputs)
     config = loaded.model.config.get_text_config(decoder=True)
     rows = rows_per_input(loaded)
     most_rows, most_tokens = MOST.get(loaded.device.type, MOST["cpu"])

@@ -67,7 +67,8 @@ def _run(args: RunConfig, stop: Stop) -> int:
     """Whatever does not need the model comes first: flags, files, and whether there is something to do at all."""
     args = _with_first_record(shards.of_launcher(args, os.environ))
     task = task_for(args)
-    surveyed, references = check_files(args)
+    surveyed = check_files(args)
+    references = references_of(args, None if surveyed is None else surveyed.lines, task.counts_words)
     journal = not files.is_stream(args.output)
     output = Journal(args.output, args.resume, args.overwrite) if journal else StreamOutput(args.output)
     try:
@@ -78,13 +79,13 @@ def _run(args: RunConfig, stop: Stop) -> int:
                 output.records, output.failures = made["records"], made["failures"]
             else:
                 shards.merge(args, output)
-            score_output(args, references, output.records)
+            score_output(args, references, output.records, task.counts_words)
             return _status(output.failures, output.records)
         task.args = args = _as_before(args, output.signature or made.get("signature") or {})
         if output.check(signature(args, surveyed)):
             if not args.quiet:
                 print(f"{PROG}: {args.output} is complete: the same command has made it", file=sys.stderr)
-            score_output(args, references, made["records"])
+            score_output(args, references, made["records"], task.counts_words)
             return _status(made["failures"], made["records"])
         if not args.quiet:
             print(f"loading {args.model}", file=sys.stderr, flush=True)
@@ -210,7 +211,7 @@ def _generate(
         progress.note(f"the sounds are in {task.sounds.folder}")
     if unused := sorted(getattr(task.input, "unused", ())):
         progress.note(f"what bodies of requests have besides was not used: {', '.join(unused)}")
-    score_output(args, references, output.records)
+    score_output(args, references, output.records, task.counts_words)
     if not args.quiet:
         if args.bs != asked.bs or args.batch_tokens != asked.batch_tokens:
             tokens = "" if args.batch_tokens is None else f" --batch_tokens {args.batch_tokens}"
@@ -226,8 +227,8 @@ def _status(failures: int, inputs: int) -> int:
     return FAILED if failures else 0
 
 
-def check_files(args: RunConfig) -> tuple[files.Survey | None, list[str] | None]:
-    """The survey of INPUT, None where it can be read only once, and the references, None where nothing is scored.
+def check_files(args: RunConfig) -> files.Survey | None:
+    """The survey of INPUT, None where it can be read only once.
 
     Raises InputError where a file cannot be used, or where INPUT does not hold what the task reads.
     """
@@ -236,7 +237,6 @@ def check_files(args: RunConfig) -> tuple[files.Survey | None, list[str] | None]
             why = f"--resume needs {name} to be a file, and {path} can be gone through only once"
             raise InputError(f"{name} {path}: {why}")
     surveyed = None if files.is_stream(args.input) else files.survey(args.input)
-    references = references_of(args, None if surveyed is None else surveyed.lines)
     sources = {"INPUT": args.input, "--reference_path": args.reference_path}
     files.check_writable("OUTPUT", args.output, sources)
     if args.score_path is not None:
@@ -247,7 +247,7 @@ def check_files(args: RunConfig) -> tuple[files.Survey | None, list[str] | None]
         is_there = os.path.exists(args.score_path)
         if is_there and not args.overwrite and not (args.resume and os.path.exists(args.output)):
             raise InputError(f"--score_path {args.score_path} already exists (accepted: another, or --overwrite)")
-    return surveyed, references
+    return surveyed
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from fastgen.cli.signals import Stop
 from fastgen.cli.transformers.args import ALIASES, STREAM, RunConfig, completed, generation_fields, parse_arguments
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.model import Loaded, prepare_tokenizer
+from fastgen.cli.transformers.model import Loaded
 from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, SplitOnOOM
 from fastgen.cli.transformers.records import WrongKindError, fields_of
 from fastgen.cli.transformers.tasks import task_for
@@ -55,7 +55,6 @@ class TextGenerator:
         if not isinstance(model, str):
             if tokenizer is None:
                 raise InputError("tokenizer: is missing (accepted: the tokenizer of the model)")
-            prepare_tokenizer(args, tokenizer)
             loaded = Loaded(self._task.args, model.eval(), tokenizer)
         fastgen.enable()
         self._task.load(loaded)

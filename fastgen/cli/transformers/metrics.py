@@ -22,15 +22,16 @@ PACKAGES = {"rouge-score": "rouge_score.rouge_scorer", "sacrebleu": "sacrebleu.m
 PACKAGES_OF_TRANSCRIPTS = PACKAGES | {"jiwer": "jiwer"}
 
 
-def references_of(args: RunConfig, lines: int | None) -> list[str] | None:
+def references_of(args: RunConfig, lines: int | None, counts_words: bool) -> list[str] | None:
     """Those of --reference_path, or else of the records of INPUT; None where nothing is to be scored.
 
-    lines: of INPUT, None where it can be read only once. Raises InputError where there are no references for them, or
-    where a package for the scores is missing, before anything is generated.
+    lines: of INPUT, None where it can be read only once. counts_words: whether there is a word error rate. Raises
+    InputError where there are no references for them, or where a package for the scores is missing, before anything is
+    generated.
     """
     if args.reference_path is None and args.reference_field is None:
         return None
-    packages = PACKAGES_OF_TRANSCRIPTS if args.audio_in else PACKAGES
+    packages = PACKAGES_OF_TRANSCRIPTS if counts_words else PACKAGES
     try:
         for module in packages.values():
             import_module(module)
@@ -65,13 +66,13 @@ def read_references(flag: str, path: str, reference_field: str | None = None) ->
     return references
 
 
-def score_output(args: RunConfig, references: list[str] | None, lines: int) -> None:
+def score_output(args: RunConfig, references: list[str] | None, lines: int, counts_words: bool) -> None:
     """Prints the scores of the first output of each of so many lines, also to a --score_path that may be written."""
     if references is None:
         return
     _check_count(args, references, lines)
     outputs = [first_text(record, args) for record in raw_lines("OUTPUT", args.output)]
-    scores = score(outputs, references, args.audio_in)
+    scores = score(outputs, references, counts_words)
     for name, value in scores.items():
         print(f"{name:<16}{f'{value:.4f}' if isinstance(value, float) else value}", file=sys.stdout)
     if args.score_path is not None and (args.overwrite or not os.path.exists(args.score_path)):

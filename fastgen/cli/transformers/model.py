@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto import modeling_auto as auto
 from transformers.utils import logging as library_logging
 
-from fastgen.cli.errors import InputError, check_packages
+from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import RunConfig, check_several_outputs
 from fastgen.cli.transformers.signature import model_folder
 
@@ -23,6 +24,10 @@ from fastgen.cli.transformers.signature import model_folder
 GROWING_POSITIONS = ("fsmt", "m2m_100", "nllb-moe", "xglm")
 # Tokenizers without a limit of their own say 10**30.
 NO_LIMIT = 10**9
+SPEECH_TO_SPEECH = {  # the library has no class that finds them
+    "seamless_m4t": "SeamlessM4TForSpeechToSpeech",
+    "seamless_m4t_v2": "SeamlessM4Tv2ForSpeechToSpeech",
+}
 # What drafts tokens and verifies them, which the library does for a single row.
 ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
@@ -31,7 +36,8 @@ ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 class Loaded:
     """A model in evaluation mode on its device, a tokenizer that can pad, and what generate is called with.
 
-    feature_extractor: what turns sound into the model's inputs; None for models that read text. settings: arguments of
+    feature_extractor: what turns sound into the model's inputs; None for models that read text. reads: the part of the
+    model that reads tokens of inputs, "encoder" or "decoder"; None where they are sounds. settings: arguments of
     generate. task_params: what the model's config keeps for --task.
     """
 
@@ -39,6 +45,7 @@ class Loaded:
     model: Any
     tokenizer: Any
     feature_extractor: Any = None
+    reads: str | None = "encoder"
     settings: dict[str, Any] = field(default_factory=dict)
     task_params: dict[str, Any] = field(default_factory=dict)
 
@@ -68,27 +75,24 @@ def choose_device(args: RunConfig) -> torch.device:
     return device
 
 
-def load(args: RunConfig, asked: str, classes: dict[str, tuple[Any, str]]) -> Loaded:
+def load(args: RunConfig, asked: str, processor: str) -> Loaded:
     """Model and tokenizer of MODEL; raises InputError where it does not exist, is broken, or cannot generate.
 
     With the device_map meta there are no weights: it is for those who plan what others generate.
 
-    asked: the way in which the flags ask for a model; classes: for each way the model types, and the class of
-    transformers that loads them, {} standing for the model type.
+    asked: how the flags ask for a model, see `_classes`. processor: the library's class of what makes inputs of lines.
     """
-    if args.audio_in:
-        check_packages("soundfile", "soxr", flag=args.given("task"))
     device = None if args.device_map == "meta" else choose_device(args)
     source = str(model_folder(args.model) or args.model)
     try:
         with _quiet_loading():
             config = transformers.AutoConfig.from_pretrained(source)
-            kind = _class_of(args, config, asked, classes)
+            kind = _class_of(args, config, asked)
             options = {name: getattr(args, name) for name in ("attn_implementation", "device_map")}
             options["dtype"] = _dtype_name(args)
             options = {name: value for name, value in options.items() if value is not None}
             model, info = kind.from_pretrained(source, output_loading_info=True, **options)
-            tokenizer, feature_extractor = _processors(args, source)
+            processing = getattr(transformers, processor).from_pretrained(source)
     except InputError:
         raise
     except Exception as error:
@@ -105,20 +109,32 @@ def load(args: RunConfig, asked: str, classes: dict[str, tuple[Any, str]]) -> Lo
             f"MODEL {args.model}: has no weights for {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}, "
             f"so {type(model).__name__} would generate at random"
         )
-    prepare_tokenizer(args, tokenizer)
     if args.device_map is None:
         model.to(device)
-    return Loaded(args, model.eval(), tokenizer, feature_extractor)
+    tokenizer = getattr(processing, "tokenizer", processing)
+    return Loaded(args, model.eval(), tokenizer, getattr(processing, "feature_extractor", None))
 
 
-def _class_of(args: RunConfig, config: Any, asked: str, classes: dict[str, tuple[Any, str]]) -> Any:
-    kind, (known, name) = config.model_type, classes[asked]
+def _classes() -> dict[str, tuple[Any, str]]:
+    """For each way to ask for a model: the model types that go with it, and the class that loads them."""
+    transcribing = auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "AutoModelForSpeechSeq2Seq"
+    return {
+        "without --causal_lm and --task": (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM"),
+        "with --causal_lm": (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
+        "with --task automatic-speech-recognition": transcribing,
+        "with --task speech-to-text": transcribing,
+        "with --task text-to-speech": (tuple(SPEECH_TO_SPEECH), "AutoModelForTextToWaveform"),
+        "with --task speech-to-speech": (SPEECH_TO_SPEECH, ""),
+    }
+
+
+def _class_of(args: RunConfig, config: Any, asked: str) -> Any:
+    classes, kind = _classes(), config.model_type
+    known, name = classes[asked]
     if kind not in known:
         ways = " or ".join(way for way, (names, _) in classes.items() if kind in names)
         accepted = f"accepted {ways}" if ways else "accepted: models that generate text from text or from speech"
         raise InputError(f"MODEL {args.model}: {kind} cannot generate {asked} ({accepted})")
-    if args.audio_in and not config.is_encoder_decoder:
-        raise InputError(f"MODEL {args.model}: {kind} needs a text beside the sound (accepted: Whisper, Moonshine, …)")
     return getattr(transformers, name or known[kind])
 
 
@@ -128,30 +144,16 @@ def _dtype_name(args: RunConfig) -> str | None:
     return "bfloat16" if args.bf16 else args.dtype
 
 
-def _processors(args: RunConfig, source: str) -> tuple[Any, Any]:
-    """Tokenizer and, where INPUT is sound, feature extractor."""
-    if not args.audio_in:
-        return transformers.AutoTokenizer.from_pretrained(source), None
-    processor = transformers.AutoProcessor.from_pretrained(source)
-    parts = [getattr(processor, name, None) for name in ("tokenizer", "feature_extractor")]
-    if None in parts:
-        raise InputError(f"MODEL {args.model}: has no processor with a tokenizer and a feature extractor")
-    return parts[0], parts[1]
-
-
-def prepare_tokenizer(args: RunConfig, tokenizer: Any) -> None:
-    """Make sure that it can pad; decoder-only models go on from the last column, so they are padded on the left."""
+def prepare_tokenizer(args: RunConfig, tokenizer: Any, padding_side: str | None) -> None:
+    """Makes sure that it can pad, on this side unless --padding_side says another; None: on its own."""
     # For a folder without tokenizer files transformers may build a tokenizer that knows no words and raises nothing.
-    if len(tokenizer.get_vocab()) - len(tokenizer.all_special_tokens) < 2:
+    if not hasattr(tokenizer, "get_vocab") or len(tokenizer.get_vocab()) - len(tokenizer.all_special_tokens) < 2:
         raise InputError(f"MODEL {args.model}: has no tokenizer")
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise InputError(f"MODEL {args.model}: its tokenizer has neither a pad nor an eos token")
         tokenizer.pad_token = tokenizer.eos_token
-    if args.padding_side is not None:
-        tokenizer.padding_side = args.padding_side
-    elif args.causal_lm:
-        tokenizer.padding_side = "left"
+    tokenizer.padding_side = args.padding_side or padding_side or tokenizer.padding_side
 
 
 @contextmanager
@@ -202,9 +204,8 @@ def check_limits(loaded: Loaded) -> None:
     for name in ASSISTED:
         if (value := loaded.value(name)) and args.bs != 1:
             raise InputError(f"{name} {value} takes one input at a time (accepted: --bs 1)")
-    if loaded.feature_extractor is None:
-        input_positions = positions(config, "decoder" if args.causal_lm else "encoder")
-        _check_at_most("--max_tokenizer_length", args.max_tokenizer_length, input_positions)
+    if loaded.reads is not None:
+        _check_at_most("--max_tokenizer_length", args.max_tokenizer_length, positions(config, loaded.reads))
     flags = {name: flag.split()[0] for name, _, flag in args.settings()}
     last_token = config.get_text_config(decoder=True).vocab_size - 1
     for name, value in loaded.settings.items():
@@ -248,21 +249,21 @@ def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str
     new_tokens: of a record that asks for so many.
     """
     args = loaded.args
-    if loaded.feature_extractor is not None:
+    if loaded.reads is None:
         return None
     limits = []
     # --max_tokenizer_length stands in for the tokenizer's own limit.
     if args.max_tokenizer_length is None and loaded.tokenizer.model_max_length < NO_LIMIT:
         limits.append((loaded.tokenizer.model_max_length, "MODEL's tokenizer; --max_tokenizer_length sets another"))
-    number = positions(loaded.model.config, "decoder" if args.causal_lm else "encoder")
+    number, continues = positions(loaded.model.config, loaded.reads), loaded.reads == "decoder"
     new_tokens = new_tokens or loaded.value("max_new_tokens")
     total = loaded.value("max_length")
-    if number is not None and args.causal_lm:
+    if number is not None and continues:
         following = new_tokens or 1
         limits.append((number - following, f"MODEL's {number} positions less {following} for generated tokens"))
     elif number is not None:
         limits.append((number, "MODEL's positions"))
-    if args.causal_lm and new_tokens is None and total is not None:
+    if continues and new_tokens is None and total is not None:
         name = "--max_gen_length" if args.given("max_length") else "max_length"
         limits.append((total - 1, f"{name} {total}, which counts the prompt"))
     return min(limits, default=None)

@@ -31,8 +31,6 @@ OWN_ARGUMENTS = (
     *("language", "task", "return_timestamps", "is_multilingual", "condition_on_prev_tokens", "tgt_lang"),
     *("prompt_condition_type", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
 )
-# The models inside of Seamless M4T: a setting for one of them has its name before it.
-PARTS = ("text", "speech")
 # Tokenizers of models whose decoder takes the target's code in place of a start token.
 DECODER_STARTS_WITH_LANGUAGE = ("MBartTokenizer", "PLBartTokenizer")
 SEAMLESS = ("seamless_m4t", "seamless_m4t_v2")
@@ -43,8 +41,10 @@ _MODE = GenerationMode
 MODES = (_MODE.GREEDY_SEARCH, _MODE.SAMPLE, _MODE.BEAM_SEARCH, _MODE.BEAM_SAMPLE, _MODE.ASSISTED_GENERATION)
 
 
-def set_generation(loaded: Loaded) -> None:
+def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
     """Fills `loaded.settings`: the task's settings, and over them the flags that were given.
+
+    prefixes: before the names of settings for one of several models that MODEL consists of.
 
     A file of --generation_config takes the place that the library gives to `model.generate(generation_config=…)`: what
     it leaves out stays the model's. Raises InputError for settings that the library or this model does not know or
@@ -55,13 +55,13 @@ def set_generation(loaded: Loaded) -> None:
     own = model.generation_config
     loaded.task_params = _task_params(args, model.config)
     settings = {name: value for name, value in loaded.task_params.items() if hasattr(own, name)}
-    settings |= (given := _given_settings(args, model) | language_settings(loaded))
+    settings |= (given := _given_settings(args, model, prefixes) | language_settings(loaded))
     if given.get("max_new_tokens") is not None:
         settings["max_length"] = None  # it has no effect then, and the library would say so for every batch
     for name, stronger in OVERRULED_BY.items():
         if name in settings and stronger not in settings and getattr(own, stronger) is not None:
             settings[stronger] = None
-    if own.pad_token_id is None and settings.get("pad_token_id") is None and not args.audio_out:
+    if own.pad_token_id is None and settings.get("pad_token_id") is None:
         settings["pad_token_id"] = loaded.tokenizer.pad_token_id
     config = copy.deepcopy(own)
     flags = ", ".join(flag for *_, flag in args.settings()) or "the settings of MODEL"
@@ -113,11 +113,10 @@ def _apply_file(args: RunConfig, model: Any) -> None:
     model.generation_config = merged
 
 
-def _given_settings(args: RunConfig, model: Any) -> dict[str, Any]:
+def _given_settings(args: RunConfig, model: Any, prefixes: tuple[str, ...]) -> dict[str, Any]:
     """What flags ask for; raises InputError for a setting that neither the library nor the model knows."""
     known = known_settings(model)
-    if args.audio_out:
-        known |= {f"{part}_{name}" for part in PARTS for name in known}
+    known |= {prefix + name for prefix in prefixes for name in known}
     for key, _, flag in args.settings():
         if key not in known:
             raise InputError(f"{flag}: there is no such setting{did_you_mean(key, known, ACCEPTED)}")
@@ -147,37 +146,31 @@ def token_ids(value: int | list[int] | None) -> list[int]:
 def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
     """Why an output depends on what else is in its batch, in the unpatched library: phrases for a note, or nothing.
 
-    Where there is a reason, batches of lines sorted by length would give other outputs than batches in file order. Of
-    the architecture a rule, no measurement: masks keep padding out of attention, but not out of positions that are
-    numbered from the first column on (a causal LM without position_ids, an encoder padded on the left), of states that
-    pass through padding, of convolutions over sounds of several lengths, of experts that take a part of each batch.
+    Where there is a reason, batches of lines sorted by length would give other outputs than batches in file order.
+    Whether a model's outputs depend on padding is the task's to say.
     """
-    value, args, model = loaded.value, loaded.args, loaded.model
-    config, kind, left = model.config, model.config.model_type, loaded.tokenizer.padding_side == "left"
-    reads_text = loaded.feature_extractor is None
-    if not reads_text:
-        depends = not args.audio_out and getattr(loaded.feature_extractor, "nb_max_frames", None) is None
-    elif args.causal_lm:
-        has_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-        depends = not left or not has_positions or getattr(model, "_is_stateful", False)
-    else:
-        depends = left and not args.audio_out
+    value, config, kind = loaded.value, loaded.model.config, loaded.model.config.model_type
     reasons = {
         "sampling draws all random numbers of a batch in a row": value("do_sample"),
         "the fallback to other temperatures samples": isinstance(value("temperature"), (list, tuple)),
         "max_time ends whole batches": value("max_time") is not None,
         "condition_on_prev_tokens pads earlier text to the longest of a batch": value("condition_on_prev_tokens"),
-        "encoder_repetition_penalty counts padding": reads_text and (value("encoder_repetition_penalty") or 1.0) != 1.0,
-        "encoder_no_repeat_ngram_size counts padding": reads_text and value("encoder_no_repeat_ngram_size"),
-        **(_reasons_of_prompts(loaded) if reads_text and args.causal_lm else {}),
+        **(_reasons_of_tokens(loaded) if loaded.reads is not None else {}),
+        **(_reasons_of_prompts(loaded) if loaded.reads == "decoder" else {}),
         "MODEL's attention depends on the longest input of a batch": kind == "bigbird_pegasus"
         and config.attention_type == "block_sparse",
         "MODEL's experts take a part of each batch only": kind == "switch_transformers"
         or (kind == "nllb-moe" and config.moe_eval_capacity_token_fraction < 1),
-        "the end of a sound depends on how much it is padded": args.audio_out,
-        "outputs of MODEL depend on padding": depends,
     }
     return [reason for reason, holds in reasons.items() if holds]
+
+
+def _reasons_of_tokens(loaded: Loaded) -> dict[str, Any]:
+    value = loaded.value
+    return {
+        "encoder_repetition_penalty counts padding": (value("encoder_repetition_penalty") or 1.0) != 1.0,
+        "encoder_no_repeat_ngram_size counts padding": value("encoder_no_repeat_ngram_size"),
+    }
 
 
 def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:
@@ -225,10 +218,10 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
         if index is None or (index == tokenizer.unk_token_id and token != tokenizer.unk_token):
             raise InputError(f"--forced_bos_token {token}: is not one token of MODEL's vocabulary")
         return {"forced_bos_token_id": index}
-    if loaded.model.config.model_type in SEAMLESS:
-        return _of_seamless(args, loaded.model.generation_config, known)
     if args.tgt_lang is None:
         return {}
+    if loaded.model.config.model_type in SEAMLESS:
+        return {"tgt_lang": _find("--tgt_lang", args.tgt_lang, known).strip("_")}
     index = known[_find("--tgt_lang", args.tgt_lang, known)]
     if type(tokenizer).__name__.removesuffix("Fast") not in DECODER_STARTS_WITH_LANGUAGE:
         return {"forced_bos_token_id": index}
@@ -249,18 +242,6 @@ def language_ids(tokenizer: Any) -> dict[str, int]:
         tokens = [token for token in tokenizer.all_special_tokens if token not in named and token.strip("<>") == token]
         codes = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
     return {code: index for code, index in codes.items() if index is not None and index != tokenizer.unk_token_id}
-
-
-def _of_seamless(args: RunConfig, config: Any, known: dict[str, int]) -> dict[str, Any]:
-    spoken = getattr(config, "vocoder_lang_code_to_id", None) or {}
-    if args.tgt_lang is None:
-        if args.audio_out:
-            raise InputError(f"--task {args.task} needs --tgt_lang (accepted: {_nearest('eng', spoken)})")
-        return {}
-    code = _find("--tgt_lang", args.tgt_lang, known).strip("_")
-    if args.audio_out and code not in spoken:
-        raise InputError(f"--tgt_lang {args.tgt_lang} is not spoken by MODEL (accepted: {_nearest(code, spoken)})")
-    return {"tgt_lang": code}
 
 
 def _of_whisper(args: RunConfig, config: Any) -> dict[str, Any]:
@@ -286,10 +267,11 @@ def _find(flag: str, language: str, known: Collection[str]) -> str:
     for code in (language, f"__{language}__"):
         if code in known:
             return code
-    accepted = _nearest(language, [code.strip("_") for code in known])
+    accepted = nearest(language, [code.strip("_") for code in known])
     raise InputError(f"{flag} {language} is not known to MODEL (accepted: {accepted})")
 
 
-def _nearest(language: str, known: Collection[str]) -> str:
+def nearest(language: str, known: Collection[str]) -> str:
+    """The languages that are called alike, for a message."""
     nearest = get_close_matches(language, list(known), n=3, cutoff=0.4) or sorted(known)[:3]
     return ", ".join(nearest) + (f" and {len(known) - len(nearest)} more" if len(known) > len(nearest) else "")

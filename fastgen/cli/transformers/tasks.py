@@ -14,13 +14,14 @@ Tests: tests/cli/transformers/test_cli_speech.py, tests/cli/transformers/test_cl
 
 from __future__ import annotations
 
+import inspect
 import os
 from contextlib import nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.errors import InputError, check_packages
 from fastgen.cli.transformers.args import AUDIO_OUT, TASKS, RunConfig
 from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item, Planner, make_planner, with_batch_size
 from fastgen.cli.transformers.files import LINES_AT_ONCE, Line, is_stream, is_url
@@ -33,24 +34,13 @@ if TYPE_CHECKING:
     from fastgen.cli.transformers.text import TextInput, TextOutput
     from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
-PLAIN = "without --causal_lm and --task"
-CAUSAL = "with --causal_lm"
-# What brings the scores of beams.
-SCORES = {"output_scores": True, "return_dict_in_generate": True}
-SPEECH_TO_SPEECH = {  # the library has no class that finds them
-    "seamless_m4t": "SeamlessM4TForSpeechToSpeech",
-    "seamless_m4t_v2": "SeamlessM4Tv2ForSpeechToSpeech",
-}
+SOUNDS_AT_ONCE = 8  # in a batch: a model joins most of their frames
 
 
 def task_for(args: RunConfig) -> Task:
     """The task that the flags ask for; raises InputError for flags that do not go with it."""
-    kind: type[Task] = ChatTask if args.chat else TextTask
-    if args.audio_out:
-        kind = SpeakTask
-    elif args.audio_in:
-        kind = TranscribeTask
-    task = kind(args)
+    of_text = ChatTask if args.chat else CausalTask if args.causal_lm else TextTask
+    task = OF_SOUND.get(args.task or "", of_text)(args)
     task.validate()
     return task
 
@@ -58,10 +48,20 @@ def task_for(args: RunConfig) -> Task:
 class Task:
     """A kind of run; see the module's docstring."""
 
-    refused: ClassVar[tuple[str, ...]] = ()  # flags that do not go with it
-    why: ClassVar[str] = ""
+    refused: ClassVar[dict[str, str]] = {}  # flags that do not go with it, and what they do not go with
+    asked: ClassVar[str] = "with --task {0.task}"  # how flags ask for a model of this kind
     unit: ClassVar[str] = "tokens"  # of the amount that is generated
     lines_at_once: ClassVar[int] = LINES_AT_ONCE  # that a worker prepares
+    reads: ClassVar[str | None] = "encoder"  # the part of the model that reads tokens of inputs; None: they are sounds
+    padding_side: ClassVar[str | None] = None  # of the tokenizer; None: its own
+    inputs_at_once: ClassVar[int | None] = None  # in a batch, where no flag says it; None: as fit into memory
+    # Whether batches depend on what inputs begin with, whose keys and values are kept from batch to batch.
+    plans_by_head: ClassVar[bool] = False
+    packages: ClassVar[tuple[str, ...]] = ()  # that lines are read with
+    processor: ClassVar[str] = "AutoTokenizer"  # the library's class of what makes inputs of lines
+    prefixes: ClassVar[tuple[str, ...]] = ()  # of settings for one of several models in MODEL
+    why_padding: ClassVar[str] = "outputs of MODEL depend on padding"
+    counts_words: ClassVar[bool] = False  # whether there is a word error rate among the scores
 
     loaded: Loaded
     input: TextInput | AudioInput
@@ -72,30 +72,20 @@ class Task:
         self.args = args
         self._reuse: PrefixReuse | None = None
 
-    @property
-    def plans_by_head(self) -> bool:
-        """Whether batches depend on what inputs begin with, whose keys and values are kept from batch to batch."""
-        return self.args.causal_lm
-
     def validate(self) -> None:
         """Raises InputError for flags that do not go with the task, or with each other in it."""
         args = self.args
         if args.task not in TASKS and (near := get_close_matches(args.task or "", TASKS, n=1, cutoff=0.85)):
             raise InputError(f"--task {args.task} is not known (did you mean {near[0]}?)")
-        if args.chat and not args.causal_lm:
-            raise InputError("--chat needs --causal_lm")
-        if args.system is not None and not args.chat:
-            raise InputError(f"--system {args.system} needs --chat")
-        self._refuse(self.refused, self.why)
-        if args.causal_lm:
-            of_encoders = ("decoder_start_token_id", "src_lang", "tgt_lang", "forced_bos_token")
-            self._refuse(of_encoders, "--causal_lm, which has no encoder (accepted: one of them)")
-        if args.speaker_id is not None and not args.audio_out:
+        for name, needed in (("chat", "causal_lm"), ("system", "chat")):
+            if args.given(name) and not args.given(needed):
+                raise InputError(f"{args.given(name)} needs --{needed}")
+        for name, what in self.refused.items():
+            if args.given(name):
+                raise InputError(f"{args.given(name)} does not go with {what.format(args)}")
+        if args.speaker_id is not None and args.task not in AUDIO_OUT:
             raise InputError(f"--speaker_id {args.speaker_id} needs --task {' or '.join(AUDIO_OUT)}")
-
-    def _refuse(self, flags: tuple[str, ...], what: str) -> None:
-        for flag in filter(None, map(self.args.given, flags)):
-            raise InputError(f"{flag} does not go with {what.format(self.args)}")
+        check_packages(*self.packages, flag=args.given("task"))
 
     def load(self, loaded: Loaded | None = None) -> None:
         """Fills `loaded`, `input` and `output`; raises InputError where MODEL cannot do what is asked for.
@@ -105,49 +95,48 @@ class Task:
         from fastgen.cli.transformers import model, settings
         from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
-        classes, asked = _classes(), f"with --task {self.args.task}"
-        if asked not in classes:
-            asked = CAUSAL if self.args.causal_lm else PLAIN
-        self.loaded = loaded or model.load(self.args, asked, classes)
+        self.loaded = loaded or model.load(self.args, self.asked.format(self.args), self.processor)
+        self.loaded.reads = self.reads
+        model.prepare_tokenizer(self.args, self.loaded.tokenizer, self.padding_side)
         if self.plans_by_head:  # a model that is there already may be trained between two calls
             self._reuse = PrefixReuse(self.loaded.model, check_weights=loaded is not None)
-        settings.set_generation(self.loaded)
-        self.args = self.loaded.args = with_batch_size(self.args, self.loaded)
+        settings.set_generation(self.loaded, self.prefixes)
+        self.args = self.loaded.args = with_batch_size(self.args, self.loaded, self.inputs_at_once)
         model.check_limits(self.loaded)
         self.specialize()
+        self.input = self.reader()
 
     def specialize(self) -> None:
-        """The task's own part of `load`."""
+        """The task's own part of `load`, which fills `output`."""
         raise NotImplementedError
+
+    def reader(self) -> TextInput | AudioInput:
+        """What makes arrays of lines."""
+        from fastgen.cli.transformers.text import TextInput
+
+        return TextInput.of(self.loaded)
 
     def notes(self) -> tuple[list[str], Planner]:
         """What a user should know about how lines are batched, and what batches them."""
-        from fastgen.cli.transformers.model import lengths_of_inputs
+        reasons = self.reasons_to_keep_file_order()
+        note = f"batches keep the order of INPUT, so that outputs stay the same: {', '.join(reasons)}"
+        in_order = bool(reasons) or self.args.window == 0
+        return [note] * bool(reasons), make_planner(self.args, self.loaded, in_order, self.plans_by_head)
+
+    def reasons_to_keep_file_order(self) -> list[str]:
+        """Why an output depends on what else is in its batch, in the unpatched library: phrases for a note, or none."""
         from fastgen.cli.transformers.settings import reasons_to_keep_file_order
 
-        notes = []
-        reasons = reasons_to_keep_file_order(self.loaded)
-        if reasons:
-            notes.append(f"batches keep the order of INPUT, so that outputs stay the same: {', '.join(reasons)}")
-        if self.args.truncation and lengths_of_inputs(self.loaded)[0] is None:
-            hint = "(--max_tokenizer_length N sets one)"
-            notes.append(f"--truncation changes nothing: MODEL takes inputs of any length {hint}")
-        in_order = bool(reasons) or self.args.window == 0
-        return notes, make_planner(self.args, self.loaded, in_order, self.plans_by_head)
+        return reasons_to_keep_file_order(self.loaded) + [self.why_padding] * self.depends_on_padding()
 
-    def writes_text(self, starts_with_token: bool, eos_token_ids: list[int], has_scores: bool = True) -> TextOutput:
-        """What makes text of sequences; asks generate for the scores of beams where OUTPUT has them.
+    def depends_on_padding(self) -> bool:
+        """Of the architecture; a rule, no measurement.
 
-        starts_with_token: whether each begins with one that was given to the decoder.
+        Masks keep padding out of attention, but not out of positions that are numbered from the first column on (a
+        causal LM without position_ids, an encoder padded on the left), of states that pass through padding, of
+        convolutions over sounds of several lengths.
         """
-        from fastgen.cli.transformers.text import TextOutput
-
-        loaded, args = self.loaded, self.args
-        scored = has_scores and (args.output_sequence_scores or args.writes_records)
-        if scored and (loaded.value("num_beams") or 1) > 1:
-            loaded.settings |= SCORES
-        pad = loaded.value("pad_token_id")
-        return TextOutput(loaded.tokenizer, args, eos_token_ids, pad, start_tokens=int(starts_with_token))
+        return self.loaded.tokenizer.padding_side == "left"
 
     def prepare(self, lines: list[Line]) -> list[Item]:
         """An item for each line, with arrays for the model, an error, or neither for a line with nothing in it."""
@@ -168,7 +157,7 @@ class Task:
         generated = found if isinstance(found, dict) else {"sequences": found}
         scores, segments = generated.get("sequences_scores"), generated.get("segments")  # [B * R]
         sequences = generated["sequences"].long()  # without any segment they are floats
-        if self.args.causal_lm:
+        if self.reads == "decoder":
             sequences = sequences[:, batch.inputs["input_ids"].shape[1] :]  # [B * R, N + T] -> [B * R, T]
         if len(sequences) % len(batch.items):
             raise RuntimeError(f"generate returned {len(sequences)} sequences for {len(batch.items)} inputs")
@@ -199,24 +188,45 @@ class Task:
 
 
 class TextTask(Task):
-    """Text to text: an encoder-decoder, or with --causal_lm a decoder."""
+    """Text to text, by an encoder-decoder."""
+
+    asked = "without --causal_lm and --task"
 
     def specialize(self) -> None:
-        from fastgen.cli.transformers.settings import token_ids
-        from fastgen.cli.transformers.text import TextInput
+        from fastgen.cli.transformers.text import TextOutput
 
         loaded, args = self.loaded, self.args
         if args.prefix is None:
-            self.args = args = loaded.args = replace(args, prefix=loaded.task_params.get("prefix") or "")
-        self.input = TextInput.of(loaded)
-        self.output = self.writes_text(not args.causal_lm, token_ids(loaded.value("eos_token_id")))
+            self.args = loaded.args = replace(args, prefix=loaded.task_params.get("prefix") or "")
+        self.output = TextOutput.of(loaded, starts_with_token=self.reads == "encoder")
 
 
-class ChatTask(TextTask):
+class CausalTask(TextTask):
+    """Text that a decoder goes on with, from the last column on, so that padding is on the left."""
+
+    asked = "with --causal_lm"
+    refused = dict.fromkeys(
+        ("decoder_start_token_id", "src_lang", "tgt_lang", "forced_bos_token"),
+        "--causal_lm, which has no encoder (accepted: one of them)",
+    )
+    reads = "decoder"
+    padding_side = "left"
+    plans_by_head = True
+
+    def depends_on_padding(self) -> bool:
+        model = self.loaded.model
+        has_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        return (
+            self.loaded.tokenizer.padding_side != "left" or not has_positions or getattr(model, "_is_stateful", False)
+        )
+
+
+class ChatTask(CausalTask):
     """Conversations through the tokenizer's chat template; INPUT may be requests of OpenAI's batch format."""
 
-    refused = ("truncation",)
-    why = "--chat: the end of a conversation is where the answer begins (accepted: one of them)"
+    refused = CausalTask.refused | {
+        "truncation": "--chat: the end of a conversation is where the answer begins (accepted: one of them)"
+    }
 
     def specialize(self) -> None:
         args, tokenizer = self.args, self.loaded.tokenizer
@@ -228,8 +238,7 @@ class ChatTask(TextTask):
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program that raises what it likes
             flag = args.given("system") or "--chat"
-            why = " ".join(str(error).split())
-            raise InputError(f"{flag}: the chat template of MODEL {args.model} refuses it ({why})") from error
+            raise InputError(f"{flag}: the chat template of MODEL {args.model} refuses it ({error})") from error
         super().specialize()
 
     def settings_of(self, item: Item) -> dict[str, Any]:
@@ -240,26 +249,45 @@ class ChatTask(TextTask):
 class TranscribeTask(Task):
     """Audio files to text. Whisper takes recordings of any length, other models what they hear at once."""
 
-    refused = ("causal_lm", "prefix", "max_tokenizer_length", "truncation", "padding_side", "chat")
-    why = "--task {0.task}, whose inputs are audio files"
+    refused = dict.fromkeys(
+        ("causal_lm", "prefix", "max_tokenizer_length", "truncation", "padding_side", "chat"),
+        "--task {0.task}, whose inputs are audio files",
+    )
     lines_at_once = 1  # a recording may be hours long, and what waits for the model is in memory
+    reads = None
+    inputs_at_once = SOUNDS_AT_ONCE
+    counts_words = True
+    packages = ("soundfile", "soxr")
+    processor = "AutoProcessor"
 
-    def specialize(self) -> None:
+    def depends_on_padding(self) -> bool:
+        return getattr(self.loaded.feature_extractor, "nb_max_frames", None) is None  # Whisper's have one length
+
+    def reader(self) -> TextInput | AudioInput:
         from fastgen.cli.transformers.audio import AudioInput
-        from fastgen.cli.transformers.settings import token_ids
 
-        loaded = self.loaded
-        is_whisper = loaded.model.config.model_type == "whisper"
-        if is_whisper and loaded.value("return_timestamps"):
-            loaded.settings["return_segments"] = True
+        loaded, config = self.loaded, self.loaded.model.config
+        if loaded.feature_extractor is None:
+            raise InputError(f"MODEL {self.args.model}: has no feature extractor")
         # Whisper's generate finds where the next window begins by the timestamps that it generates.
         has_timestamps = getattr(loaded.model.generation_config, "no_timestamps_token_id", None) is not None
-        windows = is_whisper and has_timestamps and loaded.settings.get("return_timestamps") is not False
-        self.input = AudioInput(loaded.feature_extractor, self.args, windows)
-        # Whisper's generate leaves out the tokens that it was given, and the end.
-        eos_token_ids = [] if is_whisper else token_ids(loaded.value("eos_token_id"))
-        # Where it returns scores, it returns but the last of its passes over a sound.
-        self.output = self.writes_text(not is_whisper, eos_token_ids, has_scores=not is_whisper)
+        finds_windows = has_timestamps and loaded.settings.get("return_timestamps") is not False
+        return AudioInput(loaded.feature_extractor, self.args, config.model_type == "whisper" and finds_windows)
+
+    def specialize(self) -> None:
+        from fastgen.cli.transformers.text import TextOutput
+
+        loaded, config = self.loaded, self.loaded.model.config
+        if not config.is_encoder_decoder:
+            needs = f"{config.model_type} needs a text beside the sound (accepted: Whisper, Moonshine, …)"
+            raise InputError(f"MODEL {self.args.model}: {needs}")
+        is_whisper = config.model_type == "whisper"
+        if is_whisper and loaded.value("return_timestamps"):
+            loaded.settings["return_segments"] = True
+        # Whisper's generate leaves out the tokens that it was given, and the end. Where it returns scores, it returns
+        # but the last of its passes over a sound.
+        marks = not is_whisper
+        self.output = TextOutput.of(loaded, starts_with_token=marks, ends_with_token=marks, has_scores=marks)
 
     def settings_of(self, item: Item) -> dict[str, Any]:
         # Of recordings that are longer than Whisper hears at once.
@@ -267,54 +295,53 @@ class TranscribeTask(Task):
 
 
 class SpeakTask(Task):
-    """Text or audio files to sounds, which Seamless M4T speaks."""
+    """Text to sounds, which Seamless M4T speaks."""
 
-    refused = (
-        *("causal_lm", "chat", "num_return_sequences", "decoder_start_token_id", "forced_bos_token"),
-        *("include_special_tokens", "clean_up_tokenization_spaces", "join_outputs", "output_sequence_scores"),
-        *("reference_path", "reference_field"),
+    refused = dict.fromkeys(
+        (
+            *("causal_lm", "chat", "num_return_sequences", "text_num_return_sequences", "decoder_start_token_id"),
+            *("forced_bos_token", "include_special_tokens", "clean_up_tokenization_spaces", "join_outputs"),
+            *("output_sequence_scores", "reference_path", "reference_field", "ray"),
+        ),
+        "--task {0.task}, whose outputs are audio files",
     )
-    why = "--task {0.task}, whose outputs are audio files"
     unit = "seconds of sound"
+    inputs_at_once = SOUNDS_AT_ONCE
+    prefixes = ("text_", "speech_")
+    why_padding = "the end of a sound depends on how much it is padded"
 
     def validate(self) -> None:
         super().validate()
         args = self.args
-        if args.audio_in:
-            self._refuse(TranscribeTask.refused, TranscribeTask.why)
-        if is_stream(args.output) or is_url(args.output) or args.output_format != "jsonl":
-            is_text = args.output_format != "jsonl"
-            asked = f"--output_format {args.output_format}" if is_text else f"OUTPUT {args.output}"
-            raise InputError(f"{asked} does not go with --task {args.task} (accepted: a file of JSON records)")
-        for key, value in args.gen:
-            if key.endswith("num_return_sequences") and value != 1:
-                raise InputError(f"--gen {key}={value} does not go with --task {args.task}: an input is one sound")
+        flag = args.given("output_format") if args.output_format != "jsonl" else ""
+        if flag or is_stream(args.output) or is_url(args.output):
+            what = flag or f"OUTPUT {args.output}"
+            raise InputError(f"{what} does not go with --task {args.task} (accepted: a file of JSON records)")
         output = os.path.realpath(args.output)
         is_there, goes_on, has_sounds = (os.path.lexists(output + end) for end in ("", ".part", ".audio"))
         if not args.overwrite and not goes_on and is_there != has_sounds:
-            if has_sounds:
-                hint = "accepted: another name, or --overwrite"
-                raise InputError(f"OUTPUT {args.output}: {output}.audio already exists ({hint})")
-            if args.resume:
-                why = f"is there, but its sounds in {output}.audio are gone"
-                raise InputError(f"OUTPUT {args.output}: {why} (accepted: --overwrite)")
+            why = f"of it and {output}.audio one is there without the other"
+            raise InputError(f"OUTPUT {args.output}: {why} (accepted: another name, or --overwrite)")
+
+    def depends_on_padding(self) -> bool:
+        return True
 
     def specialize(self) -> None:
-        from fastgen.cli.transformers.audio import AudioInput, SoundFolder
-        from fastgen.cli.transformers.text import TextInput
+        from fastgen.cli.transformers.audio import SoundFolder
+        from fastgen.cli.transformers.settings import nearest
 
-        args, config = self.args, self.loaded.model.config
+        args, own, config = self.args, self.loaded.model.generation_config, self.loaded.model.config
+        spoken = getattr(own, "vocoder_lang_code_to_id", None) or {}
+        if args.tgt_lang is None:
+            raise InputError(f"--task {args.task} needs --tgt_lang (accepted: {nearest('eng', spoken)})")
+        if (code := self.loaded.settings["tgt_lang"]) not in spoken:
+            raise InputError(f"--tgt_lang {args.tgt_lang} is not spoken by MODEL (accepted: {nearest(code, spoken)})")
         if (number := args.speaker_id) is not None:
             if number >= config.vocoder_num_spkrs:
                 accepted = f"accepted: 0 to {config.vocoder_num_spkrs - 1}"
                 raise InputError(f"--speaker_id {number} is not known to MODEL ({accepted})")
             name = "spkr_id" if config.model_type == "seamless_m4t" else "speaker_id"
             self.loaded.settings[name] = number
-        if args.audio_in:
-            self.lines_at_once = TranscribeTask.lines_at_once  # type: ignore[misc]
-            self.input = AudioInput(self.loaded.feature_extractor, args)
-        else:
-            self.input = TextInput.of(self.loaded)
         self.output = self.sounds = SoundFolder(args.output, config.sampling_rate)
 
     def generate(self, batch: Batch) -> GeneratedBatch:
@@ -325,19 +352,22 @@ class SpeakTask(Task):
         )
 
 
-def _classes() -> dict[str, tuple[Any, str]]:
-    """For each way to ask for a model: the model types that go with it, and the class that loads them."""
-    from transformers.models.auto import modeling_auto as auto
+class InterpretTask(SpeakTask):
+    """Audio files to sounds."""
 
-    transcribing = auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "AutoModelForSpeechSeq2Seq"
-    return {
-        PLAIN: (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM"),
-        CAUSAL: (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
-        "with --task automatic-speech-recognition": transcribing,
-        "with --task speech-to-text": transcribing,
-        "with --task text-to-speech": (tuple(SPEECH_TO_SPEECH), "AutoModelForTextToWaveform"),
-        "with --task speech-to-speech": (SPEECH_TO_SPEECH, ""),
-    }
+    refused = TranscribeTask.refused | SpeakTask.refused
+    lines_at_once = TranscribeTask.lines_at_once
+    reads = None
+    packages = TranscribeTask.packages
+    processor = TranscribeTask.processor
+    reader = TranscribeTask.reader
+
+
+OF_SOUND: dict[str, type[Task]] = {
+    **dict.fromkeys(("automatic-speech-recognition", "speech-to-text"), TranscribeTask),
+    "text-to-speech": SpeakTask,
+    "speech-to-speech": InterpretTask,
+}
 
 
 def _segment(segment: dict[str, Any]) -> tuple[float, float, list[int]]:

@@ -20,6 +20,7 @@ from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import GeneratedBatch, Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.model import Loaded, embedded_tokens, input_limit, lengths_of_inputs
+from fastgen.cli.transformers.settings import token_ids
 
 TOKENIZER_RAISES = "cannot be tokenized"
 DECODER_RAISES = "what was generated cannot be decoded"
@@ -38,6 +39,9 @@ BODY_SETTINGS = {
     "top_p": "top_p",
 }
 BODY_WITHOUT_SETTINGS = ("model", "messages", *BODY_SETTINGS)
+
+# What brings the scores of beams.
+SCORES = {"output_scores": True, "return_dict_in_generate": True}
 
 
 class TextInput:
@@ -196,6 +200,20 @@ class TextOutput:
         skip = not args.include_special_tokens
         self._decode = partial(tokenizer.batch_decode, skip_special_tokens=skip, **clean_up)
         self._eos, self._pad, self._start = eos_token_ids, pad_token_id, start_tokens
+
+    @staticmethod
+    def of(
+        loaded: Loaded, starts_with_token: bool, ends_with_token: bool = True, has_scores: bool = True
+    ) -> TextOutput:
+        """For a model, of which generate is asked for the scores of beams where OUTPUT has them.
+
+        Whether its sequences begin with a token that was given to the decoder, and end with one for the end.
+        """
+        args, eos = loaded.args, token_ids(loaded.value("eos_token_id")) if ends_with_token else []
+        scored = has_scores and (args.output_sequence_scores or args.writes_records)
+        if scored and (loaded.value("num_beams") or 1) > 1:
+            loaded.settings |= SCORES
+        return TextOutput(loaded.tokenizer, args, eos, loaded.value("pad_token_id"), int(starts_with_token))
 
     def finish(self, generated: GeneratedBatch) -> float:
         """Fills the items' outputs, and an error where what was generated cannot be decoded; returns the tokens."""

@@ -345,10 +345,6 @@ def started(args: RunConfig) -> Iterator[Workers]:
         raise InputError(
             f"--device {args.device} does not go with --workers: each has a GPU of its own (accepted: cuda)"
         )
-    if args.ray is not None and args.audio_out:
-        raise InputError(
-            f"--task {args.task} does not go with --ray: workers write the sounds (accepted: --workers alone)"
-        )
     if args.ray is not None:
         _check_address(args.ray)
     before = signal.getsignal(signal.SIGTERM)

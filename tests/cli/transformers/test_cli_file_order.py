@@ -11,7 +11,6 @@ import fastgen
 from fastgen.cli.transformers import settings
 from fastgen.cli.transformers.args import parse_arguments
 from fastgen.cli.transformers.model import Loaded
-from fastgen.cli.transformers.settings import reasons_to_keep_file_order
 from fastgen.cli.transformers.tasks import task_for
 
 # Some have one word, and a batch in file order has short and long ones.
@@ -54,7 +53,7 @@ def load(models: Path, model: str, flags: list[str]) -> tuple[Loaded, list[str]]
     """The model with what generate gets, and the reasons."""
     task = task_for(parse_arguments([str(models / model), "input", "output", *flags]))
     task.load()
-    return task.loaded, reasons_to_keep_file_order(task.loaded)
+    return task.loaded, task.reasons_to_keep_file_order()
 
 
 def outputs(loaded: Loaded, order: list[int]) -> list[list[int]]:

@@ -238,8 +238,6 @@ def lengths_of_inputs(loaded: Loaded) -> tuple[int | None, tuple[int, str] | Non
         return min(filter(None, (asked, limit and limit[0])), default=None), limit
     if args.no_truncation and asked is not None:
         limit, asked = min(filter(None, (limit, (asked, f"--max_tokenizer_length {asked}")))), None
-    if limit is not None and not args.chat:
-        limit = limit[0], f"{limit[1]}; --truncation truncates"
     return asked, limit
 
 

@@ -241,6 +241,11 @@ class ChatTask(CausalTask):
             raise InputError(f"{flag}: the chat template of MODEL {args.model} refuses it ({error})") from error
         super().specialize()
 
+    def reader(self) -> TextInput:
+        from fastgen.cli.transformers.text import ChatInput
+
+        return ChatInput.of(self.loaded)
+
     def settings_of(self, item: Item) -> dict[str, Any]:
         settings = dict(item.group or ())
         return settings | ({"max_length": None} if "max_new_tokens" in settings else {})

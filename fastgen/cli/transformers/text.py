@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -52,6 +52,9 @@ class TextInput:
     an input that asks for n new ones. embedded_tokens: how many the model's embedding has. None: nothing limits it.
     """
 
+    truncates: ClassVar[bool] = True
+    hint: ClassVar[str] = "; --truncation truncates"
+
     def __init__(
         self,
         tokenizer: Any,
@@ -65,9 +68,11 @@ class TextInput:
         limits = [] if most is None else [most]
         # Truncating is asked for by a length; without one the full length is wanted, to compare it with the limit.
         self._options: dict[str, Any] = {}
-        if truncate_to is not None and not args.chat:
+        if truncate_to is None:
+            limits = [(number, why + self.hint) for number, why in limits]
+        elif self.truncates:
             self._options = {"truncation": True, "max_length": truncate_to}
-        elif truncate_to is not None:
+        else:
             limits.append((truncate_to, CHAT_IS_NOT_TRUNCATED))
         if isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
             # The first call with these settings writes them into the tokenizer, which must not be in use then:
@@ -106,10 +111,7 @@ class TextInput:
         return items
 
     def _encode(self, inputs: list[Any]) -> list[list[int]]:
-        """Token ids of texts, or of conversations, whose special tokens are those of the template."""
-        if self._args.chat:
-            options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-            return self._tokenizer.apply_chat_template(inputs, **options)["input_ids"]
+        """Token ids of several inputs."""
         return self._tokenizer(inputs, verbose=False, **self._options)["input_ids"]
 
     def _fill(self, item: Item, ids: list[int] | str) -> None:
@@ -163,11 +165,22 @@ class TextInput:
             return ids
         return f"{why}, and half of these do not come to its first {tokens} tokens"
 
-    @staticmethod
-    def of(loaded: Loaded) -> TextInput:
+    @classmethod
+    def of(cls, loaded: Loaded) -> TextInput:
         """For a model, with the prefix of its task unless there is another."""
         limits = *lengths_of_inputs(loaded), embedded_tokens(loaded.model)
-        return TextInput(loaded.tokenizer, loaded.args, *limits, partial(input_limit, loaded))
+        return cls(loaded.tokenizer, loaded.args, *limits, partial(input_limit, loaded))
+
+
+class ChatInput(TextInput):
+    """Lines are conversations, none of which is truncated; their special tokens are those of the chat template."""
+
+    truncates = False
+    hint = ""
+
+    def _encode(self, inputs: list[Any]) -> list[list[int]]:
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        return self._tokenizer.apply_chat_template(inputs, **options)["input_ids"]
 
 
 def pad_text(rows: list[np.ndarray], pad_token_id: int, left: bool) -> dict[str, torch.Tensor]:

@@ -297,7 +297,7 @@ def test_input_limit_says_what_sets_it(models: Path, model: str, flags: tuple, l
 @pytest.mark.parametrize(
     ("model", "flags", "truncate_to", "limit"),
     [
-        ("bart", (), None, (POSITIONS, "--truncation truncates")),
+        ("bart", (), None, (POSITIONS, "positions")),
         ("bart", ("--max_tokenizer_length", 9), 9, (POSITIONS, "positions")),
         ("bart", ("--truncation",), POSITIONS, (POSITIONS, "positions")),
         ("bart", ("--truncation", "--max_tokenizer_length", 9), 9, (POSITIONS, "positions")),

@@ -14,7 +14,7 @@ from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.records import WrongKindError
-from fastgen.cli.transformers.text import SHORTEST_LONG_TEXT, TextInput
+from fastgen.cli.transformers.text import SHORTEST_LONG_TEXT, ChatInput, TextInput
 from fastgen.models.demo import demo_path
 
 TEMPLATE = (
@@ -42,7 +42,8 @@ def prepare(tokenizer: transformers.PreTrainedTokenizerBase) -> Callable[..., li
         raw = [line if isinstance(line, bytes) else line.encode() for line in lines]
         numbered = [Line(number, each) for number, each in enumerate(raw, start=1)]
         lengths = {name: given.pop(name) for name in ("max_tokenizer_length", "limit") if name in given}
-        return TextInput(with_tokenizer or tokenizer, asked(**given), *limits(**lengths)).prepare(numbered)
+        kind = ChatInput if given.get("chat") else TextInput
+        return kind(with_tokenizer or tokenizer, asked(**given), *limits(**lengths)).prepare(numbered)
 
     return prepare_lines
 
@@ -240,10 +241,10 @@ def test_only_the_line_fails_on_which_the_tokenizer_raises(
 
 
 def test_longer_input_than_the_limit_is_its_lines_error(prepare: Callable[..., list[Item]]) -> None:
-    limit = (5, "MODEL's positions; --max_tokenizer_length truncates")
+    limit = (5, "MODEL's positions")
     lines = ["word1 word2 word3", "word1 word2 word3 word4"]
     good, bad = prepare(lines, limit=limit)
-    assert bad.error == f"has 6 tokens, the limit is 5 ({limit[1]})"
+    assert bad.error == "has 6 tokens, the limit is 5 (MODEL's positions; --truncation truncates)"
     assert ids([good]) == [[0, 5, 6, 7, 2]]
     assert [len(row) for row in ids(prepare(lines, limit=limit, max_tokenizer_length=5))] == [5, 5]
 

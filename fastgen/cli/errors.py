@@ -30,6 +30,11 @@ class RunError(Exception):
     """A run that cannot go on, whatever was given. The message is one line; the command ends with status 1."""
 
 
+def reason(error: BaseException) -> str:
+    """An exception's type and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
 def check_packages(*names: str, flag: str = "") -> None:
     """Raises InputError with what to install where Python finds one of them nowhere; `flag` is what needs them."""
     if missing := [name for name in names if find_spec(name) is None]:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import fastgen
 from fastgen.cli.errors import InputError, did_you_mean
-from fastgen.cli.transformers.flag_values import json_file, parsed, setting, whole, whole_or_auto
+from fastgen.cli.transformers.flag_values import AUTO, UNSET, json_file, parsed, setting, whole
 
 PROG = "fastgen-generate-for-transformers"
 STREAM = "-"  # INPUT: standard input, OUTPUT: standard output
@@ -42,7 +42,7 @@ IGNORED: dict[str, dict[str, Any]] = {
     "output_summaries_only": {"action": "store_true"},
 }
 # Of these only one is accepted at a time.
-EXCLUSIVE = (("dtype", "fp16", "bf16"), ("truncation", "no_truncation"))
+EXCLUSIVE = (("dtype", "fp16", "bf16"), ("truncation", "no_truncation"), ("max_length", "max_new_tokens"))
 # The groups of --help-all, by the first flag of each. --help has the first.
 GROUPS = {
     "bs": "common flags",
@@ -50,7 +50,7 @@ GROUPS = {
     "dtype": "model",
     "input_format": "formats of INPUT and OUTPUT",
     "prefix": "text, tokens and languages",
-    "batch_tokens": "batches and workers",
+    "batch_tokens": "batches, threads and shards",
     "reference_path": "scores",
 }
 HELP = "Generate for every line of INPUT with a model and write one record per line to\nOUTPUT, in the same order."
@@ -103,6 +103,7 @@ class RunConfig:
     chat: bool = _switch("lines are messages of a user, or lists of messages")
     task: str | None = _flag("speech-to-text, text-to-speech, translation, …", metavar="NAME")
     device: str | None = _flag("cpu, cuda, cuda:1, … (default: cuda if there is one)", metavar="NAME")
+    workers: Any = _flag("processes with a model each, or auto (needs ray)", type=whole(1, AUTO), metavar="N")
     resume: bool = _switch("go on with the run that left OUTPUT.part")
     overwrite: bool = _switch("replace an OUTPUT, or --score_path, that is there")
     quiet: bool = _switch("no progress on stderr, only what went wrong")
@@ -154,13 +155,12 @@ class RunConfig:
     )
     preprocess_workers: int = _flag("threads that tokenise ahead (default: 1)", 1, type=whole(1), metavar="N")
     postprocess_workers: int = _flag("threads that detokenise (default: 1)", 1, type=whole(1), metavar="N")
-    n_obs: int | None = _flag("only the first N lines (-1: all)", type=whole(1, unset=-1), metavar="N")
+    n_obs: int | None = _flag("only the first N lines (-1: all)", type=whole(1, UNSET), metavar="N")
 
-    workers: Any = _flag("processes with a model each, or auto (needs ray)", type=whole_or_auto(1), metavar="N")
     ray: str | None = _flag("the cluster that --workers are on", nargs="?", const="auto", metavar="ADDRESS")
     verbose: bool = _switch("the speed of each worker")
-    num_shards: Any = _flag("divide INPUT into N runs, or auto", type=whole_or_auto(1), metavar="N")
-    shard_id: Any = _flag("which of them this is, from 0 on, or auto", type=whole_or_auto(0), metavar="I")
+    num_shards: Any = _flag("divide INPUT into N runs, or auto", type=whole(1, AUTO), metavar="N")
+    shard_id: Any = _flag("which of them this is, from 0 on, or auto", type=whole(0, AUTO), metavar="I")
     merge: bool = _switch("put all --num_shards together")
 
     reference_path: str | None = _flag("references, a line each: prints ROUGE, BLEU, chrF, …", metavar="FILE")
@@ -180,7 +180,8 @@ class RunConfig:
     def given(self, name: str) -> str:
         """A flag as it is written; empty where it is not given."""
         value = vars(self)[name] if name in vars(self) else dict(self.gen).get(name)
-        return "" if value is None or value is False else f"--{name}" + (f" {value}" if value is not True else "")
+        flag = f"--{ALIASES.get(name, name)}"
+        return "" if value is None or value is False else flag if value is True else f"{flag} {value}"
 
     def settings(self) -> list[tuple[str, Any, str]]:
         """Name and value of every setting of generate that a flag gives, and that flag as it is written."""
@@ -272,7 +273,8 @@ def completed(args: RunConfig) -> RunConfig:
     if inferred and not args.quiet:
         note = f"note: INPUT {args.input} is read as JSON records (--input_format text reads it as text)"
         print(note, file=sys.stderr)
-    return replace(args, text_field=args.text_field or "text")
+    dtype = "float16" if args.fp16 else "bfloat16" if args.bf16 else args.dtype
+    return replace(args, text_field=args.text_field or "text", dtype=dtype)
 
 
 def is_jsonl(path: str) -> bool:
@@ -300,16 +302,12 @@ def check_several_outputs(args: RunConfig, num_return_sequences: int) -> None:
         )
 
 
-_OUTPUTS = "the command asks for what it writes (accepted: --output_sequence_scores, --output_format jsonl)"
-_OBJECT = "it is an object of a program, which no command line can give"
-# Settings that --gen and --generation_config cannot change, and why. What is no setting at all is found by settings.py.
-REFUSED_SETTINGS = {
-    **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits", "output_attentions"), _OUTPUTS),
-    **dict.fromkeys(("output_hidden_states", "return_segments", "return_token_timestamps"), _OUTPUTS),
-    **dict.fromkeys(("streamer", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"), _OBJECT),
-    **dict.fromkeys(("assistant_model", "compile_config", "continuous_batching_config"), _OBJECT),
-    "is_assistant": "MODEL is no assistant of another model",
-}
+# Settings that no flag and no --generation_config can change. What is no setting at all is found by settings.py.
+REFUSED_SETTINGS = (
+    *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+    *("return_segments", "return_token_timestamps", "streamer", "logits_processor", "stopping_criteria"),
+    *("prefix_allowed_tokens_fn", "assistant_model", "is_assistant", "compile_config", "continuous_batching_config"),
+)
 
 
 def _check(args: RunConfig) -> None:
@@ -327,7 +325,8 @@ def _check(args: RunConfig) -> None:
     from_file = args.generation_config or {}
     for key, value, flag in [*given, *((key, each, f"--generation_config: {key}") for key, each in from_file.items())]:
         if key in REFUSED_SETTINGS and value:
-            raise InputError(f"{flag} cannot be set: {REFUSED_SETTINGS[key]}")
+            hint = "accepted, for scores: --output_sequence_scores, --output_format jsonl"
+            raise InputError(f"{flag} cannot be set: the command asks generate for what it writes ({hint})")
     seen: dict[str, tuple[Any, str]] = {}
     for key, value, flag in given:
         if key in seen:
@@ -339,14 +338,13 @@ def _check(args: RunConfig) -> None:
         if args.given(name) and not sampling and not fallbacks:
             raise InputError(f"{args.given(name)} has no effect without --do_sample")
     check_several_outputs(args, seen.get("num_return_sequences", (1,))[0] or 1)
-    limits = {key: seen[key] for key in ("max_length", "max_new_tokens") if seen.get(key, (None,))[0] is not None}
-    if len(limits) == 2:
-        raise InputError(f"{' and '.join(flag for _, flag in limits.values())} contradict each other (accepted: one)")
-    shortest, short_flag = seen.get("min_length", (0, ""))
-    for key, (longest, flag) in limits.items():
+    settings = dict(args.gen)
+    shortest = settings.get("min_length") or 0
+    for name in ("max_length", "max_new_tokens"):
         # A causal LM's shortest length counts the prompt, so nothing can be said before the prompts are known.
-        if (shortest or 0) > longest and (key == "max_length" or not args.causal_lm):
-            raise InputError(f"{short_flag} is more than {flag}")
+        counts_alike = name == "max_length" or not args.causal_lm
+        if settings.get(name) is not None and shortest > settings[name] and counts_alike:
+            raise InputError(f"{args.given('min_length')} is more than {args.given(name)}")
     _check_files(args)
 
 

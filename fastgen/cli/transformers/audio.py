@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.errors import InputError, reason
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import GeneratedBatch, Item
 from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, items_of, reason
+from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, items_of
 
 LONG = "long"  # the group of recordings that the model hears in several windows
 
@@ -102,17 +102,12 @@ def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
     import soxr
 
     if not path.is_file():
-        raise RecordError("is not a file" if path.exists() else "there is no such file")
-    try:
-        # Opened here: of a file that it cannot open, soundfile says no more than "System error".
-        with path.open("rb") as opened, soundfile.SoundFile(opened) as file:
-            most = None if most_samples is None else int(most_samples / rate * file.samplerate)
-            sound = file.read(-1 if most is None else most + 1, dtype="float32", always_2d=True)  # [S, channels]
-            own_rate, frames = file.samplerate, file.frames
-    except OSError as error:
-        raise RecordError(f"cannot be read ({error.strerror})") from error
-    except soundfile.LibsndfileError as error:
-        raise RecordError(f"cannot be read ({error.error_string.strip(' .')})") from error
+        raise RecordError("there is no such file")
+    # Opened here: of a file that it cannot open, soundfile says no more than "System error".
+    with path.open("rb") as opened, soundfile.SoundFile(opened) as file:
+        most = None if most_samples is None else int(most_samples / rate * file.samplerate)
+        sound = file.read(-1 if most is None else most + 1, dtype="float32", always_2d=True)  # [S, channels]
+        own_rate, frames = file.samplerate, file.frames
     if len(sound) == 0:
         raise RecordError("has no sound in it")
     if most is not None and len(sound) > most:

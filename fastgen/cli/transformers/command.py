@@ -14,7 +14,6 @@ import sys
 from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
-from logging import ERROR, LogRecord
 from typing import TYPE_CHECKING, Any
 
 import fastgen
@@ -100,21 +99,13 @@ def _run(args: RunConfig, stop: Stop) -> int:
             # What is generated for a batch does not depend on those before it, which --resume does not generate again.
             after.callback(fastgen.configure, repeatable=CONFIG.repeatable)
             fastgen.configure(repeatable=True)
-            said: set[str] = set()  # of what transformers would log for every batch
-
-            def is_said(record: LogRecord) -> bool:
-                is_new = record.getMessage() not in said
-                said.add(record.getMessage())
-                return is_new and (record.levelno >= ERROR or not args.quiet)
-
-            for handler in library_logging.get_logger().handlers:
-                handler.addFilter(is_said)
-                after.callback(handler.removeFilter, is_said)
+            after.callback(library_logging.set_verbosity, library_logging.get_verbosity())
+            library_logging.set_verbosity_error()  # it would log the same for every batch
             workers = None
             if args.workers is not None:  # --ray needs it
                 from fastgen.cli.transformers.workers import started
 
-                workers = after.enter_context(started(args))
+                workers = after.enter_context(started(args, stop))
             return _generate(task, surveyed, references, output, stop, workers)
     finally:
         output.leave()

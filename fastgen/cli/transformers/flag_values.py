@@ -29,18 +29,16 @@ def _number(kind: type, accepted: str, fits: Callable[[Any], bool]) -> Callable[
     return parse
 
 
-def whole(minimum: int, unset: int | None = None) -> Callable[[str], int | None]:
-    """A parser of whole numbers from `minimum` on; `unset` is FastSeq's number for "not given" and becomes None."""
-    accepted = f"a whole number, {minimum} to {LARGEST_NUMBER}" + ("" if unset is None else f", or {unset} for not set")
-    parse = _number(int, accepted, lambda n: n == unset or minimum <= n <= LARGEST_NUMBER)
-    return lambda text: None if (value := parse(text)) == unset else value
+UNSET = {"-1": None}  # FastSeq's number for "not given"
+AUTO = {"auto": "auto"}
 
 
-def whole_or_auto(minimum: int) -> Callable[[str], int | str]:
-    """A parser of whole numbers from `minimum` on, and of auto."""
-    accepted = f"a whole number, {minimum} to {LARGEST_NUMBER}, or auto"
+def whole(minimum: int, words: dict[str, Any] | None = None) -> Callable[[str], Any]:
+    """A parser of whole numbers from `minimum` on, and of words that stand for values of their own."""
+    known = words or {}
+    accepted = ", or ".join([f"a whole number, {minimum} to {LARGEST_NUMBER}", *known])
     parse = _number(int, accepted, lambda n: minimum <= n <= LARGEST_NUMBER)
-    return lambda text: text if text == "auto" else parse(text)
+    return lambda text: known[text] if text in known else parse(text)
 
 
 def real(above: float = -math.inf, up_to: float = math.inf) -> Callable[[str], float]:
@@ -77,7 +75,7 @@ _BOOLEAN = one_of({"true": True, "false": False})
 # Settings of generate whose values are checked here, whichever flag they are given with; GenerationConfig checks all.
 SETTINGS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("num_beams", "num_return_sequences", "max_length", "max_new_tokens"), whole(1)),
-    "min_length": whole(0, unset=-1),
+    "min_length": whole(0, UNSET),
     **dict.fromkeys(("min_new_tokens", "no_repeat_ngram_size", "top_k"), whole(0)),
     **dict.fromkeys(("encoder_no_repeat_ngram_size", "forced_bos_token_id", "forced_eos_token_id"), whole(0)),
     **dict.fromkeys(("decoder_start_token_id", "eos_token_id", "pad_token_id", "bos_token_id"), whole(0)),

@@ -8,18 +8,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.errors import InputError, check_packages
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.files import Line, raw_lines, write_whole
 from fastgen.cli.transformers.records import RecordError, decode, field, first_text, kind, parse
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
-PACKAGES = {"rouge-score": "rouge_score.rouge_scorer", "sacrebleu": "sacrebleu.metrics"}
-PACKAGES_OF_TRANSCRIPTS = PACKAGES | {"jiwer": "jiwer"}
 
 
 def references_of(args: RunConfig, lines: int | None, counts_words: bool) -> list[str] | None:
@@ -31,13 +28,8 @@ def references_of(args: RunConfig, lines: int | None, counts_words: bool) -> lis
     """
     if args.reference_path is None and args.reference_field is None:
         return None
-    packages = PACKAGES_OF_TRANSCRIPTS if counts_words else PACKAGES
-    try:
-        for module in packages.values():
-            import_module(module)
-    except ImportError as error:
-        needs = f"needs {' and '.join(packages)}: pip install {' '.join(packages)}"
-        raise InputError(f"--reference_path {needs} ({error})") from error
+    asked = args.given("reference_path") or args.given("reference_field")
+    check_packages("rouge_score", "sacrebleu", *["jiwer"] * counts_words, flag=asked)
     if args.reference_path is not None:
         references = read_references("--reference_path", args.reference_path, args.reference_field)
         if lines is not None:

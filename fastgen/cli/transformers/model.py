@@ -16,7 +16,7 @@ import transformers
 from transformers.models.auto import modeling_auto as auto
 from transformers.utils import logging as library_logging
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.errors import InputError, reason
 from fastgen.cli.transformers.args import RunConfig, check_several_outputs
 from fastgen.cli.transformers.signature import model_folder
 
@@ -67,12 +67,8 @@ def choose_device(args: RunConfig) -> torch.device:
         # Reading the value back refuses the meta device too, which holds no values.
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(f"--device {name}: cannot be used here ({first_line(error)})") from error
-    device = torch.device(name)
-    if _dtype_name(args) == "float16" and device.type == "cpu":
-        flag = "--fp16" if args.fp16 else "--dtype float16"
-        raise InputError(f"{flag} does not go with --device {name} (accepted on the CPU: --bf16, or neither)")
-    return device
+        raise InputError(f"--device {name}: cannot be used here ({reason(error)})") from error
+    return torch.device(name)
 
 
 def load(args: RunConfig, asked: str, processor: str) -> Loaded:
@@ -88,8 +84,7 @@ def load(args: RunConfig, asked: str, processor: str) -> Loaded:
         with _quiet_loading():
             config = transformers.AutoConfig.from_pretrained(source)
             kind = _class_of(args, config, asked)
-            options = {name: getattr(args, name) for name in ("attn_implementation", "device_map")}
-            options["dtype"] = _dtype_name(args)
+            options = {name: getattr(args, name) for name in ("attn_implementation", "device_map", "dtype")}
             options = {name: value for name, value in options.items() if value is not None}
             model, info = kind.from_pretrained(source, output_loading_info=True, **options)
             processing = getattr(transformers, processor).from_pretrained(source)
@@ -100,7 +95,7 @@ def load(args: RunConfig, asked: str, processor: str) -> Loaded:
         name, what = args.attn_implementation, f"MODEL {args.model}: cannot be loaded"
         if name is not None and (name in str(error) or "attention" in str(error).lower()):
             what = f"--attn_implementation {name}: MODEL {args.model} cannot be loaded with it"
-        raise InputError(f"{what} ({first_line(error)})") from error
+        raise InputError(f"{what} ({reason(error)})") from error
     if not model.can_generate():
         raise InputError(f"MODEL {args.model}: {type(model).__name__} cannot generate")
     parameters = dict(model.named_parameters())
@@ -138,12 +133,6 @@ def _class_of(args: RunConfig, config: Any, asked: str) -> Any:
     return getattr(transformers, name or known[kind])
 
 
-def _dtype_name(args: RunConfig) -> str | None:
-    if args.fp16:
-        return "float16"
-    return "bfloat16" if args.bf16 else args.dtype
-
-
 def prepare_tokenizer(args: RunConfig, tokenizer: Any, padding_side: str | None) -> None:
     """Makes sure that it can pad, on this side unless --padding_side says another; None: on its own."""
     # For a folder without tokenizer files transformers may build a tokenizer that knows no words and raises nothing.
@@ -167,11 +156,6 @@ def _quiet_loading() -> Iterator[None]:
             library_logging.disable_progress_bar()
             after.callback(library_logging.enable_progress_bar)
         yield
-
-
-def first_line(error: BaseException) -> str:
-    """Of its message, or its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def positions(config: Any, part: str) -> int | None:

@@ -28,12 +28,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from fastgen.cli.errors import RunError
+from fastgen.cli.errors import RunError, reason
 from fastgen.cli.signals import Stop
 from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item, Planner
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.journal import Entry
-from fastgen.cli.transformers.records import reason
 from fastgen.cli.transformers.tasks import Task
 
 BATCHES_AHEAD = 4

@@ -16,6 +16,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from fastgen.cli.errors import reason
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.files import Line
@@ -89,12 +90,8 @@ def parse(text: str) -> dict[str, Any]:
     """The object that a record is; raises RecordError for anything else."""
     try:
         record = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RecordError(f"is not JSON ({error.msg} at character {error.pos + 1})") from error
-    except RecursionError as error:
-        raise RecordError("is JSON that is nested too deeply") from error
-    except ValueError as error:  # Python reads no integers of thousands of digits
-        raise RecordError(f"is JSON that cannot be read ({error})") from error
+    except (ValueError, RecursionError) as error:  # Python reads no deep nests, and no integers of thousands of digits
+        raise RecordError(f"is not JSON that can be read ({error})") from error
     if not isinstance(record, dict):
         raise RecordError(f"is {kind(record)} (accepted: a JSON object)")
     return record
@@ -181,11 +178,6 @@ def quoted(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def reason(error: BaseException) -> str:
-    """An exception's type and message in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-
-
 def name_of(item: Item, args: RunConfig) -> str:
     """What a failed record is called by those who wrote it, where it says so."""
     if args.reads_records and args.id_field is not None:
@@ -210,8 +202,6 @@ def fields_of(item: Item) -> dict[str, Any]:
 
 
 def _text(item: Item, args: RunConfig) -> bytes:
-    if len(item.outputs) > 1 and not args.join_outputs:
-        raise ValueError(f"a line of text has no room for {len(item.outputs)} outputs (accepted: JSON, or joined ones)")
     text = SEPARATOR.join(re.sub("\r\n|\r|\n", " ", output["text"]) for output in item.outputs)
     if args.output_sequence_scores:
         scores = [f"{output['score']:f}" if "score" in output else "NA" for output in item.outputs]

@@ -59,10 +59,6 @@ def _with_numbers(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
         launchers = "torchrun, accelerate, Slurm, an indexed job of Kubernetes"
         raise InputError(f"auto: no variables of a launcher are set (accepted: numbers, or auto under {launchers})")
     shard, shards = given
-    if args.num_shards == "auto" and shards is None:
-        raise InputError("--num_shards auto: Kubernetes does not tell a job its completions (accepted: a number)")
-    if args.num_shards not in ("auto", shards) and shards is not None:
-        raise InputError(f"--num_shards {args.num_shards}: the launcher says {shards} (accepted: that, or auto)")
     _choose_gpu(environ)
     return replace(
         args,

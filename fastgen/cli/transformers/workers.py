@@ -15,12 +15,9 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import secrets
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,14 +31,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from fastgen.cli import cleaner
-from fastgen.cli.errors import InputError, RunError
+from fastgen.cli.errors import TERMINATED, InputError, RunError, reason
+from fastgen.cli.own_ray import own_ray
 from fastgen.cli.signals import Stop
 from fastgen.cli.threads import cpus_of_workers, usable_cpus
 from fastgen.cli.transformers.args import PROG, RunConfig
 from fastgen.cli.transformers.batching import Batch, Item, total_memory
 from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.records import reason
 from fastgen.cli.transformers.tasks import Task, task_for
 
 if TYPE_CHECKING:
@@ -49,17 +45,10 @@ if TYPE_CHECKING:
     from fastgen.cli.transformers.progress import Progress
 
 MOST_TRIES = 3
-OBJECT_STORE = 80 << 20  # bytes: batches are there until a worker has them, one for each
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_BETWEEN_CHECKS = 2.0  # whether Ray's node is alive
 SECONDS_TO_CONNECT = 10.0
 LEAST_GAIN = 1.05  # of twice as many workers, which cost twice the memory
-TOKEN = secrets.token_hex(32)  # Ray keeps it for as long as the process lives
-CAUSES = {
-    "memory running low": "the machine had no memory left",
-    "worker process has died": "its process has ended",
-    "is unavailable": "its process does not answer",
-}
 DIED = (RayActorError, OutOfMemoryError)
 Found = tuple[list[tuple[list[dict[str, Any]], str | None]], float, list[str]]
 
@@ -330,31 +319,30 @@ class Workers:
 
 
 def _short(error: Exception) -> str:
-    """What Ray's errors say in many lines."""
-    text = str(error)
-    for name, meaning in CAUSES.items():
-        if name in text:
-            return meaning
-    return text.strip().splitlines()[-1] if isinstance(error, RayError) else reason(error)
+    """Of Ray's errors the name, which says what their many lines do: ActorDiedError, OutOfMemoryError, …"""
+    return type(error).__name__ if isinstance(error, RayError) else reason(error)
 
 
 @contextmanager
-def started(args: RunConfig) -> Iterator[Workers]:
+def started(args: RunConfig, stop: Stop) -> Iterator[Workers]:
     """Workers that load their models, in a Ray of their own or in that of --ray; nothing of it is left behind."""
+    stop.is_patient = True  # a Ray that is interrupted while it starts takes seconds to end
     if args.device not in (None, "cpu", "cuda"):
-        raise InputError(
-            f"--device {args.device} does not go with --workers: each has a GPU of its own (accepted: cuda)"
-        )
+        raise InputError(f"--device {args.device} does not go with --workers (accepted: cuda, a GPU for each, or cpu)")
     if args.ray is not None:
         _check_address(args.ray)
     before = signal.getsignal(signal.SIGTERM)
     with ExitStack() as after:
-        options = {"address": args.ray} if args.ray is not None else after.enter_context(_own_ray(args.workers))
+        cpus = 3 * usable_cpus() // 2 if args.workers == "auto" else args.workers  # auto compares two numbers
+        options = {"address": args.ray} if args.ray is not None else after.enter_context(own_ray(cpus))
         after.callback(ray.shutdown)
         beside = after.enter_context(ThreadPoolExecutor(1))  # ray.init mostly waits
         beside.submit(import_module, "transformers.generation.utils")
         try:
             ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
+        except SystemExit:  # of Ray's own handler of SIGTERM
+            stop.status = TERMINATED
+            raise KeyboardInterrupt from None
         except Exception as error:  # a plain one, too, where its processes do not answer in time
             raise RunError(f"Ray does not start ({reason(error)})") from error
         finally:
@@ -366,6 +354,7 @@ def started(args: RunConfig) -> Iterator[Workers]:
         if count == "auto":
             count, most = (devices, 0) if devices else (1, usable_cpus())
         output = os.path.abspath(args.output)  # sounds are written by workers
+        stop.is_patient = False
         yield Workers(replace(args, output=output, quiet=True), count, int(devices > 0), _say, most)
 
 
@@ -377,32 +366,6 @@ def _check_address(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT).close()
         except (OSError, OverflowError) as error:
             raise RunError(f"--ray {address}: nothing answers there ({reason(error)})") from error
-
-
-@contextmanager
-def _own_ray(workers: int | str) -> Iterator[dict[str, Any]]:
-    """Arguments of ray.init for one that nobody else can use, and that leaves nothing behind."""
-    folder = tempfile.mkdtemp(prefix="fastgen-ray-", dir="/tmp")  # paths of sockets are short
-    variables = {
-        cleaner.VARIABLE: folder,
-        "RAY_AUTH_TOKEN": TOKEN,  # Ray would write one into the user's folder
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",  # Ray has 15, so that a model waits for every other program
-    }
-    outlives = subprocess.Popen([sys.executable, cleaner.__file__, folder], stdin=subprocess.PIPE)
-    variables_before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield {
-            "address": "local",
-            "num_cpus": 3 * usable_cpus() // 2 if workers == "auto" else workers,  # auto compares two numbers
-            "object_store_memory": OBJECT_STORE,
-            "include_dashboard": False,
-        }
-    finally:
-        for name, value in variables_before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-        outlives.communicate()
 
 
 def _say(message: str) -> None:

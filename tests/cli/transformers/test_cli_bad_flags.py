@@ -91,7 +91,7 @@ BAD_FLAGS = [
     (["--tgt_lang", "de", "--forced_bos_token", "x"], "--tgt_lang de", "--forced_bos_token x"),
     (["--gen", "return_dict_in_generate=true"], "--return_dict_in_generate True cannot be set"),
     (["--gen", "output_attentions=true"], "--output_attentions True cannot be set", "--output_format jsonl"),
-    (["--gen", "streamer=x"], "--gen streamer", "object"),
+    (["--gen", "streamer=x"], "--gen streamer=x cannot be set"),
     (["--task", "automatic-speech-recognition", "--causal_lm"], "--causal_lm", "audio"),
     (["--task", "automatic-speech-recognition", "--prefix", "x"], "--prefix x", "audio"),
     (["--task", "automatic-speech-recognition", "--max_tokenizer_length", "9"], "--max_tokenizer_length 9", "audio"),

@@ -226,21 +226,11 @@ def test_a_line_that_is_not_utf8_fails_alone(capsys: pytest.CaptureFixture, file
     assert any("line 2" in line and "UTF-8" in line for line in capsys.readouterr().err.splitlines())
 
 
-def test_fp16_without_a_gpu_is_refused(
-    capsys: pytest.CaptureFixture, files: Path, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    command = [str(models / "bart"), str(files / "input.txt"), str(files / "output.txt")]
-    check_refused(capsys, files, [*command, "--fp16"], "--fp16 does not go with --device cpu", "--bf16")
-    check_refused(capsys, files, [*command, "--dtype", "float16"], "--dtype float16 does not go with --device cpu")
-    assert main([*command, "--bf16"]) == 0
-
-
-def test_bf16_loads_the_weights_in_bfloat16(models: Path) -> None:
-    args = parse_arguments([str(models / "bart"), "input", "output", "--bf16"])
-    task = task_for(args)
+@pytest.mark.parametrize(("flag", "dtype"), [("--bf16", torch.bfloat16), ("--fp16", torch.float16)])
+def test_flags_of_halves_load_the_weights_in_them(models: Path, flag: str, dtype: torch.dtype) -> None:
+    task = task_for(parse_arguments([str(models / "bart"), "input", "output", flag]))
     task.load()
-    assert task.loaded.model.dtype == torch.bfloat16
+    assert task.loaded.model.dtype == dtype
 
 
 @pytest.mark.parametrize("package", ["transformers", "tqdm"])

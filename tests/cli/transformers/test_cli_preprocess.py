@@ -125,12 +125,12 @@ def test_nothing_is_generated_for_text_without_tokens(prepare: Callable[..., lis
     ("line", "error"),
     [
         (b'{"text": "\xff"}', "is not UTF-8 text (invalid start byte at byte 11)"),
-        ('{"text": "a"', "is not JSON (Expecting ',' delimiter at character 13)"),
-        ('{"text": "a\tb"}', "is not JSON (Invalid control character at at character 12)"),
+        ('{"text": "a"', "is not JSON that can be read (Expecting ',' delimiter: line 1 column 13 (char 12))"),
+        ('{"text": "a\tb"}', "is not JSON that can be read (Invalid control character at: line 1 column 12 (char 11))"),
         ("[1, 2]", "is a list (accepted: a JSON object)"),
         ('"text"', "is a string (accepted: a JSON object)"),
         ("17", "is a number (accepted: a JSON object)"),
-        ("[" * 100_000, "is JSON that is nested too deeply"),
+        ("[" * 100_000, "is not JSON that can be read (maximum recursion depth exceeded"),
         ('{"id": 1, "article": "a"}', 'has no field "text" (its fields: "id", "article")'),
         ("{}", 'has no field "text" (its fields: none)'),
         (json.dumps(dict.fromkeys("abcdefghijkl")), '"i", "j" and 2 more)'),
@@ -205,7 +205,7 @@ def test_records_need_the_field_of_the_id(prepare: Callable[..., list[Item]]) ->
     [
         ("-0.0", None),
         ("9" * 4000, None),
-        ("9" * 5000, "is JSON that cannot be read (Exceeds the limit (4300 digits)"),
+        ("9" * 5000, "is not JSON that can be read (Exceeds the limit (4300 digits)"),
     ],
 )
 def test_numbers_that_python_does_not_hold_are_their_lines_errors(

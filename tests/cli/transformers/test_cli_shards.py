@@ -175,8 +175,8 @@ def test_launchers_are_asked_with_auto_only() -> None:
         (("--merge",), {}, "--merge needs --num_shards N without --shard_id"),
         (("--num_shards", "2", "--shard_id", "1", "--merge"), {}, "--merge needs --num_shards N without --shard_id"),
         (("--num_shards", "auto", "--shard_id", "auto"), {}, "auto: no variables of a launcher are set"),
-        (("--num_shards", "4", "--shard_id", "auto"), TORCHRUN, "--num_shards 4: the launcher says 8"),
-        (("--num_shards", "auto", "--shard_id", "auto"), {"JOB_COMPLETION_INDEX": "4"}, "its completions"),
+        (("--num_shards", "3", "--shard_id", "auto"), TORCHRUN, "--shard_id 3 (accepted: 0 to 2)"),
+        (("--num_shards", "auto", "--shard_id", "auto"), {"JOB_COMPLETION_INDEX": "4"}, "need each other"),
         (("--num_shards", "2", "--shard_id", "1", "--reference_path", "r"), {}, "--reference_path r does not go with"),
     ],
 )

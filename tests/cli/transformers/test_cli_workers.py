@@ -21,12 +21,12 @@ from cli_language_models import save_whisper
 from cli_models import WORDS, save_bart, save_gpt2, sentences
 from ray_runs import POISON, Cluster, changed, left_behind, of_runs, titles
 
-from fastgen.cli import cleaner
+from fastgen.cli import own_ray
 from fastgen.cli.transformers.command import main
 
 pytest.importorskip("ray")
 
-from fastgen.cli.transformers.workers import OBJECT_STORE
+from fastgen.cli.own_ray import OBJECT_STORE
 
 LINES = [*sentences(70), "", " ".join(WORDS * 2), *sentences(10, seed=1)]
 FLAGS = ("--bs", "4", "--beam", "2", "--output_format", "jsonl")
@@ -282,7 +282,7 @@ def test_a_process_whose_environment_is_overwritten_is_ended_too(tmp_path: Path)
     with (
         open(folder / "log", "w") as log,
         subprocess.Popen(["sleep", "600"], stdout=log, env={}) as agent,
-        subprocess.Popen([sys.executable, cleaner.__file__, str(folder)], stdin=subprocess.PIPE) as outlives,
+        subprocess.Popen([sys.executable, own_ray.__file__, str(folder)], stdin=subprocess.PIPE) as outlives,
     ):
         outlives.communicate(timeout=60)
         ended = agent.poll()

@@ -1,6 +1,7 @@
-"""A process that outlives a run, however that ends: it ends what Ray has left running, and removes Ray's folder.
+"""A Ray for one run that nobody else can use, and a process that leaves nothing of it behind, however the run ends.
 
-    python cleaner.py FOLDER     waits for the end of its standard input, which the run holds open
+    python own_ray.py FOLDER     waits for the end of its standard input, which the run holds open, then ends what Ray
+                                 has left running and removes Ray's folder
 
 Ray's processes watch each other, and none of them removes the folder when the run was killed. An agent of a raylet
 that was killed may wait for minutes: it first reports to others that are gone, too. Where the system has /proc, the
@@ -11,15 +12,44 @@ Tests: tests/cli/transformers/test_cli_workers.py
 """
 
 import os
+import secrets
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "RAY_TMPDIR"
-SECONDS = 3.0  # in which they end by themselves
+SECONDS = 3.0  # in which Ray's processes end by themselves
+OBJECT_STORE = 80 << 20  # bytes: batches are there until a worker has them, one for each
+TOKEN = secrets.token_hex(32)  # Ray keeps it for as long as the process lives
+
+
+@contextmanager
+def own_ray(cpus: int) -> Iterator[dict[str, Any]]:
+    """Arguments of ray.init. cpus: how many Ray is told that there are."""
+    folder = tempfile.mkdtemp(prefix="fastgen-ray-", dir="/tmp")  # paths of sockets are short
+    variables = {
+        VARIABLE: folder,
+        "RAY_AUTH_TOKEN": TOKEN,  # Ray would write one into the user's folder
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # Ray has 15, so that a model waits for every other program
+    }
+    outlives = subprocess.Popen([sys.executable, __file__, folder], stdin=subprocess.PIPE)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    sizes = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE}
+    try:
+        yield {"address": "local", "include_dashboard": False, **sizes}
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        outlives.communicate()
 
 
 def main(folder: str) -> None:

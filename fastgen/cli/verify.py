@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import STREAM, parse_arguments
 from fastgen.cli.transformers.files import Line, raw_lines
+from fastgen.cli.transformers.flag_values import whole
 from fastgen.cli.transformers.signature import model_folder
 from fastgen.cli.transformers.tasks import task_for
 
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
     args, rest = parser.parse_known_args(argv)
     try:
         found = _verify(args, rest)
-    except InputError as error:
+    except (InputError, ValueError) as error:  # generate's are about a setting
         # Here a setting has a flag of its own, and --gen is none.
         parser.error(str(error).replace("argument --gen: ", "--").replace("--gen ", "--"))
     print(json.dumps(found.as_dict()) if args.json else found)
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "model", metavar="MODEL", help="a folder or a name of the hub, or demo: the model in the package"
     )
     parser.add_argument("input", metavar="INPUT", help="a text file, one input in each line")
-    parser.add_argument("--lines", type=int, default=8, metavar="N", help="the first N lines, as one batch (8)")
+    parser.add_argument("--lines", type=whole(1), default=8, metavar="N", help="the first N lines, as one batch (8)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     return parser
 
@@ -60,8 +61,6 @@ def _verify(args: argparse.Namespace, words: list[str]) -> Verification:
 
     import fastgen
 
-    if args.lines < 1:
-        raise InputError(f"--lines {args.lines} (accepted: 1 or more)")
     if len(words) % 2:
         raise InputError(f"{words[-1]}: a setting needs a name and a value (accepted: --num_beams 4)")
     lines = islice(raw_lines("INPUT", args.input), args.lines)
@@ -82,7 +81,4 @@ def _verify(args: argparse.Namespace, words: list[str]) -> Verification:
     if not any(item.length for item in items):
         raise InputError(f"INPUT {args.input}: no lines")
     inputs = task.collate([item for item in items if item.length])
-    try:
-        return fastgen.verify(task.loaded.model, inputs, **task.loaded.settings)
-    except ValueError as error:  # of generate, about a setting
-        raise InputError(str(error)) from error
+    return fastgen.verify(task.loaded.model, inputs, **task.loaded.settings)

@@ -349,17 +349,20 @@ def _check(args: RunConfig) -> None:
 
 
 def _check_files(args: RunConfig) -> None:
-    scored = [args.given(name) for name in ("reference_path", "reference_field") if args.given(name)]
-    if args.score_path is not None and not scored:
-        raise InputError(f"--score_path {args.score_path} needs --reference_path or --reference_field")
-    if scored and args.output == STREAM:
-        raise InputError(f"{scored[0]} does not go with OUTPUT - (accepted: a file)")
-    if args.reference_path is not None and is_jsonl(args.reference_path) and args.reference_field is None:
-        raise InputError(f"{scored[0]} holds JSON records (needs --reference_field NAME, one of their fields)")
-    for name in ("text_field", "id_field", *(("reference_field",) if args.reference_path is None else ())):
-        if args.given(name) and not args.reads_records:
-            raise InputError(f"{args.given(name)} needs --input_format jsonl")
-    if args.join_outputs and args.writes_records:
-        raise InputError("--join_outputs does not go with JSONL, which keeps outputs apart (accepted: one of them)")
-    if args.output_format == "openai" and not args.reads_records:
-        raise InputError("--output_format openai needs --input_format jsonl or openai")
+    scored, score_path = args.given("reference_path") or args.given("reference_field"), args.given("score_path")
+    of_records = [
+        *map(args.given, ("text_field", "id_field")),
+        "" if args.reference_path else args.given("reference_field"),
+    ]
+    is_text, has_field = not args.reads_records, args.reference_field is not None
+    mistakes = {
+        f"{score_path} needs --reference_path or --reference_field": score_path and not scored,
+        f"{scored} does not go with OUTPUT - (accepted: a file)": scored and args.output == STREAM,
+        f"{scored} holds JSON records (needs --reference_field NAME)": is_jsonl(args.reference_path or "")
+        and not has_field,
+        **{f"{flag} needs --input_format jsonl": flag and is_text for flag in of_records},
+        "--join_outputs does not go with JSONL, which keeps outputs apart": args.join_outputs and args.writes_records,
+        "--output_format openai needs --input_format jsonl or openai": args.output_format == "openai" and is_text,
+    }
+    for message in (message for message, holds in mistakes.items() if holds):
+        raise InputError(message)

@@ -126,7 +126,8 @@ class SoundFolder:
     """
 
     def __init__(self, output: str, sampling_rate: int) -> None:
-        self.folder, self._part = sound_folders(output)
+        target = os.path.realpath(output)  # where OUTPUT is a link, what it points to
+        self.folder, self._part = Path(target + ".audio"), Path(target + ".part.audio")
         self.sampling_rate = sampling_rate
 
     def begin(self, resumes: bool) -> None:
@@ -174,9 +175,3 @@ class SoundFolder:
     def discard(self) -> None:
         """Of a run that has written no record."""
         shutil.rmtree(self._part, ignore_errors=True)
-
-
-def sound_folders(output: str) -> tuple[Path, Path]:
-    """OUTPUT.audio and OUTPUT.part.audio, beside what OUTPUT points to, where it is a link."""
-    target = os.path.realpath(output)
-    return Path(target + ".audio"), Path(target + ".part.audio")

@@ -72,43 +72,53 @@ def _run(args: RunConfig, stop: Stop) -> int:
     output = Journal(args.output, args.resume, args.overwrite) if journal else StreamOutput(args.output)
     try:
         made = output.completed or {}
-        if args.merge and isinstance(output, Journal):
-            if args.resume and made:
-                print(f"{PROG}: {args.output} is complete", file=sys.stderr)
-                output.records, output.failures = made["records"], made["failures"]
-            else:
-                shards.merge(args, output)
-            score_output(args, references, output.records, task.counts_words)
-            return _status(output.failures, output.records)
         task.args = args = _as_before(args, output.signature or made.get("signature") or {})
-        if output.check(signature(args, surveyed)):
+        signed = signature(args, surveyed)
+        if made if args.merge else output.check(signed):
             if not args.quiet:
                 print(f"{PROG}: {args.output} is complete: the same command has made it", file=sys.stderr)
-            score_output(args, references, made["records"], task.counts_words)
-            return _status(made["failures"], made["records"])
-        if not args.quiet:
-            print(f"loading {args.model}", file=sys.stderr, flush=True)
-        from transformers.utils import logging as library_logging
-
-        # Workers are what runs beside the model; threads that a tokenizer starts by itself would take cores from it.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
-        stock = fastgen.disabled() if args.without_fastgen_opt else nullcontext()
-        only_records = redirect_stdout(sys.stderr) if args.output == STREAM else nullcontext()
-        with stock, only_records, ExitStack() as after:
-            # What is generated for a batch does not depend on those before it, which --resume does not generate again.
-            after.callback(fastgen.configure, repeatable=CONFIG.repeatable)
-            fastgen.configure(repeatable=True)
-            after.callback(library_logging.set_verbosity, library_logging.get_verbosity())
-            library_logging.set_verbosity_error()  # it would log the same for every batch
-            workers = None
-            if args.workers is not None:  # --ray needs it
-                from fastgen.cli.transformers.workers import started
-
-                workers = after.enter_context(started(args, stop))
-            return _generate(task, surveyed, references, output, stop, workers)
+            output.records, output.failures = made["records"], made["failures"]
+        elif args.merge and isinstance(output, Journal):
+            shards.merge(args, output)
+        elif surveyed is not None and shards.is_empty(surveyed.lines, args) and not task.speaks:
+            output.begin(signed)
+            output.complete(0)
+            if not args.quiet:
+                print(f"0 lines in {args.input} are for this run: no model is loaded", file=sys.stderr)
+        else:
+            _generate(task, surveyed, output, stop)
+        score_output(args, references, output.records, task.counts_words)
+        if output.failures:
+            print(f"{PROG}: {output.failures} of {output.records} inputs failed", file=sys.stderr)
+        return FAILED if output.failures else 0
     finally:
         output.leave()
+
+
+def _generate(task: Task, surveyed: files.Survey | None, output: StreamOutput, stop: Stop) -> None:
+    """Sets up what runs beside the model, and goes through INPUT."""
+    from transformers.utils import logging as library_logging
+
+    args = task.args
+    if not args.quiet:
+        print(f"loading {args.model}", file=sys.stderr, flush=True)
+    # Workers are what runs beside the model; threads that a tokenizer starts by itself would take cores from it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
+    stock = fastgen.disabled() if args.without_fastgen_opt else nullcontext()
+    only_records = redirect_stdout(sys.stderr) if args.output == STREAM else nullcontext()
+    with stock, only_records, ExitStack() as after:
+        # What is generated for a batch does not depend on those before it, which --resume does not generate again.
+        after.callback(fastgen.configure, repeatable=CONFIG.repeatable)
+        fastgen.configure(repeatable=True)
+        after.callback(library_logging.set_verbosity, library_logging.get_verbosity())
+        library_logging.set_verbosity_error()  # it would log the same for every batch
+        workers = None
+        if args.workers is not None:  # --ray needs it
+            from fastgen.cli.transformers.workers import started
+
+            workers = after.enter_context(started(args, stop))
+        _go_through(task, surveyed, output, stop, workers)
 
 
 def _with_first_record(args: RunConfig) -> RunConfig:
@@ -137,15 +147,10 @@ def _as_before(args: RunConfig, before: dict[str, Any]) -> RunConfig:
     return args if args.seed is not None else replace(args, seed=before.get("--seed", secrets.randbits(31)))
 
 
-def _generate(
-    task: Task,
-    surveyed: files.Survey | None,
-    references: list[str] | None,
-    output: StreamOutput,
-    stop: Stop,
-    workers: Workers | None,
-) -> int:
-    """Loads, generates, writes and scores; returns the exit status."""
+def _go_through(
+    task: Task, surveyed: files.Survey | None, output: StreamOutput, stop: Stop, workers: Workers | None
+) -> None:
+    """Loads, generates and writes; raises KeyboardInterrupt where that was ended early."""
     from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, SplitOnOOM
     from fastgen.cli.transformers.progress import Progress
 
@@ -154,9 +159,8 @@ def _generate(
         task.load()
     else:
         workers.load(task)
-    args, total = task.args, asked.n_obs
-    if surveyed is not None:
-        total = shards.own_lines(surveyed.lines if total is None else min(total, surveyed.lines), args)
+    args = task.args
+    total = args.n_obs if surveyed is None else shards.own_lines(surveyed.lines, args)
     signed = with_commit(signature(replace(args, prefix=asked.prefix), surveyed), task.loaded.model.config)
     output.begin(signed, task.sounds)
     progress = Progress(total, output.records, args.quiet, task.unit)
@@ -196,26 +200,16 @@ def _generate(
         if left := output.leave(resumable=not files.is_stream(args.input)):
             progress.say(left)
     if not complete:
-        progress.say("interrupted")
-        return stop.status
+        raise KeyboardInterrupt
     if task.sounds is not None:
         progress.note(f"the sounds are in {task.sounds.folder}")
     if unused := sorted(getattr(task.input, "unused", ())):
         progress.note(f"what bodies of requests have besides was not used: {', '.join(unused)}")
-    score_output(args, references, output.records, task.counts_words)
     if not args.quiet:
         if args.bs != asked.bs or args.batch_tokens != asked.batch_tokens:
             tokens = "" if args.batch_tokens is None else f" --batch_tokens {args.batch_tokens}"
             print(f"batches, chosen for MODEL and this machine: --bs {args.bs}{tokens}", file=sys.stderr)
         print(progress.summary(), file=sys.stderr)
-    return _status(output.failures, output.records)
-
-
-def _status(failures: int, inputs: int) -> int:
-    """The exit status; says how many inputs failed."""
-    if failures:
-        print(f"{PROG}: {failures} of {inputs} inputs failed", file=sys.stderr)
-    return FAILED if failures else 0
 
 
 def check_files(args: RunConfig) -> files.Survey | None:

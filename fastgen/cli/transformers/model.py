@@ -28,8 +28,6 @@ SPEECH_TO_SPEECH = {  # the library has no class that finds them
     "seamless_m4t": "SeamlessM4TForSpeechToSpeech",
     "seamless_m4t_v2": "SeamlessM4Tv2ForSpeechToSpeech",
 }
-# What drafts tokens and verifies them, which the library does for a single row.
-ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
 @dataclass
@@ -185,9 +183,6 @@ def check_limits(loaded: Loaded) -> None:
     """Raises InputError for flags that this model cannot follow, whatever the input is."""
     args, config = loaded.args, loaded.model.config
     check_several_outputs(args, loaded.value("num_return_sequences") or 1)
-    for name in ASSISTED:
-        if (value := loaded.value(name)) and args.bs != 1:
-            raise InputError(f"{name} {value} takes one input at a time (accepted: --bs 1)")
     if loaded.reads is not None:
         _check_at_most("--max_tokenizer_length", args.max_tokenizer_length, positions(config, loaded.reads))
     flags = {name: flag.split()[0] for name, _, flag in args.settings()}

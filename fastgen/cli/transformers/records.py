@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
+from textwrap import shorten
 from typing import Any
 
 from fastgen.cli.errors import reason
@@ -27,7 +28,7 @@ LONGEST_RECORD = 1 << 24
 ADDED_FIELDS = ("input_tokens", "outputs", "error")
 Messages = list[dict[str, Any]]
 SEPARATOR = "####"
-FIELDS_NAMED = 10
+LONGEST_LIST = 100  # characters of names of fields in a message
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
 # JSON allows these inside strings, and some programs end a line at them.
 _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -116,9 +117,7 @@ def field(record: dict[str, Any], path: str) -> Any:
         name = next((each for each in beginnings if each in parts), None)
         if name is None:
             whose = "its fields" if value is record else f"in {quoted(path[: -len(rest) - 1])}"
-            names = [quoted(each) for each in parts]
-            more = f" and {len(names) - FIELDS_NAMED} more" * (len(names) > FIELDS_NAMED)
-            found = ", ".join(names[:FIELDS_NAMED]) + more or "none"
+            found = shorten(", ".join(map(quoted, parts)), LONGEST_LIST, placeholder=" …") or "none"
             raise RecordError(f"has no field {quoted(path)} ({whose}: {found})")
         value, rest = parts[name], rest[len(name) + 1 :]
     return value

@@ -50,12 +50,20 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
     it leaves out stays the model's. Raises InputError for settings that the library or this model does not know or
     refuses.
     """
-    args, model = loaded.args, loaded.model
-    _apply_file(args, model)
-    own = model.generation_config
-    loaded.task_params = _task_params(args, model.config)
+    args, own, known = loaded.args, loaded.model.generation_config, known_settings(loaded.model)
+    for key, value in (args.generation_config or {}).items():
+        if key not in known and key not in METADATA:
+            hint = did_you_mean(key, known, ACCEPTED)
+            print(f"note: --generation_config: {key} changes nothing{hint}", file=sys.stderr)
+        elif value is not None and key not in METADATA:
+            setattr(own, key, value)
+    known |= {prefix + name for prefix in prefixes for name in known}
+    for key, _, flag in args.settings():
+        if key not in known:
+            raise InputError(f"{flag}: there is no such setting{did_you_mean(key, known, ACCEPTED)}")
+    loaded.task_params = _task_params(args, loaded.model.config)
     settings = {name: value for name, value in loaded.task_params.items() if hasattr(own, name)}
-    settings |= (given := _given_settings(args, model, prefixes) | language_settings(loaded))
+    settings |= (given := dict(args.gen) | language_settings(loaded))
     if given.get("max_new_tokens") is not None:
         settings["max_length"] = None  # it has no effect then, and the library would say so for every batch
     for name, stronger in OVERRULED_BY.items():
@@ -64,15 +72,18 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
     if own.pad_token_id is None and settings.get("pad_token_id") is None:
         settings["pad_token_id"] = loaded.tokenizer.pad_token_id
     config = copy.deepcopy(own)
-    flags = ", ".join(flag for *_, flag in args.settings()) or "the settings of MODEL"
+    flags = [flag for *_, flag in args.settings()] + ["--generation_config"] * (args.generation_config is not None)
+    asked = ", ".join(flags) or "the settings of MODEL"
     try:
+        if isinstance(watermark := settings.get("watermarking_config", own.watermarking_config), dict):
+            settings["watermarking_config"] = WatermarkingConfig.from_dict(watermark)
         config.update(**settings)
         mode = config.get_generation_mode()
     except (ValueError, TypeError, AttributeError) as error:  # what generate would refuse at the first batch
-        raise InputError(f"{flags} cannot be used: {error}") from error
+        raise InputError(f"{asked} cannot be used: {error}") from error
     if mode not in MODES or config.cache_implementation == "paged":
         why = f"{mode.value.replace('_', ' ')}, whose code is on the hub" if mode not in MODES else "pages of a cache"
-        raise InputError(f"{flags} ask for {why} (accepted: greedy search, sampling, beam search)")
+        raise InputError(f"{asked} ask for {why} (accepted: greedy search, sampling, beam search)")
     loaded.settings = settings
     # These need words, and generate has only tokens.
     if any(loaded.value(name) for name in ("stop_strings", "token_healing")):
@@ -85,49 +96,10 @@ def _task_params(args: RunConfig, config: Any) -> dict[str, Any]:
     Without --task nothing, where FastSeq takes summarization: the library's generate does not use them, either.
     """
     known = getattr(config, "task_specific_params", None) or {}
-    has = f"(it has: {', '.join(known) or 'none'})"
-    if args.task is None and known and not args.quiet:
-        print(f"note: MODEL has settings for some tasks, which only --task NAME uses {has}", file=sys.stderr)
-    if args.task not in (None, *TASKS, *known):
-        print(f"note: MODEL has no settings for --task {args.task} {has}", file=sys.stderr)
+    if (known or args.task) and args.task not in (*TASKS, *known) and not args.quiet:
+        asked = args.given("task") or "a run without --task"
+        print(f"note: MODEL has no settings for {asked} (it has: {', '.join(known) or 'none'})", file=sys.stderr)
     return known.get(args.task, {})
-
-
-def _apply_file(args: RunConfig, model: Any) -> None:
-    """Puts the values of --generation_config in place of the model's own; raises InputError for bad ones."""
-    if args.generation_config is None:
-        return
-    known = known_settings(model)
-    for key in args.generation_config:
-        if key not in known and key not in METADATA:
-            hint = did_you_mean(key, known, ACCEPTED)
-            print(f"note: --generation_config: {key} changes nothing{hint}", file=sys.stderr)
-    try:
-        given = GenerationConfig.from_dict(dict(args.generation_config))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"--generation_config: {error}") from error
-    merged = copy.deepcopy(model.generation_config)
-    for key, value in vars(given).items():
-        if value is not None and key not in METADATA:
-            setattr(merged, key, value)
-    model.generation_config = merged
-
-
-def _given_settings(args: RunConfig, model: Any, prefixes: tuple[str, ...]) -> dict[str, Any]:
-    """What flags ask for; raises InputError for a setting that neither the library nor the model knows."""
-    known = known_settings(model)
-    known |= {prefix + name for prefix in prefixes for name in known}
-    for key, _, flag in args.settings():
-        if key not in known:
-            raise InputError(f"{flag}: there is no such setting{did_you_mean(key, known, ACCEPTED)}")
-    settings = dict(args.gen)
-    watermark = settings.get("watermarking_config")
-    if isinstance(watermark, dict):
-        try:
-            settings["watermarking_config"] = WatermarkingConfig.from_dict(watermark)
-        except (ValueError, TypeError) as error:
-            raise InputError(f"--watermarking_config {watermark} cannot be used: {error}") from error
-    return settings
 
 
 def known_settings(model: Any) -> set[str]:
@@ -155,7 +127,9 @@ def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
         "the fallback to other temperatures samples": isinstance(value("temperature"), (list, tuple)),
         "max_time ends whole batches": value("max_time") is not None,
         "condition_on_prev_tokens pads earlier text to the longest of a batch": value("condition_on_prev_tokens"),
-        **(_reasons_of_tokens(loaded) if loaded.reads is not None else {}),
+        "encoder_repetition_penalty counts padding": loaded.reads
+        and (value("encoder_repetition_penalty") or 1.0) != 1.0,
+        "encoder_no_repeat_ngram_size counts padding": loaded.reads and value("encoder_no_repeat_ngram_size"),
         **(_reasons_of_prompts(loaded) if loaded.reads == "decoder" else {}),
         "MODEL's attention depends on the longest input of a batch": kind == "bigbird_pegasus"
         and config.attention_type == "block_sparse",
@@ -163,14 +137,6 @@ def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
         or (kind == "nllb-moe" and config.moe_eval_capacity_token_fraction < 1),
     }
     return [reason for reason, holds in reasons.items() if holds]
-
-
-def _reasons_of_tokens(loaded: Loaded) -> dict[str, Any]:
-    value = loaded.value
-    return {
-        "encoder_repetition_penalty counts padding": (value("encoder_repetition_penalty") or 1.0) != 1.0,
-        "encoder_no_repeat_ngram_size counts padding": value("encoder_no_repeat_ngram_size"),
-    }
 
 
 def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:

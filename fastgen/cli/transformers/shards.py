@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle, groupby, islice
+from textwrap import shorten
 from typing import Any
 
 from fastgen.cli.errors import InputError, RunError
@@ -26,7 +27,7 @@ from fastgen.cli.transformers.signature import differences
 # How each launcher calls the number of a process and how many there are: torchrun and accelerate; Slurm's srun.
 IN_A_JOB = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 ON_THIS_MACHINE = ("LOCAL_RANK", "SLURM_LOCALID")
-NAMED = 5
+LONGEST_LIST = 1000  # characters of names of files in a message
 PER_SHARD = ("--shard_id", "--device")  # flags in which the signatures of shards may differ
 
 
@@ -109,12 +110,20 @@ def own_chunks(chunks: Iterator[list[files.Line]], args: RunConfig) -> Iterator[
 
 
 def own_lines(total: int, args: RunConfig) -> int:
-    """How many of so many lines this shard has."""
+    """How many of so many lines this run has, up to --n_obs."""
+    total = total if args.n_obs is None else min(total, args.n_obs)
     if args.num_shards is None:
         return total
     block = lines_per_block(args)
     starts = range(args.shard_id * block, total, args.num_shards * block)
     return sum(min(block, total - start) for start in starts)
+
+
+def is_empty(total: int, args: RunConfig) -> bool:
+    """Whether nothing is to be generated of so many lines; False where the size of blocks is not known yet."""
+    if args.num_shards is not None and args.bs is None and args.batch_tokens is None:
+        return False
+    return own_lines(total, args) == 0
 
 
 def merge(args: RunConfig, output: Journal) -> None:
@@ -126,10 +135,8 @@ def merge(args: RunConfig, output: Journal) -> None:
     names = [output_of(args.output, shard, shards) for shard in range(shards)]
     made = [_completed(name) for name in names]
     if missing := [name for name, found in zip(names, made, strict=True) if found is None]:
-        more = f" and {len(missing) - NAMED} more" * (len(missing) > NAMED)
-        raise InputError(
-            f"--merge: {len(missing)} of {shards} shards are not complete: {', '.join(missing[:NAMED])}{more}"
-        )
+        some = shorten(", ".join(missing), LONGEST_LIST, placeholder=" …")
+        raise InputError(f"--merge: {len(missing)} of {shards} shards are not complete: {some}")
     signatures = [{**found["signature"], **dict.fromkeys(PER_SHARD)} for found in made if found]
     for name, signature in zip(names, signatures, strict=True):
         if changes := differences(signatures[0], signature):

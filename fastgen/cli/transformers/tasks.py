@@ -61,6 +61,7 @@ class Task:
     processor: ClassVar[str] = "AutoTokenizer"  # the library's class of what makes inputs of lines
     prefixes: ClassVar[tuple[str, ...]] = ()  # of settings for one of several models in MODEL
     why_padding: ClassVar[str] = "outputs of MODEL depend on padding"
+    speaks: ClassVar[bool] = False  # whether outputs are sounds, in files of their own
     counts_words: ClassVar[bool] = False  # whether there is a word error rate among the scores
 
     loaded: Loaded
@@ -214,11 +215,9 @@ class CausalTask(TextTask):
     plans_by_head = True
 
     def depends_on_padding(self) -> bool:
-        model = self.loaded.model
+        model, left = self.loaded.model, self.loaded.tokenizer.padding_side == "left"
         has_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-        return (
-            self.loaded.tokenizer.padding_side != "left" or not has_positions or getattr(model, "_is_stateful", False)
-        )
+        return not (left and has_positions) or getattr(model, "_is_stateful", False)
 
 
 class ChatTask(CausalTask):
@@ -237,8 +236,8 @@ class ChatTask(CausalTask):
             messages = [*system, {"role": "user", "content": "a"}]
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program that raises what it likes
-            flag = args.given("system") or "--chat"
-            raise InputError(f"{flag}: the chat template of MODEL {args.model} refuses it ({error})") from error
+            why = f"the chat template of MODEL {args.model} refuses it ({error})"
+            raise InputError(f"{args.given('system') or '--chat'}: {why}") from error
         super().specialize()
 
     def reader(self) -> TextInput:
@@ -294,8 +293,7 @@ class TranscribeTask(Task):
         marks = not is_whisper
         self.output = TextOutput.of(loaded, starts_with_token=marks, ends_with_token=marks, has_scores=marks)
 
-    def settings_of(self, item: Item) -> dict[str, Any]:
-        # Of recordings that are longer than Whisper hears at once.
+    def settings_of(self, item: Item) -> dict[str, Any]:  # in a group are what is longer than Whisper hears at once
         return {"return_timestamps": True, "return_segments": True} if item.group else {}
 
 
@@ -310,6 +308,7 @@ class SpeakTask(Task):
         ),
         "--task {0.task}, whose outputs are audio files",
     )
+    speaks = True
     unit = "seconds of sound"
     inputs_at_once = SOUNDS_AT_ONCE
     prefixes = ("text_", "speech_")
@@ -320,8 +319,8 @@ class SpeakTask(Task):
         args = self.args
         flag = args.given("output_format") if args.output_format != "jsonl" else ""
         if flag or is_stream(args.output) or is_url(args.output):
-            what = flag or f"OUTPUT {args.output}"
-            raise InputError(f"{what} does not go with --task {args.task} (accepted: a file of JSON records)")
+            what = f"--task {args.task} (accepted: a file of JSON records)"
+            raise InputError(f"{flag or 'OUTPUT ' + args.output} does not go with {what}")
         output = os.path.realpath(args.output)
         is_there, goes_on, has_sounds = (os.path.lexists(output + end) for end in ("", ".part", ".audio"))
         if not args.overwrite and not goes_on and is_there != has_sounds:
@@ -342,9 +341,8 @@ class SpeakTask(Task):
         if (code := self.loaded.settings["tgt_lang"]) not in spoken:
             raise InputError(f"--tgt_lang {args.tgt_lang} is not spoken by MODEL (accepted: {nearest(code, spoken)})")
         if (number := args.speaker_id) is not None:
-            if number >= config.vocoder_num_spkrs:
-                accepted = f"accepted: 0 to {config.vocoder_num_spkrs - 1}"
-                raise InputError(f"--speaker_id {number} is not known to MODEL ({accepted})")
+            if number > (last := config.vocoder_num_spkrs - 1):
+                raise InputError(f"--speaker_id {number} is not known to MODEL (accepted: 0 to {last})")
             name = "spkr_id" if config.model_type == "seamless_m4t" else "speaker_id"
             self.loaded.settings[name] = number
         self.output = self.sounds = SoundFolder(args.output, config.sampling_rate)

@@ -99,7 +99,8 @@ class TextInput:
         def take(item: Item, found: Any) -> None:
             if self._args.input_format == "openai":
                 item.group = self._body_settings(item.line)
-            if _length(found) > self.characters:
+            contents = [found] if isinstance(found, str) else [message["content"] for message in found]
+            if sum(map(len, contents)) > self.characters:
                 self._fill(item, self._encode_long(found))
             else:
                 taken.append((item, found))
@@ -193,10 +194,6 @@ def pad_text(rows: list[np.ndarray], pad_token_id: int, left: bool) -> dict[str,
         input_ids[number, columns] = row
         attention_mask[number, columns] = 1
     return {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
-
-
-def _length(found: str | records.Messages) -> int:
-    return len(found) if isinstance(found, str) else sum(len(message["content"]) for message in found)
 
 
 class TextOutput:

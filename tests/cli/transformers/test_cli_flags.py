@@ -357,7 +357,6 @@ UNFIT = [
     ("bart", ("--gen", "penalty_alpha=0.5", "--top_k", 4, "--gen", "do_sample=false"), "--top_k 4"),
     ("bart", ("--gen", "penalty_alpha=0.5", "--gen", "top_k=4"), "--top_k 4", "--do_sample"),
     ("bart", ("--gen", "num_beam_groups=2", "--gen", "num_beams=4"), "group beam search", "hub"),
-    ("bart", ("--gen", "prompt_lookup_num_tokens=2"), "prompt_lookup_num_tokens 2", "--bs 1"),
     ("bart", ("--gen", "forced_bos_token_id=64"), "--forced_bos_token_id 64", "up to 63"),
     ("bart", ("--gen", "max_length=65"), "--max_gen_length 65", "up to 64"),
     ("bart", ("--gen", "num_return_sequences=2", "--join_outputs"), "--num_return_sequences 2", "without beam"),

@@ -133,7 +133,7 @@ def test_nothing_is_generated_for_text_without_tokens(prepare: Callable[..., lis
         ("[" * 100_000, "is not JSON that can be read (maximum recursion depth exceeded"),
         ('{"id": 1, "article": "a"}', 'has no field "text" (its fields: "id", "article")'),
         ("{}", 'has no field "text" (its fields: none)'),
-        (json.dumps(dict.fromkeys("abcdefghijkl")), '"i", "j" and 2 more)'),
+        (json.dumps(dict.fromkeys(map(str, range(100)))), '(its fields: "0", "1", "2", '),
         ('{"text": 17}', 'has a number in its field "text" (accepted: a string)'),
         ('{"text": null}', 'has null in its field "text" (accepted: a string)'),
         ('{"text": false}', 'has true or false in its field "text" (accepted: a string)'),

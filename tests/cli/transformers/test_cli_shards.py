@@ -14,6 +14,7 @@ from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.args import parse_arguments
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.shards import of_launcher, output_of, place
+from fastgen.cli.transformers.tasks import Task
 
 # Two blocks of 64 lines and a part of one, with lines that need no model and lines that fail.
 LINES = [*sentences(60), "", "", *sentences(70, seed=1), " ".join(WORDS * 2), *sentences(9, seed=2)]
@@ -113,7 +114,7 @@ def test_a_merge_that_is_complete_stays(
     before = (tmp_path / "out").read_bytes()
     assert run(bart, source, tmp_path / "out", *FLAGS, *merged) == 2
     assert "already exists" in capsys.readouterr().err
-    assert run(bart, source, tmp_path / "out", *FLAGS, *merged, "--resume") == 1
+    assert main([str(bart), str(source), str(tmp_path / "out"), *FLAGS, *map(str, merged), "--resume"]) == 1
     assert "out is complete" in capsys.readouterr().err
     assert (tmp_path / "out").read_bytes() == before
 
@@ -201,3 +202,14 @@ def test_streams_have_no_shards() -> None:
 )
 def test_the_name_of_a_shard_keeps_its_ends(output: str, expected: str) -> None:
     assert output_of(output, 3, 8) == expected
+
+
+def test_a_shard_without_lines_loads_no_model(
+    bart: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are three blocks of lines."""
+    monkeypatch.setattr(Task, "load", lambda self: pytest.fail("the model is loaded"))
+    assert run(bart, source, tmp_path / "out", *FLAGS, "--num_shards", 4, "--shard_id", 3) == 0
+    assert (tmp_path / "out-00003-of-00004").read_bytes() == b""
+    source.write_bytes(b"")
+    assert run(bart, source, tmp_path / "none") == 0 and (tmp_path / "none").read_bytes() == b""

@@ -274,7 +274,7 @@ def completed(args: RunConfig) -> RunConfig:
         note = f"note: INPUT {args.input} is read as JSON records (--input_format text reads it as text)"
         print(note, file=sys.stderr)
     dtype = "float16" if args.fp16 else "bfloat16" if args.bf16 else args.dtype
-    return replace(args, text_field=args.text_field or "text", dtype=dtype)
+    return replace(args, text_field=args.text_field or "text", dtype=dtype, fp16=False, bf16=False)
 
 
 def is_jsonl(path: str) -> bool:

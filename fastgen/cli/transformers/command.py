@@ -82,7 +82,7 @@ def _run(args: RunConfig, stop: Stop) -> int:
             shards.merge(args, output)
         elif surveyed is not None and shards.is_empty(surveyed.lines, args) and not task.speaks:
             output.begin(signed)
-            output.complete(0)
+            output.complete()
             if not args.quiet:
                 print(f"0 lines in {args.input} are for this run: no model is loaded", file=sys.stderr)
         else:
@@ -194,7 +194,7 @@ def _go_through(
                 raise InputError(f"INPUT changed while it was read: {had}")
             if output.failures and not output.generated and not files.is_stream(args.output):
                 raise RunError(f"every input failed ({output.failures}), so no OUTPUT is written")
-            output.complete(output.records)
+            output.complete()
     finally:
         progress.close()
         if left := output.leave(resumable=not files.is_stream(args.input)):

@@ -90,8 +90,8 @@ class StreamOutput:
         for entry in ready:
             self._count(entry)
 
-    def complete(self, total: int) -> None:
-        """To be called when that many records are written."""
+    def complete(self) -> None:
+        """To be called when all records are written."""
 
     def leave(self, resumable: bool = True) -> str:
         """To be called at the end, however a run ends, with whether INPUT can be read again; returns what is kept."""
@@ -133,7 +133,7 @@ class Journal(StreamOutput):
         try:
             self._check(resume)
         except BaseException:
-            self.release()
+            self.leave()
             raise
 
     def _check(self, resume: bool) -> None:
@@ -194,14 +194,12 @@ class Journal(StreamOutput):
             self._end += len(line)
         self._end += len(end)
 
-    def complete(self, total: int, records: Iterable[bytes] | None = None) -> None:
-        """Puts `total` records, its own or these, in order under the name of OUTPUT, and removes the journal.
+    def complete(self, records: Iterable[bytes] | None = None) -> None:
+        """Puts its records, or these, in order under the name of OUTPUT, and removes the journal.
 
         With an OSError it keeps the journal for --resume. Raises InputError where an OUTPUT has appeared in the
         meantime that it may not replace.
         """
-        if self.records != total:
-            raise RunError(f"{self.path} has records of {self.records} lines, and INPUT has {total}")
         if self._exists() and not self._overwrite:
             raise InputError(f"{self._is_there()}, with --resume; all records are in {self.path}")
         try:
@@ -244,14 +242,10 @@ class Journal(StreamOutput):
             self._assemble(path)
             self._discard()
             left = f"{self.records} records are in {path}; INPUT can be read only once, so no run can go on"
-        self.release()
-        return left
-
-    def release(self) -> None:
-        """Lets other runs begin."""
         if self._lock.is_locked:
             Path(self._lock.lock_file).unlink(missing_ok=True)
             self._lock.release()
+        return left
 
     def _load(self) -> None:
         """Reads all that earlier runs have written, and gives up what is behind the last complete batch."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fastgen.cli.errors import InputError, reason
 from fastgen.cli.transformers.args import RunConfig, check_several_outputs
 from fastgen.cli.transformers.signature import model_folder
 
+LONGEST_LIST = 100  # characters of names of weights in a message
 # Their positions are computed, for as many tokens as there are; what the config says is no limit.
 GROWING_POSITIONS = ("fsmt", "m2m_100", "nllb-moe", "xglm")
 # Tokenizers without a limit of their own say 10**30.
@@ -58,17 +60,6 @@ class Loaded:
         return self.settings[name] if name in self.settings else getattr(self.model.generation_config, name, None)
 
 
-def choose_device(args: RunConfig) -> torch.device:
-    """The device of --device, tried out; raises InputError where this machine or this torch does not have it."""
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        # Reading the value back refuses the meta device too, which holds no values.
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(f"--device {name}: cannot be used here ({reason(error)})") from error
-    return torch.device(name)
-
-
 def load(args: RunConfig, asked: str, processor: str) -> Loaded:
     """Model and tokenizer of MODEL; raises InputError where it does not exist, is broken, or cannot generate.
 
@@ -76,9 +67,11 @@ def load(args: RunConfig, asked: str, processor: str) -> Loaded:
 
     asked: how the flags ask for a model, see `_classes`. processor: the library's class of what makes inputs of lines.
     """
-    device = None if args.device_map == "meta" else choose_device(args)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = str(model_folder(args.model) or args.model)
     try:
+        if args.device_map != "meta":
+            torch.zeros(1, device=device).item()  # read back, which the meta device refuses
         with _quiet_loading():
             config = transformers.AutoConfig.from_pretrained(source)
             kind = _class_of(args, config, asked)
@@ -90,18 +83,15 @@ def load(args: RunConfig, asked: str, processor: str) -> Loaded:
         raise
     except Exception as error:
         # from_pretrained raises almost anything for a broken folder: OSError, ValueError, KeyError, SafetensorError, …
-        name, what = args.attn_implementation, f"MODEL {args.model}: cannot be loaded"
-        if name is not None and (name in str(error) or "attention" in str(error).lower()):
-            what = f"--attn_implementation {name}: MODEL {args.model} cannot be loaded with it"
-        raise InputError(f"{what} ({reason(error)})") from error
+        flags = map(args.given, ("device", "dtype", "attn_implementation"))
+        what = " ".join(filter(None, [f"MODEL {args.model}", *flags]))
+        raise InputError(f"{what}: cannot be loaded ({reason(error)})") from error
     if not model.can_generate():
         raise InputError(f"MODEL {args.model}: {type(model).__name__} cannot generate")
     parameters = dict(model.named_parameters())
     if missing := sorted(name for name in info["missing_keys"] if name in parameters):
-        raise InputError(
-            f"MODEL {args.model}: has no weights for {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}, "
-            f"so {type(model).__name__} would generate at random"
-        )
+        names = shorten(", ".join(missing), LONGEST_LIST, placeholder=" …")
+        raise InputError(f"MODEL {args.model}: has no weights for {names}: it would generate at random")
     if args.device_map is None:
         model.to(device)
     tokenizer = getattr(processing, "tokenizer", processing)

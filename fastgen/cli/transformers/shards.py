@@ -145,7 +145,7 @@ def merge(args: RunConfig, output: Journal) -> None:
     sizes = {name: whole[f"--{name}"] for name in ("bs", "batch_tokens", "window")}
     output.signature = whole
     output.records, output.failures = (sum(found[name] for found in made if found) for name in ("records", "failures"))
-    output.complete(output.records, _in_turns(names, lines_per_block(replace(args, **sizes)), output.records))
+    output.complete(_in_turns(names, lines_per_block(replace(args, **sizes)), output.records))
 
 
 def _completed(name: str) -> dict[str, Any] | None:
@@ -154,7 +154,7 @@ def _completed(name: str) -> dict[str, Any] | None:
     try:
         return shard.completed
     finally:
-        shard.release()
+        shard.leave()
 
 
 def _in_turns(names: list[str], block: int, total: int) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
@@ -68,6 +69,10 @@ class Task:
     input: TextInput | AudioInput
     output: TextOutput | SoundFolder
     sounds: SoundFolder | None = None  # what OUTPUT names
+    # An item for each line: with arrays for the model, an error, or neither for a line with nothing in it.
+    prepare: Callable[[list[Line]], list[Item]]
+    collate: Callable[[list[Item]], dict[str, torch.Tensor]]  # the arrays of several, padded to tensors [B, N, …]
+    finish: Callable[[GeneratedBatch], float]  # fills outputs or errors of items; gives how much there is, in `unit`
 
     def __init__(self, args: RunConfig) -> None:
         self.args = args
@@ -106,6 +111,7 @@ class Task:
         model.check_limits(self.loaded)
         self.specialize()
         self.input = self.reader()
+        self.prepare, self.collate, self.finish = self.input.prepare, self.input.collate, self.output.finish
 
     def specialize(self) -> None:
         """The task's own part of `load`, which fills `output`."""
@@ -138,14 +144,6 @@ class Task:
         convolutions over sounds of several lengths.
         """
         return self.loaded.tokenizer.padding_side == "left"
-
-    def prepare(self, lines: list[Line]) -> list[Item]:
-        """An item for each line, with arrays for the model, an error, or neither for a line with nothing in it."""
-        return self.input.prepare(lines)
-
-    def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
-        """The arrays of several items, padded to tensors [B, N, …]."""
-        return self.input.collate(items)
 
     def generate(self, batch: Batch) -> GeneratedBatch:
         """What the model makes of a batch of at least one item."""
@@ -182,10 +180,6 @@ class Task:
     def settings_of(self, item: Item) -> dict[str, Any]:
         """What the group of an item asks generate for besides the settings of the run."""
         return {}
-
-    def finish(self, generated: GeneratedBatch) -> float:
-        """Fills the items' outputs, or their errors; returns how much was generated, in `unit`."""
-        return self.output.finish(generated)
 
 
 class TextTask(Task):

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 from python_process import REPOSITORY, run_code, run_python
 
-from fastgen.cli.errors import InputError, RunError
+from fastgen.cli.errors import InputError
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.files import check_writable, opened, write_whole
 from fastgen.cli.transformers.journal import Entry, Journal
@@ -54,7 +54,7 @@ def complete(path: Path | str, total: int, **how: bool) -> None:
     journal = begin(path, **how)
     written = {number for number in range(1, total + 1) if journal.entry(number)}
     journal.write([entry(number) for number in range(1, total + 1) if number not in written])
-    journal.complete(total)
+    journal.complete()
     journal.leave()
 
 
@@ -72,9 +72,7 @@ def test_output_appears_in_order_when_complete_and_nothing_else_stays(tmp_path: 
     assert names(tmp_path) == ["out.part", "out.part.lock"]
     journal.write([entry(2, failed=True)])
     assert (journal.records, journal.failures, journal.generated) == (3, 1, 2)
-    with pytest.raises(RunError, match="has records of 3 lines, and INPUT has 4"):
-        journal.complete(4)
-    journal.complete(3)
+    journal.complete()
     journal.leave()
     assert names(tmp_path) == ["out", "out.run.json"] and (tmp_path / "out").read_bytes() == text(3)
 
@@ -112,7 +110,7 @@ def test_an_output_that_appears_during_a_run_is_not_replaced(tmp_path: Path) -> 
     journal.write([entry(1)])
     (tmp_path / "out").write_text("mine")
     with pytest.raises(InputError, match="already exists"):
-        journal.complete(1)
+        journal.complete()
     journal.leave()
     assert (tmp_path / "out").read_text() == "mine" and (tmp_path / "out.part").exists()
 
@@ -326,7 +324,7 @@ def job(path, total, longest=40):
             draw = random.Random(first)
             records = [f"{number} {draw.random()} {'x' * draw.randint(0, longest)}" + chr(10) for number in batch]
             output.write([Entry(n, 1, None, False, record.encode()) for n, record in zip(batch, records)])
-        output.complete(total)
+        output.complete()
         output.leave()
     except BaseException:
         output.leave()
@@ -429,7 +427,7 @@ def test_what_a_full_disk_needs_for_the_order_is_said(tmp_path: Path, monkeypatc
         patched.setattr(Journal, "_assemble", full)
         journal = begin(tmp_path / "out", resume=True)
         with pytest.raises(OSError, match=r"No space left on device .OUTPUT is put in order from OUTPUT\.part"):
-            journal.complete(2)
+            journal.complete()
         journal.leave()
     complete(tmp_path / "out", 2, resume=True)
     assert (tmp_path / "out").read_bytes() == text(2)

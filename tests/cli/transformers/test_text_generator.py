@@ -50,6 +50,12 @@ def test_columns_come_back_with_the_outputs_beside_them(bart: Path) -> None:
     assert [outputs[0]["text"] for outputs in found["outputs"]] == plain_loop(bart, LINES[:5], 5)
 
 
+def test_halves_may_be_asked_for_by_either_flag(bart: Path) -> None:
+    for flag in ({"bf16": True}, {"dtype": "bfloat16"}):
+        [record] = fastgen.TextGenerator(str(bart), **flag)(LINES[:1])
+        assert record["outputs"]
+
+
 def test_a_stream_is_generated_for_while_it_is_read(bart: Path) -> None:
     read: list[int] = []
 

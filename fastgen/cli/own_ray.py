@@ -12,7 +12,6 @@ Tests: tests/cli/transformers/test_cli_workers.py
 """
 
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from typing import Any
 VARIABLE = "RAY_TMPDIR"
 SECONDS = 3.0  # in which Ray's processes end by themselves
 OBJECT_STORE = 80 << 20  # bytes: batches are there until a worker has them, one for each
-TOKEN = secrets.token_hex(32)  # Ray keeps it for as long as the process lives
+TOKEN = os.urandom(32).hex()  # Ray keeps it for as long as the process lives
 
 
 @contextmanager

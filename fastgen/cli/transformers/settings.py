@@ -33,7 +33,6 @@ OWN_ARGUMENTS = (
 )
 # Tokenizers of models whose decoder takes the target's code in place of a start token.
 DECODER_STARTS_WITH_LANGUAGE = ("MBartTokenizer", "PLBartTokenizer")
-SEAMLESS = ("seamless_m4t", "seamless_m4t_v2")
 ACCEPTED = "accepted: fields of transformers' GenerationConfig"
 # What is written into a generation_config.json beside settings.
 METADATA = ("transformers_version", "_from_model_config", "_commit_hash")
@@ -169,7 +168,8 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
     Raises InputError for a language that MODEL has not.
     """
     args, tokenizer = loaded.args, loaded.tokenizer
-    if loaded.model.config.model_type == "whisper":
+    takes = inspect.signature(type(loaded.model).generate).parameters
+    if "language" in takes:
         return _of_whisper(args, loaded.model.generation_config)
     known = language_ids(tokenizer)
     for name in filter(args.given, ("tgt_lang", "src_lang")):
@@ -186,7 +186,7 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
         return {"forced_bos_token_id": index}
     if args.tgt_lang is None:
         return {}
-    if loaded.model.config.model_type in SEAMLESS:
+    if "tgt_lang" in takes:
         return {"tgt_lang": _find("--tgt_lang", args.tgt_lang, known).strip("_")}
     index = known[_find("--tgt_lang", args.tgt_lang, known)]
     if type(tokenizer).__name__.removesuffix("Fast") not in DECODER_STARTS_WITH_LANGUAGE:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fastgen.cli.transformers.text import TextInput, TextOutput
     from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
-SOUNDS_AT_ONCE = 8  # in a batch: a model joins most of their frames
+SOUNDS_AT_ONCE = 8  # in a batch: of frames, most of which a model joins at first, the memory is not told
 
 
 def task_for(args: RunConfig) -> Task:
@@ -349,7 +349,7 @@ class SpeakTask(Task):
         )
 
 
-class InterpretTask(SpeakTask):
+class SpeechToSpeechTask(SpeakTask):
     """Audio files to sounds."""
 
     refused = TranscribeTask.refused | SpeakTask.refused
@@ -363,7 +363,7 @@ class InterpretTask(SpeakTask):
 OF_SOUND: dict[str, type[Task]] = {
     **dict.fromkeys(("automatic-speech-recognition", "speech-to-text"), TranscribeTask),
     "text-to-speech": SpeakTask,
-    "speech-to-speech": InterpretTask,
+    "speech-to-speech": SpeechToSpeechTask,
 }
 
 

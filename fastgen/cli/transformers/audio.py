@@ -96,7 +96,7 @@ def _extract(feature_extractor: Any, samples: np.ndarray, **options: Any) -> dic
 def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
     """The sound of a file at a sampling rate, float32 [S], its channels averaged; raises RecordError.
 
-    most_samples: how many of them the model hears. A file that has more is not read further.
+    most_samples: how many of them the model hears. A file that has more is not read.
     """
     import soundfile  # of the audio extra, which other tasks do without
     import soxr
@@ -105,14 +105,13 @@ def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
         raise RecordError("there is no such file")
     # Opened here: of a file that it cannot open, soundfile says no more than "System error".
     with path.open("rb") as opened, soundfile.SoundFile(opened) as file:
-        most = None if most_samples is None else int(most_samples / rate * file.samplerate)
-        sound = file.read(-1 if most is None else most + 1, dtype="float32", always_2d=True)  # [S, channels]
         own_rate, frames = file.samplerate, file.frames
+        if most_samples is not None and frames > int(most_samples / rate * own_rate):
+            heard = f"{most_samples / rate:g} s"
+            raise RecordError(f"lasts {frames / own_rate:g} s, and MODEL hears {heard} (accepted: up to {heard})")
+        sound = file.read(dtype="float32", always_2d=True)  # [S, channels]
     if len(sound) == 0:
         raise RecordError("has no sound in it")
-    if most is not None and len(sound) > most:
-        heard = f"{most_samples / rate:g} s" if most_samples else ""
-        raise RecordError(f"lasts {frames / own_rate:g} s, and MODEL hears {heard} (accepted: up to {heard})")
     if len(sound) < frames:
         raise RecordError(f"ends after {len(sound) / own_rate:g} s of {frames / own_rate:g} s: it is not complete")
     samples = sound.mean(axis=1)

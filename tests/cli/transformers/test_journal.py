@@ -36,7 +36,7 @@ def begin(path: Path | str, signature: dict = SIGNATURE, resume: bool = False, o
     try:
         journal.begin(signature)
     except BaseException:
-        journal.release()
+        journal.leave()
         raise
     return journal
 
@@ -121,17 +121,17 @@ def test_a_complete_output_is_known_until_something_changes(tmp_path: Path) -> N
     for signature, overwrite, done in ((SIGNATURE, False, True), (SIGNATURE, True, True)):
         journal = Journal(str(output), True, overwrite)
         assert journal.check(signature) is done and journal.completed["records"] == 2
-        journal.release()
+        journal.leave()
     other = SIGNATURE | {"--beam": 5}
     journal = Journal(str(output), True, False)
     with pytest.raises(
         InputError, match=r"already exists .*--overwrite.*; it was made differently: --beam was 4, is 5"
     ):
         journal.check(other)
-    journal.release()
+    journal.leave()
     journal = Journal(str(output), True, True)
     assert not journal.check(other)
-    journal.release()
+    journal.leave()
     output.write_text("changed\n")
     with pytest.raises(InputError, match=r"already exists .*; no run is known that made it as it is"):
         Journal(str(output), True, False)
@@ -193,7 +193,7 @@ def test_a_remote_output_is_uploaded_when_it_is_complete(tmp_path: Path, monkeyp
     assert names(tmp_path) == ["out.txt.gz.run.json"]
     journal = Journal(url, True, False)
     assert journal.check(SIGNATURE)
-    journal.release()
+    journal.leave()
     with pytest.raises(InputError, match="already exists"):
         Journal(url, False, False)
     files.rm("/bucket/out.txt.gz")
@@ -239,7 +239,7 @@ def test_half_a_batch_is_given_up(tmp_path: Path) -> None:
         assert journal.records == expected, size
         assert part.stat().st_size == (len(whole) if expected == 4 else ends[3] + 1 if expected else ends[0] + 1)
         journal._close()
-        journal.release()
+        journal.leave()
 
 
 def test_damage_is_found_and_named(tmp_path: Path) -> None:

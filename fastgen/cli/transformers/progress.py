@@ -7,11 +7,9 @@ Tests: tests/cli/transformers/test_cli_progress.py
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -33,10 +31,8 @@ class Progress:
         self.details: Callable[[], str] = str  # what a line says besides
         self.begin()
         inputs = "{n_fmt} inputs" if total is None else "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} inputs"
-        has_columns = False
-        with suppress(OSError, ValueError):
-            has_columns = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-        shown = {"bar_format": inputs + "{postfix}", "dynamic_ncols": True, "disable": quiet or not has_columns}
+        # disable=None: where there is no terminal
+        shown = {"bar_format": inputs + "{postfix}", "dynamic_ncols": True, "disable": True if quiet else None}
         self._bar = tqdm(total=total, initial=done, file=sys.stderr, **shown)
         self.close = self._bar.close  # leaves the bar as it is
 

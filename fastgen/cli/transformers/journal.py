@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from fastgen.cli.transformers.audio import SoundFolder
 
 VERSION = 3  # 3: batches are planned block by block, and seeded by the line that their block begins with
-WRITTEN_BY = "fastgen"
 HINT = "OUTPUT is put in order from OUTPUT.part, which needs as much room once more; --resume goes on"
 
 
@@ -204,8 +203,8 @@ class Journal(StreamOutput):
             raise InputError(f"{self._is_there()}, with --resume; all records are in {self.path}")
         try:
             digest = self._assemble(self._new, records)
-            made: dict[str, Any] = {"written_by": WRITTEN_BY, "signature": self.signature, "sha256": digest}
-            made |= {"failures": self.failures, "records": self.records}
+            counts = {"failures": self.failures, "records": self.records}
+            made = {"signature": self.signature, "sha256": digest} | counts
             files.write_whole(self._made, json.dumps(made, indent=1).encode())
             if self._sounds is not None:
                 self._sounds.complete(self._overwrite)
@@ -335,11 +334,10 @@ class Journal(StreamOutput):
 
     def _completed(self) -> dict[str, Any] | None:
         """What is kept of the run that completed OUTPUT; None where it is not known, or OUTPUT was changed since."""
-        with suppress(OSError, ValueError, InputError):
+        with suppress(OSError, ValueError, TypeError, KeyError, InputError):  # the file may be somebody else's
             made = json.loads(self._made.read_bytes())
-            if isinstance(made, dict) and made.get("written_by") == WRITTEN_BY:
-                with files.opened("OUTPUT", self._output, raw=True) as file:
-                    return made if files.sha256(file) == made.get("sha256") else None
+            with files.opened("OUTPUT", self._output, raw=True) as file:
+                return made if files.sha256(file) == made["sha256"] else None
         return None
 
     def _is_there(self) -> str:

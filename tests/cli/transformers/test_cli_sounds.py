@@ -1,5 +1,6 @@
 """Tasks that speak: the sounds of a plain loop, whole files beside OUTPUT, and runs that go on."""
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -235,6 +236,7 @@ def test_a_sound_of_no_length_is_a_failed_input(
     kind = transformers.SeamlessM4Tv2ForTextToSpeech
     generate = kind.generate
 
+    @functools.wraps(generate)
     def short(self: Any, *args: Any, **given: Any) -> Any:
         waveforms, lengths, *more = generate(self, *args, **given)
         lengths.reshape(-1)[0] = 0

@@ -387,3 +387,16 @@ def test_a_second_sigterm_stops_workers_at_once(held: Held) -> None:
     stderr = held.process.communicate()[1]
     assert held.process.returncode == 143, stderr
     assert "Traceback" not in stderr
+
+
+def test_a_sigterm_while_ray_starts_leaves_nothing(
+    already: dict[str, str], bart: Path, source: Path, tmp_path: Path
+) -> None:
+    command = Held(bart, source, tmp_path)
+    while not any("ray::" in title or "raylet" in title or "gcs_server" in title for _, title in titles(already)):
+        assert command.process.poll() is None, command.process.communicate()
+        time.sleep(0.05)
+    command.process.terminate()
+    stderr = command.process.communicate()[1]
+    assert command.process.returncode == 143 and "Traceback" not in stderr, stderr
+    assert list(tmp_path.glob("out*")) == []

@@ -94,21 +94,44 @@ def test_there_are_no_more_workers_than_the_quota(quota, expected, monkeypatch):
     assert threads.usable_cpus() == expected
 
 
-VERSION_2 = {"sys/fs/cgroup/cpu.max": "150000 100000\n"}
+VERSION_2 = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}
 VERSION_1 = {
-    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
+    "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n3:cpuset:/docker/abc\n1:name=systemd:/docker/abc\n",
+    "sys/fs/cgroup/cpu/docker/abc/cpu.cfs_quota_us": "50000\n",
+    "sys/fs/cgroup/cpu/docker/abc/cpu.cfs_period_us": "100000\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
     "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
 }
+IN_A_GROUP = {"proc/self/cgroup": "0::/user.slice/a.scope\n"}
 
 
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
         (VERSION_2, 1.5),
-        ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        (VERSION_2 | {"sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        (IN_A_GROUP | {"sys/fs/cgroup/user.slice/cpu.max": "300000 100000\n"}, 3.0),
+        (
+            IN_A_GROUP
+            | {
+                "sys/fs/cgroup/user.slice/cpu.max": "200000 100000\n",
+                "sys/fs/cgroup/user.slice/a.scope/cpu.max": "300000 100000\n",
+            },
+            2.0,
+        ),
         (VERSION_1, 0.5),
-        (VERSION_1 | {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}, None),
-        ({"sys/fs/cgroup/cpu.max": "what is this\n"}, None),
+        (VERSION_1 | {"sys/fs/cgroup/cpu/docker/abc/cpu.cfs_quota_us": "-1\n"}, None),
+        # In a container the path is that of the host, and its folder is mounted as the root.
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            2.0,
+        ),
+        ({"proc/self/cgroup": "3:cpuset:/\n0::/\n"}, None),
+        ({"proc/self/cgroup": "0::/../b\n", "sys/fs/cgroup/cpu.max": "what is this\n"}, None),
         ({}, None),
     ],
 )

@@ -80,7 +80,7 @@ constexpr int GROUP = 6; // weights that stay in the first cache while all rows 
 
 // ... so many bytes of each at a time: as much as sums are worth reading and writing again for, and of few rows, which
 // are soon done with a wide register's block, so little that the next one is fetched in time.
-inline int64_t block_bytes(int64_t row_count) { return WIDTH == 16 && row_count <= 20 ? 1024 : 3072; }
+inline int64_t block_bytes(int64_t row_count) { return WIDTH == 16 && row_count <= 8 ? 1024 : 3072; }
 
 template <class F>
 struct Dots {
@@ -95,7 +95,7 @@ struct Dots {
 template <class F, int R, int W, int N>
 inline void add_dots(const Dots<F> &dots, int64_t row) {
     const typename F::Row *rows = dots.rows + row * dots.stride;
-    const typename F::Number *next = dots.next + (N == 1 ? row / ROWS * dots.stride : 0);
+    const typename F::Number *next = dots.next + (N < W ? row / ROWS * N * dots.stride : 0);
     Vector *sums = dots.sums + row * GROUP, kept[R][W];
     for (int i = 0; i < R; i++)
         for (int j = 0; j < W; j++) kept[i][j] = sums[i * GROUP + j];
@@ -112,17 +112,31 @@ inline void add_dots(const Dots<F> &dots, int64_t row) {
         for (int j = 0; j < W; j++) sums[i * GROUP + j] = kept[i][j];
 }
 
-// All rows and W weights. Of the weights to come, the first tiles fetch one each, or the first tile fetches all.
+// The first tiles, which fetch N of the weights to come each; the row behind them.
+template <class F, int W, int N>
+inline int64_t add_dots_and_fetch(const Dots<F> &dots) {
+    int64_t row = 0;
+    for (int fetched = 0; fetched < W; fetched += N, row += ROWS) add_dots<F, ROWS, W, N>(dots, row);
+    return row;
+}
+
+// Fewer rows than two tiles have, and W weights: the first tile fetches all weights to come.
+template <class F, int W>
+inline void add_dots_of_few_rows(const Dots<F> &dots, int64_t count) {
+    if (count <= ROWS) return with_constant<ROWS>(count, [&](auto r) { add_dots<F, r, W, W>(dots, 0); });
+    add_dots<F, ROWS, W, W>(dots, 0);
+    with_constant<ROWS>(count - ROWS, [&](auto r) { add_dots<F, r, W, 0>(dots, ROWS); });
+}
+
+// All rows and W weights. The more tiles there are, the fewer of the weights to come each of them fetches.
 template <class F, int W>
 inline void add_dots_of_rows(const Dots<F> &dots, int64_t count) {
-    if (count <= ROWS) return with_constant<ROWS>(count, [&](auto r) { add_dots<F, r, W, W>(dots, 0); });
-    int64_t row = 0;
-    if (count < W * ROWS) {
-        add_dots<F, ROWS, W, W>(dots, row);
-        row = ROWS;
-    } else {
-        for (; row < W * ROWS; row += ROWS) add_dots<F, ROWS, W, 1>(dots, row);
-    }
+    if (count < 2 * ROWS) return add_dots_of_few_rows<F, W>(dots, count);
+    constexpr int HALF = (W + 1) / 2, THIRD = (W + 2) / 3;
+    int64_t row;
+    if (count >= W * ROWS) row = add_dots_and_fetch<F, W, 1>(dots);
+    else if (count >= 3 * ROWS) row = add_dots_and_fetch<F, W, THIRD>(dots);
+    else row = add_dots_and_fetch<F, W, HALF>(dots);
     for (; row + ROWS <= count; row += ROWS) add_dots<F, ROWS, W, 0>(dots, row);
     if (row < count) with_constant<ROWS>(count - row, [&](auto r) { add_dots<F, r, W, 0>(dots, row); });
 }
@@ -131,7 +145,7 @@ template <class F>
 void multiply_with_rows(const Product<F> &product, int64_t from, int64_t to) {
     const int64_t in = product.in_features, whole = in / F::STEP * F::STEP;
     const int64_t block = block_bytes(product.row_count) / sizeof(typename F::Number);
-    Vector sums[MAX_ROWS * GROUP];
+    Vector sums[(MAX_ROWS + 1) * GROUP];
     for (int64_t n = from; n < to; n += GROUP) {
         const int64_t group = std::min<int64_t>(GROUP, to - n);
         for (int64_t i = 0; i < product.row_count * GROUP; i++) sums[i] = Vector{};
@@ -144,14 +158,21 @@ void multiply_with_rows(const Product<F> &product, int64_t from, int64_t to) {
             for (; j < group; j++, dots.weight += in, dots.next += in, dots.sums++)
                 add_dots_of_rows<F, 1>(dots, product.row_count);
         }
-        for (int64_t i = 0; i < product.row_count; i++)
-            for (int64_t j = 0; j < group; j++) {
-                float sum = total(sums[i * GROUP + j]);
-                for (int64_t k = whole; k < in; k++)
-                    sum += to_float(product.rows[i * in + k]) * to_float(product.weight[(n + j) * in + k]);
-                if (product.bias) sum += to_float(product.bias[n + j]);
-                store(sum, product.output + i * product.out_features + n + j);
-            }
+        float found[(MAX_ROWS + 1) * GROUP + 2]; // what is behind a row's numbers is read with them
+        for (int64_t i = 0; i < product.row_count * GROUP; i += 4) *(Four *)(found + i) = totals(sums + i);
+        Eight bias = {};
+        for (int64_t j = 0; product.bias && j < group; j++) bias[j] = to_float(product.bias[n + j]);
+        for (int64_t i = 0; i < product.row_count; i++) {
+            Eight numbers;
+            memcpy(&numbers, found + i * GROUP, sizeof numbers);
+            for (int64_t k = whole; k < in; k++)
+                for (int64_t j = 0; j < group; j++)
+                    numbers[j] += to_float(product.rows[i * in + k]) * to_float(product.weight[(n + j) * in + k]);
+            typename F::Number *output = product.output + i * product.out_features + n;
+            const auto stored = in_format(numbers + bias, output);
+            if (group == GROUP) memcpy(output, &stored, GROUP * sizeof *output);
+            else memcpy(output, &stored, group * sizeof *output);
+        }
     }
 }
 

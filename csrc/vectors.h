@@ -19,12 +19,26 @@ namespace {
 
 typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float)), may_alias));
 
-inline float total(const Vector &lanes) {
-    typedef float Four __attribute__((vector_size(4 * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef float Four __attribute__((vector_size(4 * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+inline Four folded(const Vector &lanes) {
     const Four *fours = (const Four *)&lanes;
     Four sum = fours[0];
     for (int i = 1; i < WIDTH / 4; i++) sum += fours[i];
+    return sum;
+}
+
+inline float total(const Vector &lanes) {
+    const Four sum = folded(lanes);
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+// The totals of four registers, summed up in the same order.
+inline Four totals(const Vector *lanes) {
+    const Four a = folded(lanes[0]), b = folded(lanes[1]), c = folded(lanes[2]), d = folded(lanes[3]);
+    const Four ab = Four{a[0], a[1], b[0], b[1]} + Four{a[2], a[3], b[2], b[3]};
+    const Four cd = Four{c[0], c[1], d[0], d[1]} + Four{c[2], c[3], d[2], d[3]};
+    return Four{ab[0], ab[2], cd[0], cd[2]} + Four{ab[1], ab[3], cd[1], cd[3]};
 }
 
 // ---- how numbers lie in memory
@@ -49,6 +63,19 @@ inline void store(float number, Bf16 *to) {
     uint32_t bits;
     memcpy(&bits, &number, sizeof bits);
     to->bits = number != number ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// Eight numbers, and as they are stored.
+typedef float Eight __attribute__((vector_size(8 * sizeof(float))));
+
+inline Eight in_format(const Eight &numbers, const float *) { return numbers; }
+
+inline auto in_format(const Eight &numbers, const Bf16 *) {
+    typedef uint32_t Words __attribute__((vector_size(8 * sizeof(uint32_t))));
+    typedef uint16_t Halves __attribute__((vector_size(8 * sizeof(uint16_t))));
+    const Words bits = (Words)numbers, is_nan = (Words)(numbers != numbers);
+    const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16; // as above
+    return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), Halves);
 }
 
 // A register of bf16 as the upper halves of 32 bits each.

@@ -6,8 +6,8 @@ For each case: median seconds of each, the medians of the ratios to fastgen, how
 (limits.py), the memory that one call adds at its peak, and whether fastgen's outputs are those of stock. Each repeat
 runs all of them directly after each other; the order rotates from repeat to repeat.
 
---peers runs CTranslate2 where it is installed (`pip install '.[peers]'`) and has the model (peers.py), and tells how
-many of its rows are those of stock; its sums are in another order, and its samples have their own random numbers.
+--peers runs CTranslate2 too, where peers.py has installed it, and tells how many of its rows are those of stock; its
+sums are in another order, and its samples have their own random numbers. peers.py measures the other peers.
 --floors takes a file of the ratios to reach (floors.json); the status is 1 where one is missed, or an output differs.
 """
 
@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
-import peers
 import torch
 import transformers
 from generate_cases import CASES, Inputs
@@ -28,10 +31,10 @@ from harness import Floors, below, finish, parse_flags, parser_of
 from limits import Rates, Size, limit, measure_rates
 from machine import describe_cpu
 from memory import added_mb
+from peer_process import PeerError, Tokens, write_task
+from peers import CTRANSLATE2_FLOAT32, arguments_of
 
 import fastgen
-
-Tokens = list[list[int]]
 
 STAYING = "fastgen with inputs that stay"
 
@@ -87,7 +90,7 @@ def limit_seconds(model: torch.nn.Module, inputs: Inputs, arguments: dict, rows:
 
 
 class Comparison:
-    """One case on its model: the ways to run it, and what they took and gave."""
+    """One case on its model: the ways to run it, which return seconds, and what they gave."""
 
     def __init__(self, name: str, device: str, dtype: torch.dtype) -> None:
         self.name, self.device, case = name, device, CASES[name]
@@ -96,22 +99,29 @@ class Comparison:
         self.model = model.to(device=device, dtype=dtype).eval()
         kinds = {key: dtype if value.is_floating_point() else None for key, value in inputs.items()}
         self.inputs = {key: value.to(device, kinds[key]) for key, value in inputs.items()}
-        self.arguments = {"max_new_tokens": 32, "eos_token_id": None, **case.arguments}
+        self.arguments = arguments_of(case)
         self.outputs: dict[str, torch.Tensor] = {}
         self.peer_tokens: Tokens = []
-        self.ways = {"fastgen": self.fastgen, "stock": self.stock}
+        self.calls = {"fastgen": self.fastgen, "stock": self.stock}
         if case.leave:
-            self.ways[STAYING] = self.staying
+            self.calls[STAYING] = self.staying
+        self.ways = {way: partial(timed, call, device) for way, call in self.calls.items()}
 
-    def add_peer(self) -> None:
-        """CTranslate2, where it is installed and has the model."""
-        call = peers.ctranslate2_call(self.model, self.inputs, self.arguments) if peers.installed() else None
-        if call is None:
+    def add_peer(self, stack: ExitStack) -> None:
+        """CTranslate2, until the stack is closed. Where it cannot do the case, its reason is printed."""
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_task(folder, self.model, self.inputs, self.arguments)
+        try:
+            process = stack.enter_context(CTRANSLATE2_FLOAT32.start(self.name, folder))
+        except PeerError as error:
+            print(f"{self.name}: {CTRANSLATE2_FLOAT32.title}: {error}")
             return
 
-        def peer() -> None:
-            self.peer_tokens = call()
+        def peer() -> float:
+            seconds, self.peer_tokens = process.generate()
+            return seconds
 
+        peer()
         self.ways["ctranslate2"] = peer
 
     def fastgen(self) -> None:
@@ -128,14 +138,14 @@ class Comparison:
             self.model.generate(**self.inputs, **self.arguments)
 
     def run(self, repeats: int, rates: Rates) -> Result:
-        added = {way: added_mb(call, self.device) for way, call in self.ways.items()}  # warms all up
+        added = {way: added_mb(call, self.device) for way, call in self.calls.items()}  # warms all up
         seconds: dict[str, list[float]] = {way: [] for way in self.ways}
         equal = True
         for repeat in range(repeats * self._more_repeats()):
             first = repeat % len(self.ways)
             for way, call in [*self.ways.items()][first:] + [*self.ways.items()][:first]:
                 torch.manual_seed(repeat)
-                seconds[way].append(timed(call, self.device))
+                seconds[way].append(call())
             equal = equal and torch.equal(self.outputs["stock"], self.outputs["fastgen"])
         return self._result(seconds, added, equal, rates)
 
@@ -221,9 +231,10 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for name in args.cases:
         comparison = Comparison(name, args.device, dtype)
-        if args.peers:
-            comparison.add_peer()
-        results.append(comparison.run(args.repeats, rates))
+        with ExitStack() as stack:
+            if args.peers:
+                comparison.add_peer(stack)
+            results.append(comparison.run(args.repeats, rates))
         print(row(results[-1], args.floors), flush=True)
         if STAYING in results[-1].ratios:
             print(f"{name}: {results[-1].ratios[STAYING]:.2f} times as fast as {STAYING}")

@@ -32,6 +32,12 @@ def transcriber() -> transformers.WhisperForConditionalGeneration:
     return model.eval()
 
 
+def recordings(model: Any, seconds: int) -> torch.Tensor:
+    """Features at random."""
+    shape = RECORDINGS, model.config.num_mel_bins, seconds * FRAMES_PER_SECOND
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
 def segments(model: Any, features: torch.Tensor) -> list[list[tuple]]:
     """Start, end and tokens of the segments of each recording."""
     mask = torch.ones(features.shape[0], features.shape[2], dtype=torch.long)
@@ -50,8 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--seconds {args.seconds}: Whisper hears that at once (accepted: more than 30)")
     print_head()
     model = transcriber()
-    shape = RECORDINGS, model.config.num_mel_bins, args.seconds * FRAMES_PER_SECOND
-    features = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    features = recordings(model, args.seconds)
     result = compare(CASE, with_and_without(partial(segments, model, features)), args.repeats, eq)
     print(summary(result))
     return finish(args, [result], missed_by(result, args.floors, "text, segments or times"), seconds=args.seconds)

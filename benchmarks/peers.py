@@ -1,138 +1,291 @@
-"""CTranslate2 with a model's own weights, to be measured beside it: fp32, the threads of torch, the same lengths.
+"""Other engines beside stock transformers and fastgen: the same weights, lengths and threads, in turns in one run.
 
-Weights go from the live model into CTranslate2's converter; token i is called "t<i>", so that no tokenizer is needed.
+    python benchmarks/peers.py [CASE …] [--peers NAME …] [--repeats 3] [--lock FILE] [--json FILE]
+    python benchmarks/peers.py --install ENVIRONMENT
+
+PEERS below says which there are, in which dtype, and what each cannot do. A peer runs in a process and, but for
+transformers' own `generate_batch`, in a virtual environment of its own, which --install makes (peer_process.py). One
+that cannot do a case, or is not installed, has a reason in place of a figure.
+
+Seconds are medians. The order rotates from turn to turn; between two calls lies a pause, so that no threads of the one
+still spin in the other. Outputs are compared with stock's, row by row, where the search is no sampling. "other numbers"
+are dtypes that change what is generated.
+
+--lock takes the file that flock(1) would: shared while models are loaded, exclusive during each turn.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import fcntl
+import statistics
 import tempfile
-from collections.abc import Callable
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
+from bench_recordings import SETTINGS as RECORDING
+from bench_recordings import recordings, segments, transcriber
+from generate_cases import CASES as GENERATE_CASES
+from generate_cases import Case, Inputs, llama_like
+from harness import finish, parse_flags, parser_of
+from machine import print_head
+from peer_process import Answer, Environment, PeerError, PeerProcess, Tokens, write_task
 
-Tokens = list[list[int]]
-Call = Callable[[], Tokens]
-SETTINGS = {"device": "cpu", "compute_type": "float32", "inter_threads": 1}
+import fastgen
 
-
-def installed() -> bool:
-    return importlib.util.find_spec("ctranslate2") is not None
-
-
-class _Names:
-    """What the converter asks a tokenizer for."""
-
-    def __init__(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> None:
-        config = model.config
-        self.tokens = [f"t{token}" for token in range(config.vocab_size)]
-        if config.model_type == "whisper":  # CTranslate2 knows these by their names
-            self.tokens[config.eos_token_id] = "<|endoftext|>"
-            start, no_timestamps = inputs["decoder_input_ids"][0].tolist()
-            self.tokens[start], self.tokens[no_timestamps] = "<|startoftranscript|>", "<|notimestamps|>"
-        self.eos_token = self.tokens[config.eos_token_id]
-        self.pad_token = self.tokens[config.pad_token_id]
-        self.bos_token = self.tokens[getattr(config, "bos_token_id", config.pad_token_id)]  # T5 has none
-        self.unk_token = self.tokens[-1]
-
-    def get_vocab(self) -> dict[str, int]:
-        return {token: number for number, token in enumerate(self.tokens)}
-
-    def convert_ids_to_tokens(self, number: int) -> str:
-        return self.tokens[number]
+PAUSE = 0.3  # seconds
 
 
-def _translate(model_folder: str, threads: int, names: _Names, inputs: dict, arguments: dict) -> Call:
-    import ctranslate2
+@dataclass(frozen=True)
+class Peer:
+    """An engine in one dtype. cannot: reasons by case; other_numbers: the dtype changes what is generated."""
 
-    translator = ctranslate2.Translator(model_folder, intra_threads=threads, **SETTINGS)
-    source, numbers = _named(inputs, names), names.get_vocab()
-    shortest = 1 if arguments["eos_token_id"] is not None else arguments["max_new_tokens"]
-    options = {
-        "beam_size": arguments.get("num_beams", 1),
-        "no_repeat_ngram_size": arguments.get("no_repeat_ngram_size", 0),
-        "min_decoding_length": shortest,
-        "max_decoding_length": arguments["max_new_tokens"],
+    name: str
+    dtype: str
+    environment: Environment
+    program: str
+    cannot: Mapping[str, str]
+    other_numbers: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.dtype}{', other numbers' * self.other_numbers}"
+
+    def start(self, case: str, folder: Path) -> PeerProcess:
+        """folder: what `write_task` has written. Raises PeerError with the reason where it cannot do the case."""
+        if case in self.cannot:
+            raise PeerError(self.cannot[case])
+        return PeerProcess(self.environment, self.program, folder, self.dtype, torch.get_num_threads())
+
+
+def llama_prefix() -> tuple[torch.nn.Module, Inputs]:
+    """8 inputs that begin with the same 1,024 tokens, before 32 of their own."""
+    model, _ = llama_like()
+    prefix = torch.randint(10, model.config.vocab_size, (1, 1024)).expand(8, -1)
+    return model, {"input_ids": torch.cat([prefix, torch.randint(10, model.config.vocab_size, (8, 32))], dim=1)}
+
+
+def long_recordings() -> tuple[torch.nn.Module, Inputs]:
+    """2 recordings of 90 s."""
+    model = transcriber()
+    return model, {"input_features": recordings(model, 90)}
+
+
+_MEASURED = ("bart-beam4", "t5-beam4", "whisper-beam5", "gpt2-beam4", "gpt2-sample16", "llama-sample16")
+CASES = {name: GENERATE_CASES[name] for name in _MEASURED} | {
+    "prefix-sample4": Case(llama_prefix, {"num_return_sequences": 4, "do_sample": True, "max_new_tokens": 16}),
+    "prefix-greedy": Case(llama_prefix, {"do_sample": False, "max_new_tokens": 16}),
+    "recordings": Case(long_recordings, RECORDING),
+}
+_ENCODER_DECODERS = ("bart-beam4", "t5-beam4", "whisper-beam5")
+_DECODER_ONLY = ("gpt2-beam4", "gpt2-sample16", "llama-sample16", "prefix-sample4", "prefix-greedy")
+_WINDOWS = {"recordings": "hears windows of 30 s; faster-whisper cuts recordings into such windows for CTranslate2"}
+_OPENVINO = dict.fromkeys(_DECODER_ONLY, "not measured: vLLM stands for continuous batching of decoder-only models") | {
+    "recordings": "not measured: OpenVINO's Whisper is measured in windows of 30 s"
+}
+_VLLM = {
+    "bart-beam4": "vLLM 0.32 has no BART without a plugin",
+    "t5-beam4": "vLLM 0.32 has no T5",
+    **dict.fromkeys(
+        ("whisper-beam5", "gpt2-beam4", "recordings"),
+        "its beam search asks for a tokenizer, which models of random weights have not",
+    ),
+}
+_GENERATE_BATCH = dict.fromkeys((*_ENCODER_DECODERS, "recordings"), "takes decoder-only models") | {
+    "gpt2-beam4": "has no beam search"
+}
+_FASTER_WHISPER = dict.fromkeys((*_ENCODER_DECODERS, *_DECODER_ONLY), "transcribes recordings only")
+
+CTRANSLATE2, OPENVINO, VLLM, OWN = map(Environment, ("ctranslate2", "openvino", "vllm", ""))
+CTRANSLATE2_FLOAT32 = Peer("CTranslate2", "float32", CTRANSLATE2, "run_ctranslate2.py", _WINDOWS)
+PEERS = (
+    CTRANSLATE2_FLOAT32,
+    Peer("CTranslate2", "bfloat16", CTRANSLATE2, "run_ctranslate2.py", _WINDOWS, other_numbers=True),
+    Peer("CTranslate2", "int8", CTRANSLATE2, "run_ctranslate2.py", _WINDOWS, other_numbers=True),
+    Peer("OpenVINO", "float32", OPENVINO, "run_openvino.py", _OPENVINO),
+    Peer("OpenVINO", "bfloat16", OPENVINO, "run_openvino.py", _OPENVINO, other_numbers=True),
+    Peer("vLLM", "float32", VLLM, "run_vllm.py", _VLLM),
+    Peer("generate_batch", "float32", OWN, "run_generate_batch.py", _GENERATE_BATCH),
+    Peer("faster-whisper", "float32", CTRANSLATE2, "run_faster_whisper.py", _FASTER_WHISPER),
+)
+FASTGEN_BFLOAT16 = "fastgen bfloat16, other numbers"
+
+
+class Library:
+    """transformers in this process, with fastgen or without."""
+
+    def __init__(self, case: str, model: Any, inputs: Inputs, arguments: Mapping[str, Any], dtype: torch.dtype) -> None:
+        self.case, self.arguments = case, arguments
+        self.model = model if model.dtype == dtype else deepcopy(model).to(dtype)
+        self.inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+
+    def fastgen(self) -> Answer:
+        torch.manual_seed(1)
+        begun = time.perf_counter()
+        tokens = self._tokens()
+        return Answer(time.perf_counter() - begun, tokens)
+
+    def stock(self) -> Answer:
+        with fastgen.disabled():
+            return self.fastgen()
+
+    def _tokens(self) -> Tokens:
+        if self.case == "recordings":
+            found = segments(self.model, self.inputs["input_features"])
+            return [[token for *_, tokens in recording for token in tokens] for recording in found]
+        return self.model.generate(**self.inputs, **self.arguments)[:, -self.arguments["max_new_tokens"] :].tolist()
+
+
+class Lock:
+    """flock(1)'s lock on a file, so that benchmarks on one machine wait for each other; none without a file."""
+
+    def __init__(self, path: str | None) -> None:
+        self._file = open(path, "ab") if path else None  # noqa: SIM115 (it is held until the program ends)
+
+    @contextmanager
+    def hold(self, kind: int) -> Iterator[None]:
+        """kind: fcntl.LOCK_SH or LOCK_EX."""
+        if self._file:
+            fcntl.flock(self._file, kind)
+        try:
+            yield
+        finally:
+            if self._file:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+Way = Callable[[], Answer]
+
+
+def arguments_of(case: Case) -> dict[str, Any]:
+    """Those of `generate`, with what is a default of transformers and not of others."""
+    defaults = {"top_k": 50} if case.arguments["do_sample"] else {}
+    return {"max_new_tokens": 32, "eos_token_id": None, **defaults, **case.arguments}
+
+
+def prepared(name: str) -> tuple[Any, Inputs, dict[str, Any]]:
+    """The model of a case, inputs with their mask, and arguments."""
+    torch.manual_seed(0)
+    case = CASES[name]
+    model, inputs = case.make()
+    if "input_ids" in inputs:
+        inputs = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
+    return model.eval(), inputs, arguments_of(case)
+
+
+def measure(name: str, peers: tuple[Peer, ...], repeats: int, lock: Lock) -> dict[str, Any]:
+    """Seconds of all ways in all turns, who generates stock's tokens, and reasons of peers that have no figure."""
+    model, inputs, arguments = prepared(name)
+    reasons: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        float32 = Library(name, model, inputs, arguments, torch.float32)
+        bfloat16 = Library(name, model, inputs, arguments, torch.bfloat16)
+        ways = {"fastgen": float32.fastgen, "stock": float32.stock, FASTGEN_BFLOAT16: bfloat16.fastgen}
+        with lock.hold(fcntl.LOCK_SH):
+            write_task(Path(folder), model, inputs, arguments)
+            for peer in peers:
+                try:
+                    process = peer.start(name, Path(folder))
+                except PeerError as error:
+                    reasons[peer.title] = str(error)
+                    continue
+                stack.enter_context(process)
+                ways[peer.title] = process.generate
+                versions |= process.versions
+        turns, tokens = in_turns(ways, repeats, lock, reasons)
+    seconds = {way: statistics.median(turn[way] for turn in turns) for way in turns[0]}
+    return {
+        "case": name,
+        "seconds": seconds,
+        "turns": {way: [turn[way] for turn in turns] for way in seconds},
+        "ratios": {way: statistics.median(turn[way] / turn["fastgen"] for turn in turns) for way in seconds},
+        "equal": tokens["stock"] == tokens["fastgen"],
+        "rows_equal": {} if arguments["do_sample"] else rows_equal(tokens),
+        "reasons": reasons,
+        "versions": versions,
     }
 
-    def call() -> Tokens:
-        results = translator.translate_batch(source, **options)
-        return [[numbers[token] for token in result.hypotheses[0]] for result in results]
 
-    return call
+def in_turns(
+    ways: dict[str, Way], repeats: int, lock: Lock, reasons: dict[str, str]
+) -> tuple[list[dict[str, float]], dict[str, Tokens]]:
+    """Seconds of each turn, and the tokens of the last. A peer that fails leaves the ways, with its reason.
 
-
-def _generate(model_folder: str, threads: int, names: _Names, inputs: dict, arguments: dict) -> Call:
-    import ctranslate2
-
-    generator = ctranslate2.Generator(model_folder, intra_threads=threads, **SETTINGS)
-    prompts = _named(inputs, names)
-    options = {
-        "beam_size": arguments.get("num_beams", 1),
-        "num_hypotheses": arguments.get("num_return_sequences", 1),
-        "sampling_topk": 0 if arguments["do_sample"] else 1,
-        "min_length": arguments["max_new_tokens"],
-        "max_length": arguments["max_new_tokens"],
-        "include_prompt_in_result": False,
-    }
-
-    def call() -> Tokens:
-        results = generator.generate_batch(prompts, **options)
-        return [tokens for result in results for tokens in result.sequences_ids]
-
-    return call
-
-
-def _transcribe(model_folder: str, threads: int, names: _Names, inputs: dict, arguments: dict) -> Call:
-    import ctranslate2
-
-    whisper = ctranslate2.models.Whisper(model_folder, intra_threads=threads, **SETTINGS)
-    features = ctranslate2.StorageView.from_array(inputs["input_features"].numpy())
-    prompts = inputs["decoder_input_ids"].tolist()
-    options = {
-        "beam_size": arguments["num_beams"],
-        "max_length": 2 * arguments["max_new_tokens"],  # Whisper generates half of it
-        "suppress_tokens": [names.tokens.index(names.eos_token)],
-        "suppress_blank": False,
-    }
-
-    def call() -> Tokens:
-        return [result.sequences_ids[0] for result in whisper.generate(features, prompts, **options)]
-
-    return call
-
-
-WAYS = {"bart": _translate, "t5": _translate, "gpt2": _generate, "whisper": _transcribe}
-
-
-def ctranslate2_call(model: torch.nn.Module, inputs: dict[str, torch.Tensor], arguments: dict) -> Call | None:
-    """A call that generates from the same inputs with CTranslate2, or None where it has no such model here.
-
-    arguments: those of `generate`; an eos_token_id of None forces the length to max_new_tokens. It returns the new
-    tokens of each row.
+    All but stock, which prepares nothing, are called once before.
     """
-    way = WAYS.get(model.config.model_type)
-    if way is None:
-        return None
-    names = _Names(model, inputs)
-    with tempfile.TemporaryDirectory() as folder:
-        return way(_convert(model, names, folder), torch.get_num_threads(), names, inputs, arguments)
+    turns: list[dict[str, float]] = []
+    tokens: dict[str, Tokens] = {}
+    for turn in range(repeats + 1):
+        order = [*ways][turn % len(ways) :] + [*ways][: turn % len(ways)]
+        seconds = {}
+        with lock.hold(fcntl.LOCK_EX):
+            for way in order if turn else [way for way in order if way != "stock"]:
+                time.sleep(PAUSE)
+                try:
+                    seconds[way], tokens[way] = ways[way]()
+                except PeerError as error:
+                    reasons[way] = str(error)
+        for way in reasons.keys() & ways.keys():
+            del ways[way]
+        turns.append(seconds)
+    return [{way: turn[way] for way in ways} for turn in turns[1:]], tokens
 
 
-def _convert(model: torch.nn.Module, names: _Names, folder: str) -> str:
-    from ctranslate2.converters import TransformersConverter
+def rows_equal(tokens: Mapping[str, Tokens]) -> dict[str, str]:
+    """Of each way but stock: how many of its rows are stock's."""
+    stock = tokens["stock"]
+    return {
+        way: f"{sum(a == b for a, b in zip(rows, stock))} of {len(stock)}"
+        for way, rows in tokens.items()
+        if way != "stock"
+    }
 
-    vars(model.config).setdefault("normalize_before", False)  # asked for, and in the files of published BARTs only
-    model.config.save_pretrained(folder)
-    converter = TransformersConverter(folder)
-    converter.load_model = lambda *_, **__: model
-    converter.load_tokenizer = lambda *_, **__: names
-    return converter.convert(str(Path(folder, "converted")))
+
+def lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Of one case: the fastest way first, then reasons."""
+    yield f"{result['case']}:"
+    for way, seconds in sorted(result["seconds"].items(), key=lambda item: item[1]):
+        ratio = f"{result['ratios'][way]:5.2f} of fastgen's"
+        yield f"  {way:33} {seconds:8.2f} s {ratio}  {result['rows_equal'].get(way, '')}".rstrip()
+    yield from (f"  {peer:33}        - {reason}" for peer, reason in result["reasons"].items())
 
 
-def _named(inputs: dict[str, torch.Tensor], names: _Names) -> list[list[str]]:
-    """Names of the tokens of each row, without padding."""
-    input_ids = inputs["input_ids"]
-    masks = inputs.get("attention_mask", torch.ones_like(input_ids)).bool()
-    return [[names.tokens[token] for token in row[mask].tolist()] for row, mask in zip(input_ids, masks)]
+def parse(argv: list[str] | None) -> Namespace:
+    parser = parser_of(__doc__, CASES)
+    names = list(dict.fromkeys(peer.name for peer in PEERS))
+    parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
+    parser.add_argument("--lock", metavar="FILE", help="hold flock(1)'s lock on it during each turn")
+    environments = [one.name for one in (CTRANSLATE2, OPENVINO, VLLM)]
+    parser.add_argument("--install", choices=environments, help="make this virtual environment, and measure nothing")
+    return parse_flags(parser, argv, "peers", CASES)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.install:
+        Environment(args.install).install()
+        return 0
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    print_head()
+    lock, results, missed = Lock(args.lock), [], []
+    for name in args.cases:
+        result = measure(name, tuple(peer for peer in PEERS if peer.name in args.peers), args.repeats, lock)
+        results.append(result)
+        print("\n".join(lines(result)), flush=True)
+        if not result["equal"]:
+            missed.append(f"{name}: outputs differ")
+    versions = {package: found for result in results for package, found in result.pop("versions").items()}
+    return finish(args, results, missed, peer_versions=versions)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

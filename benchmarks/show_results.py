@@ -3,8 +3,8 @@
     python benchmarks/show_results.py
 
 Reads benchmarks/results/generate-*.json, fairseq-*.json, mqa-*.json, constrained-*.json, rollouts-*.json,
-prefix-*.json, lm_eval-*.json and seamless-*.json, one of each for each CPU, as `bench_generate.py --json` and the
-others of these names write them.
+prefix-*.json, lm_eval-*.json, peers-*.json and seamless-*.json, one of each for each CPU, as `bench_generate.py --json`
+and the others of these names write them (peers-*.json: `peers.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import show_peers
 import show_seamless
 
 ROOT = Path(__file__).parent.parent
@@ -139,6 +140,7 @@ def tables() -> str:
         for measured in read(kind):
             rows = [row(result) for result in measured["results"]]
             parts.append("\n".join([f"## {title}, {cpu_name(measured)}", "", head, *rows]) + "\n")
+    parts += [show_peers.section(measured, cpu_name(measured)) for measured in read("peers")]
     parts += [*map(mqa_section, read("mqa")), *map(constrained_section, read("constrained"))]
     parts += sections("Repeated prompts", ROLLOUTS, ROLLOUT_CASES, "rollouts")
     parts += sections("Prompts that begin alike", PREFIX, PREFIX_CASES, "prefix")

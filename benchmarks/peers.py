@@ -5,7 +5,8 @@
 
 PEERS below says which there are, in which dtype, and what each cannot do. A peer runs in a process and, but for
 transformers' own `generate_batch`, in a virtual environment of its own, which --install makes (peer_process.py). One
-that cannot do a case, or is not installed, has a reason in place of a figure.
+that cannot do a case, or is not installed, has a reason in place of a figure. pip has to find torch's CPU builds: with
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, for instance.
 
 Seconds are medians. The order rotates from turn to turn; between two calls lies a pause, so that no threads of the one
 still spin in the other. Outputs are compared with stock's, row by row, where the search is no sampling. "other numbers"
@@ -209,6 +210,7 @@ def measure(name: str, peers: tuple[Peer, ...], repeats: int, lock: Lock) -> dic
         "ratios": {way: statistics.median(turn[way] / turn["fastgen"] for turn in turns) for way in seconds},
         "equal": tokens["stock"] == tokens["fastgen"],
         "rows_equal": {} if arguments["do_sample"] else rows_equal(tokens),
+        "new_tokens": {way: sum(map(len, rows)) for way, rows in tokens.items()},
         "reasons": reasons,
         "versions": versions,
     }
@@ -254,7 +256,8 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"{result['case']}:"
     for way, seconds in sorted(result["seconds"].items(), key=lambda item: item[1]):
         ratio = f"{result['ratios'][way]:5.2f} of fastgen's"
-        yield f"  {way:33} {seconds:8.2f} s {ratio}  {result['rows_equal'].get(way, '')}".rstrip()
+        equal, tokens = result["rows_equal"].get(way, "-"), result["new_tokens"][way]
+        yield f"  {way:33} {seconds:8.2f} s {ratio}, rows equal: {equal}, {tokens} tokens"
     yield from (f"  {peer:33}        - {reason}" for peer, reason in result["reasons"].items())
 
 

@@ -22,7 +22,11 @@ WORKLOADS = {
     "prefix-sample4": "Llama-like, 8 × 1,056 tokens of which 1,024 are common, 4 samples each, 16 new tokens",
 }
 # How a peer does what it is faster at.
-HOW: dict[str, str] = {}
+HOW = {
+    "CTranslate2 int8, other numbers": "Weights are quantised to a quarter of the bytes.",
+    "OpenVINO float32": "Each step is one compiled graph, with norms and activations in kernels made for this CPU.",
+    "OpenVINO bfloat16, other numbers": "The same graph, with products in bfloat16 as in fastgen's bfloat16.",
+}
 OTHER = ", other numbers"
 
 
@@ -74,8 +78,11 @@ def cell(result: Mapping[str, Any], way: str) -> str:
     seconds = f"{result['seconds'][way]:.1f} s"
     if is_peer(way) and result["ratios"][way] < 1:
         seconds = f"**{seconds}**"
-    equal = result["rows_equal"].get(way)
-    return f"{seconds} ({equal})" if equal else seconds
+    told = [result["rows_equal"][way]] if way in result["rows_equal"] else []
+    counts = result.get("new_tokens", {})
+    if counts.get(way) != counts.get("stock"):
+        told.append(f"{counts[way]} tokens instead of {counts['stock']}")
+    return f"{seconds} ({', '.join(told)})" if told else seconds
 
 
 def reasons(results: list[dict[str, Any]]) -> Iterator[str]:

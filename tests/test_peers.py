@@ -158,9 +158,12 @@ def test_section_of_peers_begins_with_those_that_are_faster(monkeypatch):
     told = show.section(measured(**{"Slow float32": 5.0, "Quick int8, other numbers": 1.5}), "a CPU")
     begins = told.split("\n\n")
     assert begins[0] == "## Peers, a CPU" and begins[1].startswith("Peers that are faster")
-    assert begins[2].startswith("- Quick int8, other numbers.") and "1.5 against 2.0 s, in bfloat16 1.8 s" in begins[2]
+    assert (
+        begins[2].startswith("- Quick int8, other numbers.")
+        and "1.50 against 2.00 s, fastgen in bfloat16 1.80 s" in begins[2]
+    )
     assert begins[2].endswith("It quantises weights.")
-    assert "| 3.0 s | 2.0 s | 1.8 s | 5.0 s (7 of 8) | **1.5 s** (7 of 8) |" in told and "| has no T5 |" in told
+    assert "| 3.00 s | 2.00 s | 1.80 s | 5.00 s (7 of 8) | **1.50 s** (7 of 8) |" in told and "| has no T5 |" in told
     assert show.section(measured(), "a CPU").split("\n\n")[1] == "No peer is faster than fastgen."
 
 

@@ -72,10 +72,14 @@ def bart_base() -> tuple[Any, torch.nn.Module]:
     return task, _model(task, "bart_base", max_source_positions=1024, max_target_positions=1024)
 
 
-def transformer_base() -> tuple[Any, torch.nn.Module]:
+def transformer_base(arch: str = "transformer_wmt_en_de") -> tuple[Any, torch.nn.Module]:
     words = _dictionary(32768)
     task = TranslationTask(TranslationConfig(), words, words)
-    return task, _model(task, "transformer_wmt_en_de", share_all_embeddings=True)
+    return task, _model(task, arch, share_all_embeddings=True)
+
+
+def transformer_big() -> tuple[Any, torch.nn.Module]:
+    return transformer_base("transformer_vaswani_wmt_en_de_big")
 
 
 def gpt2_small() -> tuple[Any, torch.nn.Module]:

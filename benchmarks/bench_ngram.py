@@ -1,10 +1,13 @@
 """No-repeat-n-gram as in table 3 of FastSeq: fairseq's loop, transformers' processors, and each implementation here.
 
-    python benchmarks/bench_ngram.py [--device cpu] [--rows 128 --lengths 128 1024 --ngram_sizes 3] [--json F --plot F]
+    python benchmarks/bench_ngram.py [--rows 128 --lengths 128 1024 --ngram_sizes 3] [--floors FILE] [--json F --plot F]
 
 For each cell, microseconds of one step (medians; all methods take turns), and how many times faster fastgen's own are
 than fairseq's loop (/fs) and transformers' processor (/tf). fastgen's form is the one of the decoding loop, in place.
-The second table is the encoder form: a processor is made and called once, as it collects its n-grams when it is made.
+The second form is that of the encoder: a processor is made and called once, as it collects its n-grams when it is made.
+
+--floors takes a file of the ratios to reach (floors.json), of the implementation that fastgen chooses; the status is 1
+where one is missed.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +22,8 @@ from contextlib import AbstractContextManager
 from unittest import mock
 
 import torch
-import transformers
+from harness import below, finish, parse_flags, parser_of
+from machine import print_head
 from torch import Tensor
 from transformers import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
@@ -29,7 +32,8 @@ from fastgen.ops import no_repeat_ngram as op
 from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, reasons
 
 VOCABULARY = 50265
-ROWS, LENGTHS, NGRAM_SIZES = (4, 128, 512), (32, 128, 1024), (2, 3, 4)
+FORMS, ROWS, LENGTHS, NGRAM_SIZES = ("own", "encoder"), (4, 128, 512), (32, 128, 1024), (2, 3, 4)
+STOCKS = ("fairseq", "transformers")
 SECONDS_PER_TURN, SECONDS_PER_CELL = 0.005, 10.0
 MIN_REPEATS = 3
 
@@ -114,21 +118,33 @@ def run_cell(form: str, rows: int, length: int, ngram_size: int, args: argparse.
     scores = torch.randn(rows, VOCABULARY, device=args.device).to(getattr(torch, args.dtype))
     methods = (own_methods if form == "own" else encoder_methods)(tokens, scores, ngram_size)
     times = take_turns(methods, args.repeats, args.device)
-    cell = {"form": form, "rows": rows, "length": length, "ngram_size": ngram_size}
+    cell = {"case": case(form, rows, length, ngram_size), "form": form}
+    cell |= {"rows": rows, "length": length, "ngram_size": ngram_size, "turns": times}
     cell["microseconds"] = {name: statistics.median(values) for name, values in times.items()}
     cell["faster"] = {
         f"{name} than {stock}": statistics.median(a / b for a, b in zip(times[stock], times[name]))
-        for stock, name in itertools.product(("fairseq", "transformers"), times)
+        for stock, name in itertools.product(STOCKS, times)
         if stock in times and name.startswith("fastgen")
     }
+    chosen = next(name for name in times if name.startswith("fastgen"))  # they are in the order of choice
+    cell["ratios"] = {
+        stock: cell["faster"][f"{chosen} than {stock}"]
+        for stock in STOCKS
+        if f"{chosen} than {stock}" in cell["faster"]
+    }
     return cell
+
+
+def case(form: str, rows: int, length: int, ngram_size: int) -> str:
+    """What a cell is called in the file of floors, such as "own-128x1024-3"."""
+    return f"{form}-{rows}x{length}-{ngram_size}"
 
 
 def show(cell: dict) -> None:
     words = [f"{name} {value:.0f}" for name, value in cell["microseconds"].items() if not name.startswith("fastgen")]
     for name, value in cell["microseconds"].items():
         if name.startswith("fastgen"):
-            faster = [cell["faster"].get(f"{name} than {stock}") for stock in ("fairseq", "transformers")]
+            faster = [cell["faster"].get(f"{name} than {stock}") for stock in STOCKS]
             ratios = [f"{ratio:.1f}x/{tag}" for ratio, tag in zip(faster, ("fs", "tf")) if ratio is not None]
             words.append(f"{name} {value:.0f} ({', '.join(ratios)})")
     print(f"{cell['form']:8}{cell['rows']:5}{cell['length']:6}{cell['ngram_size']:3}  {'  '.join(words)}", flush=True)
@@ -155,32 +171,32 @@ def plot(cells: list[dict], path: str) -> None:
     figure.savefig(path)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__, repeats="turns of each cell, fewer after 10 s", has_devices=True)
+    parser.set_defaults(repeats=21)
+    parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--ngram_sizes", type=int, nargs="+", default=NGRAM_SIZES)
-    parser.add_argument("--repeats", type=int, default=21, help="turns of each cell, fewer after 10 s (default 21)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
     parser.add_argument("--plot", metavar="FILE", help="also draw them here (.png, .svg)")
-    args = parser.parse_args()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
+    names = [case(*shape) for shape in itertools.product(FORMS, ROWS, LENGTHS, NGRAM_SIZES)]
+    return parse_flags(parser, argv, "ngram", (), names)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    print_head()
     for one in IMPLEMENTATIONS:
         print(f"fastgen {one.name}: {'; '.join(reasons(one)) or 'usable'}")
     print("form     rows length n  microseconds of a step")
     cells = []
-    for form in ("own", "encoder"):
-        for shape in itertools.product(args.rows, args.lengths, args.ngram_sizes):
-            cells.append(run_cell(form, *shape, args))
-            show(cells[-1])
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(cells, file, indent=1)
+    for shape in itertools.product(args.forms, args.rows, args.lengths, args.ngram_sizes):
+        cells.append(run_cell(*shape, args))
+        show(cells[-1])
     if args.plot:
         plot(cells, args.plot)
-    return 0
+    missed = [sentence for cell in cells for sentence in below(cell["case"], cell["ratios"], args.floors)]
+    return finish(args, cells, missed)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,22 @@
 """fastgen-generate-for-transformers against the loop that a user would write, and its pipeline against the model alone.
 
-    python benchmarks/bench_pipeline.py [loop] [sleep] [memory] [--lines 20000] [--repeats 3] [--json FILE]
+    python benchmarks/bench_pipeline.py [loop] [sleep] [memory] [--lines 20000] [--floors FILE] [--json FILE]
 
 The input is as many lines, 4 to 122 tokens long, drawn from the demo model's sample; beam 4, batches of 32.
 
 loop: seconds of the loop (tokenizer, generate, batch_decode, batches as the lines stand in the file) without fastgen
-    and with it, and of the command, alternately, on the first LOOP_LINES lines; outputs are compared line by line.
+    and with it, and of the command, in turns, on a tenth of the lines; outputs are compared line by line.
 sleep: the command with the model call replaced by a sleep as long as the call took in a run before, and by what it
-    returned there: seconds from the first line read to OUTPUT renamed, over the seconds of sleep alone.
-memory: largest resident memory of the command's process with a tenth of the lines and with all.
+    returned there: seconds of sleep alone by those from the first line read to OUTPUT renamed.
+memory: largest resident memory of the command's process, that of a tenth of the lines by that of all.
+
+--floors takes a file of the ratios to reach (floors.json); the status is 1 where one is missed, or a line differs.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,9 @@ from unittest import mock
 
 import torch
 import transformers
+from clock import in_turns, medians, times_as_fast
+from harness import below, finish, parse_flags, parser_of
+from machine import print_head
 
 import fastgen
 from fastgen.cli.transformers import pipeline
@@ -38,11 +40,7 @@ from fastgen.models.demo import demo_path
 BS = 32
 SETTINGS = {"num_beams": 4}
 FLAGS = ("--bs", str(BS), "--beam", "4", "--quiet", "--overwrite")
-LOOP_LINES = 2000
-
-LOOP_FLOOR = 1.3
-SLEEP_CEILING = 1.03
-MEMORY_CEILING_MB = 50
+CASES = ("loop", "sleep", "memory")
 
 
 def write_input(path: Path, lines: int) -> Path:
@@ -75,32 +73,20 @@ def stock_loop(source: Path, output: Path) -> None:
         user_loop(source, output)
 
 
-def bench_loop(folder: Path, repeats: int) -> dict[str, Any]:
-    source = write_input(folder / "loop.txt", LOOP_LINES)
-    ways: dict[str, Callable[[Path, Path], None]] = {
-        "loop": stock_loop,
-        "loop with fastgen": user_loop,
-        "command": run_command,
+def bench_loop(folder: Path, lines: int, repeats: int) -> dict[str, Any]:
+    source = write_input(folder / "loop.txt", lines)
+    jobs = {"stock": stock_loop, "loop with fastgen": user_loop, "fastgen": run_command}
+    ways: dict[str, Callable[[], None]] = {
+        way: lambda way=way: jobs[way](source, folder / f"{way}.out") for way in jobs
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats):
-        for name in list(ways)[:: 1 if repeat % 2 == 0 else -1]:
-            begun = time.perf_counter()
-            ways[name](source, folder / f"{name}.out")
-            seconds[name].append(time.perf_counter() - begun)
-            print(f"{name}: {seconds[name][-1]:.2f} s", flush=True)
-    outputs = {name: (folder / f"{name}.out").read_text(encoding="utf-8").splitlines() for name in ways}
-    equal = sum(a == b for a, b in zip(outputs["loop"], outputs["command"], strict=True))
-    ratios = {
-        f"command over {name}": statistics.median(a / b for a, b in zip(seconds[name], seconds["command"]))
-        for name in ("loop", "loop with fastgen")
-    }
-    return {
-        "seconds": {k: statistics.median(v) for k, v in seconds.items()},
-        **ratios,
-        "equal": equal,
-        "of": LOOP_LINES,
-    }
+    turns = []
+    for seconds, _ in in_turns(ways, repeats):
+        turns.append(seconds)
+        print("loop:", ", ".join(f"{way} {one:.2f} s" for way, one in seconds.items()), flush=True)
+    outputs = {way: (folder / f"{way}.out").read_text(encoding="utf-8").splitlines() for way in ways}
+    same = sum(len(set(texts)) == 1 for texts in zip(*outputs.values(), strict=True))
+    ratios = {"stock": times_as_fast(turns)}
+    return {"seconds": medians(turns), "turns": turns, "ratios": ratios, "same": same, "lines": lines}
 
 
 class Recorded:
@@ -146,7 +132,8 @@ def bench_sleep(folder: Path, lines: int) -> dict[str, Any]:
         run_command(source, folder / "slept.out")
     if (folder / "slept.out").read_bytes() != (folder / "recorded.out").read_bytes():
         raise SystemExit("the outputs of both runs differ")
-    return {"lines": lines, "asleep": recorded.asleep, "seconds": spans[0], "ratio": spans[0] / recorded.asleep}
+    ratios = {"sleep alone": recorded.asleep / spans[0]}
+    return {"lines": lines, "asleep": recorded.asleep, "seconds": spans[0], "ratios": ratios}
 
 
 def bench_memory(folder: Path, lines: int) -> dict[str, Any]:
@@ -168,31 +155,28 @@ def bench_memory(folder: Path, lines: int) -> dict[str, Any]:
             raise SystemExit(f"the command ended with status {status}")
         largest[number] = usage.ru_maxrss / 1024
     small, large = largest.values()
-    return {"MB": largest, "growth_MB": large - small}
+    return {"lines": lines, "MB": largest, "ratios": {"a tenth": small / large}}
 
 
-def main_benchmark() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", metavar="CASE", nargs="*", help="of loop, sleep, memory; default: all")
-    parser.add_argument("--lines", type=int, default=20_000)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    args = parser.parse_args()
-    cases = args.cases or ["loop", "sleep", "memory"]
-    results: dict[str, Any] = {}
+def main_benchmark(argv: list[str] | None = None) -> int:
+    parser = parser_of(__doc__, CASES, "turns of the loop")
+    parser.add_argument("--lines", type=int, default=20_000, help="of the input (default 20000)")
+    args = parse_flags(parser, argv, "pipeline", CASES)
+    print_head()
+    results, missed = [], []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if "loop" in cases:
-            results["loop"] = bench_loop(folder, args.repeats)
-        if "sleep" in cases:
-            results["sleep"] = bench_sleep(folder, args.lines)
-        if "memory" in cases:
-            results["memory"] = bench_memory(folder, args.lines)
-    print(json.dumps(results, indent=2))
-    print(f"floors: command {LOOP_FLOOR}x the loop, sleep at most {SLEEP_CEILING}, memory {MEMORY_CEILING_MB} MB")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        for case in args.cases:
+            if case == "loop":
+                result = bench_loop(Path(name), args.lines // 10, args.repeats)
+            else:
+                result = (bench_sleep if case == "sleep" else bench_memory)(Path(name), args.lines)
+            results.append({"case": case, **result})
+            print({key: value for key, value in results[-1].items() if key != "turns"}, flush=True)
+            missed += below(case, result["ratios"], args.floors)
+            if result.get("same", args.lines) < result["lines"]:
+                missed.append(f"{case}: lines differ")
+    return finish(args, results, missed)
 
 
 if __name__ == "__main__":
-    main_benchmark()
+    raise SystemExit(main_benchmark())

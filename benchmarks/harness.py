@@ -26,7 +26,10 @@ Floors = Mapping[str, Mapping[str, float]]
 
 _PACKAGES = ("torch", "transformers", "ve-fairseq", "fairseq", "ctranslate2", "lm_eval", "ray")
 # What a ratio is called that is not of seconds.
-_CALLED = {"memory": "times less memory than stock"}
+_CALLED = {
+    "memory": "times less memory than stock",
+    "a tenth": "of the largest memory is reached with a tenth of the lines",
+}
 
 
 def parser_of(
@@ -93,9 +96,10 @@ def finish(args: Namespace, results: Sequence[Mapping[str, Any]], missed: Sequen
         versions = {name: found for name in _PACKAGES if (found := _version_of(name))}
         told = {
             "cpu": cpu(),
+            **({"gpu": torch.cuda.get_device_name()} if vars(args).get("device") == "cuda" else {}),
             "threads": torch.get_num_threads(),
             "versions": {"python": platform.python_version(), **versions},
-            "commit": _commit(),
+            "commit": commit(),
             **head,
             "results": results,
         }
@@ -111,11 +115,15 @@ def _version_of(package: str) -> str:
         return ""
 
 
-def _commit() -> str:
-    """Empty outside of a checkout; with a "+" where files differ from the commit's."""
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+def commit() -> str:
+    """Empty outside of a checkout; with a "+" where files other than results and docs differ from the commit's."""
+
+    def git(*asked: str) -> str:
+        done = subprocess.run(["git", "-C", str(Path(__file__).parent.parent), *asked], capture_output=True, text=True)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
+    return git("describe", "--always", "--exclude=*") + "+" * bool(changed)
 
 
 def compare(
@@ -139,7 +147,7 @@ def compare(
     return {"case": case, "seconds": medians(turns), "turns": turns, "ratio": times_as_fast(turns), "equal": equal}
 
 
-def with_and_without(call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
+def with_and_without(call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """This call as "fastgen" and, with the library's own functions, as "stock"."""
     return {"fastgen": call, "stock": fastgen.disabled()(call)}
 

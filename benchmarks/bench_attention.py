@@ -1,21 +1,24 @@
 """Where keeping the prompt once per input pays: one decode step of attention, in two segments and in one.
 
-    python benchmarks/bench_attention.py [--device cpu] [--dtype float32]
+    python benchmarks/bench_attention.py [--device cpu] [--dtype float32] [--floors FILE] [--json FILE]
 
 For each shape: microseconds of `shared_attention` (prompt once per input, generated keys per row) and of
 `scaled_dot_product_attention` on keys that hold the prompt for every row, and the elements of keys that sharing saves;
 `CostModel.min_saved_elements` is chosen from them. On a GPU they show whether `CostModel.min_saved_bytes`, of
-keys and values, is right.
+keys and values, is right. --floors takes a file of how many times as fast two segments have to be (floors.json, cases
+are shapes such as "4-4-12-1-512-16-64"); the status is 1 where one is missed.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from harness import below, finish, parse_flags, parser_of
+from machine import print_head
 from torch.nn import functional
 
 from fastgen.ops.shared_attention import shared_attention
@@ -35,44 +38,64 @@ SHAPES = [
 ]
 
 
-def median_microseconds(call: Callable[[], object], device: str) -> float:
-    seconds = []
+def microseconds(call: Callable[[], object], device: str) -> list[float]:
+    """Of each call, after some that warm it up."""
+    found = []
     for _ in range(40):
         start = time.perf_counter()
         call()
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[10:]) * 1e6
+        found.append((time.perf_counter() - start) * 1e6)
+    return found[10:]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    args = parser.parse_args()
-    kind = {"device": args.device, "dtype": getattr(torch, args.dtype)}
-    names = "inputs rows_per_input kv_heads groups prompt generated head_dim"
-    print(f"{names:64} {'two':>10} {'one':>10} {'saved':>10}")
+def name(shape: tuple[int, ...]) -> str:
+    return "-".join(map(str, shape))
+
+
+def measure(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> dict[str, Any]:
+    inputs, rows_per_input, kv_heads, groups, prompt, generated, width = shape
+    rows, kind = inputs * rows_per_input, {"device": device, "dtype": dtype}
+    query = torch.randn(rows, kv_heads * groups, 1, width, **kind)
+    shared = torch.randn(2, inputs, kv_heads, prompt, width, **kind)
+    added = torch.randn(2, rows, kv_heads, generated, width, **kind)
+    whole = torch.cat([shared.repeat_interleave(rows_per_input, dim=1), added], dim=3)
+    grouped = query.reshape(rows, kv_heads, groups, width)
+
+    def two_segments() -> torch.Tensor:
+        return shared_attention(query, (shared[0], added[0]), (shared[1], added[1]))
+
+    def one_segment() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(grouped, whole[0], whole[1])
+
+    turns = {"two segments": microseconds(two_segments, device), "one segment": microseconds(one_segment, device)}
+    medians = {way: statistics.median(found) for way, found in turns.items()}
+    return {
+        "case": name(shape),
+        "microseconds": medians,
+        "turns": turns,
+        "saved": inputs * (rows_per_input - 1) * kv_heads * prompt * width,
+        "ratio": medians["one segment"] / medians["two segments"],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of(__doc__, repeats=None, has_devices=True)
+    args = parse_flags(parser, argv, "attention", (), [name(shape) for shape in SHAPES])
+    print_head()
+    print(
+        f"{'inputs-rows_per_input-kv_heads-groups-prompt-generated-head_dim':64} {'two':>10} {'one':>10} {'saved':>10}"
+    )
+    results, missed = [], []
     for shape in SHAPES:
-        inputs, rows_per_input, kv_heads, groups, prompt, generated, width = shape
-        rows = inputs * rows_per_input
-        query = torch.randn(rows, kv_heads * groups, 1, width, **kind)
-        shared = torch.randn(2, inputs, kv_heads, prompt, width, **kind)
-        added = torch.randn(2, rows, kv_heads, generated, width, **kind)
-        whole = torch.cat([shared.repeat_interleave(rows_per_input, dim=1), added], dim=3)
-        grouped = query.reshape(rows, kv_heads, groups, width)
-
-        def two_segments(query=query, shared=shared, added=added) -> torch.Tensor:
-            return shared_attention(query, (shared[0], added[0]), (shared[1], added[1]))
-
-        def one_segment(grouped=grouped, whole=whole) -> torch.Tensor:
-            return functional.scaled_dot_product_attention(grouped, whole[0], whole[1])
-
-        times = [median_microseconds(call, args.device) for call in (two_segments, one_segment)]
-        saved = inputs * (rows_per_input - 1) * kv_heads * prompt * width
-        print(f"{' '.join(map(str, shape)):64} {times[0]:10.0f} {times[1]:10.0f} {saved:10d}")
+        result = measure(shape, args.device, getattr(torch, args.dtype))
+        results.append(result)
+        two, one = result["microseconds"].values()
+        print(f"{result['case']:64} {two:10.0f} {one:10.0f} {result['saved']:10d}", flush=True)
+        missed += below(result["case"], {"one segment": result["ratio"]}, args.floors)
+    return finish(args, results, missed)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

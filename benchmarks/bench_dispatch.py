@@ -1,17 +1,18 @@
 """One driver and many workers: what it can read, plan, hand out and write in a second, with workers that only sleep.
 
-    python benchmarks/bench_dispatch.py [--workers 1 16 256] [--seconds 1.0] [--bs 32] [--lines 20000] [--json FILE]
+    python benchmarks/bench_dispatch.py [--workers 1 16 256] [--seconds 1.0] [--bs 32] [--lines 20000] [--floors FILE]
 
 The command runs as it is, with the demo model's tokenizer and plan, Ray's transport and the journal. In the place of
 each worker's process is one of a few actors of asyncio, which sleep `--seconds` for each batch, for many workers at
 once, and send back outputs of usual size. d: inputs in a second where they do not sleep, which is what the driver can.
 formula: seconds of n inputs on W workers, max(n / (W × bs / seconds), n / d).
 journal: batches and records in a second that are written to a journal, by itself.
+--floors takes a file of the parts of the formula's speed to reach, by the number of workers (floors.json); the status
+is 1 where one is missed. --json writes all of this.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
@@ -26,6 +27,7 @@ from unittest import mock
 
 import ray
 from bench_pipeline import write_input
+from harness import below, finish, parse_flags, parser_of
 from machine import describe_cpu
 
 from fastgen.cli.transformers import workers
@@ -34,6 +36,7 @@ from fastgen.cli.transformers.batching import Batch
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.journal import Entry, Journal
 
+WORKERS = [1, 16, 64, 256]
 PROCESSES = 2
 OUTPUT = {"text": "Wendy sold thirty one books for seven dollars fifty.", "score": -0.5123456789, "tokens": 16}
 JOURNAL_BATCHES = 2000
@@ -112,34 +115,33 @@ def journal_writes(folder: Path, bs: int) -> float:
 
 
 def benchmark(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser = parser_of(__doc__, repeats=None)
+    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a batch")
     parser.add_argument("--bs", type=int, default=32)
     parser.add_argument("--lines", type=int, default=20000, help="at most; a run has 10 batches for each worker")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args(argv)
+    args = parse_flags(parser, argv, "dispatch", (), [str(count) for count in WORKERS])
     print(describe_cpu())
-    told: dict[str, Any] = {"rows": []}
+    results: list[dict[str, Any]] = []
+    missed: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        told["journal"] = journal_writes(folder, args.bs)
-        print(f"journal: {told['journal']:.0f} batches/s, {told['journal'] * args.bs:.0f} records/s", flush=True)
+        journal = journal_writes(folder, args.bs)
+        print(f"journal: {journal:.0f} batches/s, {journal * args.bs:.0f} records/s", flush=True)
         source = write_input(folder / "in.txt", args.lines)
         simulate(1, 0.0, write_input(folder / "first.txt", args.bs), args.bs)  # imports
         seconds, _ = simulate(max(args.workers), 0.0, source, args.bs)
-        told["d"] = d = args.lines / seconds
+        d = args.lines / seconds
         print(f"d: {d:.0f} inputs/s; bytes of a batch: {Sleeping.sent}, back: {Sleeping.returned}", flush=True)
         for count in args.workers:
             lines = min(args.lines, 10 * args.bs * count)
             seconds, start = simulate(count, args.seconds, write_input(folder / "in.txt", lines), args.bs)
             formula = max(lines / (count * args.bs / args.seconds), lines / d)
             row = {"workers": count, "lines": lines, "seconds": seconds, "formula": formula, "start": start}
-            told["rows"].append(row)
             print({key: round(value, 2) for key, value in row.items()}, flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
-    return 0
+            results.append({"case": str(count), **row, "ratio": formula / seconds})
+            missed += below(str(count), {"the formula": formula / seconds}, args.floors)
+    return finish(args, results, missed, d=d, journal=journal)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,34 @@
 """fastgen-generate-for-fairseq against fairseq-generate, alternately, and its pipeline against the model alone.
 
-    python benchmarks/bench_fairseq_command.py [--repeats 3] [--lines 2000] [--json FILE]
+    python benchmarks/bench_fairseq_command.py [--repeats 3] [--lines 2000] [--floors FILE] [--json FILE]
 
 command: wall time of both from start to end on short lines with Moses and BPE in batches of 64, and their ratio.
 cpu: the same of the CPU time of the process that runs the model, which a busy machine changes little, without the
 workers beside it. Set OMP_NUM_THREADS=1: threads that wait for each other take CPU time.
-pipeline: wall time from the first batch to the last written line where the model call is a sleep of the same length,
-over the length of these sleeps.
+pipeline: where the model call is a sleep of the same length, the length of these sleeps by the wall time from the first
+batch to the last written line.
+--floors takes a file of the ratios to reach (floors.json); the status is 1 where one is missed, or where words differ.
 The data are random words through Moses, a stand-in for BPE and fairseq-preprocess; the model is trained for some
 updates, so that sentences end. Everything is made in a temporary folder, which takes half a minute.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-COMMAND_FLOOR = 1.5
-PIPELINE_CEILING = 1.03
+from harness import below, finish, parse_flags, parser_of
+from machine import describe_cpu
+
+CASES = ("command", "cpu", "pipeline")
+COMPARED_WITH = {"command": "stock", "cpu": "stock", "pipeline": "sleep alone"}
 
 # The CPU time of the process, without those it has started, in the last line of stderr.
 CPU_TIME = "import atexit, sys, time; atexit.register(lambda: print(time.process_time(), file=sys.stderr))\n"
@@ -80,19 +82,6 @@ sys.exit(status)
 """
 
 
-@dataclass
-class Result:
-    lines: int
-    equal: bool
-    stock_seconds: float
-    fastgen_seconds: float
-    ratio: float
-    cpu_ratio: float
-    floor: float
-    pipeline_over_sleep: float
-    ceiling: float
-
-
 def make(folder: Path, lines: int) -> list[str]:
     """Data and a model in `folder`; returns the arguments of fairseq-generate."""
     from sacremoses import MosesTokenizer
@@ -143,56 +132,45 @@ def same_words(stock: str, fastgen: str) -> bool:
     return texts[0] == texts[1]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs (default 3)")
+def turn_of(arguments: list[str], first: int) -> dict[str, Any]:
+    """Seconds and CPU time of both commands, what they wrote, and seconds of the pipeline and of its sleeps."""
+    turn: dict[str, Any] = {}
+    for kind in ("stock", "fastgen")[:: -1 if first else 1]:
+        code = [CPU_TIME + STOCK, "generate"] if kind == "stock" else [CPU_TIME + FASTGEN]
+        begun = time.perf_counter()
+        done = run(*code, *arguments)
+        turn[kind] = {"seconds": time.perf_counter() - begun, "cpu": float(done.stderr.splitlines()[-1])}
+        turn[kind]["text"] = done.stdout
+    turn["pipeline"] = json.loads(run(SLEEPING, *arguments).stderr.rpartition("\n")[2])
+    return turn
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of(__doc__, repeats="pairs of runs")
     parser.add_argument("--lines", type=int, default=2000, help="lines to translate (default 2000)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    args = parser.parse_args()
-    seconds: dict[str, list[float]] = {"stock": [], "fastgen": []}
-    cpu: dict[str, list[float]] = {"stock": [], "fastgen": []}
-    over_sleep, equal = [], True
+    args = parse_flags(parser, argv, "fairseq_command", (), CASES)
+    print(describe_cpu())
+    turns, equal = [], True
     with tempfile.TemporaryDirectory() as folder:
         arguments = make(Path(folder), args.lines) + ["--cpu"] * (args.device == "cpu")
         for repeat in range(args.repeats):
-            outputs = {}
-            for kind in ("stock", "fastgen") if repeat % 2 == 0 else ("fastgen", "stock"):
-                start = time.perf_counter()
-                code = [CPU_TIME + STOCK, "generate"] if kind == "stock" else [CPU_TIME + FASTGEN]
-                done = run(*code, *arguments)
-                seconds[kind].append(time.perf_counter() - start)
-                outputs[kind] = done.stdout
-                cpu[kind].append(float(done.stderr.splitlines()[-1]))
-            equal = equal and same_words(outputs["stock"], outputs["fastgen"])
-            slept = json.loads(run(SLEEPING, *arguments).stderr.rpartition("\n")[2])
-            over_sleep.append(slept["seconds"] / slept["asleep"])
-            print(
-                f"stock {seconds['stock'][-1]:.2f} s (CPU {cpu['stock'][-1]:.2f}), "
-                f"fastgen {seconds['fastgen'][-1]:.2f} s (CPU {cpu['fastgen'][-1]:.2f}), "
-                f"pipeline {slept['seconds']:.3f} s over {slept['asleep']:.3f} s of sleep",
-                flush=True,
-            )
-    ratio = statistics.median(a / b for a, b in zip(seconds["stock"], seconds["fastgen"]))
-    cpu_ratio = statistics.median(a / b for a, b in zip(cpu["stock"], cpu["fastgen"]))
-    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
-    result = Result(
-        args.lines,
-        equal,
-        medians["stock"],
-        medians["fastgen"],
-        ratio,
-        cpu_ratio,
-        COMMAND_FLOOR,
-        statistics.median(over_sleep),
-        PIPELINE_CEILING,
-    )
-    print(f"{os.cpu_count()} cores; {'equal words' if equal else 'DIFFERENT words'}")
-    print(f"command   {ratio:.2f}x (floor {COMMAND_FLOOR}x), {cpu_ratio:.2f}x by the model's process's CPU time")
-    print(f"pipeline  {result.pipeline_over_sleep:.3f} of the sleep alone (at most {PIPELINE_CEILING})")
-    if args.json:
-        Path(args.json).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
-    return 0 if equal else 1
+            turn = turn_of(arguments, repeat % 2)
+            texts = [turn[kind].pop("text") for kind in ("stock", "fastgen")]
+            equal = equal and same_words(*texts)
+            turns.append(turn)
+            print(turn, flush=True)
+    ratios = {
+        "command": [turn["stock"]["seconds"] / turn["fastgen"]["seconds"] for turn in turns],
+        "cpu": [turn["stock"]["cpu"] / turn["fastgen"]["cpu"] for turn in turns],
+        "pipeline": [turn["pipeline"]["asleep"] / turn["pipeline"]["seconds"] for turn in turns],
+    }
+    results = [{"case": case, "ratio": statistics.median(found)} for case, found in ratios.items()]
+    missed = [] if equal else ["words differ"]
+    for result in results:
+        print(f"{result['case']}: {result['ratio']:.2f} times as fast as {COMPARED_WITH[result['case']]}")
+        missed += below(result["case"], {COMPARED_WITH[result["case"]]: result["ratio"]}, args.floors)
+    return finish(args, results, missed, lines=args.lines, turns=turns, equal=equal)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """Small calls, where there is little to gain: is any of them slower with fastgen?
 
-    python benchmarks/bench_small.py [--shapes 200] [--seed 0] [--floor 0.97] [--only MODEL] [--dtype TYPE] [--verbose]
+    python benchmarks/bench_small.py [--shapes 200] [--seed 0] [--only MODEL] [--dtype TYPE] [--verbose] [--floors FILE]
 
 Random shapes of 1 to 8 inputs, 4 to 64 tokens and 1 to 16 new ones, on models from two layers of 64 to GPT-2 small, in
 float32; where the CPU has instructions for bfloat16, every eighth shape in that.
 Stock and fastgen alternate in one process, on one thread; what counts is CPU time, and of each shape the median of the
-ratios of neighbours. A shape below the floor is measured again, longer. The status is 1 if one stays there.
+ratios of neighbours. A shape below the floor is measured again, longer. --floors takes a file of the ratio that the
+slowest shape has to reach (floors.json; without it FLOOR); the status is 1 where one stays below that of the file.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import random
 import statistics
@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import transformers
+from harness import below, finish, parse_flags, parser_of
+from machine import print_head
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -36,6 +37,8 @@ import fastgen
 VOCABULARY = 1000
 SECONDS_PER_SHAPE = 1.0
 MIN_PAIRS = 9
+FLOOR = 0.97
+CASE = "slowest"
 
 
 def llama(layers: int, width: int, vocabulary: int = VOCABULARY) -> torch.nn.Module:
@@ -158,37 +161,36 @@ def ratio(shape: Shape, seconds: float) -> float:
     return statistics.median(ratios)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of(__doc__, repeats=None)
     parser.add_argument("--shapes", type=int, default=200, help="how many (default 200)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of shapes (default 0)")
-    parser.add_argument("--floor", type=float, default=0.97, help="the lowest median ratio (default 0.97)")
     parser.add_argument("--only", metavar="MODEL", action="append", choices=MODELS, help="may be repeated")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of all shapes")
     parser.add_argument("--verbose", action="store_true", help="print every shape, and what fastgen did")
-    args = parser.parse_args()
-    transformers.logging.set_verbosity_error()
+    args = parse_flags(parser, argv, "small", (), [CASE])
+    print_head()
     torch.set_num_threads(1)
+    floor = args.floors.get(CASE, {}).get("stock", FLOOR)
     choice = random.Random(args.seed)
-    slow, ratios = [], []
     types = [torch.float32] * 7 + [torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32]
     if args.dtype:
         types = [getattr(torch, args.dtype)]
+    results = []
     for number in range(args.shapes):
         shape = random_shape(choice, args.only or list(MODELS), types[number % len(types)])
         found = ratio(shape, SECONDS_PER_SHAPE)
-        if found < args.floor:
+        if found < floor:
             found = ratio(shape, 5 * SECONDS_PER_SHAPE)
-        ratios.append(found)
-        if found < args.floor:
-            slow.append((found, shape))
-        if args.verbose or found < args.floor:
+        results.append({"case": str(shape), "ratio": found})
+        if args.verbose or found < floor:
             print(f"{found:.3f}  {shape}" + (f"\n{fastgen.explain()}" if args.verbose else ""), flush=True)
+    ratios = [result["ratio"] for result in results]
     print(
         f"{len(ratios)} shapes: lowest {min(ratios):.3f}, median {statistics.median(ratios):.3f}, "
-        f"highest {max(ratios):.3f}; {len(slow)} below {args.floor}"
+        f"highest {max(ratios):.3f}; {sum(found < floor for found in ratios)} below {floor}"
     )
-    return 1 if slow else 0
+    return finish(args, results, below(CASE, {"stock": min(ratios)}, args.floors))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
 """fastgen-generate-for-transformers with two workers of one thread against one process of two threads, in turns.
 
-    python benchmarks/bench_workers.py [demo] [gpt2] [--lines 5000] [--repeats 3] [--json FILE]
+    python benchmarks/bench_workers.py [demo] [gpt2] [--lines 5000] [--repeats 3] [--floors FILE] [--json FILE]
 
 demo: the demo model, beam 4, batches of 32. gpt2: 12 layers of width 768 with random weights, prompts of 8 to 32 words,
     beam 4, 16 new tokens, batches of 8, a twentieth of the lines.
 seconds: of the whole command, start included; generating: from the first batch to the last record, as the summary says.
     start: what is left. MB: the largest sum of the memory that the processes do not share, looked at 4 times a second.
-Exits with 1 where the ratio of the seconds is below a floor, or the outputs differ in a text.
+--floors takes a file of the ratios of the seconds to reach (floors.json); the status is 1 where one is missed, or where
+the outputs differ in a text.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import re
@@ -26,9 +25,10 @@ from typing import Any
 
 import psutil
 from bench_pipeline import write_input
+from harness import below, finish, parse_flags, parser_of
 from machine import describe_cpu
 
-FLOORS = {"demo": 1.25, "gpt2": 0.95}
+CASES = ("demo", "gpt2")
 WAYS = {"process": ({"OMP_NUM_THREADS": "2"}, ()), "workers": ({"OMP_NUM_THREADS": "1"}, ("--workers", "2"))}
 COMMAND = (sys.executable, "-m", "fastgen.cli.transformers.command")
 
@@ -86,35 +86,38 @@ def _memory(pid: int) -> int:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", metavar="CASE", nargs="*", help="of demo, gpt2; default: both")
-    parser.add_argument("--lines", type=int, default=5000)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    args = parser.parse_args()
+def compare(case: str, folder: Path, lines: int, repeats: int) -> dict[str, Any]:
+    """Medians and turns of both ways, the median ratios of neighbours, and whether the outputs are equal."""
+    arguments, turns = job(case, folder, lines), []
+    for repeat in range(repeats):
+        turn = {}
+        for way in list(WAYS)[:: -1 if repeat % 2 else 1]:
+            turn[way] = measure(way, arguments, folder / f"{case}-{way}.txt")
+            print(case, way, {key: round(value, 2) for key, value in turn[way].items()}, flush=True)
+        turns.append(turn)
+    texts = [(folder / f"{case}-{way}.txt").read_text() for way in WAYS]
+    middle = {way: {key: statistics.median(turn[way][key] for turn in turns) for key in turns[0][way]} for way in WAYS}
+    ratios = {
+        key: statistics.median(turn["process"][key] / turn["workers"][key] for turn in turns)
+        for key in ("seconds", "generating")
+    }
+    return {"case": case, "medians": middle, "turns": turns, "ratios": ratios, "equal": texts[0] == texts[1]}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of(__doc__, CASES)
+    parser.add_argument("--lines", type=int, default=5000, help="of the demo model (default 5000)")
+    args = parse_flags(parser, argv, "workers", CASES)
     print(describe_cpu())
-    results: dict[str, Any] = {}
+    results, missed = [], []
     with tempfile.TemporaryDirectory() as name:
-        for case in args.cases or list(FLOORS):
-            arguments = job(case, Path(name), args.lines)
-            found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-            for repeat in range(args.repeats):
-                for way in list(WAYS)[:: -1 if repeat % 2 else 1]:
-                    found[way].append(measure(way, arguments, Path(name) / f"{case}-{way}.txt"))
-                    print(case, way, {key: round(value, 2) for key, value in found[way][-1].items()}, flush=True)
-            texts = [(Path(name) / f"{case}-{way}.txt").read_text() for way in WAYS]
-            pairs = list(zip(found["process"], found["workers"], strict=True))
-            ratios = {key: statistics.median(a[key] / b[key] for a, b in pairs) for key in ("seconds", "generating")}
-            medians: dict[str, Any] = {
-                way: {key: statistics.median(each[key] for each in runs) for key in runs[0]}
-                for way, runs in found.items()
-            }
-            results[case] = medians | {"ratios": ratios, "floor": FLOORS[case], "equal": texts[0] == texts[1]}
-    print(json.dumps(results, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
-    return int(any(each["ratios"]["seconds"] < each["floor"] or not each["equal"] for each in results.values()))
+        for case in args.cases:
+            result = compare(case, Path(name), args.lines, args.repeats)
+            results.append(result)
+            print(f"{case}: {result['ratios']['seconds']:.2f} times as fast as one process", flush=True)
+            missed += below(case, {"one process": result["ratios"]["seconds"]}, args.floors)
+            missed += [] if result["equal"] else [f"{case}: texts differ"]
+    return finish(args, results, missed)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,15 @@ _CALLED = {
 
 
 def parser_of(
-    description: str | None, cases: Collection[str] = (), repeats: str = "turns", has_devices: bool = False
+    description: str | None, cases: Collection[str] = (), repeats: str | None = "turns", has_devices: bool = False
 ) -> ArgumentParser:
-    """With the flags that benchmarks share. cases: all there are, where a run may choose. repeats: what is repeated."""
+    """With the flags that benchmarks share. cases: all there are, where a run may choose. repeats: what is repeated;
+    None if that has flags of its own."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     if cases:
         parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(cases)}; default: all")
-    parser.add_argument("--repeats", type=int, default=3, help=f"{repeats} (default 3)")
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=3, help=f"{repeats} (default 3)")
     parser.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: benchmarks/floors.json")
     parser.add_argument("--json", metavar="FILE", help="also write the results here, with every turn")
     if has_devices:

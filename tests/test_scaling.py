@@ -36,7 +36,7 @@ def test_the_driver_of_workers_that_sleep_is_measured(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "told").read_text())
-    (row,) = told["rows"]
+    (row,) = told["results"]
     assert row["workers"] == 4 and row["lines"] == 160
     assert row["seconds"] >= 40 / 4 * 0.1  # 40 batches, four at a time
     assert told["d"] > 0 and told["journal"] > 0

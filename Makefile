@@ -12,7 +12,7 @@ NEWEST := 5.24.0
 # Errors of the CUDA interface are left out: torch asks it for what older drivers do not have.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: demo test test-all test-fairseq matrix fuzz soak test-gpu sanitize lint table bench clean
+.PHONY: demo test test-all test-fairseq matrix fuzz soak test-gpu sanitize lint table bench bench-gpu clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -70,9 +70,15 @@ lint: $(VENV)/test.installed
 table: $(VENV)/test.installed
 	$(BIN)/python tests/helpers/architecture_parity.py docs/architectures.md
 
+# The tables of the papers: docs/papers.md, in parts; what this commit has measured is skipped.
 bench: $(VENV)/test.installed
 	$(PIP) --editable ".[bench]"
-	$(BIN)/python benchmarks/bench_generate.py
+	$(BIN)/python benchmarks/papers.py
+
+# The same on a GPU; says so where there is none.
+bench-gpu: $(VENV)/test.installed
+	$(PIP) --editable ".[bench]"
+	$(BIN)/python benchmarks/papers.py --device cuda
 
 $(VENV)/pip.installed: constraints.txt
 	@echo "The first time only: making $(VENV), with pip and setuptools"

@@ -1,4 +1,4 @@
-"""Measures the tables and figures of the four papers on this machine, in parts that an interrupted run can go on from.
+"""Measures the tables and figures of the four papers on this machine, in parts, and writes docs/papers.md.
 
     python benchmarks/papers.py [--only PART …] [--again] [--device cuda] [--floors FILE]
 
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import show_papers
 import torch
 from harness import commit
 from machine import cpu, describe_cpu
@@ -97,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no GPU was found: nothing was measured")
         return 0
-    folder = HERE / "results" / f"papers-{machine(args.device)}"
+    folder = show_papers.RESULTS / f"papers-{machine(args.device)}"
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{describe_cpu()}, commit {commit()}, results in {folder}", flush=True)
     failed = []
@@ -112,6 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         begun = time.perf_counter()
         failed += [name] * bool(measure(part, path, args.device, args.floors))
         print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
+    show_papers.main()
     print("\n".join(f"{name}: failed" for name in failed), end="\n" * bool(failed))
     return int(bool(failed))
 

@@ -84,7 +84,7 @@ def test_a_floor_of_no_case_is_refused(bench, tmp_path, capsys):
     assert "'tyni': choose from tiny" in capsys.readouterr().err
 
 
-NAMED = ("generate", "constrained", "lm_eval", "mqa", "prefix", "prophetnet", "rollouts")
+NAMED = ("generate", "constrained", "lm_eval", "mqa", "pipeline", "prefix", "prophetnet", "rollouts", "workers")
 
 
 @pytest.mark.parametrize("benchmark", NAMED)
@@ -394,3 +394,97 @@ def test_check_runs_cases_that_there_are(monkeypatch):
         if name == "fairseq":
             pytest.importorskip("fairseq")
         assert set(cases) <= set(importlib.import_module(f"bench_{name}").CASES)
+
+
+@pytest.fixture
+def papers(monkeypatch, tmp_path):
+    """The driver with two parts, which only write what they were called with, and a folder of its own for results."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    module, shown = importlib.import_module("papers"), importlib.import_module("show_papers")
+    program = (
+        "import json, sys; name, out = sys.argv[1], sys.argv[sys.argv.index('--json') + 1]\n"
+        "json.dump({'commit': %r, 'results': [], 'arguments': sys.argv[1:]}, open(out, 'w')); sys.exit(name == 'bad')"
+    )
+    (tmp_path / "bench_part.py").write_text(program % module.commit())
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(module, "PARTS", {name: module.Part("bench_part.py", (name,)) for name in ("good", "bad")})
+    monkeypatch.setattr(shown, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(shown, "main", lambda: 0)
+    return module
+
+
+def test_a_run_of_the_papers_skips_parts_that_this_commit_has_measured(papers, capfd):
+    assert papers.main(["--only", "good"]) == 0
+    assert papers.main([]) == 1 and papers.main([]) == 0
+    told = capfd.readouterr().out
+    assert told.count("good: done before") == 2 and told.count("bad: done before") == 1 and "bad: failed" in told
+    path = next((papers.HERE / "results").glob("papers-*/good.json"))
+    path.write_text(path.read_text().replace(papers.commit(), "another"))
+    papers.main(["--only", "good"])
+    assert "done before" not in capfd.readouterr().out
+    papers.main(["--only", "good", "--again"])
+    assert "done before" not in capfd.readouterr().out
+
+
+def test_parts_of_the_papers_get_floors_and_the_device(papers, monkeypatch, capfd):
+    assert papers.main(["--device", "cuda"]) == 0 and "no GPU was found" in capfd.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    papers.main(["--device", "cuda", "--only", "good", "--floors", "floors.json"])
+    arguments = json.loads((papers.HERE / "results" / "papers-a-gpu" / "good.json").read_text())["arguments"]
+    assert arguments[3:] == ["--device", "cuda", "--dtype", "float16", "--floors", "floors.json"]
+    with pytest.raises(SystemExit):
+        papers.main(["--only", "ugly"])
+    assert "--only ugly: choose from good, bad" in capfd.readouterr().err
+
+
+def test_parts_of_the_papers_are_cases_that_there_are(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    papers, cases = importlib.import_module("papers"), {}
+    for part in papers.PARTS.values():
+        module = importlib.import_module(part.benchmark.removesuffix(".py"))
+        named = [argument for argument in part.arguments if argument in getattr(module, "CASES", ())]
+        cases.setdefault(part.benchmark, []).extend(named)
+    assert sorted(cases["bench_best_batch.py"]) == sorted(importlib.import_module("show_papers").TABLE_1)
+    assert cases["bench_ablation.py"] == ["steps", "stages"] and len(cases["bench_growth.py"]) == 8
+
+
+def test_the_page_of_the_papers_holds_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    shown = importlib.import_module("show_papers")
+    assert (BENCHMARKS.parent / "docs" / "papers.md").read_text(encoding="utf-8") == shown.page()
+
+
+def test_batches_are_doubled_until_samples_per_second_grow_no_more(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench = importlib.import_module("bench_best_batch")
+    clock = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+
+    def generate(batch: int) -> torch.Tensor:
+        clock[0] += {1: 1.0, 2: 1.1, 4: 1.2, 8: 2.6}[batch]
+        return torch.zeros(batch, 1)
+
+    doubling = bench.Doubling(generate, 2)
+    assert doubling.run() == 4
+    assert [trial["batch"] for trial in doubling.trials] == [1, 2, 4, 8]
+
+
+def test_samples_behind_a_dense_mask_are_those_of_the_library(monkeypatch):
+    """Which makes MultiGen's second method, that is measured beside, the same work."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench = importlib.import_module("bench_growth")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=60, initializer_range=0.5, pad_token_id=0, **sizes)).eval()
+    ways = bench.multigen(model, {"source": 7, "samples": 3, "batch": 2, "output": 5})
+    assert torch.equal(ways["stock"]()[:, 7:], ways["dense mask"]())
+
+
+def test_slopes_are_those_of_a_line(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench = importlib.import_module("bench_growth")
+    points = [
+        {"size": size, "seconds": {"stock": 1 + size / 500}, "added_mb": {"stock": 3 * size}} for size in (1, 2, 4)
+    ]
+    assert bench.slopes(points, "stock") == pytest.approx({"ms": 2.0, "mb": 3.0})

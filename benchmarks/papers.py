@@ -6,6 +6,9 @@ Each part is a run of a benchmark with some of its cases, in a process of its ow
 benchmarks/results/papers-MACHINE/. A part that has a file of this commit is skipped, so that an interrupted run goes on
 where it was; --again measures it all the same. The status is 1 where a part failed: outputs differ, or a ratio is below
 its floor. Where --device cuda finds no GPU it says so.
+
+Threads spin as briefly as in the commands (GOMP_SPINCOUNT), so that other programs disturb less. A file says which
+share of the CPUs' time these took meanwhile: "others".
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ import torch
 from harness import commit
 from machine import cpu, describe_cpu
 
+from fastgen.cli.threads import SPIN_COUNT
+
 HERE = Path(__file__).parent
+CPU_TIMES = Path("/proc/stat")
 
 
 class Part(NamedTuple):
@@ -74,16 +80,31 @@ def is_done(path: Path) -> bool:
     return told.get("commit") == commit()
 
 
+def busy_seconds() -> float:
+    """All that the CPUs have worked since the machine started, also for other machines beside it; 0 if unknown."""
+    if not CPU_TIMES.exists():
+        return 0.0
+    user, nice, system, _idle, _iowait, *others = map(int, CPU_TIMES.read_text().split("\n")[0].split()[1:9])
+    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(part: Part, path: Path, device: str, floors: str | None) -> int:
     """Runs a part; its file appears as a whole, also where the status is 1."""
     unfinished = path.with_suffix(".unfinished")
     command = [sys.executable, str(HERE / part.benchmark), *part.arguments, "--json", str(unfinished)]
     command += part.on_gpu or () if device == "cuda" else ()
     command += ["--floors", floors] if floors else []
-    status = subprocess.run(command, check=False).returncode
+    begun, busy = time.perf_counter(), busy_seconds()
+    process = subprocess.Popen(command, env={"GOMP_SPINCOUNT": str(SPIN_COUNT), **os.environ})
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - begun
+    others = busy_seconds() - busy - usage.ru_utime - usage.ru_stime
     if unfinished.exists():
+        told = json.loads(unfinished.read_text(encoding="utf-8"))
+        told |= {"part_seconds": round(seconds), "others": round(max(others, 0) / seconds / (os.cpu_count() or 1), 3)}
+        unfinished.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
-    return status
+    return os.waitstatus_to_exitcode(status)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,9 +131,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name}: done before", flush=True)
             continue
         print(f"{name}:", flush=True)
-        begun = time.perf_counter()
         failed += [name] * bool(measure(part, path, args.device, args.floors))
-        print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
     show_papers.main()
     print("\n".join(f"{name}: failed" for name in failed), end="\n" * bool(failed))
     return int(bool(failed))

@@ -292,10 +292,14 @@ def conditions(parts: Parts) -> str:
         commits.setdefault(told["commit"], []).append(name)
     one = next(iter(parts.values()))
     versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
-    measured = "; ".join(
-        f"commit {commit}" + f": {', '.join(names)}" * (len(commits) > 1) for commit, names in commits.items()
+    measured = [f"commit {commit}" + f" ({', '.join(names)})" * (len(commits) > 1) for commit, names in commits.items()]
+    minutes = sum(told["part_seconds"] for told in parts.values()) / 60
+    others = [told["others"] for told in parts.values()]
+    return paragraph(
+        f"{one['threads']} threads, {versions}; {'; '.join(measured)}. {minutes:.0f} minutes. Threads spin "
+        f"as briefly as in the commands; other programs took {min(others):.0%} to {max(others):.0%} of the CPUs' time, "
+        "by part."
     )
-    return f"{one['threads']} threads, {versions}; {measured}.\n"
 
 
 GROWTH_TEXT = (

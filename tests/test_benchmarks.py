@@ -465,7 +465,7 @@ def test_batches_are_doubled_until_samples_per_second_grow_no_more(monkeypatch):
         clock[0] += {1: 1.0, 2: 1.1, 4: 1.2, 8: 2.6}[batch]
         return torch.zeros(batch, 1)
 
-    doubling = bench.Doubling(generate, 2)
+    doubling = bench.Doubling(generate)
     assert doubling.run() == 4
     assert [trial["batch"] for trial in doubling.trials] == [1, 2, 4, 8]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import cpu, describe_cpu
+from papers import PARTS
 
 HERE = Path(__file__).parent
 
@@ -28,14 +29,20 @@ QUICK: dict[str, tuple[str, ...]] = {
     "fairseq": ("bart-batch1", "wmt-beam5"),
     "prefix": ("classify16", "short2"),
     "rollouts": ("g8",),
+    "best_batch": ("t5",),
+    "quality": ("float32",),
 }
 
 
 def committed(benchmark: str) -> dict[str, float]:
-    """The ratios to stock of each case that were measured on a CPU like this one."""
-    files = (HERE / "results").glob(f"{benchmark}-*.json")
-    told = (json.loads(path.read_text(encoding="utf-8")) for path in files)
-    return next((ratios(one) for one in told if one["cpu"] == cpu()), {})
+    """The ratios to stock of each case that were measured on a CPU like this one, also for the tables of the papers."""
+    parts = [name for name, part in PARTS.items() if part.benchmark == f"bench_{benchmark}.py"]
+    found: dict[str, float] = {}
+    for pattern in (f"{benchmark}-*.json", *(f"papers-*/{name}.json" for name in parts)):
+        for path in (HERE / "results").glob(pattern):
+            told = json.loads(path.read_text(encoding="utf-8"))
+            found |= ratios(told) if told["cpu"] == cpu() and "gpu" not in told else {}
+    return found
 
 
 def ratios(told: Mapping[str, Any]) -> dict[str, float]:

@@ -224,7 +224,9 @@ def growth(parts: Parts, name: str, title: str, text: str) -> str:
         row += [" / ".join(f"{slopes[way]['mb']:.2f}" for way in ways)]
         row += [" / ".join(f"{last['seconds'][way]:.2f}" for way in ways)]
         row += [" / ".join(f"{last['added_mb'][way]:.0f}" for way in ways)]
-        rows.append([*row, f"**{result['ratio']:.1f}×**", equal(result)])
+        dense = [(point["dense_equal"], point["rows"]) for point in result["points"] if "dense_equal" in point]
+        same = "; dense mask {} of {} rows".format(*map(sum, zip(*dense))) if dense else ""
+        rows.append([*row, f"**{result['ratio']:.1f}×**", equal(result) + same])
     if not rows:
         return ""
     ways = " / ".join(way for way in COLORS if way in found[0]["slopes"])

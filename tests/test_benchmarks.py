@@ -387,6 +387,17 @@ def test_check_fails_where_a_ratio_is_lower_than_the_committed_one(monkeypatch, 
         assert check.main(["generate"]) == status
 
 
+def test_check_knows_the_committed_ratios_of_the_papers_tables(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    check = importlib.import_module("check")
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    for machine, others in (("here", {}), ("gpu", {"gpu": "A GPU"})):
+        (tmp_path / "results" / f"papers-{machine}").mkdir(parents=True)
+        told = {"cpu": check.cpu(), "results": [{"case": machine, "ratio": 2.0}], **others}
+        (tmp_path / "results" / f"papers-{machine}" / "table1-t5.json").write_text(json.dumps(told))
+    assert check.committed("best_batch") == {"here": 2.0} and check.committed("quality") == {}
+
+
 def test_check_runs_cases_that_there_are(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     check = importlib.import_module("check")

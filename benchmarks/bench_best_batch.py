@@ -37,7 +37,7 @@ from transformers import (
 
 from fastgen.models.unilm import UniLMConfig, UniLMForConditionalGeneration
 
-MOST, LIMIT, GROWTH, CALLS = 32, 8.0, 1.05, 2
+MOST, LIMIT, GROWTH, CALLS = 32, 4.0, 1.05, 2
 FIRST_WORD = 10  # of the vocabulary; special tokens come before
 
 Generate = Callable[[int], torch.Tensor]

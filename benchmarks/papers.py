@@ -42,10 +42,9 @@ class Part(NamedTuple):
     on_gpu: tuple[str, ...] | None = ("--device", "cuda", "--dtype", "float16")
 
 
-TABLE_1 = ("bart", "distilbart", "prophetnet", "t5", "wmt", "gpt2", "unilm")
 MULTI_QUERY = ("multi-head", "multi-query", "multi-head local", "multi-query local")
 PARTS = {
-    **{f"table1-{model}": Part("bench_best_batch.py", (model, "--repeats", "2")) for model in TABLE_1},
+    **{f"table1-{model}": Part("bench_best_batch.py", (model, "--repeats", "2")) for model in show_papers.TABLE_1},
     "table2": Part("bench_ablation.py", ("steps", "--repeats", "2")),
     "table2-pipeline": Part("bench_pipeline.py", ("loop", "--lines", "5000", "--repeats", "2"), on_gpu=None),
     "table3": Part(
@@ -53,8 +52,8 @@ PARTS = {
     ),
     "table4": Part("bench_quality.py", ("--repeats", "2"), on_gpu=("--device", "cuda")),
     "figure1": Part("bench_ablation.py", ("stages", "--repeats", "3")),
-    "growth": Part("bench_growth.py", ("source", "beams", "batch", "output", "--repeats", "2")),
-    "multigen": Part("bench_growth.py", ("prompt", "samples", "new-tokens", "inputs", "--repeats", "2")),
+    **{f"growth-{size}": Part("bench_growth.py", (size, "--repeats", "2")) for size in show_papers.GROWTH},
+    **{f"multigen-{size}": Part("bench_growth.py", (size, "--repeats", "2")) for size in show_papers.MULTIGEN},
     "multi-query": Part("bench_mqa.py", (*MULTI_QUERY, "--repeats", "1")),
     "seamless": Part("bench_seamless.py", ("v2", "--layers", "6", "--repeats", "2")),
 }

@@ -91,6 +91,8 @@ MULTI_QUERY = {  # microseconds: greedy encoder and decoder, beam-4 encoder and 
     "multi-head local": (1.7, 23, 1.9, 47),
     "multi-query local": (1.5, 3.3, 1.6, 16),
 }
+GROWTH = ("source", "beams", "batch", "output")  # cases of bench_growth.py, each a part
+MULTIGEN = ("prompt", "samples", "new-tokens", "inputs")
 COLORS = {"stock": "tab:gray", "fastgen": "tab:blue", "dense mask": "tab:orange"}
 
 
@@ -103,8 +105,8 @@ def paragraph(text: str) -> str:
     return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False) + "\n"
 
 
-def results(parts: Parts, name: str) -> list[dict[str, Any]]:
-    return parts[name]["results"] if name in parts else []
+def results(parts: Parts, *names: str) -> list[dict[str, Any]]:
+    return [result for name in names if name in parts for result in parts[name]["results"]]
 
 
 def equal(result: dict[str, Any]) -> str:
@@ -119,7 +121,7 @@ def best_batches(parts: Parts) -> str:
             rows.append([*paper, *ours, f"**{result['ratio']:.1f}×**", equal(result)])
     head = ("model", "shape", "paper, samples/s", "faster", "stock, samples/s (batch)", "fastgen", "faster", "tokens")
     text = paragraph(
-        "Samples per second, each way at its best batch, found by doubling until a call takes 8 s or samples per "
+        "Samples per second, each way at its best batch, found by doubling until a call takes 4 s or samples per "
         "second grow by less than a twentieth. ProphetNet and Transformer run in fairseq, the others in transformers; "
         "beam 4; n-gram 3 in the summaries of transformers."
     )
@@ -214,8 +216,14 @@ def stages(parts: Parts) -> str:
     return f"### FastSeq, Figure 1: where the time goes\n\n{text}\n{table(head, rows)}{picture}" if rows else ""
 
 
+def growing(parts: Parts) -> dict[str, list[dict[str, Any]]]:
+    """The results of both groups, with the name of their picture."""
+    groups = {"growth": GROWTH, "multigen": MULTIGEN}
+    return {name: results(parts, *(f"{name}-{size}" for size in sizes)) for name, sizes in groups.items()}
+
+
 def growth(parts: Parts, name: str, title: str, text: str) -> str:
-    found, rows = results(parts, name), []
+    found, rows = growing(parts)[name], []
     for result in found:
         slopes, last = result["slopes"], result["points"][-1]
         row = [f"{result['unit']} ({result['points'][0]['size']:,} to {last['size']:,})"]
@@ -405,8 +413,8 @@ def main() -> int:
     for parts in read().values():
         if found := results(parts, "figure1"):
             draw_stages(found, DOCS / picture_of(parts, "stages"))
-        for name in ("growth", "multigen"):
-            if found := results(parts, name):
+        for name, found in growing(parts).items():
+            if found:
                 draw_growth(found, DOCS / picture_of(parts, name))
     return 0
 

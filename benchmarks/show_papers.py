@@ -93,6 +93,7 @@ MULTI_QUERY = {  # microseconds: greedy encoder and decoder, beam-4 encoder and 
 }
 GROWTH = ("source", "beams", "batch", "output")  # cases of bench_growth.py, each a part
 MULTIGEN = ("prompt", "samples", "new-tokens", "inputs")
+QUIET = 0.05  # of the CPUs' time
 COLORS = {"stock": "tab:gray", "fastgen": "tab:blue", "dense mask": "tab:orange"}
 
 
@@ -304,11 +305,12 @@ def conditions(parts: Parts) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
     measured = [f"commit {commit}" + f" ({', '.join(names)})" * (len(commits) > 1) for commit, names in commits.items()]
     minutes = sum(told["part_seconds"] for told in parts.values()) / 60
-    others = [told["others"] for told in parts.values()]
+    busy = [f"{name} {told['others']:.0%}" for name, told in parts.items() if told["others"] > QUIET]
+    quiet = f"Other programs took less than {QUIET:.0%} of the CPUs' time"
+    quiet += f", but in {', '.join(busy)}: there seconds are too long and ratios uncertain." if busy else "."
     return paragraph(
-        f"{one['threads']} threads, {versions}; {'; '.join(measured)}. {minutes:.0f} minutes. Threads spin "
-        f"as briefly as in the commands; other programs took {min(others):.0%} to {max(others):.0%} of the CPUs' time, "
-        "by part."
+        f"{one['threads']} threads, {versions}; {'; '.join(measured)}. {minutes:.0f} minutes in all. Threads spin as "
+        f"briefly as in the commands. {quiet}"
     )
 
 

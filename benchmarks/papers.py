@@ -27,6 +27,7 @@ import show_papers
 import torch
 from harness import commit
 from machine import cpu, describe_cpu
+from paper_tables import TABLE_1
 
 from fastgen.cli.threads import SPIN_COUNT
 
@@ -44,7 +45,7 @@ class Part(NamedTuple):
 
 MULTI_QUERY = ("multi-head", "multi-query", "multi-head local", "multi-query local")
 PARTS = {
-    **{f"table1-{model}": Part("bench_best_batch.py", (model, "--repeats", "2")) for model in show_papers.TABLE_1},
+    **{f"table1-{model}": Part("bench_best_batch.py", (model, "--repeats", "2")) for model in TABLE_1},
     "table2": Part("bench_ablation.py", ("steps", "--repeats", "2")),
     "table2-pipeline": Part("bench_pipeline.py", ("loop", "--lines", "5000", "--repeats", "2"), on_gpu=None),
     "table3": Part(

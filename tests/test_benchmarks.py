@@ -456,8 +456,8 @@ def test_parts_of_the_papers_are_cases_that_there_are(monkeypatch):
         module = importlib.import_module(part.benchmark.removesuffix(".py"))
         named = [argument for argument in part.arguments if argument in getattr(module, "CASES", ())]
         cases.setdefault(part.benchmark, []).extend(named)
-    shown, growth = importlib.import_module("show_papers"), importlib.import_module("bench_growth")
-    assert cases["bench_best_batch.py"] == list(shown.TABLE_1) and cases["bench_growth.py"] == list(growth.CASES)
+    tables, growth = importlib.import_module("paper_tables"), importlib.import_module("bench_growth")
+    assert cases["bench_best_batch.py"] == list(tables.TABLE_1) and cases["bench_growth.py"] == list(growth.CASES)
     assert cases["bench_ablation.py"] == ["steps", "stages"]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import show_seamless
 from paper_tables import MULTI_QUERY, SET_UPS, TABLE_1, TABLE_2, TABLE_4
-from show_results import cpu_name
+from show_results import LEAST_MB, cpu_name
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = Path(__file__).parent / "results"
@@ -25,7 +25,7 @@ Parts = dict[str, dict[str, Any]]
 TITLE = """# The papers' tables
 
 Made by `make bench` (`benchmarks/papers.py`, `benchmarks/show_papers.py`) from `benchmarks/results/`. `make bench-gpu`
-measures the same on a GPU; it has not yet run on one.
+measures the same on a GPU; it has not yet run on one. What is missing has not been measured on that machine yet.
 """
 COMPARISON = (
     "Ratios of a GPU do not carry over: there small operations cost launches, here time goes into arithmetic and "
@@ -65,8 +65,8 @@ def best_batches(parts: Parts) -> str:
             rows.append([*paper, *ours, f"**{result['ratio']:.1f}×**", equal(result)])
     head = ("model", "shape", "paper, samples/s", "faster", "stock, samples/s (batch)", "fastgen", "faster", "tokens")
     text = paragraph(
-        "Samples per second, each way at its best batch, found by doubling until a call takes 4 s or samples per "
-        "second grow by less than a twentieth. ProphetNet and Transformer run in fairseq, the others in transformers; "
+        "Samples per second, each way at its best batch, found by doubling until a call takes some seconds or samples "
+        "per second grow by less than a twentieth. ProphetNet and Transformer run in fairseq, the others in transformers; "
         "beam 4; n-gram 3 in the summaries of transformers."
     )
     return f"### FastSeq, Table 1: seven models\n\n{text}\n{table(head, rows)}" if rows else ""
@@ -213,7 +213,7 @@ def seamless(parts: Parts) -> str:
 
 
 def slower(parts: Parts) -> str:
-    """What takes longer in fastgen than in stock or with the dense mask: a list, which comes first."""
+    """What takes longer in fastgen than in stock or with the dense mask, or more memory: a list, which comes first."""
     found = []
     for name, told in parts.items():
         for result in told["results"]:
@@ -227,6 +227,13 @@ def slower(parts: Parts) -> str:
                     for way in seconds
                     if seconds[way] < seconds["fastgen"]
                 ]
+            for last in result.get("points", ())[-1:]:
+                added = last["added_mb"]
+                found += [
+                    f"{name}, {result['case']} {last['size']}: {added['fastgen']:.0f} MB, {way} {added[way]:.0f} MB"
+                    for way in added
+                    if added[way] + LEAST_MB / 2 < added["fastgen"]
+                ]
             for stage, ratio in result.get("ratios", {}).items():
                 found += [f"{name}, {stage}: {ratio:.2f} times as fast as stock"] if ratio < 1 else []
             if isinstance(ways := result.get("microseconds", {}).get("stock"), dict):
@@ -237,7 +244,8 @@ def slower(parts: Parts) -> str:
                     if ways[stage] < fast[stage]
                 ]
     lines = "\n".join(f"- {line}" for line in found)
-    return f"Where fastgen is slower:\n\n{lines}\n" if found else "fastgen is slower nowhere in these tables.\n"
+    head = "Where fastgen takes longer, or more memory:"
+    return f"{head}\n\n{lines}\n" if found else "fastgen takes more time or memory nowhere in these tables.\n"
 
 
 def conditions(parts: Parts) -> str:

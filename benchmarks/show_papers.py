@@ -66,8 +66,8 @@ def best_batches(parts: Parts) -> str:
     head = ("model", "shape", "paper, samples/s", "faster", "stock, samples/s (batch)", "fastgen", "faster", "tokens")
     text = paragraph(
         "Samples per second, each way at its best batch, found by doubling until a call takes some seconds or samples "
-        "per second grow by less than a twentieth. ProphetNet and Transformer run in fairseq, the others in transformers; "
-        "beam 4; n-gram 3 in the summaries of transformers."
+        "per second grow by less than a twentieth. ProphetNet and Transformer run in fairseq, the others in "
+        "transformers; beam 4; n-gram 3 in the summaries of transformers."
     )
     return f"### FastSeq, Table 1: seven models\n\n{text}\n{table(head, rows)}" if rows else ""
 

@@ -84,7 +84,21 @@ def test_a_floor_of_no_case_is_refused(bench, tmp_path, capsys):
     assert "'tyni': choose from tiny" in capsys.readouterr().err
 
 
-NAMED = ("generate", "constrained", "lm_eval", "mqa", "pipeline", "prefix", "prophetnet", "rollouts", "workers")
+NAMED = (
+    *(
+        "best_batch",
+        "constrained",
+        "generate",
+        "growth",
+        "lm_eval",
+        "mqa",
+        "pipeline",
+        "prefix",
+        "prophetnet",
+        "quality",
+    ),
+    *("rollouts", "workers"),
+)
 
 
 @pytest.mark.parametrize("benchmark", NAMED)

@@ -44,7 +44,7 @@ CASES = {
     "beams": Case("beams", (1, 2, 4, 8), "beam"),
     "batch": Case("batch", (1, 2, 4, 8), "input"),
     "output": Case("output", (8, 16, 32, 64), "new token"),
-    "prompt": Case("source", (1, 100, 200, 400), "prompt token", True),
+    "prompt": Case("source", (1, 50, 100, 200), "prompt token", True),
     "samples": Case("samples", (1, 20, 40, 80), "sample", True),
     "new-tokens": Case("output", (4, 8, 16, 32), "new token", True),
     "inputs": Case("batch", (1, 2, 4), "input", True),

@@ -45,8 +45,8 @@ def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeyp
     caches, reordered = [], []
     init, index_select = kv_cache.KVCache.__init__, torch.Tensor.index_select
 
-    def remember(self, *args):
-        init(self, *args)
+    def remember(self, *args, **kwargs):
+        init(self, *args, **kwargs)
         caches.append(self)
 
     def record(tensor, dim, index):

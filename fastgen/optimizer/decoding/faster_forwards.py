@@ -99,8 +99,9 @@ _blas_shapes: WeakKeyDictionary[nn.Module, tuple[Any, set[torch.Size]]] = WeakKe
 
 def _blas_shapes_of(module: nn.Module) -> set[torch.Size]:
     """Those that earlier calls have found for this module as it is."""
-    weight = module._parameters.get("weight")
-    layout = None if weight is None else (weight.shape, weight.stride(), weight.dtype)
+    weight, layout = module._parameters.get("weight"), None
+    if type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and not weight.is_nested:
+        layout = weight.shape, weight.stride(), weight.dtype
     found = _blas_shapes.get(module)
     if found is None or found[0] != (torch.get_num_threads(), layout):
         found = _blas_shapes[module] = (torch.get_num_threads(), layout), set()

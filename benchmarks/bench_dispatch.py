@@ -85,12 +85,12 @@ class Sleeping(workers.Workers):
 
 def simulate(count: int, seconds: float, source: Path, bs: int) -> tuple[float, float]:
     """Seconds of a run of the command from the first batch to the last record, and of its start."""
-    own_ray = workers._own_ray
+    own_ray = workers.own_ray
     command = ["demo", str(source), f"{source}.out", "--bs", str(bs), "--workers", str(count), "--overwrite"]
     with (
         mock.patch.object(Sleeping, "seconds", seconds),
         mock.patch.object(workers, "Workers", Sleeping),
-        mock.patch.object(workers, "_own_ray", lambda asked: own_ray(PROCESSES)),
+        mock.patch.object(workers, "own_ray", lambda cpus: own_ray(PROCESSES)),
         redirect_stderr(StringIO()) as said,
     ):
         begun = time.perf_counter()

@@ -250,12 +250,12 @@ def test_errors_of_codecs_are_those_of_the_library():
 def test_with_newer_versions_the_first_waveform_of_a_class_is_compared(monkeypatch, is_right):
     from fastgen.optimizer.transformers.models import vocoders as host
 
-    failed, real = [], host.faster_waveform
+    failed, real, decoder = [], host.faster_waveform, decoder_of(encodec())  # whose import would put patches on
     monkeypatch.setattr(verify, "_verified", set())
     monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
     monkeypatch.setattr(PATCH_SET, "fail", lambda group, reason: failed.append(group))
     monkeypatch.setattr(host, "faster_waveform", lambda *given: real(*given) + (0 if is_right else 0.01))
-    found, expected, _ = decoded(decoder_of(encodec()), states_of())
+    found, expected, _ = decoded(decoder, states_of())
     assert torch.equal(found, expected)
     assert failed == ([] if is_right else ["transformers.encodec_decoder"])
     assert len(verify._verified) == is_right

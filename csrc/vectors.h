@@ -58,11 +58,16 @@ inline float to_float(Bf16 number) {
 
 inline void store(float number, float *to) { *to = number; }
 
-// Rounds to the nearest, halves to even.
+// Of the bits of floats those of bf16, rounded to the nearest, halves to even.
+template <typename T>
+inline T rounded(const T &bits) {
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
 inline void store(float number, Bf16 *to) {
     uint32_t bits;
     memcpy(&bits, &number, sizeof bits);
-    to->bits = number != number ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    to->bits = number != number ? 0x7fc0 : rounded(bits);
 }
 
 // Eight numbers, and as they are stored.
@@ -74,8 +79,7 @@ inline auto in_format(const Eight &numbers, const Bf16 *) {
     typedef uint32_t Words __attribute__((vector_size(8 * sizeof(uint32_t))));
     typedef uint16_t Halves __attribute__((vector_size(8 * sizeof(uint16_t))));
     const Words bits = (Words)numbers, is_nan = (Words)(numbers != numbers);
-    const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16; // as above
-    return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), Halves);
+    return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded(bits)), Halves);
 }
 
 // A register of bf16 as the upper halves of 32 bits each.

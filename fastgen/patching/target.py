@@ -29,13 +29,15 @@ class Unmet(Exception):
 
 @dataclass
 class Target:
-    """One attribute of one owner; `before` is what the owner itself held, `function` what a call ends up in."""
+    """One attribute of one owner; `before` is what the owner itself held, `function` what a call ends up in, with this
+    signature."""
 
     owner: object
     attribute: str
     before: object
     kind: type | None
     function: Callable
+    signature: inspect.Signature
     installed: object = None
     on_top: object = None
     active: bool = False
@@ -95,8 +97,8 @@ def find_target(patch: Patch, module: ModuleType) -> Target:
         raise Unmet(f"wanted a function at {patch.target}, found a {type(found).__name__}")
     if hasattr(function, _MARK):
         raise Unmet(f"wanted the original of {patch.target}, found it patched by another copy of fastgen")
-    _check_signature(patch, function)
-    return Target(owner, attribute, vars(owner).get(attribute, _ABSENT), kind, function)
+    signature = _checked_signature(patch, function)
+    return Target(owner, attribute, vars(owner).get(attribute, _ABSENT), kind, function, signature)
 
 
 def _function(found: object) -> object:
@@ -112,7 +114,7 @@ def _static_attribute(patch: Patch, owner: object, name: str) -> object:
         raise Unmet(f"wanted {patch.target}, found no {name!r} in {kind} {getattr(owner, '__name__', owner)}") from None
 
 
-def _check_signature(patch: Patch, function: Callable) -> None:
+def _checked_signature(patch: Patch, function: Callable) -> inspect.Signature:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -120,6 +122,7 @@ def _check_signature(patch: Patch, function: Callable) -> None:
     if not all(signature.parameters.keys() & set(names.split("|")) for names in patch.parameters):
         wanted, found = ", ".join(patch.parameters), ", ".join(signature.parameters)
         raise Unmet(f"wanted the parameters ({wanted}) of {patch.target}, found ({found})")
+    return signature
 
 
 def host_version(host: str) -> str | None:

@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from bench_best_batch import BLOCKING, bart
 from clock import Clock, Seconds, in_turns, medians, times_as_fast
-from harness import finish, missed_by, parse_flags, parser_of
+from harness import missed_by, parse_flags, parser_of, run_cases
 from machine import print_head
 from memory import peak_mb
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -201,19 +201,21 @@ def stages(job: Job, repeats: int, device: str) -> dict[str, Any]:
     }
 
 
+def told(result: Mapping[str, Any]) -> str:
+    ways = [f"  {way}: {found}" for way, found in (result.get("seconds") or result["stages"]).items()]
+    return "\n".join([f"{result['case']}: {result['ratio']:.2f} times as fast", *ways])
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_flags(parser_of(__doc__, CASES, has_devices=True), argv, "ablation", CASES)
     print_head()
     job = Job(args.device, getattr(torch, args.dtype))
-    results, missed = [], []
-    for name in args.cases:
+
+    def measured(name: str) -> dict[str, Any]:
         result = (steps if name == "steps" else stages)(job, args.repeats, args.device)
-        results.append(result | {"dtype": args.dtype, "length": LENGTH, "new_tokens": NEW_TOKENS})
-        print(f"{name}: {result['ratio']:.2f} times as fast", flush=True)
-        for way, told in (result.get("seconds") or result["stages"]).items():
-            print(f"  {way}: {told}", flush=True)
-        missed += missed_by(result, args.floors, "texts")
-    return finish(args, results, missed)
+        return result | {"dtype": args.dtype, "length": LENGTH, "new_tokens": NEW_TOKENS}
+
+    return run_cases(args, measured, told, lambda result: missed_by(result, args.floors, "texts"))
 
 
 if __name__ == "__main__":

@@ -17,23 +17,17 @@ from __future__ import annotations
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from clock import in_turns
-from harness import finish, missed_by, parse_flags, parser_of, with_and_without
+from generate_cases import gpt2_small, t5_base
+from harness import missed_by, parse_flags, parser_of, run_cases, with_and_without
 from machine import print_head
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 from fastgen.models.unilm import UniLMConfig, UniLMForConditionalGeneration
 
@@ -59,15 +53,6 @@ def bart(decoder_layers: int = 12) -> PreTrainedModel:
     return BartForConditionalGeneration(config)
 
 
-def t5_base() -> PreTrainedModel:
-    sizes = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
-    return T5ForConditionalGeneration(T5Config(vocab_size=32128, decoder_start_token_id=0, **sizes))
-
-
-def gpt2_small() -> PreTrainedModel:
-    return GPT2LMHeadModel(GPT2Config(pad_token_id=50256))
-
-
 def unilm_base() -> PreTrainedModel:
     return UniLMForConditionalGeneration(UniLMConfig())
 
@@ -89,9 +74,9 @@ CASES = {
     "bart": Case(bart, "transformers", 256, 16, BLOCKING),
     "distilbart": Case(lambda: bart(6), "transformers", 256, 16, BLOCKING),
     "prophetnet": Case(prophetnet_large, "fairseq", 256, 16, {"beam": 4}),
-    "t5": Case(t5_base, "transformers", 32, 24, {"num_beams": 4}),
+    "t5": Case(lambda: t5_base()[0], "transformers", 32, 24, {"num_beams": 4}),
     "wmt": Case(transformer_big, "fairseq", 32, 24, {"beam": 4}),
-    "gpt2": Case(gpt2_small, "transformers", 256, 16, BLOCKING),
+    "gpt2": Case(lambda: gpt2_small()[0], "transformers", 256, 16, BLOCKING),
     "unilm": Case(unilm_base, "transformers", 256, 16, BLOCKING),
 }
 
@@ -182,20 +167,19 @@ def measure(name: str, repeats: int, device: str, dtype: torch.dtype) -> dict[st
     }
 
 
+def told(result: Mapping[str, Any]) -> str:
+    rates = (f"{way} {rate:.2f} at {result['batch'][way]}" for way, rate in result["samples_per_second"].items())
+    return f"{result['case']}: samples per second {', '.join(rates)}, {result['ratio']:.2f} times as fast"
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_flags(parser_of(__doc__, CASES, has_devices=True), argv, "best_batch", CASES)
     print_head()
-    results, missed = [], []
-    for name in args.cases:
-        if find_spec(CASES[name].host) is None:
-            print(f"{name}: left out, {CASES[name].host} is not installed")
-            continue
-        result = measure(name, args.repeats, args.device, getattr(torch, args.dtype))
-        results.append(result)
-        rates = (f"{way} {rate:.2f} at {result['batch'][way]}" for way, rate in result["samples_per_second"].items())
-        print(f"{name}: samples per second {', '.join(rates)}, {result['ratio']:.2f} times as fast", flush=True)
-        missed += missed_by(result, args.floors)
-    return finish(args, results, missed)
+    for name in [name for name in args.cases if find_spec(CASES[name].host) is None]:
+        print(f"{name}: left out, {CASES[name].host} is not installed")
+        args.cases.remove(name)
+    measured = partial(measure, repeats=args.repeats, device=args.device, dtype=getattr(torch, args.dtype))
+    return run_cases(args, measured, told, lambda result: missed_by(result, args.floors))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ its last size. The status is 1 where it is below its floor, or where tokens of s
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from clock import in_turns, medians, times_as_fast
 from generate_cases import bart_base, llama_like
-from harness import finish, missed_by, parse_flags, parser_of, with_and_without
+from harness import missed_by, parse_flags, parser_of, run_cases, with_and_without
 from machine import print_head
 from memory import peak_mb
 from transformers import DynamicCache, PreTrainedModel
@@ -144,24 +144,28 @@ def slopes(points: list[dict[str, Any]], way: str) -> dict[str, float]:
     }
 
 
+def told(result: Mapping[str, Any]) -> str:
+    lines = []
+    for point in result["points"]:
+        seconds = (f"{way} {one:.2f} s, {point['added_mb'][way]:.0f} MB" for way, one in point["seconds"].items())
+        lines.append(f"{result['case']} {point['size']}: {'; '.join(seconds)}")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_flags(parser_of(__doc__, CASES, has_devices=True), argv, "growth", CASES)
     print_head()
     made: dict[bool, PreTrainedModel] = {}
-    results, missed = [], []
-    for name in args.cases:
+
+    def measured(name: str) -> dict[str, Any]:
         is_multigen = CASES[name].is_multigen
         if is_multigen not in made:
             torch.manual_seed(0)
             model = (llama_like if is_multigen else bart_base)()[0]
             made[is_multigen] = model.to(device=args.device, dtype=getattr(torch, args.dtype)).eval()
-        result = measure(name, made[is_multigen], args.repeats, args.device)
-        results.append(result)
-        for point in result["points"]:
-            seconds = (f"{way} {one:.2f} s, {point['added_mb'][way]:.0f} MB" for way, one in point["seconds"].items())
-            print(f"{name} {point['size']}: {'; '.join(seconds)}", flush=True)
-        missed += missed_by(result, args.floors)
-    return finish(args, results, missed)
+        return measure(name, made[is_multigen], args.repeats, args.device)
+
+    return run_cases(args, measured, told, lambda result: missed_by(result, args.floors))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ another batch size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from harness import compare, finish, missed_by, parse_flags, parser_of, summary, with_and_without
+from harness import compare, missed_by, parse_flags, parser_of, run_cases, summary, with_and_without
 from machine import print_head
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -81,12 +82,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.cases == list(CASES):
         args.cases = ["float32", "bfloat16" if args.device == "cpu" else "float16"]
     print_head()
-    results, missed = [], []
-    for name in args.cases:
-        results.append(measure(name, args.lines, args.repeats, args.device))
-        print(f"{summary(results[-1])}; {results[-1]['same']} of {results[-1]['lines']} lines equal", flush=True)
-        missed += missed_by(results[-1], args.floors, "lines")
-    return finish(args, results, missed)
+    return run_cases(
+        args,
+        partial(measure, lines=args.lines, repeats=args.repeats, device=args.device),
+        lambda result: f"{summary(result)}; {result['same']} of {result['lines']} lines equal",
+        lambda result: missed_by(result, args.floors, "lines"),
+    )
 
 
 if __name__ == "__main__":

@@ -188,12 +188,30 @@ def run(
     """
     args = parse_flags(parser_of(description, cases), argv, benchmark, cases)
     print_head()
-    results, missed = [], []
-    for name in args.cases:
-        result = measured(name, args.repeats)
-        results.append(result)
+
+    def told(result: Mapping[str, Any]) -> str:
         added = result["added_mb"]
-        print(f"{summary(result)}, {added['stock']:.0f} and {added['fastgen']:.0f} MB", flush=True)
-        missed += missed_by(result, args.floors)
-        missed += below(name, {"memory": added["stock"] / max(added["fastgen"], 1)}, args.floors)
-    return finish(args, results, missed)
+        return f"{summary(result)}, {added['stock']:.0f} and {added['fastgen']:.0f} MB"
+
+    def missed(result: Mapping[str, Any]) -> list[str]:
+        added = result["added_mb"]
+        memory = below(result["case"], {"memory": added["stock"] / max(added["fastgen"], 1)}, args.floors)
+        return missed_by(result, args.floors) + memory
+
+    return run_cases(args, lambda name: measured(name, args.repeats), told, missed)
+
+
+def run_cases(
+    args: Namespace,
+    measured: Callable[[str], dict[str, Any]],
+    told: Callable[[Mapping[str, Any]], str],
+    missed: Callable[[Mapping[str, Any]], list[str]],
+) -> int:
+    """Measures each case that the flags ask for, prints a text about it, and ends as `finish`."""
+    results, sentences = [], []
+    for name in args.cases:
+        result = measured(name)
+        results.append(result)
+        print(told(result), flush=True)
+        sentences += missed(result)
+    return finish(args, results, sentences)

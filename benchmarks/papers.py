@@ -71,13 +71,13 @@ def machine(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", " ".join(told).lower()).strip("-")
 
 
-def is_done(path: Path) -> bool:
-    """Whether the file holds what this commit has measured."""
+def is_done(path: Path, of_now: str) -> bool:
+    """Whether the file holds what this commit has measured. of_now: its name."""
     try:
         told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return told.get("commit") == commit()
+    return told.get("commit") == of_now
 
 
 def busy_seconds() -> float:
@@ -121,13 +121,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     folder = show_papers.RESULTS / f"papers-{machine(args.device)}"
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"{describe_cpu()}, commit {commit()}, results in {folder}", flush=True)
+    of_now = commit()
+    print(f"{describe_cpu()}, commit {of_now}, results in {folder}", flush=True)
     failed = []
     for name, part in PARTS.items():
         path = folder / f"{name}.json"
         if (args.only and name not in args.only) or (args.device == "cuda" and part.on_gpu is None):
             continue
-        if not args.again and is_done(path):
+        if not args.again and is_done(path, of_now):
             print(f"{name}: done before", flush=True)
             continue
         print(f"{name}:", flush=True)

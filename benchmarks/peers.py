@@ -33,11 +33,13 @@ import torch
 import transformers
 from bench_recordings import SETTINGS as RECORDING
 from bench_recordings import recordings, segments, transcriber
+from clock import medians
 from generate_cases import CASES as GENERATE_CASES
 from generate_cases import Case, Inputs, llama_like
 from harness import finish, parse_flags, parser_of
 from machine import print_head
 from peer_process import Answer, Environment, PeerError, PeerProcess, Tokens, write_task
+from show_peers import FASTGEN_BFLOAT16, OTHER_NUMBERS
 
 import fastgen
 
@@ -57,7 +59,7 @@ class Peer:
 
     @property
     def title(self) -> str:
-        return f"{self.name} {self.dtype}{', other numbers' * self.other_numbers}"
+        return f"{self.name} {self.dtype}{OTHER_NUMBERS * self.other_numbers}"
 
     def start(self, case: str, folder: Path) -> PeerProcess:
         """folder: what `write_task` has written. Raises PeerError with the reason where it cannot do the case."""
@@ -119,7 +121,6 @@ PEERS = (
     Peer("generate_batch", "float32", OWN, "run_generate_batch.py", _GENERATE_BATCH),
     Peer("faster-whisper", "float32", CTRANSLATE2, "run_faster_whisper.py", _FASTER_WHISPER),
 )
-FASTGEN_BFLOAT16 = "fastgen bfloat16, other numbers"
 
 
 class Library:
@@ -205,7 +206,7 @@ def measure(name: str, peers: tuple[Peer, ...], repeats: int, lock: Lock) -> dic
                 ways[peer.title] = process.generate
                 versions |= process.versions
         turns, tokens = in_turns(ways, repeats, lock, reasons)
-    seconds = {way: statistics.median(turn[way] for turn in turns) for way in turns[0]}
+    seconds = medians(turns)
     return {
         "case": name,
         "seconds": seconds,

@@ -15,10 +15,9 @@ from typing import Any
 
 import show_seamless
 from paper_tables import MULTI_QUERY, SET_UPS, TABLE_1, TABLE_2, TABLE_4
-from show_results import LEAST_MB, cpu_name
+from show_results import LEAST_MB, RESULTS, cpu_name, pyplot, save
 
 DOCS = Path(__file__).parent.parent / "docs"
-RESULTS = Path(__file__).parent / "results"
 
 Parts = dict[str, dict[str, Any]]
 
@@ -344,21 +343,6 @@ def draw_stages(found: list[dict[str, Any]], path: Path) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
     save(figure, path)
-
-
-def pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "fastgen", "svg.fonttype": "none"}  # the same file from the same figures
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def save(figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> int:

@@ -10,29 +10,20 @@ and lengths, 2 threads, medians of 2 or 3 turns. In brackets: rows with stock's 
 *Other numbers*: a dtype that changes what is generated. **Bold**: faster than fastgen in float32. Peers run in
 processes of their own: {versions}.
 """
-WORKLOADS = {
-    "bart-beam4": "BART-base, 4 × 512 tokens, beam 4, n-gram 3",
-    "t5-beam4": "T5-base, 8 × 128 tokens, beam 4",
-    "whisper-beam5": "Whisper-tiny, 8 × 30 s, beam 5, 48 new tokens",
-    "recordings": "Whisper-tiny, 2 recordings of 90 s, beam 5, up to 48 new tokens for each 30 s",
-    "gpt2-beam4": "GPT-2-small, 4 × 512 tokens, beam 4",
-    "gpt2-sample16": "GPT-2-small, 4 × 512 tokens, 16 samples each",
-    "llama-sample16": "Llama-like, 4 × 512 tokens, 16 samples each",
-    "prefix-greedy": "Llama-like, 8 × 1,056 tokens of which 1,024 are common, greedy, 16 new tokens",
-    "prefix-sample4": "Llama-like, 8 × 1,056 tokens of which 1,024 are common, 4 samples each, 16 new tokens",
-}
 # How a peer does what it is faster at.
 HOW = {
     "CTranslate2 int8, other numbers": "Weights are quantised to a quarter of the bytes.",
     "OpenVINO float32": "Each step is one compiled graph, with norms and activations in kernels made for this CPU.",
     "OpenVINO bfloat16, other numbers": "The same graph, with products in bfloat16 as in fastgen's bfloat16.",
 }
-OTHER = ", other numbers"
-BFLOAT16 = "fastgen bfloat16, other numbers"
+OTHER_NUMBERS = ", other numbers"  # of a dtype that changes what is generated
+FASTGEN_BFLOAT16 = f"fastgen bfloat16{OTHER_NUMBERS}"
 
 
-def section(measured: Mapping[str, Any], cpu: str) -> str:
-    results = sorted(measured["results"], key=lambda result: [*WORKLOADS].index(result["case"]))
+def section(measured: Mapping[str, Any], cpu: str, workloads: Mapping[str, str]) -> str:
+    """workloads: cases in words, in the order of the table."""
+    results = [result | {"workload": workloads[result["case"]]} for result in measured["results"]]
+    results.sort(key=lambda result: [*workloads].index(result["case"]))
     versions = ", ".join(f"{name} {found}" for name, found in sorted(measured["peer_versions"].items()))
     text = TEXT.format(versions=versions)
     parts = [f"## Peers, {cpu}", "\n".join(faster(results)), text.rstrip(), "\n".join(table(results))]
@@ -50,8 +41,7 @@ def faster(results: list[dict[str, Any]]) -> Iterator[str]:
     yield "Peers that are faster than fastgen in float32:\n"
     for peer, cases in found.items():
         where = "; ".join(
-            f"{WORKLOADS[one['case']]}: {one['seconds'][peer]:.2f} against {fastgen_seconds(one, peer)}"
-            for one in cases
+            f"{one['workload']}: {one['seconds'][peer]:.2f} against {fastgen_seconds(one, peer)}" for one in cases
         )
         yield f"- {peer}. {where}. {HOW.get(peer, '')}".rstrip()
 
@@ -59,8 +49,8 @@ def faster(results: list[dict[str, Any]]) -> Iterator[str]:
 def fastgen_seconds(result: Mapping[str, Any], peer: str) -> str:
     """Beside a peer with other numbers also fastgen's with other numbers."""
     told = f"{result['seconds']['fastgen']:.2f} s"
-    if peer.endswith(OTHER):
-        told += f", fastgen in bfloat16 {result['seconds'][BFLOAT16]:.2f} s"
+    if peer.endswith(OTHER_NUMBERS):
+        told += f", fastgen in bfloat16 {result['seconds'][FASTGEN_BFLOAT16]:.2f} s"
     return told
 
 
@@ -78,7 +68,7 @@ def table(results: list[dict[str, Any]]) -> Iterator[str]:
     yield f"| workload | {' | '.join(ways)} |"
     yield "|---" * (len(ways) + 1) + "|"
     for result in results:
-        yield f"| {WORKLOADS[result['case']]} | {' | '.join(cell(result, way) for way in ways)} |"
+        yield f"| {result['workload']} | {' | '.join(cell(result, way) for way in ways)} |"
 
 
 def cell(result: Mapping[str, Any], way: str) -> str:
@@ -99,7 +89,7 @@ def reasons(results: list[dict[str, Any]]) -> Iterator[str]:
     found: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for peer, reason in result["reasons"].items():
-            found.setdefault((peer, reason), []).append(WORKLOADS[result["case"]].split(",")[0])
+            found.setdefault((peer, reason), []).append(result["workload"].split(",")[0])
     yield "| peer without a figure | workloads | reason |"
     yield "|---|---|---|"
     for (peer, reason), cases in found.items():

@@ -44,6 +44,12 @@ FAIRSEQ = {
     "lm-beam4": "GPT-2-small as fairseq's language model, 4 × 512 tokens, beam 4",
 }
 
+# Those of peers.py; others are in GENERATE.
+PEER_CASES = {
+    "recordings": "Whisper-tiny, 2 recordings of 90 s, beam 5, up to 48 new tokens for each 30 s",
+    "prefix-greedy": "Llama-like, 8 × 1,056 tokens of which 1,024 are common, greedy, 16 new tokens",
+    "prefix-sample4": "Llama-like, 8 × 1,056 tokens of which 1,024 are common, 4 samples each, 16 new tokens",
+}
 LEAST_MB = 50  # of memory; less is chance
 
 INTRODUCTION = """# What was measured
@@ -140,7 +146,7 @@ def tables() -> str:
         for measured in read(kind):
             rows = [row(result) for result in measured["results"]]
             parts.append("\n".join([f"## {title}, {cpu_name(measured)}", "", head, *rows]) + "\n")
-    parts += [show_peers.section(measured, cpu_name(measured)) for measured in read("peers")]
+    parts += [show_peers.section(measured, cpu_name(measured), GENERATE | PEER_CASES) for measured in read("peers")]
     parts += [*map(mqa_section, read("mqa")), *map(constrained_section, read("constrained"))]
     parts += sections("Repeated prompts", ROLLOUTS, ROLLOUT_CASES, "rollouts")
     parts += sections("Prompts that begin alike", PREFIX, PREFIX_CASES, "prefix")
@@ -214,17 +220,26 @@ def seamless_section(path: Path) -> str:
     return "\n".join([f"## Seamless M4T, {cpu_name(measured)}\n", SEAMLESS, picture, *tables])
 
 
-def draw(path: Path) -> None:
-    """How many times as fast, a bar for each workload and CPU."""
+def pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": "fastgen", "svg.fonttype": "none"}  # the same file from the same figures
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def draw(path: Path) -> None:
+    """How many times as fast, a bar for each workload and CPU."""
     measured = read("generate")
     names = [name for name in GENERATE if any(name == result["case"] for one in measured for result in one["results"])]
-    figure, panel = pyplot.subplots(figsize=(9, 0.45 * len(names) + 1))
+    figure, panel = pyplot().subplots(figsize=(9, 0.45 * len(names) + 1))
     height = 0.8 / len(measured)
     for place, one in enumerate(measured):
         found = {result["case"]: result["ratios"]["stock"] for result in one["results"]}
@@ -238,8 +253,7 @@ def draw(path: Path) -> None:
     panel.set_xlabel("times as fast as transformers alone, the same tokens")
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
 
 
 def main() -> int:

@@ -155,7 +155,8 @@ def test_section_of_peers_begins_with_those_that_are_faster(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     show = importlib.import_module("show_peers")
     monkeypatch.setattr(show, "HOW", {"Quick int8, other numbers": "It quantises weights."})
-    told = show.section(measured(**{"Slow float32": 5.0, "Quick int8, other numbers": 1.5}), "a CPU")
+    workloads = importlib.import_module("show_results").GENERATE
+    told = show.section(measured(**{"Slow float32": 5.0, "Quick int8, other numbers": 1.5}), "a CPU", workloads)
     begins = told.split("\n\n")
     assert begins[0] == "## Peers, a CPU" and begins[1].startswith("Peers that are faster")
     assert (
@@ -164,7 +165,7 @@ def test_section_of_peers_begins_with_those_that_are_faster(monkeypatch):
     )
     assert begins[2].endswith("It quantises weights.")
     assert "| 3.00 s | 2.00 s | 1.80 s | 5.00 s (7 of 8) | **1.50 s** (7 of 8) |" in told and "| has no T5 |" in told
-    assert show.section(measured(), "a CPU").split("\n\n")[1] == "No peer is faster than fastgen."
+    assert show.section(measured(), "a CPU", workloads).split("\n\n")[1] == "No peer is faster than fastgen."
 
 
 def test_document_is_what_the_results_make(monkeypatch):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fastgen.ops import few_queries, rms_norm
+from fastgen.ops import few_queries, lookup, rms_norm
 from fastgen.ops.cpu_linear import skinny_gemm
 from fastgen.ops.tracing import Diverged, NotRepeatable, TracedCall, Tracer
 
@@ -92,6 +92,7 @@ _KERNELS: dict[str, Callable[..., Callable[[], None]]] = {
     skinny_gemm.OPERATION: skinny_gemm.call_into,
     few_queries.OPERATION: few_queries.call_into,
     rms_norm.OPERATION: rms_norm.call_into,
+    lookup.OPERATION: lookup.call_into,
 }
 
 # Arguments that a form with `out` takes from the tensor that it is given.

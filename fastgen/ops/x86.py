@@ -1,7 +1,7 @@
-"""The C++ kernels for x86 CPUs: `csrc/skinny_gemm.cpp`, `few_queries.cpp` and `rms_norm.cpp`, built together for each
-instruction set.
+"""The C++ kernels for x86 CPUs: `csrc/skinny_gemm.cpp`, `few_queries.cpp`, `rms_norm.cpp` and `lookup.cpp`, built
+together for each instruction set.
 
-Tests: tests/ops/test_skinny_gemm.py, tests/ops/test_few_queries.py, tests/ops/test_rms_norm.py
+Tests: those of their modules, tests/ops/test_skinny_gemm.py, …
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastgen.ops import load, load_reasons
 
 # Built for the instructions that torch calls so; with AVX-512 and bf16's, for both.
 _LIBRARIES = {"AVX2": f"{__package__}._x86_avx2", "AVX512": f"{__package__}._x86_avx512"}
-VERSION = 3  # of the kernels: what was measured with others does not hold
+VERSION = 4  # of the kernels: what was measured with others does not hold
 _SUFFIXES = {torch.float32: "", torch.bfloat16: "_bf16"}  # of a function's name
 DTYPES = tuple(_SUFFIXES)
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")

@@ -11,6 +11,7 @@ tests/optimizer/transformers/test_beam_scores.py, tests/optimizer/transformers/t
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +29,7 @@ from transformers.activations import NewGELUActivation
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 from transformers.pytorch_utils import Conv1D
 
+from fastgen.ops import lookup
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call, generate_call
 from fastgen.optimizer.decoding.faster_forwards import Call, Forward, ModuleForward, faster_forwards, linears, multiply
@@ -129,14 +131,23 @@ def forwards() -> dict[type[nn.Module], Forward]:
 def new_gelu(forward: ModuleForward, input: Tensor, call: Call) -> Tensor | None:
     """Of GPT-2, GPT-J, T5 v1.1 and others: one pass over the tensor instead of eight.
 
-    In half precision the original rounds after each of its steps, which this does not repeat.
+    In half precision the original rounds after each of its steps, which in bf16 a table repeats.
     """
-    if torch.is_grad_enabled() or type(input) is not Tensor or input.dtype != torch.float32:
+    if torch.is_grad_enabled() or type(input) is not Tensor or is_transformed() or is_watched():
         return None
-    if is_transformed() or is_watched():
+    if input.dtype == torch.float32:
+        output = functional.gelu(input, approximate="tanh")
+    elif lookup.can_look_up(input):
+        output = torch.ops.fastgen.lookup(input, _new_gelu_in_bf16())
+    else:
         return None
     call.usage["fused activation"] += 1
-    return functional.gelu(input, approximate="tanh")
+    return output
+
+
+@functools.cache
+def _new_gelu_in_bf16() -> Tensor:
+    return lookup.table_of(NewGELUActivation())
 
 
 @contextmanager

@@ -1,0 +1,60 @@
+"""A function of single numbers in bf16 as the table of its results: 65,536, as many as there are numbers in bf16.
+
+A function that torch makes of several kernels rounds after each of them. The table has these very results, in one pass
+over the tensor: 128 KiB, of which activations of one layer use a few. AMD EPYC (family 25, model 17), 2 threads,
+NewGELUActivation, the library's eight kernels and the table: 2048 × 3072 numbers 32.4 and 3.4 ms, 16 × 3072 numbers 132
+and 28 µs.
+
+Tests: tests/ops/test_lookup.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fastgen.ops import x86
+
+OPERATION = "fastgen::lookup"
+
+# Of fewer numbers threads would wait longer for each other than they work.
+MIN_ELEMENTS_OF_THREAD = 1 << 16
+
+_ARGUMENTS = (*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int32)
+
+
+def table_of(function: Callable[[Tensor], Tensor]) -> Tensor:
+    """The results `[65536]` for all numbers in bf16, in the order of their bits as unsigned integers."""
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        return function(torch.arange(1 << 16, device="cpu").to(torch.int16).view(torch.bfloat16)).contiguous()
+
+
+def can_look_up(numbers: Tensor) -> bool:
+    return numbers.dtype == torch.bfloat16 and numbers.is_cpu and numbers.is_contiguous() and not x86.machine_reasons()
+
+
+def call_into(results: Tensor, numbers: Tensor, table: Tensor) -> Callable[[], None]:
+    """A function that writes `table[numbers]` where the results are; numbers and results contiguous, of one shape."""
+    function = x86.function("lookup", torch.bfloat16, _ARGUMENTS)
+    threads = min(torch.get_num_threads(), 1 + numbers.numel() // MIN_ELEMENTS_OF_THREAD)
+    addresses = numbers.data_ptr(), table.data_ptr(), results.data_ptr()
+
+    def call() -> None:
+        function(*addresses, numbers.numel(), threads)
+
+    return call
+
+
+def _lookup(numbers: Tensor, table: Tensor) -> Tensor:
+    results = torch.empty_like(numbers)
+    call_into(results, numbers, table)()
+    return results
+
+
+_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
+_LIBRARY.define("lookup(Tensor numbers, Tensor table) -> Tensor")
+_LIBRARY.impl("lookup", _lookup, "CPU")

@@ -1,0 +1,57 @@
+"""Functions of bf16 as tables, `csrc/lookup.cpp`: the bits of the function, in captured steps too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.activations import NewGELUActivation
+
+from fastgen.ops import lookup, x86
+from fastgen.ops.cpu_graph import capture
+
+pytestmark = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
+
+ACTIVATION = NewGELUActivation()
+TABLE = lookup.table_of(ACTIVATION)
+
+
+def bits(tensor):
+    return tensor.view(torch.int16).tolist()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 300_000), st.integers(1, 3), st.sampled_from((0.01, 1.0, 30.0)))
+def test_a_table_has_the_bits_of_the_function(count, threads, scale):
+    numbers = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * scale).to(torch.bfloat16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = torch.ops.fastgen.lookup(numbers, TABLE)
+    finally:
+        torch.set_num_threads(before)
+    assert bits(found) == bits(ACTIVATION(numbers))
+
+
+def test_a_table_has_every_number():
+    numbers = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16).flip(0)
+    assert bits(torch.ops.fastgen.lookup(numbers, TABLE)) == bits(TABLE.flip(0))
+
+
+def test_a_replay_looks_up_what_the_numbers_are_then():
+    numbers = torch.zeros(3, 40, dtype=torch.bfloat16)
+    with torch.no_grad():
+        replay, _ = capture(lambda: torch.ops.fastgen.lookup(numbers, TABLE) + 1)
+        numbers.copy_(torch.randn(3, 40))
+        assert bits(replay()) == bits(ACTIVATION(numbers) + 1)
+
+
+@pytest.mark.parametrize("numbers", [torch.zeros(4), torch.zeros(4, 4, dtype=torch.bfloat16).t()[:, :2]])
+def test_other_numbers_are_not_looked_up(numbers):
+    assert not lookup.can_look_up(numbers)
+
+
+def test_a_table_is_made_under_any_device_of_the_program():
+    with torch.device("meta"):
+        assert bits(lookup.table_of(ACTIVATION)) == bits(TABLE)

@@ -8,13 +8,16 @@
 #include "vectors.h"
 #include <cmath>
 #include <utility>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
 constexpr int QUERIES = 6;                       // whose sums over COLUMNS registers of values registers can hold
 constexpr int COLUMNS = WIDTH == 16 ? 4 : 2;
 constexpr int64_t AHEAD = 2 * WIDTH;             // keys or values after the present one that are fetched meanwhile
-constexpr float HIDDEN = -INFINITY;
+constexpr float HIDDEN = -INFINITY, HIDES = -1e30f; // a score; a mask of less leaves nothing of a weight
 
 typedef int32_t Integers __attribute__((vector_size(WIDTH * sizeof(int32_t))));
 
@@ -91,36 +94,59 @@ struct Attention {
     }
 };
 
+// How STEP numbers of a key are multiplied with those of a query, and how queries are stored for that.
+template <typename T>
+struct Dot {
+    typedef float Query;
+    static constexpr int64_t STEP = WIDTH;
+    static void add(Vector &lanes, const Query *query, const T *key) { lanes += load(key) * load(query); }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Dot<Bf16> {
+    typedef Bf16 Query;
+    static constexpr int64_t STEP = 2 * WIDTH;
+    static void add(Vector &lanes, const Query *query, const Bf16 *key) {
+        const auto pairs = [](const Bf16 *numbers) { return (__m512bh)_mm512_loadu_si512(numbers); };
+        lanes = (Vector)_mm512_dpbf16_ps((__m512)lanes, pairs(query), pairs(key));
+    }
+};
+#endif
+
 // scores[q][n] = query q times key n, for the keys of one copy.
 template <typename T>
-void multiply_keys(const float *queries, int64_t count, const T *keys, int64_t stride, int64_t length, int64_t width,
-                   float *scores, int64_t scores_stride) {
-    const int64_t whole = width / WIDTH * WIDTH;
+void multiply_keys(const typename Dot<T>::Query *queries, int64_t count, const T *keys, int64_t stride, int64_t length,
+                   int64_t width, float *scores, int64_t scores_stride) {
+    constexpr int64_t STEP = Dot<T>::STEP;
+    const int64_t steps = width / STEP * STEP, whole = width / WIDTH * WIDTH;
     for (int64_t n = 0; n < length; n += WIDTH) {
         const T *block = keys + n * stride;
         const int64_t wide = std::min<int64_t>(WIDTH, length - n);
         for (int64_t q = 0; q < count; q++) {
-            const float *query = queries + q * width;
+            const auto *query = queries + q * width;
             float *found = scores + q * scores_stride + n;
             if (wide == WIDTH) {
                 Vector lanes[WIDTH] = {};
-                for (int64_t d = 0; d < whole; d += WIDTH) {
-                    const Vector part = load(query + d);
+                for (int64_t d = 0; d < steps; d += STEP) {
                     if (q == 0)
                         for (int j = 0; j < WIDTH; j++) __builtin_prefetch(block + (j + AHEAD) * stride + d);
-                    for (int j = 0; j < WIDTH; j++) lanes[j] += load(block + j * stride + d) * part;
+                    for (int j = 0; j < WIDTH; j++) Dot<T>::add(lanes[j], query + d, block + j * stride + d);
                 }
+                for (int64_t d = steps; d < whole; d += WIDTH)
+                    for (int j = 0; j < WIDTH; j++) lanes[j] += load(block + j * stride + d) * load(query + d);
                 sum_up(lanes);
                 *(Vector *)found = lanes[0];
             } else {
                 for (int64_t j = 0; j < wide; j++) {
                     Vector lanes{};
-                    for (int64_t d = 0; d < whole; d += WIDTH) lanes += load(block + j * stride + d) * load(query + d);
+                    for (int64_t d = 0; d < steps; d += STEP) Dot<T>::add(lanes, query + d, block + j * stride + d);
+                    for (int64_t d = steps; d < whole; d += WIDTH) lanes += load(block + j * stride + d) * load(query + d);
                     found[j] = total(lanes);
                 }
             }
             for (int64_t d = whole; d < width; d++)
-                for (int64_t j = 0; j < wide; j++) found[j] += query[d] * to_float(block[j * stride + d]);
+                for (int64_t j = 0; j < wide; j++) found[j] += to_float(query[d]) * to_float(block[j * stride + d]);
         }
     }
 }
@@ -177,6 +203,19 @@ void add_mask(const Attention<T> &of, int64_t start, float *scores, int64_t leng
     else add(of.mask_strides[3]);
 }
 
+// The number of the last key that the mask lets a query see, and one; all keys where it lets it see none.
+template <typename T>
+int64_t seen_by(const Attention<T> &of, int64_t start, int64_t keys) {
+    for (int64_t n = keys; n > 0; n--) {
+        const int64_t place = start + (n - 1) * of.mask_strides[3];
+        const bool sees = of.mask_type == BOOLS    ? ((const bool *)of.mask)[place]
+                          : of.mask_type == FLOATS ? !(((const float *)of.mask)[place] < HIDES)
+                                                   : !(to_float(((const Bf16 *)of.mask)[place]) < HIDES);
+        if (sees) return n;
+    }
+    return keys;
+}
+
 // Makes scores weights, of which nothing is divided yet; returns their sum: 0 if all keys are hidden, NaN as torch.
 float to_weights(float *scores, int64_t length, int64_t padded) {
     std::fill(scores + length, scores + padded, HIDDEN);
@@ -204,15 +243,23 @@ void attend(const Attention<T> &of, int64_t unit, std::vector<float> &memory) {
     const int64_t rows = of.rows / least, groups = of.heads / of.kv_heads, of_row = groups * of.length;
     const int64_t count = rows * of_row, keys = of.keys(), padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
     memory.resize(count * (of.width + padded + of.value_width + 1));
-    float *queries = memory.data(), *scores = queries + count * of.width, *found = scores + count * padded;
+    auto *queries = (typename Dot<T>::Query *)memory.data();
+    float *scores = memory.data() + count * of.width, *found = scores + count * padded;
     float *totals = found + count * of.value_width;
     const auto place = [&](int64_t q, const int64_t *strides) { // of a query's row, head and position
         return (copy * rows + q / of_row) * strides[0] + (head * groups + q % of_row / of.length) * strides[1] +
                q % of.length * strides[2];
     };
+    // Keys that are hidden from all, as behind the present position in a cache of fixed size, are not read. Blocks stay
+    // whole, in which sums have another order.
+    const int64_t last = keys - of.segments[of.segment_count - 1].length;
+    int64_t seen = of.mask_type == NONE ? keys : last;
+    for (int64_t q = 0; q < count && seen < keys; q++) seen = std::max(seen, seen_by(of, place(q, of.mask_strides), keys));
+    seen = std::min(keys, last + (seen - last + WIDTH - 1) / WIDTH * WIDTH);
     const auto for_copies = [&](const auto &multiply) { // of each segment, with the queries that see the copy
         for (int64_t i = 0, start = 0; i < of.segment_count; start += of.segments[i++].length) {
-            const Segment<T> &segment = of.segments[i];
+            Segment<T> segment = of.segments[i];
+            segment.length = std::min(segment.length, seen - start);
             const int64_t copies = segment.copies / least, each = count / copies;
             for (int64_t c = 0; c < copies; c++)
                 multiply(segment, copy * copies + c, c * each, each, scores + c * each * padded + start);
@@ -220,15 +267,16 @@ void attend(const Attention<T> &of, int64_t unit, std::vector<float> &memory) {
     };
     for (int64_t q = 0; q < count; q++) {
         const T *query = of.query + place(q, of.query_strides);
-        for (int64_t d = 0; d < of.width; d++) queries[q * of.width + d] = to_float(query[d]) * of.scale;
+        for (int64_t d = 0; d < of.width; d++) store(to_float(query[d]), queries + q * of.width + d);
     }
     for_copies([&](const Segment<T> &segment, int64_t number, int64_t first, int64_t each, float *part) {
         multiply_keys(queries + first * of.width, each, segment.keys.at(number, head), segment.keys.of_position,
                       segment.length, of.width, part, padded);
     });
     for (int64_t q = 0; q < count; q++) {
-        if (of.mask_type != NONE) add_mask(of, place(q, of.mask_strides), scores + q * padded, keys);
-        totals[q] = to_weights(scores + q * padded, keys, padded);
+        for (int64_t n = 0; n < seen; n++) scores[q * padded + n] *= of.scale;
+        if (of.mask_type != NONE) add_mask(of, place(q, of.mask_strides), scores + q * padded, seen);
+        totals[q] = to_weights(scores + q * padded, seen, (seen + WIDTH - 1) / WIDTH * WIDTH);
     }
     std::fill(found, found + count * of.value_width, 0.0f);
     for_copies([&](const Segment<T> &segment, int64_t number, int64_t first, int64_t each, float *part) {

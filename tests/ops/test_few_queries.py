@@ -131,6 +131,33 @@ def test_what_is_hidden_and_what_is_no_number_is_as_in_torch():
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", x86.DTYPES)
+@pytest.mark.parametrize("kind", ["lowest", "-inf", "bool"])
+def test_keys_behind_the_last_that_is_seen_are_not_read(kind, dtype):
+    """As in a cache of fixed size."""
+    query, keys, values, _ = random_case((4, 1), (40, 100), 2, 3, 1, 64, 64, None, dtype, inputs=2)
+    last = torch.tensor([30, 41, 139, 60, 57, 50, 44, 48])  # of each row's keys that it sees
+    sees = torch.arange(140) <= last[:, None, None, None]
+    hidden = -torch.inf if kind == "-inf" else torch.finfo(dtype).min
+    mask = sees if kind == "bool" else torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, hidden)
+    check(query, keys, values, mask)
+    with torch.no_grad():
+        expected = few_queries.attention(query, keys, values, mask, 0.3)
+        for states in keys[1], values[1]:
+            states[4:, :, 32:] = torch.nan  # of the last four rows none sees more than 18 of the second segment
+        found = few_queries.attention(query, keys, values, mask, 0.3)
+    assert torch.equal(found, expected)
+
+
+@needs_library
+def test_a_query_that_sees_no_key_has_torch_s_result_beside_others():
+    query, keys, values, _ = random_case((2, 1), (24, 40), 1, 2, 1, 64, 64, None, torch.float32, inputs=1)
+    mask = torch.zeros(2, 1, 1, 64).masked_fill(torch.arange(64) > 30, torch.finfo(torch.float32).min)
+    mask[1] = torch.finfo(torch.float32).min  # equal weights for all
+    check(query, keys, values, mask)
+
+
+@needs_library
 def test_large_and_small_scores_keep_their_weights():
     query = torch.tensor([0.0, 1.0, 88.0, 1000.0, -1000.0]).view(5, 1, 1, 1)
     keys = torch.linspace(-1, 1, 40).view(1, 1, 40, 1).expand(5, 1, 40, 1).contiguous()

@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import stat
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -38,7 +39,7 @@ from fastgen.ops.tracing import is_transformed
 logger = logging.getLogger("fastgen")
 
 # Finding the fastest way and calling it take some 10 microseconds.
-MIN_ELEMENTS = 1 << 19
+MIN_ELEMENTS = 1 << 17
 
 DTYPES = x86.DTYPES
 
@@ -48,7 +49,7 @@ BLAS, ONEDNN, SKINNY_GEMM = "BLAS", "oneDNN", "skinny GEMM"
 MOST_ROWS = 256
 # Another way has to be so much faster than BLAS, or what is measured is chance.
 GAIN = 1.1
-ROUNDS = 3
+ROUNDS = 9
 SECONDS = 0.04  # after which no further round begins
 
 # Of /proc/cpuinfo: what tells one CPU from another where virtual machines call all of them the same.
@@ -199,15 +200,16 @@ def _measured(shape: GemmShape, weight: Tensor, bias: Tensor | None, others: Seq
     if not functional.linear(rows, weight, bias).isfinite().all():  # such weights say nothing of a way's correctness
         weight, bias = _random_like(weight), None if bias is None else _random_like(bias)
     multiply = _right_backends(rows, weight, bias)
-    seconds = dict.fromkeys(multiply, float("inf"))
+    turns: dict[str, list[float]] = {name: [] for name in multiply}
     end = time.perf_counter() + SECONDS
     for _ in range(ROUNDS):
-        for name in seconds:
+        for name, found in turns.items():
             for other in others:
                 other.sum()
-            seconds[name] = min(seconds[name], seconds_of(multiply[name], rows, weight, bias))
+            found.append(seconds_of(multiply[name], rows, weight, bias))
         if time.perf_counter() > end:
             break
+    seconds = {name: statistics.median(found) for name, found in turns.items()}
     best = min(seconds, key=seconds.__getitem__)
     return best if seconds[BLAS] > GAIN * seconds[best] else BLAS
 

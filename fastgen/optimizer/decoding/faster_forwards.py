@@ -30,7 +30,7 @@ from fastgen.provenance import packages_of
 
 _LOCK = threading.Lock()
 
-CACHED = 12 << 20  # elements; more than caches hold
+CACHED = 48 << 20  # bytes; more than caches hold
 
 
 @dataclass
@@ -42,11 +42,11 @@ class Call:
 
     def read_before(self, weight: Tensor) -> list[Tensor]:
         """What is read between two products with this weight: other weights, as many as caches hold, or all."""
-        found, elements = [], 0
+        found, nbytes = [], 0
         for other in (other for model in self.models for other in model.parameters()):
-            if elements < CACHED and other.is_cpu and other.is_contiguous() and other.data_ptr() != weight.data_ptr():
-                found.append(other.detach().view(-1)[: CACHED - elements])
-                elements += found[-1].numel()
+            if nbytes < CACHED and other.is_cpu and other.is_contiguous() and other.data_ptr() != weight.data_ptr():
+                found.append(other.detach().view(-1)[: (CACHED - nbytes) // other.itemsize])
+                nbytes += found[-1].nbytes
         return found
 
 

@@ -160,7 +160,7 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
         if case.context.endswith((cpu_linear.ONEDNN, cpu_linear.SKINNY_GEMM)):
             stack.enter_context(patch.object(cpu_linear, "MIN_ELEMENTS", 0))
             way = case.context.removeprefix("captured, ")
-            way = way if way in cpu_linear.gemm_backends() else cpu_linear.ONEDNN
+            way = way if way in cpu_linear.gemm_backends(torch.float32) else cpu_linear.ONEDNN
             stack.enter_context(patch.object(cpu_linear, "fastest", lambda *tensors: way))
             stack.enter_context(costs(**ANY_SIZE))
         if case.context in ("replaced forward", "hook of accelerate"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -155,7 +157,7 @@ def timed(monkeypatch, tmp_path):
         measured.append((name, tuple(rows.shape)))
         return seconds[name]
 
-    monkeypatch.setattr(cpu_linear, "gemm_backends", lambda: found)
+    monkeypatch.setattr(cpu_linear, "gemm_backends", lambda dtype: found)
     monkeypatch.setattr(cpu_linear, "seconds_of", timed)
     later_process()
     monkeypatch.setattr(CONFIG, "cache", str(tmp_path / "new folder"))
@@ -247,12 +249,13 @@ def test_how_wrong_is_judged_by_the_size_of_the_numbers(timed, size):
 
 def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed):
     assert fastest() == "oneDNN"
-    cpu_linear.store(KIND, "BLAS")
+    cpu_linear.store(KIND, "BLAS", cpu_linear.gemm_backends(torch.float32))
     later_process()
     assert fastest() == "oneDNN"
 
 
-FIELD = f"fastest of BLAS, oneDNN, skinny GEMM, kernels {x86.VERSION}"
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+FIELD = f"fastest of BLAS, oneDNN, skinny GEMM, kernels {x86.VERSION}, {CAPABILITY}"
 UNKNOWN = json.dumps({"product": KIND._asdict(), FIELD: "another"}).encode()
 EARLIER = json.dumps({"product": KIND._asdict(), "fastest of BLAS, oneDNN, skinny GEMM": "BLAS"}).encode()
 
@@ -360,6 +363,28 @@ def test_a_product_that_the_program_has_replaced_is_called(name, owner, product,
     expected = len(calls)
     architecture.model().generate(**architecture.inputs(), max_new_tokens=3)
     assert len(calls) == 2 * expected > 0
+
+
+MULTIPLIES_IN_BF16 = """
+import torch
+from fastgen.ops import cpu_linear
+rows, weight = torch.randn(4, 512).to(torch.bfloat16), torch.randn(1024, 512).to(torch.bfloat16)
+with torch.no_grad():
+    way = cpu_linear.fastest(rows, weight, None, list)
+    torch.testing.assert_close(cpu_linear.gemm_backends(rows.dtype)[way](rows, weight, None), rows @ weight.t())
+print(*cpu_linear.gemm_backends(rows.dtype), sep=", ")
+"""
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the CPU has no AVX2")
+def test_a_backend_that_has_no_product_in_bf16_is_left_out(tmp_path):
+    """oneDNN on CPUs with AVX2: it raises."""
+    of_avx2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "FASTGEN_CACHE": str(tmp_path)}
+    process = subprocess.run(
+        [sys.executable, "-c", MULTIPLIES_IN_BF16], env=os.environ | of_avx2, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split("\n")[0] in ("BLAS", "BLAS, skinny GEMM")
 
 
 def test_all_ways_are_measured_for_real(monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ import re
 import stat
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,9 +98,12 @@ def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 @functools.cache
-def gemm_backends() -> dict[str, Callable[..., Tensor]]:
-    """The GEMM backends of this machine, by name; all give `rows @ weight.T + bias`."""
-    found = {BLAS: functional.linear, ONEDNN: onednn_linear}
+def gemm_backends(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
+    """The GEMM backends that this machine has for one of `DTYPES`, by name; all give `rows @ weight.T + bias`."""
+    found = {BLAS: functional.linear}
+    with suppress(RuntimeError), torch.no_grad(), _disable_current_modes():
+        onednn_linear(*torch.zeros(2, 16, 16, dtype=dtype, device="cpu"))  # on CPUs with AVX2 it has none in bf16
+        found[ONEDNN] = onednn_linear
     if not x86.machine_reasons():
         found[SKINNY_GEMM] = skinny_gemm.skinny_linear
     return found
@@ -139,32 +142,34 @@ def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[
         with _disable_current_modes():  # nobody is to note what is only measured
             found = _measured(shape, weight, bias, others())
         if MEASURED.setdefault(shape, found) is found:  # unless another thread was first
-            store(shape, found)
+            store(shape, found, gemm_backends(weight.dtype))
     return MEASURED[shape]
 
 
 def stored() -> Iterator[tuple[GemmShape, str]]:
     """The measurements in the file among the backends that there are, without those that cannot be read."""
-    field = _field()
+    dtypes = {str(dtype): dtype for dtype in DTYPES}
     with suppress(OSError):
         for line in _file().read_bytes().splitlines():
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last: many brackets
                 values = json.loads(line)
-                if values[field] in gemm_backends():
-                    yield GemmShape(**values["product"]), values[field]
+                shape = GemmShape(**values["product"])
+                backends = gemm_backends(dtypes[shape.dtype])
+                if (way := values[_field(backends)]) in backends:
+                    yield shape, way
 
 
-def store(shape: GemmShape, way: str) -> None:
-    """Adds a measurement to the file."""
-    line = json.dumps({"product": shape._asdict(), _field(): way}) + "\n"
+def store(shape: GemmShape, way: str, backends: Collection[str]) -> None:
+    """Adds a measurement to the file; backends: those among which the way is the fastest."""
+    line = json.dumps({"product": shape._asdict(), _field(backends): way}) + "\n"
     with suppress(OSError):
         path().parent.mkdir(parents=True, exist_ok=True)
         with _file().open("ab", buffering=0) as file:
             file.write(line.encode())
 
 
-def _field() -> str:
-    return f"fastest of {', '.join(gemm_backends())}, kernels {x86.VERSION}"
+def _field(backends: Collection[str]) -> str:
+    return f"fastest of {', '.join(backends)}, kernels {x86.VERSION}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _file() -> Path:
@@ -222,7 +227,7 @@ def _random_like(tensor: Tensor) -> Tensor:
 def _right_backends(rows: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Callable[..., Tensor]]:
     """The backends that are meant for so many rows and give them the numbers of BLAS."""
     is_few = len(rows) <= skinny_gemm.MOST_ROWS
-    found = {name: way for name, way in gemm_backends().items() if is_few or name != SKINNY_GEMM}
+    found = {name: way for name, way in gemm_backends(weight.dtype).items() if is_few or name != SKINNY_GEMM}
     expected = found[BLAS](rows, weight, bias)
     most = tolerance("product", weight.dtype) * expected.abs().max()
     right = {name: way for name, way in found.items() if (way(rows, weight, bias) - expected).abs().max() <= most}

@@ -130,7 +130,7 @@ def multiply(forward: ModuleForward, rows: Tensor, call: Call, is_transposed: bo
         forward.blas_shapes.add(rows.shape)
         return None
     call.usage[f"cpu_linear, {fastest}"] += 1
-    return cpu_linear.gemm_backends()[fastest](rows, weight, bias)
+    return cpu_linear.gemm_backends(rows.dtype)[fastest](rows, weight, bias)
 
 
 def has_faster_forward(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,12 +86,23 @@ def write_task(folder: Path, model: Any, inputs: Mapping[str, torch.Tensor], arg
 class PeerProcess:
     """A peer that has loaded its model. A context manager, which ends the process."""
 
-    def __init__(self, environment: Environment, program: str, folder: Path, dtype: str, threads: int) -> None:
-        """folder: what `write_task` has written. Raises PeerError where the peer cannot do this work."""
-        self._errors = folder / f"{Path(program).stem}-{dtype}.log"
+    def __init__(
+        self,
+        environment: Environment,
+        program: str,
+        folder: Path,
+        dtype: str,
+        threads: int,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """folder: what `write_task` has written. Raises PeerError where the peer cannot do this work.
+
+        variables: of the process's environment, besides this one's.
+        """
+        self._errors = Path(tempfile.mkdtemp(dir=folder)) / "stderr"
         command = [environment.python(), str(PROGRAMS / program), str(folder), dtype, str(threads)]
         pipe = subprocess.PIPE
-        variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **(variables or {})}
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=errors, env=variables, start_new_session=True

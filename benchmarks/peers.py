@@ -25,7 +25,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,10 @@ PAUSE = 0.3  # seconds
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine in one dtype. cannot: reasons by case; other_numbers: the dtype changes what is generated."""
+    """An engine in one dtype. cannot: reasons by case; other_numbers: the dtype changes what is generated.
+
+    variables: of its process's environment.
+    """
 
     name: str
     dtype: str
@@ -56,6 +59,7 @@ class Peer:
     program: str
     cannot: Mapping[str, str]
     other_numbers: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -65,7 +69,8 @@ class Peer:
         """folder: what `write_task` has written. Raises PeerError with the reason where it cannot do the case."""
         if case in self.cannot:
             raise PeerError(self.cannot[case])
-        return PeerProcess(self.environment, self.program, folder, self.dtype, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        return PeerProcess(self.environment, self.program, folder, self.dtype, threads, self.variables)
 
 
 def llama_prefix() -> tuple[torch.nn.Module, Inputs]:
@@ -111,8 +116,11 @@ _FASTER_WHISPER = dict.fromkeys((*_ENCODER_DECODERS, *_DECODER_ONLY), "transcrib
 
 CTRANSLATE2, OPENVINO, VLLM, OWN = map(Environment, ("ctranslate2", "openvino", "vllm", ""))
 CTRANSLATE2_FLOAT32 = Peer("CTranslate2", "float32", CTRANSLATE2, "run_ctranslate2.py", _CTRANSLATE2)
+# On some CPUs with AVX-512 its products are faster without.
+IN_AVX2 = dict.fromkeys(("CT2_FORCE_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"), "AVX2")
 PEERS = (
     CTRANSLATE2_FLOAT32,
+    replace(CTRANSLATE2_FLOAT32, name="CTranslate2 in AVX2", variables=IN_AVX2),
     Peer("CTranslate2", "bfloat16", CTRANSLATE2, "run_ctranslate2.py", _CTRANSLATE2, other_numbers=True),
     Peer("CTranslate2", "int8", CTRANSLATE2, "run_ctranslate2.py", _CTRANSLATE2, other_numbers=True),
     Peer("OpenVINO", "float32", OPENVINO, "run_openvino.py", _OPENVINO),

@@ -3,6 +3,8 @@
     python benchmarks/peers.py [CASE …] [--peers NAME …] [--repeats 3] [--lock FILE] [--json FILE]
     python benchmarks/peers.py --install ENVIRONMENT
 
+The file of --json is written after each case, and keeps the results of other cases that it has.
+
 PEERS below says which there are, in which dtype, and what each cannot do. A peer runs in a process and, but for
 transformers' own `generate_batch`, in a virtual environment of its own, which --install makes (peer_process.py). One
 that cannot do a case, or is not installed, has a reason in place of a figure. pip has to find torch's CPU builds: with
@@ -18,6 +20,7 @@ are dtypes that change what is generated.
 from __future__ import annotations
 
 import fcntl
+import json
 import statistics
 import tempfile
 import time
@@ -36,7 +39,7 @@ from bench_recordings import recordings, segments, transcriber
 from clock import medians
 from generate_cases import CASES as GENERATE_CASES
 from generate_cases import Case, Inputs, llama_like
-from harness import finish, parse_flags, parser_of
+from harness import commit, finish, parse_flags, parser_of
 from machine import print_head
 from peer_process import Answer, Environment, PeerError, PeerProcess, Tokens, write_task
 from show_peers import FASTGEN_BFLOAT16, OTHER_NUMBERS
@@ -291,15 +294,26 @@ def main(argv: list[str] | None = None) -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     print_head()
-    lock, results, missed = Lock(args.lock), [], []
+    lock, missed = Lock(args.lock), []
+    results, versions = measured_before(args.json)
     for name in args.cases:
         result = measure(name, tuple(peer for peer in PEERS if peer.name in args.peers), args.repeats, lock)
-        results.append(result)
         print("\n".join(lines(result)), flush=True)
+        versions |= result.pop("versions")
+        results[name] = {"commit": commit(), **result}
         if not result["equal"]:
             missed.append(f"{name}: outputs differ")
-    versions = {package: found for result in results for package, found in result.pop("versions").items()}
-    return finish(args, results, missed, peer_versions=versions)
+        finish(args, list(results.values()), [], peer_versions=versions)
+    print("\n".join(missed), end="\n" * bool(missed))
+    return int(bool(missed))
+
+
+def measured_before(path: str | None) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The results of a file by case, and the versions of its peers; nothing without a file."""
+    if path is None or not Path(path).exists():
+        return {}, {}
+    told = json.loads(Path(path).read_text(encoding="utf-8"))
+    return {result["case"]: result for result in told["results"]}, told["peer_versions"]
 
 
 if __name__ == "__main__":

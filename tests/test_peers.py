@@ -84,6 +84,15 @@ def test_peer_answers_in_turns_with_stock_and_fastgen(run_peers, capsys):
     assert "answers float32" in capsys.readouterr().out
 
 
+def test_results_of_other_cases_stay_in_the_file(run_peers, monkeypatch):
+    first = run_peers(answers=ANSWERS)
+    bench = importlib.import_module("peers")
+    monkeypatch.setattr(bench, "CASES", {"other": bench.CASES["tiny"]})
+    told = run_peers()
+    assert [result["case"] for result in told["results"]] == ["tiny", "other"]
+    assert told["results"][0] == first["results"][0] and told["peer_versions"] == first["peer_versions"]
+
+
 def test_peer_that_has_no_figure_has_a_reason(run_peers, capsys):
     result = run_peers(refuses=CANNOT, raises=RAISES, ends=ENDS, answers=ANSWERS)["results"][0]
     assert result["reasons"] == {

@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 import fastgen
-from fastgen.cli.errors import FAILED, INTERRUPTED
+from fastgen.cli.exits import FAILED, INTERRUPTED
 from fastgen.cli.transformers.command import main as command
 from fastgen.models.demo import demo_path, sample_path
 

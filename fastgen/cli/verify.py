@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.exits import InputError
 from fastgen.cli.transformers.args import STREAM, parse_arguments
 from fastgen.cli.transformers.files import Line, raw_lines
 from fastgen.cli.transformers.flag_values import whole

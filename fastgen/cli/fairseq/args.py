@@ -28,7 +28,7 @@ from fairseq_cli import eval_lm  # sets up logging before anything is parsed
 from fairseq_cli import generate as upstream
 
 import fastgen
-from fastgen.cli.errors import InputError, check_packages
+from fastgen.cli.exits import InputError, check_packages
 from fastgen.cli.fairseq import pipeline
 from fastgen.cli.fairseq.command import add_flags, say
 from fastgen.cli.fairseq.workers import WorkerError

@@ -20,8 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import fastgen
-from fastgen.cli.errors import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError
-from fastgen.cli.signals import stoppable
+from fastgen.cli.exits import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError, stoppable
 from fastgen.cli.threads import set_openmp_variables
 from fastgen.optimizer.fairseq.compat import how_to_install, import_hint
 

@@ -34,7 +34,7 @@ from fairseq import scoring, tasks
 from fairseq.data.iterators import CountingIterator, EpochBatchIterator
 from fairseq_cli import generate as upstream
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.exits import InputError
 from fastgen.cli.fairseq.command import say
 from fastgen.cli.fairseq.workers import OrderedPool
 from fastgen.cli.threads import cpus_of_workers

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import fastgen
-from fastgen.cli.errors import InputError, did_you_mean
+from fastgen.cli.exits import InputError, did_you_mean
 from fastgen.cli.transformers.flag_values import AUTO, UNSET, json_file, parsed, setting, whole
 
 PROG = "fastgen-generate-for-transformers"

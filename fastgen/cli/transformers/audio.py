@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastgen.cli.errors import InputError, reason
+from fastgen.cli.exits import InputError, reason
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import GeneratedBatch, Item
 from fastgen.cli.transformers.files import Line

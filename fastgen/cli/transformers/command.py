@@ -17,8 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import fastgen
-from fastgen.cli.errors import FAILED, UNUSABLE, InputError, RunError, check_packages
-from fastgen.cli.signals import SIGNALS, Stop, stoppable
+from fastgen.cli.exits import FAILED, SIGNALS, UNUSABLE, InputError, RunError, Stop, check_packages, stoppable
 from fastgen.cli.threads import set_openmp_variables
 from fastgen.cli.transformers import files, records, shards
 from fastgen.cli.transformers.args import PROG, STREAM, RunConfig, completed, parse_arguments

@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from fastgen.cli.errors import InputError, check_packages
+from fastgen.cli.exits import InputError, check_packages
 from fastgen.cli.transformers.args import STREAM
 
 BLOCK = 1 << 20

@@ -17,8 +17,7 @@ from itertools import islice
 from typing import Any
 
 import fastgen
-from fastgen.cli.errors import InputError
-from fastgen.cli.signals import Stop
+from fastgen.cli.exits import InputError, Stop
 from fastgen.cli.transformers.args import ALIASES, STREAM, RunConfig, completed, generation_fields, parse_arguments
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.files import Line
@@ -42,7 +41,7 @@ class TextGenerator:
     settings: the command's flags by name (`beam=4`, `bs=16`, `task="speech-to-text"`, `causal_lm=True, chat=True`, …)
     and every field of GenerationConfig. With a `seed`, every call draws the same samples for the same inputs.
 
-    Raises fastgen.cli.errors.InputError where a setting or the model cannot be used.
+    Raises fastgen.cli.exits.InputError where a setting or the model cannot be used.
     """
 
     def __init__(self, model: Any, *, tokenizer: Any = None, **settings: Any) -> None:

@@ -26,7 +26,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from fastgen.cli.errors import InputError, RunError
+from fastgen.cli.exits import InputError, RunError
 from fastgen.cli.transformers import files
 from fastgen.cli.transformers.args import STREAM
 from fastgen.cli.transformers.signature import differences

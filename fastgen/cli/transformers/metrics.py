@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.errors import InputError, check_packages
+from fastgen.cli.exits import InputError, check_packages
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.files import Line, raw_lines, write_whole
 from fastgen.cli.transformers.records import RecordError, decode, field, first_text, kind, parse

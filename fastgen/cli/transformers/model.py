@@ -17,7 +17,7 @@ import transformers
 from transformers.models.auto import modeling_auto as auto
 from transformers.utils import logging as library_logging
 
-from fastgen.cli.errors import InputError, reason
+from fastgen.cli.exits import InputError, reason
 from fastgen.cli.transformers.args import RunConfig, check_several_outputs
 from fastgen.cli.transformers.signature import model_folder
 

@@ -28,8 +28,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from fastgen.cli.errors import RunError, reason
-from fastgen.cli.signals import Stop
+from fastgen.cli.exits import RunError, Stop, reason
 from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item, Planner
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.journal import Entry

@@ -17,7 +17,7 @@ from itertools import count
 from textwrap import shorten
 from typing import Any
 
-from fastgen.cli.errors import reason
+from fastgen.cli.exits import reason
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.files import Line

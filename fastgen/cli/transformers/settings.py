@@ -19,7 +19,7 @@ from typing import Any
 from transformers import GenerationConfig, WatermarkingConfig
 from transformers.generation.configuration_utils import GenerationMode
 
-from fastgen.cli.errors import InputError, did_you_mean
+from fastgen.cli.exits import InputError, did_you_mean
 from fastgen.cli.transformers.args import TASKS, RunConfig
 from fastgen.cli.transformers.model import Loaded, positions
 from fastgen.optimizer.transformers.compat import REPETITION_PENALTY_COUNTS_PADDING

@@ -17,7 +17,7 @@ from itertools import cycle, groupby, islice
 from textwrap import shorten
 from typing import Any
 
-from fastgen.cli.errors import InputError, RunError
+from fastgen.cli.exits import InputError, RunError
 from fastgen.cli.transformers import files
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import lines_per_block

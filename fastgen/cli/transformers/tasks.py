@@ -22,7 +22,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastgen.cli.errors import InputError, check_packages
+from fastgen.cli.exits import InputError, check_packages
 from fastgen.cli.transformers.args import AUDIO_OUT, TASKS, RunConfig
 from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item, Planner, make_planner, with_batch_size
 from fastgen.cli.transformers.files import LINES_AT_ONCE, Line, is_stream, is_url

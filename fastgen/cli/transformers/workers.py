@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from fastgen.cli.errors import TERMINATED, InputError, RunError, reason
+from fastgen.cli.exits import TERMINATED, InputError, RunError, Stop, reason
 from fastgen.cli.own_ray import own_ray
-from fastgen.cli.signals import Stop
 from fastgen.cli.threads import cpus_of_workers, usable_cpus
 from fastgen.cli.transformers.args import PROG, RunConfig
 from fastgen.cli.transformers.batching import Batch, Item, total_memory

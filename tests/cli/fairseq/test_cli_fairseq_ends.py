@@ -20,8 +20,8 @@ from python_process import REPOSITORY, run_python
 COMMAND = """
 import sys
 from fastgen.cli.fairseq.command import generate
-from fastgen.cli import signals
-signals.SECONDS_TO_END = 1e6
+from fastgen.cli import exits
+exits.SECONDS_TO_END = 1e6
 sys.exit(generate())
 """
 COMMAND = [sys.executable, "-c", COMMAND]

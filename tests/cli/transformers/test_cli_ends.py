@@ -16,7 +16,7 @@ import torch
 from cli_models import save_bart, sentences
 from python_process import run_python
 
-from fastgen.cli.signals import Stop
+from fastgen.cli.exits import Stop
 from fastgen.cli.transformers import command
 from fastgen.cli.transformers.args import PROG
 from fastgen.cli.transformers.command import main

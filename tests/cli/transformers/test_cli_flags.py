@@ -11,8 +11,8 @@ from cli_language_models import save_m2m100, save_mbart, save_mbart50, save_nllb
 from cli_models import POSITIONS, save_bart, save_gpt2, sentences
 
 import fastgen
-from fastgen.cli import errors
-from fastgen.cli.errors import InputError
+from fastgen.cli import exits
+from fastgen.cli.exits import InputError
 from fastgen.cli.transformers.args import RunConfig, build_parser, generation_fields, parse_arguments
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.model import Loaded, input_limit, lengths_of_inputs
@@ -438,6 +438,6 @@ def test_models_that_label_sound_do_not_generate(tmp_path: Path) -> None:
 
 
 def test_missing_packages_for_audio_are_named_before_the_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "soxr" else object())
+    monkeypatch.setattr(exits, "find_spec", lambda name: None if name == "soxr" else object())
     message = refused(Path("/no"), "such/model", *SPEECH)
     assert "needs the package soxr: pip install soxr" in message and "soundfile" not in message

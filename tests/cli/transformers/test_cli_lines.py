@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from python_process import REPOSITORY, run_python
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.exits import InputError
 from fastgen.cli.transformers.files import READ_BLOCK, Survey, is_stream, read_chunks, survey
 from fastgen.cli.transformers.metrics import read_references
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastgen.cli.errors import RunError
+from fastgen.cli.exits import RunError
 from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.pipeline import SplitOnOOM, batch_seed, is_out_of_memory

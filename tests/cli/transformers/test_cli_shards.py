@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_models import WORDS, save_bart, save_gpt2, sentences
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.exits import InputError
 from fastgen.cli.transformers.args import parse_arguments
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.shards import of_launcher, output_of, place

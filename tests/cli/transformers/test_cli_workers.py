@@ -158,7 +158,7 @@ def test_a_line_that_ends_every_worker_fails_alone(
 def test_a_model_that_no_worker_can_load_is_one_line(
     bart: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    code = "    from fastgen.cli.errors import InputError\n    raise InputError('MODEL x: no memory')\n"
+    code = "    from fastgen.cli.exits import InputError\n    raise InputError('MODEL x: no memory')\n"
     monkeypatch.setenv("PYTHONPATH", changed(tmp_path, code))
     assert run(bart, source, tmp_path / "out", *FLAGS, "--workers", "2") == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("error: MODEL x: no memory")
@@ -174,7 +174,7 @@ def test_a_run_goes_on_without_a_worker_that_cannot_load_the_model(
     capsys: pytest.CaptureFixture,
 ) -> None:
     code = """
-    from fastgen.cli.errors import InputError
+    from fastgen.cli.exits import InputError
     try:
         os.close(os.open(os.environ["ONCE"], os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 from python_process import REPOSITORY, run_code, run_python
 
-from fastgen.cli.errors import InputError
+from fastgen.cli.exits import InputError
 from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.files import check_writable, opened, write_whole
 from fastgen.cli.transformers.journal import Entry, Journal
@@ -167,7 +167,7 @@ def test_a_compressor_may_close_the_file_and_have_write_only(tmp_path: Path, mon
 
 
 def test_what_reads_and_writes_a_file_is_asked_for_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgen.cli.errors.find_spec", lambda name: None)
+    monkeypatch.setattr("fastgen.cli.exits.find_spec", lambda name: None)
     needs = r"out\.zst needs the package zstandard: pip install zstandard$"
     with pytest.raises(InputError, match=rf"^OUTPUT {needs}"):
         check_writable("OUTPUT", "out.zst", {})

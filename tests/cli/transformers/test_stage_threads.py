@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from python_process import run_code
 
-from fastgen.cli.signals import Stop
+from fastgen.cli.exits import Stop
 from fastgen.cli.transformers.batching import Batch, Item, Planner
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.pipeline import BATCHES_AHEAD, RESULTS_PER_WORKER, Ahead, Pipeline, Prefetcher

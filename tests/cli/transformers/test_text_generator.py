@@ -12,7 +12,7 @@ from cli_models import WORDS, save_bart, save_gpt2, sentences
 from python_process import run_code
 
 import fastgen
-from fastgen.cli.errors import InputError
+from fastgen.cli.exits import InputError
 from fastgen.cli.transformers.command import main
 
 LINES = sentences(23)

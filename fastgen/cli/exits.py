@@ -1,9 +1,11 @@
-"""Ctrl-C and SIGTERM: a run finishes its batch in flight, and ends in time whatever it is doing.
+"""How a command ends: exit statuses, the exceptions that mean one, and the signals that ask for an end.
 
-Python raises KeyboardInterrupt between two of its instructions. A command that is inside one long call, or whose
-library swallows the exception (a bare `except` around an optional import), would go on for as long as it likes.
+On Ctrl-C or SIGTERM a run finishes its batch in flight, and ends in time whatever it is doing. Python raises
+KeyboardInterrupt between two of its instructions: a command that is inside one long call, or whose library swallows the
+exception (a bare `except` around an optional import), would go on for as long as it likes.
 
-Tests: tests/cli/transformers/test_cli_ends.py, tests/cli/fairseq/test_cli_fairseq_ends.py
+Tests: tests/cli/transformers/test_cli_bad_flags.py, tests/cli/transformers/test_cli_ends.py,
+tests/cli/fairseq/test_cli_fairseq_ends.py
 """
 
 from __future__ import annotations
@@ -13,16 +15,55 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from importlib.util import find_spec
 from types import FrameType
 
-from fastgen.cli.errors import INTERRUPTED, TERMINATED
+FAILED = 1
+UNUSABLE = 2
+# 128 and the number of a signal, as a shell has it of a program that the signal kills.
+INTERRUPTED = 130  # SIGINT, which is Ctrl-C
+READER_GONE = 141  # SIGPIPE
+TERMINATED = 143  # SIGTERM
 
 SECONDS_TO_END = 1.5
 # What asks a run to end, and the exit status then. They may reach every process of a group.
 SIGNALS: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 NOTICE = b"\nfinishing the batch in flight; a second Ctrl-C or SIGTERM stops at once\n"
+
+
+class InputError(Exception):
+    """A flag, file or model that cannot be used. The message names it, the value given, and what would be accepted.
+
+    Commands print the message as one line and end with status 2.
+    """
+
+    def __str__(self) -> str:
+        """The message on one line, whatever line breaks it took over from a library's own message."""
+        return " ".join(super().__str__().split())
+
+
+class RunError(Exception):
+    """A run that cannot go on, whatever was given. The message is one line; the command ends with status 1."""
+
+
+def reason(error: BaseException) -> str:
+    """An exception's type and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+def check_packages(*names: str, flag: str = "") -> None:
+    """Raises InputError with what to install where Python finds one of them nowhere; `flag` is what needs them."""
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise InputError(f"{flag} needs the package {' and '.join(missing)}: pip install {' '.join(missing)}".lstrip())
+
+
+def did_you_mean(name: str, known: Collection[str], otherwise: str, before: str = "") -> str:
+    """A hint for a name that is not known, in brackets: the nearest one that is, with what stands before it."""
+    near = get_close_matches(name, sorted(known), n=1)
+    return f" (did you mean {before}{near[0]}?)" if near else f" ({otherwise})"
 
 
 class Stop:

@@ -41,7 +41,7 @@ from fastgen.optimizer.decoding.graphs import CapturedGraph
 from fastgen.optimizer.decoding.kv_cache import KVCache
 
 CASES = ("steps", "stages")
-INPUTS, LENGTH, NEW_TOKENS, BATCH, LARGER_BATCH = 8, 256, 16, 2, 8
+INPUTS, LENGTH, NEW_TOKENS, BATCH, LARGER_BATCH = 4, 256, 16, 2, 4
 STAGES = TOKENIZER, ENCODER, DECODER, CACHE, NGRAMS, REST = (
     *("tokenizer", "encoder", "decoder"),
     *("upkeep of the cache", "n-gram blocking", "rest of the search"),

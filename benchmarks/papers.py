@@ -56,7 +56,7 @@ PARTS = {
     **{f"growth-{size}": Part("bench_growth.py", (size, "--repeats", "1")) for size in show_papers.GROWTH},
     **{f"multigen-{size}": Part("bench_growth.py", (size, "--repeats", "1")) for size in show_papers.MULTIGEN},
     "multi-query": Part("bench_mqa.py", (*MULTI_QUERY, "--repeats", "1")),
-    "seamless": Part("bench_seamless.py", ("v2", "--layers", "6", "--repeats", "2")),
+    "seamless": Part("bench_seamless.py", ("v2", "--layers", "6", "--repeats", "1")),
 }
 
 

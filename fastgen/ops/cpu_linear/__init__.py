@@ -49,8 +49,8 @@ BLAS, ONEDNN, SKINNY_GEMM = "BLAS", "oneDNN", "skinny GEMM"
 MOST_ROWS = 256
 # Another way has to be so much faster than BLAS, or what is measured is chance.
 GAIN = 1.1
-ROUNDS = 9
-SECONDS = 0.04  # after which no further round begins
+LEAST_ROUNDS, ROUNDS = 3, 9
+SECONDS = 0.04  # after which no round beyond the least begins
 
 # Of /proc/cpuinfo: what tells one CPU from another where virtual machines call all of them the same.
 CPU_FIELDS = ("model name", "cpu family", "model", "stepping")
@@ -128,7 +128,7 @@ MEASURED: dict[GemmShape, str] = {}
 def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[[], Sequence[Tensor]]) -> str:
     """The name of the fastest GEMM backend for this product, which `can_multiply` takes, and those of its shape.
 
-    What is not known yet is measured, for some 30 milliseconds. The answer stays the same from then on, in later
+    What is not known yet is measured, for some 50 milliseconds. The answer stays the same from then on, in later
     processes too, so that they compute the same bits. others: what a model reads between two products with this weight.
     """
     out_features, in_features = weight.shape
@@ -207,13 +207,13 @@ def _measured(shape: GemmShape, weight: Tensor, bias: Tensor | None, others: Seq
     multiply = _right_backends(rows, weight, bias)
     turns: dict[str, list[float]] = {name: [] for name in multiply}
     end = time.perf_counter() + SECONDS
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
+        if number >= LEAST_ROUNDS and time.perf_counter() > end:
+            break
         for name, found in turns.items():
             for other in others:
                 other.sum()
             found.append(seconds_of(multiply[name], rows, weight, bias))
-        if time.perf_counter() > end:
-            break
     seconds = {name: statistics.median(found) for name, found in turns.items()}
     best = min(seconds, key=seconds.__getitem__)
     return best if seconds[BLAS] > GAIN * seconds[best] else BLAS

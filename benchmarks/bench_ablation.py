@@ -146,7 +146,7 @@ def steps(job: Job, repeats: int, device: str) -> dict[str, Any]:
     return {
         "case": "steps",
         "inputs": INPUTS,
-        "batch": {way: LARGER_BATCH if way == "fastgen" else BATCH for way in ways},
+        "batch": {way: LARGER_BATCH if way == "fastgen" else BATCH for way in names},
         "seconds": medians(turns),
         "turns": turns,
         "ratio": times_as_fast(turns),

@@ -31,7 +31,7 @@ from transformers import BartConfig, BartForConditionalGeneration, PreTrainedMod
 
 from fastgen.models.unilm import UniLMConfig, UniLMForConditionalGeneration
 
-MOST, LIMIT, GROWTH, CALLS = 32, 3.0, 1.05, 2
+MOST, LIMIT, GROWTH, CALLS = 32, 2.5, 1.05, 2
 FIRST_WORD = 10  # of the vocabulary; special tokens come before
 
 Generate = Callable[[int], torch.Tensor]

@@ -48,6 +48,7 @@ def call():
 
 answer(lambda task: call)
 """
+CRASHES = ENDS.replace("os._exit(3)", "os.kill(os.getpid(), 11)")
 
 
 @pytest.fixture
@@ -94,11 +95,12 @@ def test_results_of_other_cases_stay_in_the_file(run_peers, monkeypatch):
 
 
 def test_peer_that_has_no_figure_has_a_reason(run_peers, capsys):
-    result = run_peers(refuses=CANNOT, raises=RAISES, ends=ENDS, answers=ANSWERS)["results"][0]
+    result = run_peers(refuses=CANNOT, raises=RAISES, ends=ENDS, crashes=CRASHES, answers=ANSWERS)["results"][0]
     assert result["reasons"] == {
         "refuses float32": "no float32 here",
         "raises float32": "IndexError: list index out of range",
         "ends float32": "ended with status 3: out of memory",
+        "crashes float32": "was ended by SIGSEGV",
     }
     assert list(result["seconds"])[-1] == "answers float32" and len(result["seconds"]) == 4
     assert "no float32 here" in capsys.readouterr().out

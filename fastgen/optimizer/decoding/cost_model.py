@@ -131,7 +131,7 @@ class CostModel:
 # Of calls that begin; REPEATABLE: with FASTGEN_REPEATABLE=1. There a call goes over to a static cache at the same step
 # whatever was called before, since attention over its padding differs from attention without in the last bits.
 DEFAULT = CostModel()
-REPEATABLE = CostModel(steps_before_capture=1, looks_back=False)
+REPEATABLE = CostModel(looks_back=False)
 
 
 def of_new_call() -> CostModel:

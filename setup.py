@@ -63,9 +63,11 @@ def kernel(name, source, **options):
 def x86(instructions, *flags):
     """Registers as vectors, which Microsoft's compiler does not know, for x86 processors."""
     options = ["-O3", "-std=c++17", "-ffp-contract=fast", *flags]
-    sources = [f"csrc/{name}.cpp" for name in ("skinny_gemm", "few_queries", "rms_norm", "lookup")]
+    sources = [f"csrc/{name}.cpp" for name in ("skinny_gemm", "few_queries", "flash_attention", "rms_norm", "lookup")]
     name = f"fastgen.ops._x86_{instructions}"
-    return Extension(name, sources, depends=["csrc/vectors.h"], optional=True, extra_compile_args=options)
+    return Extension(
+        name, sources, depends=["csrc/vectors.h", "csrc/attention.h"], optional=True, extra_compile_args=options
+    )
 
 
 KERNELS = [

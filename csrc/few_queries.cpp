@@ -5,8 +5,7 @@
 // does not depend on how many rows and threads there are.
 // Built once for each instruction set, see vectors.h.
 
-#include "vectors.h"
-#include <cmath>
+#include "attention.h"
 #include <utility>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -17,20 +16,7 @@ namespace {
 constexpr int QUERIES = 6;                       // whose sums over COLUMNS registers of values registers can hold
 constexpr int COLUMNS = WIDTH == 16 ? 4 : 2;
 constexpr int64_t AHEAD = 2 * WIDTH;             // keys or values after the present one that are fetched meanwhile
-constexpr float HIDDEN = -INFINITY, HIDES = -1e30f; // a score; a mask of less leaves nothing of a weight
-
-typedef int32_t Integers __attribute__((vector_size(WIDTH * sizeof(int32_t))));
-
-// e^x for x <= 0: a power of two times the Taylor series of what remains, to 1e-7 of the result.
-inline Vector exp_of(Vector x) {
-    constexpr float ROUND = 12582912.0f; // 1.5 * 2^23: adding it leaves no bits for a fraction
-    const Vector whole = (x * 1.44269504f + ROUND) - ROUND;
-    const Vector rest = x - whole * 0.693359375f + whole * 2.12194440e-4f; // ln 2 in two parts
-    Vector power = rest * (1.0f / 5040) + 1.0f / 720;
-    for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) power = power * rest + factor;
-    const Integers two = (__builtin_convertvector(whole, Integers) + 127) << 23;
-    return x < -87.0f ? Vector{} : power * (Vector)two;
-}
+constexpr float HIDES = -1e30f;                  // a mask of less leaves nothing of a weight
 
 // Lanes of two vectors, from 0 to WIDTH - 1 of the one and from WIDTH on of the other.
 #if defined(__clang__) || __GNUC__ >= 12
@@ -53,46 +39,6 @@ inline void sum_up(Vector (&lanes)[WIDTH]) {
         lanes[i] = sums_of_pairs<HALF>(lanes[i], lanes[i + HALF], std::make_integer_sequence<int, WIDTH>());
     if constexpr (HALF > 1) sum_up<HALF / 2>(lanes);
 }
-
-// Keys or values: where they are, and by how many numbers a copy, a head, a position are apart; the width lies together.
-template <typename T>
-struct States {
-    const T *data;
-    int64_t of_copy, of_head, of_position;
-
-    const T *at(int64_t copy, int64_t head) const { return data + copy * of_copy + head * of_head; }
-};
-
-template <typename T>
-struct Segment {
-    States<T> keys, values;
-    int64_t copies, length;
-};
-
-enum Mask { NONE, FLOATS, HALVES, BOOLS };
-
-template <typename T>
-struct Attention {
-    const T *query;
-    T *output;
-    const void *mask;
-    const Segment<T> *segments;
-    int64_t rows, heads, length, kv_heads, width, value_width, segment_count;
-    int64_t query_strides[3], output_strides[3], mask_strides[4]; // of row, head, position (and key)
-    int64_t mask_type;
-    float scale;
-
-    int64_t keys() const {
-        int64_t sum = 0;
-        for (int64_t i = 0; i < segment_count; i++) sum += segments[i].length;
-        return sum;
-    }
-    int64_t units() const {
-        int64_t least = rows;
-        for (int64_t i = 0; i < segment_count; i++) least = std::min(least, segments[i].copies);
-        return least * kv_heads;
-    }
-};
 
 // How STEP numbers of a key are multiplied with those of a query, and how queries are stored for that.
 template <typename T>
@@ -188,21 +134,6 @@ void multiply_values(const float *weights, int64_t weights_stride, int64_t count
         });
 }
 
-template <typename T>
-void add_mask(const Attention<T> &of, int64_t start, float *scores, int64_t length) {
-    const auto add = [&](auto step) { // as a constant, where it can be one
-        if (of.mask_type == FLOATS)
-            for (int64_t n = 0; n < length; n++) scores[n] += ((const float *)of.mask + start)[n * step];
-        else if (of.mask_type == HALVES)
-            for (int64_t n = 0; n < length; n++) scores[n] += to_float(((const Bf16 *)of.mask + start)[n * step]);
-        else if (of.mask_type == BOOLS)
-            for (int64_t n = 0; n < length; n++)
-                scores[n] = ((const bool *)of.mask + start)[n * step] ? scores[n] : HIDDEN;
-    };
-    if (of.mask_strides[3] == 1) add(std::integral_constant<int64_t, 1>());
-    else add(of.mask_strides[3]);
-}
-
 // The number of the last key that the mask lets a query see, and one; all keys where it lets it see none.
 template <typename T>
 int64_t seen_by(const Attention<T> &of, int64_t start, int64_t keys) {
@@ -219,50 +150,48 @@ int64_t seen_by(const Attention<T> &of, int64_t start, int64_t keys) {
 // Makes scores weights, of which nothing is divided yet; returns their sum: 0 if all keys are hidden, NaN as torch.
 float to_weights(float *scores, int64_t length, int64_t padded) {
     std::fill(scores + length, scores + padded, HIDDEN);
-    Vector most = load(scores);
-    for (int64_t n = WIDTH; n < padded; n += WIDTH) {
-        const Vector other = load(scores + n);
-        most = other > most ? other : most;
-    }
-    float largest = most[0];
-    for (int i = 1; i < WIDTH; i++) largest = most[i] > largest ? most[i] : largest;
-    if (!(largest > HIDDEN)) { // none is seen, unless one is no number
+    Vector lanes = load(scores);
+    for (int64_t n = WIDTH; n < padded; n += WIDTH) lanes = larger(lanes, load(scores + n));
+    const float most = largest(lanes);
+    if (!(most > HIDDEN)) { // none is seen, unless one is no number
         for (int64_t n = 0; n < length; n++)
             if (scores[n] != scores[n]) return NAN;
         return 0;
     }
     Vector sum{};
-    for (int64_t n = 0; n < padded; n += WIDTH) sum += *(Vector *)(scores + n) = exp_of(load(scores + n) - largest);
+    for (int64_t n = 0; n < padded; n += WIDTH) sum += *(Vector *)(scores + n) = exp_of(load(scores + n) - most);
     return total(sum);
 }
 
-// The rows that have a copy of the segment with the fewest copies in common, and the query heads of one head of its keys.
+// The rows that have a copy of the segment with the fewest (`least`) copies in common, and the query heads of one head of
+// its keys.
 template <typename T>
-void attend(const Attention<T> &of, int64_t unit, std::vector<float> &memory) {
-    const int64_t least = of.units() / of.kv_heads, copy = unit / of.kv_heads, head = unit % of.kv_heads;
-    const int64_t rows = of.rows / least, groups = of.heads / of.kv_heads, of_row = groups * of.length;
+void attend(const Attention<T> &of, int64_t least, int64_t unit, std::vector<float> &memory) {
+    const int64_t copy = unit / of.kv_heads, head = unit % of.kv_heads;
+    const int64_t rows = of.rows / least, of_row = of.groups() * of.length;
     const int64_t count = rows * of_row, keys = of.keys(), padded = (keys + WIDTH - 1) / WIDTH * WIDTH;
     memory.resize(count * (of.width + padded + of.value_width + 1));
     auto *queries = (typename Dot<T>::Query *)memory.data();
     float *scores = memory.data() + count * of.width, *found = scores + count * padded;
     float *totals = found + count * of.value_width;
-    const auto place = [&](int64_t q, const int64_t *strides) { // of a query's row, head and position
-        return (copy * rows + q / of_row) * strides[0] + (head * groups + q % of_row / of.length) * strides[1] +
-               q % of.length * strides[2];
+    const auto place = [&](int64_t q, const int64_t *strides) {
+        return of.place(copy * rows + q / of_row, head, q % of_row, strides);
     };
     // Keys that are hidden from all, as behind the present position in a cache of fixed size, are not read. Blocks stay
     // whole, in which sums have another order.
-    const int64_t last = keys - of.segments[of.segment_count - 1].length;
+    const int64_t last = keys - of.segments.back().length;
     int64_t seen = of.mask_type == NONE ? keys : last;
     for (int64_t q = 0; q < count && seen < keys; q++) seen = std::max(seen, seen_by(of, place(q, of.mask_strides), keys));
     seen = std::min(keys, last + (seen - last + WIDTH - 1) / WIDTH * WIDTH);
     const auto for_copies = [&](const auto &multiply) { // of each segment, with the queries that see the copy
-        for (int64_t i = 0, start = 0; i < of.segment_count; start += of.segments[i++].length) {
-            Segment<T> segment = of.segments[i];
-            segment.length = std::min(segment.length, seen - start);
+        int64_t start = 0;
+        for (Segment<T> segment : of.segments) {
+            const int64_t length = segment.length;
+            segment.length = std::min(length, seen - start);
             const int64_t copies = segment.copies / least, each = count / copies;
             for (int64_t c = 0; c < copies; c++)
                 multiply(segment, copy * copies + c, c * each, each, scores + c * each * padded + start);
+            start += length;
         }
     };
     for (int64_t q = 0; q < count; q++) {
@@ -275,7 +204,7 @@ void attend(const Attention<T> &of, int64_t unit, std::vector<float> &memory) {
     });
     for (int64_t q = 0; q < count; q++) {
         for (int64_t n = 0; n < seen; n++) scores[q * padded + n] *= of.scale;
-        if (of.mask_type != NONE) add_mask(of, place(q, of.mask_strides), scores + q * padded, seen);
+        if (of.mask_type != NONE) add_mask(of, place(q, of.mask_strides), 0, scores + q * padded, seen);
         totals[q] = to_weights(scores + q * padded, seen, (seen + WIDTH - 1) / WIDTH * WIDTH);
     }
     std::fill(found, found + count * of.value_width, 0.0f);
@@ -291,41 +220,21 @@ void attend(const Attention<T> &of, int64_t unit, std::vector<float> &memory) {
 }
 
 template <typename T>
-void attend_from(const Attention<T> &of, int64_t unit, int64_t to) {
-    static thread_local std::vector<float> memory;
-    for (; unit < to; unit++) attend(of, unit, memory);
-}
-
-// pointers: query, output, mask or null, then keys and values of each segment. sizes: see how they are read.
-template <typename T>
-void attend_all(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
-    Attention<T> of{};
-    of.query = (const T *)pointers[0];
-    of.output = (T *)pointers[1];
-    of.mask = pointers[2];
-    for (int64_t *size : {&of.rows, &of.heads, &of.length, &of.kv_heads, &of.width, &of.value_width, &of.segment_count})
-        *size = *sizes++;
-    for (int64_t &stride : of.query_strides) stride = *sizes++;
-    for (int64_t &stride : of.output_strides) stride = *sizes++;
-    for (int64_t &stride : of.mask_strides) stride = *sizes++;
-    of.mask_type = *sizes++;
-    of.scale = scale;
-    std::vector<Segment<T>> segments;
-    for (int64_t i = 0; i < of.segment_count; i++, sizes += 8)
-        segments.push_back({{(const T *)pointers[3 + 2 * i], sizes[2], sizes[3], sizes[4]},
-                            {(const T *)pointers[4 + 2 * i], sizes[5], sizes[6], sizes[7]},
-                            sizes[0],
-                            sizes[1]});
-    of.segments = segments.data();
-    in_threads(threads, of.units(), [&](int64_t from, int64_t to) { attend_from(of, from, to); });
+void attend_all(const Attention<T> &of, int32_t threads) {
+    int64_t least = of.rows;
+    for (const Segment<T> &segment : of.segments) least = std::min(least, segment.copies);
+    in_threads(threads, least * of.kv_heads, [&](int64_t unit, int64_t to) {
+        static thread_local std::vector<float> memory;
+        for (; unit < to; unit++) attend(of, least, unit, memory);
+    });
 }
 
 } // namespace
 
 extern "C" void fastgen_few_queries(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
-    attend_all<float>(pointers, sizes, scale, threads);
+    attend_all<float>({pointers, sizes, scale}, threads);
 }
 
 extern "C" void fastgen_few_queries_bf16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
-    attend_all<Bf16>(pointers, sizes, scale, threads);
+    attend_all<Bf16>({pointers, sizes, scale}, threads);
 }

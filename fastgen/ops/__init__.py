@@ -35,7 +35,7 @@ class Kernel:
 def kernels() -> list[Kernel]:
     """Every implementation of every operation on this machine."""
     if not find_spec("torch"):
-        names = ("shared attention", "cpu linear", "fused activation", "no-repeat n-gram")
+        names = ("shared attention", "flash attention", "cpu linear", "fused activation", "no-repeat n-gram")
         return [Kernel(name, "all", ("torch is not installed",)) for name in names]
     from fastgen.ops import x86
     from fastgen.ops.cpu_linear import MIN_ELEMENTS, machine_reasons
@@ -44,8 +44,10 @@ def kernels() -> list[Kernel]:
     attention = ("scaled_dot_product_attention", "matmul", "shared_attention")
     products = f"products with weights of {MIN_ELEMENTS:,} numbers or more, where it is the fastest"
     few = f"{products}, in fp32 and bf16"
+    many = "prompts and encoders of large models, in fp32 and bf16"
     return [
         Kernel("shared attention", "torch", task="rows that share keys and values", counted_as=attention),
+        Kernel("flash attention", "C++", tuple(x86.machine_reasons()), many, ("flash attention",)),
         Kernel("cpu linear", "C++", tuple(x86.machine_reasons()), few, ("cpu_linear, skinny GEMM",)),
         Kernel("cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear, oneDNN",)),
         Kernel("fused activation", "torch", task="NewGELUActivation in large models", counted_as=("fused activation",)),

@@ -34,25 +34,30 @@ MIN_KEYS_WITHOUT_MASK = 16
 OPERATION = "fastgen::few_queries_attention"
 SDPA = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::scaled_dot_product_attention")
 
-_MASKS = {torch.float32: 1, torch.bfloat16: 2, torch.bool: 3}
+_MASKS, _CAUSAL = {torch.float32: 1, torch.bfloat16: 2, torch.bool: 3}, 4
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float, ctypes.c_int32)
 
 
 def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
     """Whether this kernel can and should do it; arguments are those of `attention`."""
-    rows, heads, length, width = query.shape
+    rows, heads, length, _ = query.shape
     queries = rows // min(segment.shape[0] for segment in keys) * length * heads // keys[0].shape[1]
-    if queries > MOST_QUERIES or not query.is_cpu or query.dtype not in x86.DTYPES or x86.machine_reasons():
+    if queries > MOST_QUERIES or (mask is None and sum(segment.shape[2] for segment in keys) < MIN_KEYS_WITHOUT_MASK):
         return False
-    if mask is None:
-        if sum(segment.shape[2] for segment in keys) < MIN_KEYS_WITHOUT_MASK:
-            return False
-    elif mask.dtype not in (query.dtype, torch.float32, torch.bool) or type(mask) is not Tensor:
+    return can_read(query, keys, values, mask)
+
+
+def can_read(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
+    """Whether kernels of attention in C++ take these, and nobody waits for torch's own; arguments as of `attention`."""
+    if not query.is_cpu or query.dtype not in x86.DTYPES or x86.machine_reasons():
+        return False
+    if mask is not None and (type(mask) is not Tensor or mask.dtype not in (query.dtype, torch.float32, torch.bool)):
         return False
     for segment in (query, *keys, *values):
         if type(segment) is not Tensor or segment.dtype != query.dtype or segment.stride(3) != 1 or not segment.numel():
             return False
-    return keys[0].shape[3] == width and not torch.is_grad_enabled() and not is_transformed()
+    is_left_alone = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or is_transformed()
+    return keys[0].shape[3] == query.shape[3] and not is_left_alone
 
 
 def attention(
@@ -67,12 +72,12 @@ def attention(
 def _attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None, scale: float
 ) -> Tensor:
-    output = _output(query, values)
+    output = output_of(query, values)
     call_into(output, query, keys, values, mask, scale)()
     return output
 
 
-def _output(query: Tensor, values: Sequence[Tensor]) -> Tensor:
+def output_of(query: Tensor, values: Sequence[Tensor]) -> Tensor:
     """`[rows, heads, length, width]`, of which heads lie beside each other, as models want them next."""
     rows, heads, length, _ = query.shape
     return query.new_empty((rows, length, heads, values[0].shape[3])).transpose(1, 2)
@@ -85,11 +90,16 @@ def call_into(
     values: Sequence[Tensor],
     mask: Tensor | None,
     scale: float,
+    kernel: str = "few_queries",
+    is_causal: bool = False,
 ) -> Callable[[], None]:
-    """A function that computes the output where it is; all tensors have to stay where they are."""
+    """A function that computes the output where it is; all tensors have to stay where they are.
+
+    is_causal: a query sees as many keys as its position counts, and no mask; of `csrc/flash_attention.cpp`.
+    """
     rows, heads, length, width = query.shape
     pointers = [query.data_ptr(), output.data_ptr(), None]
-    mask_sizes = [0, 0, 0, 0, 0]
+    mask_sizes = [0, 0, 0, 0, _CAUSAL if is_causal else 0]
     if mask is not None:
         total = sum(segment.shape[2] for segment in keys)
         pointers[2] = mask.data_ptr()
@@ -100,7 +110,7 @@ def call_into(
         pointers += of_keys.data_ptr(), of_values.data_ptr()
         sizes += of_keys.shape[0], of_keys.shape[2], *of_keys.stride()[:3], *of_values.stride()[:3]
     arrays = (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(sizes))(*sizes)
-    return partial(x86.function("few_queries", query.dtype, _ARGUMENTS), *arrays, scale, torch.get_num_threads())
+    return partial(x86.function(kernel, query.dtype, _ARGUMENTS), *arrays, scale, torch.get_num_threads())
 
 
 def sdpa_into(operation: Any, output: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable | None:
@@ -122,4 +132,4 @@ _LIBRARY.impl("few_queries_attention", _attention, "CPU")
 
 @torch.library.register_fake(OPERATION, lib=_LIBRARY)
 def _fake(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None, scale: float) -> Tensor:
-    return _output(query, values)
+    return output_of(query, values)

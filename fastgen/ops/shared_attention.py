@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastgen.ops import few_queries
+from fastgen.ops import few_queries, flash_attention
 
 FEW_QUERIES = 8
 MANY_KEYS = 256
@@ -126,6 +126,8 @@ def shared_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if few_queries.can_attend(query, keys, values, attn_mask):
         return few_queries.attention(query, keys, values, attn_mask, scale)
+    if flash_attention.can_attend(query, keys, values, attn_mask):
+        return flash_attention.attention(query, keys, values, attn_mask, scale)
     return attention_by_products(query, keys, values, attn_mask, scale)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -93,9 +94,13 @@ def is_transformed() -> bool:
     )
 
 
+class TransparentMode(TorchFunctionMode):
+    """One of fastgen's own, which leaves to other modes all that they wait for."""
+
+
 def is_watched() -> bool:
     """Whether a mode of the program would miss what it waits for, or keeps what nobody else is to have."""
     for index in range(torch._C._len_torch_function_stack()):
-        if not isinstance(torch._C._get_function_stack_at(index), DeviceContext):
+        if not isinstance(torch._C._get_function_stack_at(index), (DeviceContext, TransparentMode)):
             return True
     return False

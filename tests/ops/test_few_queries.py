@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_cases import COPIES, MASKS, WIDTHS, random_case
 from host_compiler import CSRC, compile_library, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,32 +16,7 @@ from fastgen.ops.tolerances import tolerance
 
 needs_library = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
 
-WIDTHS = st.sampled_from((1, 3, 8, 16, 20, 33, 64, 72, 80, 128))
 LENGTHS = st.sampled_from((1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100, 257))
-# Rows for each copy of a segment, the first one's first: of which each is a multiple of the next.
-COPIES = st.sampled_from(((1,), (2,), (4,), (2, 1), (4, 1), (1, 1), (4, 2, 1), (6, 3, 1)))
-MASKS = st.sampled_from((None, "added", "of heads", "bool", "one for all", "one column"))
-
-
-def random_case(copies, lengths, groups, kv_heads, length, width, value_width, mask, dtype, inputs=2, seed=0):
-    random = torch.Generator().manual_seed(seed)
-    rows, heads = copies[0] * inputs, groups * kv_heads
-
-    def states(*sizes):  # heads and positions change places in memory, as models have them
-        return torch.randn(sizes, generator=random).transpose(1, 2).contiguous().transpose(1, 2).to(dtype)
-
-    query = states(rows, heads, length, width)
-    keys = [states(rows // one, kv_heads, n, width) for one, n in zip(copies, lengths)]
-    values = [states(rows // one, kv_heads, n, value_width) for one, n in zip(copies, lengths)]
-    total = sum(segment.shape[2] for segment in keys)
-    shapes = {"added": (rows, 1, length), "of heads": (1, heads, length), "one for all": (1, 1, 1)}
-    added = torch.randn(*shapes.get(mask, (rows, 1, 1)), total, generator=random)
-    added[torch.rand(added.shape, generator=random) < 0.3] = -torch.inf
-    if mask == "bool":
-        added = added > -0.5
-    elif mask == "one column":
-        added = added[..., :1]
-    return query, keys, values, None if mask is None else added if mask == "bool" else added.to(dtype)
 
 
 def check(query, keys, values, mask, scale=0.3):

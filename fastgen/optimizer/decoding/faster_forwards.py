@@ -1,14 +1,16 @@
 """Faster forwards on the modules of a model while `generate` runs.
 
 They are put on the modules for the time of the call and taken off again, so that whoever compiles, traces, copies or
-trains the model finds the library's own. A mode of torch that replaces products everywhere would cost some ten
-microseconds for each of torch's functions.
+trains the model finds the library's own. A mode of torch would cost a microsecond for each of torch's functions: one is
+active only inside of attention of many queries.
 
 Tests: tests/optimizer/decoding/test_faster_forwards.py
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import threading
 from collections import Counter
@@ -24,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastgen.ops import cpu_linear
+from fastgen.ops import cpu_linear, x86
+from fastgen.ops.flash_attention import MIN_QUERIES, FlashAttention
 from fastgen.ops.tracing import is_watched
 from fastgen.provenance import packages_of
 
@@ -61,18 +64,23 @@ def faster_forwards(
 ) -> Iterator[None]:
     """Inside this context, in this thread, modules of these types have these forwards; adds its count to `kernels`.
 
-    models: the modules of each model. A forward that the program has put on a module stays.
+    So have modules of attention, see `AttentionForward`. models: the modules of each model. A forward that the program
+    has put on a module stays.
     """
     usage: Counter[str] = Counter()
     forwards = {kind: faster for kind, faster in forwards.items() if packages_of(kind.forward) == packages_of(kind)}
     put_on = []
     with _LOCK:
         for module in itertools.chain(*models.values()):
-            if (faster := forwards.get(type(module))) is not None:
+            faster = forwards.get(type(module))
+            if faster is not None or (attends(type(module).forward) and not x86.machine_reasons()):
                 attributes = vars(module)
                 forward = attributes.get("forward")
                 if forward is None:
-                    forward = attributes["forward"] = ModuleForward(module, faster, _blas_shapes_of(module))
+                    forward = AttentionForward(module)
+                    if faster is not None:
+                        forward = FasterForward(module, faster, _blas_shapes_of(module))
+                    attributes["forward"] = forward
                     attributes.setdefault("__getstate__", forward.state_of_module)
                 if isinstance(forward, ModuleForward):
                     forward.users += 1
@@ -115,7 +123,7 @@ def linears() -> dict[type[nn.Module], Forward]:
     return {nn.Linear: multiply}
 
 
-def multiply(forward: ModuleForward, rows: Tensor, call: Call, is_transposed: bool = False) -> Tensor | None:
+def multiply(forward: FasterForward, rows: Tensor, call: Call, is_transposed: bool = False) -> Tensor | None:
     """`rows @ weight.T + bias` in the fastest way, or None if that is BLAS; counted as "cpu_linear, WAY".
 
     is_transposed: the module's weight is `[in_features, out_features]`.
@@ -138,28 +146,21 @@ def has_faster_forward(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), ModuleForward)
 
 
-@dataclass(eq=False, repr=False)
 class ModuleForward:
-    """The forward of one module while `users` calls of `generate` run; other threads get the library's result.
+    """The forward of one module while `users` calls of `generate` run; other threads get the library's result."""
 
-    blas_shapes: inputs for which BLAS is the fastest. To find that out takes 40 µs behind a product that has emptied
-    the caches, some hundredths of a call in bf16.
-    """
-
-    module: Any
-    faster: Forward
-    blas_shapes: set[torch.Size]
-    users: int = 0
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.users = module, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        has_one = len(args) == 1 and {NoneType}.issuperset(map(type, kwargs.values()))
-        if has_one and not torch.compiler.is_compiling() and (call := _call.get()):
-            rows = args[0]
-            if not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes:
-                output = self.faster(self, rows, call)
-                if output is not None:
-                    return output
+        call = None if torch.compiler.is_compiling() else _call.get()
+        return self.original(*args, **kwargs) if call is None else self.run(call, args, kwargs)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Where the program copies or pickles what it took for the module's method."""
@@ -171,5 +172,47 @@ class ModuleForward:
         return {name: value for name, value in attributes if value is not self and name != "__getstate__"}
 
 
+class FasterForward(ModuleForward):
+    """`faster` of the one input of a module, or the library's forward where that returns None.
+
+    blas_shapes: inputs for which BLAS is the fastest. To find that out takes 40 µs behind a product that has emptied
+    the caches, some hundredths of a call in bf16.
+    """
+
+    def __init__(self, module: nn.Module, faster: Forward, blas_shapes: set[torch.Size]) -> None:
+        super().__init__(module)
+        self.faster, self.blas_shapes = faster, blas_shapes
+
+    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 1 and {NoneType}.issuperset(map(type, kwargs.values())):
+            rows = args[0]
+            if not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes:
+                output = self.faster(self, rows, call)
+                if output is not None:
+                    return output
+        return self.original(*args, **kwargs)
+
+
+class AttentionForward(ModuleForward):
+    """The library's forward of a module that calls torch's attention, which is `FlashAttention` of many queries."""
+
+    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        states = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if states is None or states.dim() != 3 or states.shape[1] < MIN_QUERIES:
+            return self.original(*args, **kwargs)
+        with FlashAttention(call.usage):
+            return self.original(*args, **kwargs)
+
+
+_ATTENTION = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"})
+
+
+@functools.lru_cache
+def attends(forward: Callable) -> bool:
+    """Whether this forward of a class calls torch's attention, by its name or by transformers' registry."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is not None and not _ATTENTION.isdisjoint(code.co_names)
+
+
 # Given the forward of a module, its input and the call: what it returns, or None to leave it to the library.
-Forward = Callable[[ModuleForward, Tensor, Call], Tensor | None]
+Forward = Callable[[FasterForward, Tensor, Call], Tensor | None]

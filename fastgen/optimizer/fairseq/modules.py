@@ -80,11 +80,8 @@ def self_attention(attention: Any, query: Tensor, state: DecodingState) -> Tenso
     state.kv.append(layer, keys, values)
     segments = state.kv.segments(layer)
     count("scaled_dot_product_attention" if len(segments) == 1 else "shared_attention")
-    if len(segments) == 1:
-        attended = functional.scaled_dot_product_attention(queries, *segments[0], attn_mask=mask, scale=scale)
-    else:
-        keys, values = zip(*segments)
-        attended = shared_attention(queries, keys, values, mask, scale)
+    keys, values = zip(*segments)
+    attended = shared_attention(queries, keys, values, mask, scale)
     return attention.out_proj(_join_heads(attended))
 
 
@@ -142,7 +139,7 @@ def whole_attention(
         state.set_prompt(attention, keys, values)
     mask = _whole_mask(key_padding_mask, attn_mask, queries.dtype)
     count("scaled_dot_product_attention")
-    attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    attended = shared_attention(queries, [keys], [values], mask)
     return _project(attention.out_proj, _join_heads(attended))
 
 

@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from fastgen.ops import lookup
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call, generate_call
-from fastgen.optimizer.decoding.faster_forwards import Call, Forward, ModuleForward, faster_forwards, linears, multiply
+from fastgen.optimizer.decoding.faster_forwards import Call, FasterForward, Forward, faster_forwards, linears, multiply
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
 from fastgen.optimizer.transformers import checks, kv_layers, verification
@@ -128,7 +128,7 @@ def forwards() -> dict[type[nn.Module], Forward]:
     return {NewGELUActivation: new_gelu, **products}
 
 
-def new_gelu(forward: ModuleForward, input: Tensor, call: Call) -> Tensor | None:
+def new_gelu(forward: FasterForward, input: Tensor, call: Call) -> Tensor | None:
     """Of GPT-2, GPT-J, T5 v1.1 and others: one pass over the tensor instead of eight.
 
     In half precision the original rounds after each of its steps, which in bf16 a table repeats.

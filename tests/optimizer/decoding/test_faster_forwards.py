@@ -259,3 +259,21 @@ def test_shapes_for_which_blas_is_the_fastest_are_asked_for_once(monkeypatch):
     finally:
         torch.set_num_threads(threads)
     assert asked == [3, 5, 3, 3]
+
+
+def speech_model():
+    return tiny("whisper", "speech", max_source_positions=40, num_mel_bins=8, feature_shape=(8, 80))
+
+
+@pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
+@pytest.mark.parametrize(
+    "name, kind",
+    [("gpt2", "causal"), ("llama", "causal"), ("bart", "seq2seq"), ("t5", "seq2seq"), ("whisper", "speech")],
+)
+def test_prompts_and_encoders_have_flash_attention(name, kind):
+    with costs(**ANY_SIZE):
+        model = speech_model() if kind == "speech" else tiny(name, kind)
+        inputs = {"input_features": torch.randn(2, 8, 80)} if kind == "speech" else padded(48, 40)
+        report = assert_same(model, inputs, **BEAMS)
+    assert report.kernels["flash attention"] > 0
+    assert not any(isinstance(vars(module).get("forward"), ModuleForward) for module in model.modules())

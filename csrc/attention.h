@@ -10,8 +10,6 @@ namespace {
 
 constexpr float HIDDEN = -INFINITY; // a score
 
-typedef int32_t Integers __attribute__((vector_size(WIDTH * sizeof(int32_t))));
-
 constexpr int EXACT = 7; // terms of a series beyond the first, that give e^x to 1e-7 of the result
 
 // e^x for x <= 0: a power of two times the Taylor series of what remains, which lies within ln 2 / 2 of 0.

@@ -6,7 +6,6 @@
 // Built once for each instruction set, see vectors.h.
 
 #include "attention.h"
-#include <utility>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -17,28 +16,6 @@ constexpr int QUERIES = 6;                       // whose sums over COLUMNS regi
 constexpr int COLUMNS = WIDTH == 16 ? 4 : 2;
 constexpr int64_t AHEAD = 2 * WIDTH;             // keys or values after the present one that are fetched meanwhile
 constexpr float HIDES = -1e30f;                  // a mask of less leaves nothing of a weight
-
-// Lanes of two vectors, from 0 to WIDTH - 1 of the one and from WIDTH on of the other.
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(one, other, ...) __builtin_shufflevector(one, other, __VA_ARGS__)
-#else
-#define SHUFFLE(one, other, ...) __builtin_shuffle(one, other, Integers{__VA_ARGS__})
-#endif
-
-// Of each two lanes that are HALF apart the sum: those of the one where this bit of the lane's number is not set.
-template <int HALF, int... LANE>
-inline Vector sums_of_pairs(Vector one, Vector other, std::integer_sequence<int, LANE...>) {
-    return SHUFFLE(one, other, ((LANE & HALF ? WIDTH : 0) + LANE)...) +
-           SHUFFLE(one, other, ((LANE & HALF ? WIDTH : 0) + (LANE ^ HALF))...);
-}
-
-// The lanes of the first vector become the sums of all WIDTH vectors.
-template <int HALF = WIDTH / 2>
-inline void sum_up(Vector (&lanes)[WIDTH]) {
-    for (int i = 0; i < HALF; i++)
-        lanes[i] = sums_of_pairs<HALF>(lanes[i], lanes[i + HALF], std::make_integer_sequence<int, WIDTH>());
-    if constexpr (HALF > 1) sum_up<HALF / 2>(lanes);
-}
 
 // How STEP numbers of a key are multiplied with those of a query, and how queries are stored for that.
 template <typename T>

@@ -76,10 +76,11 @@ struct Product {
 // ---- weight [out_features, in_features]: dot products
 
 constexpr int ROWS = 4;  // of a tile
-constexpr int GROUP = 6; // weights that stay in the first cache while all rows meet them, ...
+constexpr int AHEAD = 6; // weights behind the present one that are fetched meanwhile
 
-// ... so many bytes of each at a time: as much as sums are worth reading and writing again for, and of few rows, which
-// are soon done with a wide register's block, so little that the next one is fetched in time.
+// Bytes of each weight that stay in the first cache while all rows meet them: as much as sums are worth reading and
+// writing again for, and of few rows, which are soon done with a wide register's block, so little that the next one is
+// fetched in time.
 inline int64_t block_bytes(int64_t row_count) { return WIDTH == 16 && row_count <= 8 ? 1024 : 3072; }
 
 template <class F>
@@ -88,17 +89,30 @@ struct Dots {
     const typename F::Number *weight, *next; // next: what is fetched meanwhile
     int64_t stride;                          // of rows and of weights
     int64_t length;                          // of the block, a multiple of STEP
-    Vector *sums;                            // [rows][GROUP]
+    bool is_first, is_last;                  // of the blocks: sums begin, are totalled up
+    Vector *sums;                            // [rows][weights], between two blocks
+    float *totals;                           // [rows][weights]
 };
+
+// Totals of up to WIDTH registers are made at once, while the next tile's products begin.
+template <int R, int W>
+inline void store_totals(const Vector (&sums)[R][W], float *totals) {
+    for (int first = 0; first < R * W; first += WIDTH) {
+        Vector lanes[WIDTH];
+        for (int i = 0; i < WIDTH; i++) lanes[i] = first + i < R * W ? sums[(first + i) / W][(first + i) % W] : Vector{};
+        sum_up(lanes);
+        *(Vector *)(totals + first) = lanes[0];
+    }
+}
 
 // R rows and W weights; fetches N of the weights to come.
 template <class F, int R, int W, int N>
 inline void add_dots(const Dots<F> &dots, int64_t row) {
     const typename F::Row *rows = dots.rows + row * dots.stride;
     const typename F::Number *next = dots.next + (N < W ? row / ROWS * N * dots.stride : 0);
-    Vector *sums = dots.sums + row * GROUP, kept[R][W];
+    Vector *sums = dots.sums + row * W, kept[R][W];
     for (int i = 0; i < R; i++)
-        for (int j = 0; j < W; j++) kept[i][j] = sums[i * GROUP + j];
+        for (int j = 0; j < W; j++) kept[i][j] = dots.is_first ? Vector{} : sums[i * W + j];
     for (int64_t k = 0; k < dots.length; k += F::STEP) {
         typename F::Part weights[W];
         for (int j = 0; j < N; j++) __builtin_prefetch(next + j * dots.stride + k, 0, 2);
@@ -108,8 +122,9 @@ inline void add_dots(const Dots<F> &dots, int64_t row) {
             for (int j = 0; j < W; j++) F::add(kept[i][j], row_part, weights[j]);
         }
     }
+    if (dots.is_last) return store_totals(kept, dots.totals + row * W);
     for (int i = 0; i < R; i++)
-        for (int j = 0; j < W; j++) sums[i * GROUP + j] = kept[i][j];
+        for (int j = 0; j < W; j++) sums[i * W + j] = kept[i][j];
 }
 
 // The first tiles, which fetch N of the weights to come each; the row behind them.
@@ -141,39 +156,46 @@ inline void add_dots_of_rows(const Dots<F> &dots, int64_t count) {
     if (row < count) with_constant<ROWS>(count - row, [&](auto r) { add_dots<F, r, W, 0>(dots, row); });
 }
 
-template <class F>
-void multiply_with_rows(const Product<F> &product, int64_t from, int64_t to) {
+// Output of W weights: totals, what is left of in_features behind the whole steps, bias.
+template <class F, int W>
+inline void store_output(const Product<F> &product, const float *totals, int64_t whole, int64_t n) {
+    const int64_t in = product.in_features;
+    Eight bias = {};
+    for (int j = 0; product.bias && j < W; j++) bias[j] = to_float(product.bias[n + j]);
+    for (int64_t i = 0; i < product.row_count; i++) {
+        Eight numbers;
+        memcpy(&numbers, totals + i * W, sizeof numbers);
+        for (int64_t k = whole; k < in; k++)
+            for (int j = 0; j < W; j++)
+                numbers[j] += to_float(product.rows[i * in + k]) * to_float(product.weight[(n + j) * in + k]);
+        typename F::Number *output = product.output + i * product.out_features + n;
+        const auto stored = in_format(numbers + bias, output);
+        memcpy(output, &stored, W * sizeof *output);
+    }
+}
+
+// W weights from n on, one block after the other.
+template <class F, int W>
+inline void multiply_weights(const Product<F> &product, int64_t n) {
     const int64_t in = product.in_features, whole = in / F::STEP * F::STEP;
     const int64_t block = block_bytes(product.row_count) / sizeof(typename F::Number);
-    Vector sums[(MAX_ROWS + 1) * GROUP];
-    for (int64_t n = from; n < to; n += GROUP) {
-        const int64_t group = std::min<int64_t>(GROUP, to - n);
-        for (int64_t i = 0; i < product.row_count * GROUP; i++) sums[i] = Vector{};
-        for (int64_t k = 0; k < whole; k += block) {
-            const typename F::Number *weight = product.weight + n * in + k;
-            Dots<F> dots{product.rows + k, weight, weight + GROUP * in, in, std::min(block, whole - k), sums};
-            int64_t j = 0;
-            for (; j + DOTS <= group; j += DOTS, dots.weight += DOTS * in, dots.next += DOTS * in, dots.sums += DOTS)
-                add_dots_of_rows<F, DOTS>(dots, product.row_count);
-            for (; j < group; j++, dots.weight += in, dots.next += in, dots.sums++)
-                add_dots_of_rows<F, 1>(dots, product.row_count);
-        }
-        float found[(MAX_ROWS + 1) * GROUP + 2]; // what is behind a row's numbers is read with them
-        for (int64_t i = 0; i < product.row_count * GROUP; i += 4) *(Four *)(found + i) = totals(sums + i);
-        Eight bias = {};
-        for (int64_t j = 0; product.bias && j < group; j++) bias[j] = to_float(product.bias[n + j]);
-        for (int64_t i = 0; i < product.row_count; i++) {
-            Eight numbers;
-            memcpy(&numbers, found + i * GROUP, sizeof numbers);
-            for (int64_t k = whole; k < in; k++)
-                for (int64_t j = 0; j < group; j++)
-                    numbers[j] += to_float(product.rows[i * in + k]) * to_float(product.weight[(n + j) * in + k]);
-            typename F::Number *output = product.output + i * product.out_features + n;
-            const auto stored = in_format(numbers + bias, output);
-            if (group == GROUP) memcpy(output, &stored, GROUP * sizeof *output);
-            else memcpy(output, &stored, group * sizeof *output);
-        }
+    Vector sums[MAX_ROWS * W];
+    float totals[MAX_ROWS * W + WIDTH]; // registers are stored and read, whatever is behind a row's numbers
+    for (int64_t k = 0; k == 0 || k < whole; k += block) {
+        const typename F::Number *weight = product.weight + n * in + k;
+        const int64_t length = std::min(block, whole - k);
+        const bool is_last = k + length == whole;
+        add_dots_of_rows<F, W>({product.rows + k, weight, weight + AHEAD * in, in, length, k == 0, is_last, sums, totals},
+                               product.row_count);
     }
+    store_output<F, W>(product, totals, whole, n);
+}
+
+template <class F>
+void multiply_with_rows(const Product<F> &product, int64_t from, int64_t to) {
+    int64_t n = from;
+    for (; n + DOTS <= to; n += DOTS) multiply_weights<F, DOTS>(product, n);
+    for (; n < to; n++) multiply_weights<F, 1>(product, n);
 }
 
 // ---- weight [in_features, out_features]: sums of its rows, that begin with the bias
@@ -289,7 +311,7 @@ void multiply(const Product<F> &product, int64_t from, int64_t to) {
 
 template <class F>
 void multiply_in(int32_t threads, const Product<F> &product) {
-    const int64_t columns = product.is_transposed ? TILE : GROUP;
+    const int64_t columns = product.is_transposed ? TILE : DOTS;
     in_threads(threads, (product.out_features + columns - 1) / columns, [&](int64_t from, int64_t to) {
         if (from < to) multiply(product, from * columns, std::min(to * columns, product.out_features));
     });

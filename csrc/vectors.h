@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 // Of the OpenMP that the caller runs on: a second one's threads would wait for work on the cores of the first one's.
@@ -18,6 +19,7 @@ OF_THIS_LIBRARY int (*thread_count)() = nullptr;
 namespace {
 
 typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef int32_t Integers __attribute__((vector_size(WIDTH * sizeof(int32_t))));
 
 typedef float Four __attribute__((vector_size(4 * sizeof(float)), aligned(sizeof(float)), may_alias));
 
@@ -33,12 +35,26 @@ inline float total(const Vector &lanes) {
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-// The totals of four registers, summed up in the same order.
-inline Four totals(const Vector *lanes) {
-    const Four a = folded(lanes[0]), b = folded(lanes[1]), c = folded(lanes[2]), d = folded(lanes[3]);
-    const Four ab = Four{a[0], a[1], b[0], b[1]} + Four{a[2], a[3], b[2], b[3]};
-    const Four cd = Four{c[0], c[1], d[0], d[1]} + Four{c[2], c[3], d[2], d[3]};
-    return Four{ab[0], ab[2], cd[0], cd[2]} + Four{ab[1], ab[3], cd[1], cd[3]};
+// Lanes of two vectors, from 0 to WIDTH - 1 of the one and from WIDTH on of the other.
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(one, other, ...) __builtin_shufflevector(one, other, __VA_ARGS__)
+#else
+#define SHUFFLE(one, other, ...) __builtin_shuffle(one, other, Integers{__VA_ARGS__})
+#endif
+
+// Of each two lanes that are HALF apart the sum: those of the one where this bit of the lane's number is not set.
+template <int HALF, int... LANE>
+inline Vector sums_of_pairs(Vector one, Vector other, std::integer_sequence<int, LANE...>) {
+    return SHUFFLE(one, other, ((LANE & HALF ? WIDTH : 0) + LANE)...) +
+           SHUFFLE(one, other, ((LANE & HALF ? WIDTH : 0) + (LANE ^ HALF))...);
+}
+
+// The lanes of the first vector become the sums of all WIDTH vectors.
+template <int HALF = WIDTH / 2>
+inline void sum_up(Vector (&lanes)[WIDTH]) {
+    for (int i = 0; i < HALF; i++)
+        lanes[i] = sums_of_pairs<HALF>(lanes[i], lanes[i + HALF], std::make_integer_sequence<int, WIDTH>());
+    if constexpr (HALF > 1) sum_up<HALF / 2>(lanes);
 }
 
 // ---- how numbers lie in memory

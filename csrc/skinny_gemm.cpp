@@ -16,6 +16,7 @@ namespace {
 constexpr int DOTS = WIDTH == 16 ? 6 : 3;       // weights whose dot products with ROWS rows registers can hold
 constexpr int MOST_ROWS = WIDTH == 16 ? 12 : 6; // rows whose sums over 2 registers' columns registers can hold
 constexpr int64_t MAX_ROWS = 64;                // that meet a weight while it is in the first cache
+constexpr int64_t STREAM_ROWS = 3;              // so few are computed faster than memory gives the weight
 constexpr int CACHE_LINE = 64;                  // bytes
 
 // ---- formats: how registers of numbers are multiplied
@@ -156,6 +157,16 @@ inline void add_dots_of_rows(const Dots<F> &dots, int64_t count) {
     if (row < count) with_constant<ROWS>(count - row, [&](auto r) { add_dots<F, r, W, 0>(dots, row); });
 }
 
+// Translates the addresses of the pages behind a part of the weight that is read next, PAGES of them at once. A page that
+// is not in the TLB is looked up in memory, and all instructions behind its first fetch wait for that. Where memory is
+// the limit anyway this gains nothing.
+inline void translate_pages(const void *part, int64_t bytes) {
+    constexpr uintptr_t PAGE = 4096, PAGES = 8, BATCH = PAGES * PAGE;
+    const uintptr_t begin = (uintptr_t)part + BATCH, end = begin + bytes;
+    for (uintptr_t batch = (begin + BATCH - 1) / BATCH * BATCH; batch < end; batch += BATCH)
+        for (uintptr_t page = batch; page < batch + BATCH; page += PAGE) __builtin_prefetch((const void *)page, 0, 2);
+}
+
 // Output of W weights: totals, what is left of in_features behind the whole steps, bias.
 template <class F, int W>
 inline void store_output(const Product<F> &product, const float *totals, int64_t whole, int64_t n) {
@@ -179,6 +190,7 @@ template <class F, int W>
 inline void multiply_weights(const Product<F> &product, int64_t n) {
     const int64_t in = product.in_features, whole = in / F::STEP * F::STEP;
     const int64_t block = block_bytes(product.row_count) / sizeof(typename F::Number);
+    if (product.row_count > STREAM_ROWS) translate_pages(product.weight + n * in, W * in * sizeof(typename F::Number));
     Vector sums[MAX_ROWS * W];
     float totals[MAX_ROWS * W + WIDTH]; // registers are stored and read, whatever is behind a row's numbers
     for (int64_t k = 0; k == 0 || k < whole; k += block) {
@@ -202,8 +214,7 @@ void multiply_with_rows(const Product<F> &product, int64_t from, int64_t to) {
 
 constexpr int TILE = 2 * WIDTH;           // columns that are summed up in registers
 constexpr int64_t MAX_PANEL = 64 * WIDTH; // columns that are read from one row of the weight before the next
-constexpr int64_t STREAM_ROWS = 3;        // so few are computed faster than memory gives the weight: all columns ...
-constexpr int64_t FEW_BLOCK = 8;          // ... of so many of its rows are read at the same time
+constexpr int64_t FEW_BLOCK = 8;          // rows of the weight of which all columns are read at the same time
 
 template <class F>
 struct Sums {

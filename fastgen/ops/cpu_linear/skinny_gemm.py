@@ -6,9 +6,9 @@ are widened in registers, which halves the bytes that a row waits for.
 AMD EPYC (family 25, AVX2), two threads, weights not in a cache, ms, BLAS, oneDNN, oneDNN with a packed weight, these:
 1 × [768 → 3072] 0.72, 0.52, 0.52, 0.47; 4 × 1.65, 0.98, 0.60, 0.45; 16 × 1.57, 1.33, 0.96, 0.81; 32 × 1.84, 1.52, 1.29,
 1.18; 16 × [768 → 50265] 33, 17, 13, 10. As GPT-2 keeps it: 2 × [768 → 3072] 0.98, 0.65, 0.45, 0.38; 16 × 1.69, 1.58,
-0.97, 0.89; 256 × 11.6, 17.0, 9.3, 13.8. Another one (model 17, AVX-512), GFLOP/s of BLAS, oneDNN and these, of
-[768 → 3072]: 4 × 18, 39, 56; 16 × 65, 101, 122; 32 × 98, 143, 155; in bf16 59, 60, 106; 156, 170, 230; 247, 252,
-291.
+0.97, 0.89; 256 × 11.6, 17.0, 9.3, 13.8. Another one (model 17, AVX-512), GFLOP/s of BLAS, oneDNN and these: of
+[768 → 3072] 4 × 17, 35, 67; 16 × 66, 93, 183; 32 × 96, 131, 203; in bf16 54, 55, 136; 159, 161, 344; 196, 203, 367; of
+[384 → 51865] 40 × 76, 131, 184; in bf16 234, 249, 340.
 
 Tests: tests/ops/test_skinny_gemm.py
 """

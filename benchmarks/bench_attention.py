@@ -1,18 +1,20 @@
-"""Where keeping the prompt once per input pays: one decode step of attention, in two segments and in one.
+"""Where keeping the prompt once per input pays: one decode step of attention, in two segments and in one. On a CPU also
+attention of prompts and encoders, by torch and in fastgen's flash attention.
 
     python benchmarks/bench_attention.py [--device cpu] [--dtype float32] [--floors FILE] [--json FILE]
 
 For each shape: microseconds of `shared_attention` (prompt once per input, generated keys per row) and of
 `scaled_dot_product_attention` on keys that hold the prompt for every row, and the elements of keys that sharing saves;
 `CostModel.min_saved_elements` is chosen from them. On a GPU they show whether `CostModel.min_saved_bytes`, of
-keys and values, is right. --floors takes a file of how many times as fast two segments have to be (floors.json, cases
-are shapes such as "4-4-12-1-512-16-64"); the status is 1 where one is missed.
+keys and values, is right. --floors takes a file of how many times as fast two segments, and flash attention, have to be
+(floors.json, cases are shapes such as "4-4-12-1-512-16-64", and prompts); the status is 1 where one is missed.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ from harness import below, finish, parse_flags, parser_of
 from machine import print_head
 from torch.nn import functional
 
+from fastgen.ops.flash_attention import FlashAttention
 from fastgen.ops.shared_attention import shared_attention
 
 # inputs, rows per input, key heads, query heads per key head, prompt length, generated length, head_dim
@@ -36,6 +39,15 @@ SHAPES = [
     (4, 16, 3, 4, 512, 16, 64),
     (4, 16, 12, 1, 512, 16, 64),
 ]
+
+# inputs, query heads, key heads, length, head_dim, and what a query does not see
+PROMPTS = {
+    "bart-encoder": (4, 12, 12, 512, 64, ""),
+    "t5-encoder": (8, 12, 12, 128, 64, "bias"),
+    "whisper-encoder": (8, 6, 6, 1500, 64, ""),
+    "gpt2-prompt": (4, 12, 12, 512, 64, "later"),
+    "llama-prompt": (4, 12, 3, 512, 64, "later and padding"),
+}
 
 
 def microseconds(call: Callable[[], object], device: str) -> list[float]:
@@ -80,9 +92,37 @@ def measure(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> dict[str
     }
 
 
+def measure_prompt(case: str, dtype: torch.dtype) -> dict[str, Any]:
+    inputs, heads, kv_heads, length, width, hides = PROMPTS[case]
+    query, keys, values = (
+        torch.randn(inputs, length, count, width, dtype=dtype).transpose(1, 2) for count in (heads, kv_heads, kv_heads)
+    )
+    mask = torch.randn(1, heads, length, length, dtype=dtype) if hides == "bias" else None
+    if hides == "later and padding":
+        mask = torch.ones(inputs, 1, length, length, dtype=torch.bool).tril()
+        mask[1, ..., :100] = False
+    usage: Counter[str] = Counter()
+
+    def by_torch() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, mask, is_causal=hides == "later", enable_gqa=heads != kv_heads
+        )
+
+    def by_fastgen() -> torch.Tensor:
+        with FlashAttention(usage):
+            return by_torch()
+
+    with torch.no_grad():
+        turns = {"fastgen": microseconds(by_fastgen, "cpu"), "torch": microseconds(by_torch, "cpu")}
+    if not usage:
+        raise SystemExit(f"{case}: this machine has no flash attention of fastgen's: python -m fastgen says why")
+    found = {way: statistics.median(one) for way, one in turns.items()}
+    return {"case": case, "microseconds": found, "turns": turns, "ratio": found["torch"] / found["fastgen"]}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__, repeats=None, has_devices=True)
-    args = parse_flags(parser, argv, "attention", (), [name(shape) for shape in SHAPES])
+    args = parse_flags(parser, argv, "attention", (), [*map(name, SHAPES), *PROMPTS])
     print_head()
     print(
         f"{'inputs-rows_per_input-kv_heads-groups-prompt-generated-head_dim':64} {'two':>10} {'one':>10} {'saved':>10}"
@@ -94,6 +134,14 @@ def main(argv: list[str] | None = None) -> int:
         two, one = result["microseconds"].values()
         print(f"{result['case']:64} {two:10.0f} {one:10.0f} {result['saved']:10d}", flush=True)
         missed += below(result["case"], {"one segment": result["ratio"]}, args.floors)
+    if args.device == "cpu":
+        print(f"{'prompt':64} {'fastgen':>10} {'torch':>10} {'ratio':>10}")
+        for case in PROMPTS:
+            result = measure_prompt(case, getattr(torch, args.dtype))
+            results.append(result)
+            fastgen, by_torch = result["microseconds"].values()
+            print(f"{case:64} {fastgen:10.0f} {by_torch:10.0f} {result['ratio']:10.2f}", flush=True)
+            missed += below(case, {"torch": result["ratio"]}, args.floors)
     return finish(args, results, missed)
 
 

@@ -5,10 +5,46 @@ from __future__ import annotations
 import pytest
 import torch
 from architecture_parity import MODES, expected_sharing, measure, shares
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, Scale
+from cost_models import ANY_SIZE, costs
 from python_process import REPOSITORY
 
+from fastgen.ops import x86
 from fastgen.optimizer.decoding import kv_cache
+
+LONG = Scale(length=45, positions=512, frames=160)  # so many queries have flash attention
+# They attend by other functions than torch's, or to fewer pieces of an image.
+WITHOUT_FLASH_ATTENTION = {
+    "bloom",
+    "xglm",
+    "openai-gpt",
+    "gemma2",
+    "gpt_oss",
+    "mamba",
+    "falcon_mamba",
+    "roformer",
+    "trocr",
+    "mpt",
+    "gpt_neo",
+    "gptj",
+    "codegen",
+    "falcon",
+    "falcon-alibi",
+    "llama-eager",
+    "longt5",
+    "nllb-moe",
+    "led",
+    "mvp",
+    "fsmt",
+    "switch_transformers",
+    "bigbird_pegasus",
+    "pegasus_x",
+    "bart-eager",
+    "prophetnet",
+    "speech_to_text",
+    "vit-gpt2",
+    "vit-trocr",
+}
 
 TABLE = REPOSITORY / "docs" / "architectures.md"
 
@@ -21,6 +57,15 @@ def test_tokens_and_scores_are_those_of_the_unpatched_library(architecture, shar
         assert parity.tokens_equal, mode
         assert parity.largest_score_difference < 1e-4, mode
         assert shares(parity.report) == expected_sharing(architecture, mode), mode
+
+
+@pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
+def test_prompts_and_encoders_of_large_models_have_flash_attention(architecture, share_always):
+    with costs(**ANY_SIZE):
+        parity = measure(architecture.model(LONG), architecture.inputs(LONG), "beam search", 8)
+    assert parity.tokens_equal and parity.largest_score_difference < 1e-4
+    assert bool(parity.report.kernels["flash attention"]) is (architecture.id not in WITHOUT_FLASH_ATTENTION)
 
 
 def test_at_least_forty_architectures_are_compared():

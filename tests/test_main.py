@@ -122,9 +122,10 @@ def test_the_report_shows_versions_patches_and_kernels_in_one_screen():
     assert {state for name, state in states if name.startswith("transformers.")} == {"applied"}
     kernels = [line.split() for line in lines[lines.index("Kernels") + 1 :]]
     assert kernels[0] == ["shared", "attention", "torch", "usable"]
-    assert [words[:3] for words in kernels[1:3]] == [["cpu", "linear", "C++"], ["cpu", "linear", "oneDNN"]]
-    assert kernels[3] == ["fused", "activation", "torch", "usable"]
-    assert [words[2] for words in kernels[4:]] == ["CUDA", "Triton", "C++", "torch"]
+    assert kernels[1][:3] == ["flash", "attention", "C++"]
+    assert [words[:3] for words in kernels[2:4]] == [["cpu", "linear", "C++"], ["cpu", "linear", "oneDNN"]]
+    assert kernels[4] == ["fused", "activation", "torch", "usable"]
+    assert [words[2] for words in kernels[5:]] == ["CUDA", "Triton", "C++", "torch"]
     assert kernels[-1] == ["no-repeat", "n-gram", "torch", "usable"]
 
 

@@ -209,7 +209,7 @@ _ATTENTION = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS
 
 @functools.lru_cache
 def attends(forward: Callable) -> bool:
-    """Whether this forward of a class calls torch's attention, by its name or by transformers' registry."""
+    """Whether this forward of a class calls torch's attention, by its name or by a registry of such functions."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return code is not None and not _ATTENTION.isdisjoint(code.co_names)
 

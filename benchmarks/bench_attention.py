@@ -82,14 +82,14 @@ def measure(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> dict[str
         return functional.scaled_dot_product_attention(grouped, whole[0], whole[1])
 
     turns = {"two segments": microseconds(two_segments, device), "one segment": microseconds(one_segment, device)}
+    return result_of(name(shape), turns) | {"saved": inputs * (rows_per_input - 1) * kv_heads * prompt * width}
+
+
+def result_of(case: str, turns: dict[str, list[float]]) -> dict[str, Any]:
+    """ratio: how many times as long the second way takes as the first."""
     medians = {way: statistics.median(found) for way, found in turns.items()}
-    return {
-        "case": name(shape),
-        "microseconds": medians,
-        "turns": turns,
-        "saved": inputs * (rows_per_input - 1) * kv_heads * prompt * width,
-        "ratio": medians["one segment"] / medians["two segments"],
-    }
+    first, second = medians.values()
+    return {"case": case, "microseconds": medians, "turns": turns, "ratio": second / first}
 
 
 def measure_prompt(case: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -116,8 +116,7 @@ def measure_prompt(case: str, dtype: torch.dtype) -> dict[str, Any]:
         turns = {"fastgen": microseconds(by_fastgen, "cpu"), "torch": microseconds(by_torch, "cpu")}
     if not usage:
         raise SystemExit(f"{case}: this machine has no flash attention of fastgen's: python -m fastgen says why")
-    found = {way: statistics.median(one) for way, one in turns.items()}
-    return {"case": case, "microseconds": found, "turns": turns, "ratio": found["torch"] / found["fastgen"]}
+    return result_of(case, turns)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,7 +25,7 @@ inline Vector exp_of(Vector x) {
     return x < -87.0f ? Vector{} : power * (Vector)two;
 }
 
-// Numbers, where one of the two is none.
+// The first, where one of the two is no number.
 template <typename V>
 inline V larger(const V &one, const V &other) {
     return other > one ? other : one;

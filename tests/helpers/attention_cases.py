@@ -1,9 +1,12 @@
-"""Random queries, keys and values for the tests of attention."""
+"""Random queries, keys and values for the tests of attention, and the comparison of a kernel with torch."""
 
 from __future__ import annotations
 
 import torch
 from hypothesis import strategies as st
+
+from fastgen.ops.shared_attention import attention_by_products
+from fastgen.ops.tolerances import tolerance
 
 WIDTHS = st.sampled_from((1, 3, 8, 16, 20, 33, 64, 72, 80, 128))
 # Rows for each copy of a segment, the first one's first: of which each is a multiple of the next.
@@ -30,3 +33,20 @@ def random_case(copies, lengths, groups, kv_heads, length, width, value_width, m
     elif mask == "one column":
         added = added[..., :1]
     return query, keys, values, None if mask is None else added if mask == "bool" else added.to(dtype)
+
+
+def check_attention(kernel, query, keys, values, mask, scale=0.3, **options):
+    """kernel: the module; options: of its `attention`."""
+    with torch.no_grad():
+        assert kernel.can_attend(query, keys, values, mask)
+        found = kernel.attention(query, keys, values, mask, scale, **options)
+        wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
+        if options.get("is_causal"):
+            wide = torch.ones(query.shape[2], keys[0].shape[2], dtype=torch.bool).tril()
+        expected = attention_by_products(
+            query.double(), [one.double() for one in keys], [one.double() for one in values], wide, scale
+        )
+    assert found.dtype == query.dtype and found.shape == expected.shape
+    assert found.transpose(1, 2).is_contiguous()
+    atol = tolerance("product", query.dtype) * (expected.abs().max() + 1)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol.item())

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from attention_cases import COPIES, MASKS, WIDTHS, random_case
-from host_compiler import CSRC, compile_library, needs_compiler
+from attention_cases import COPIES, MASKS, WIDTHS, check_attention, random_case
+from host_compiler import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
+from x86_kernels import needs_library, torch_threads, use_wide_registers
 
 from fastgen.ops import few_queries, x86
 from fastgen.ops.shared_attention import attention_by_products, shared_attention
-from fastgen.ops.tolerances import tolerance
-
-needs_library = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
 
 LENGTHS = st.sampled_from((1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100, 257))
 
 
-def check(query, keys, values, mask, scale=0.3):
-    with torch.no_grad():
-        assert few_queries.can_attend(query, keys, values, mask)
-        found = few_queries.attention(query, keys, values, mask, scale)
-        wide = [None if mask is None else mask if mask.dtype == torch.bool else mask.double()]
-        expected = attention_by_products(
-            query.double(), [one.double() for one in keys], [one.double() for one in values], *wide, scale
-        )
-    assert found.dtype == query.dtype and found.shape == expected.shape
-    assert found.transpose(1, 2).is_contiguous()
-    atol = tolerance("product", query.dtype) * (expected.abs().max() + 1)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol.item())
+check = partial(check_attention, few_queries)
 
 
 @needs_library
@@ -46,23 +35,15 @@ def test_few_queries_see_what_they_see_in_torch(
         groups = length = 1
     if mask is None:
         first += few_queries.MIN_KEYS_WITHOUT_MASK
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        lengths = (first, second, 3)
+    lengths = (first, second, 3)
+    with torch_threads(threads):
         check(*random_case(copies, lengths, groups, kv_heads, length, width, value_width, mask, dtype, seed=seed))
-    finally:
-        torch.set_num_threads(before)
 
 
 @needs_compiler
 @needs_library
 def test_attention_in_wider_registers_is_right_as_well(tmp_path, monkeypatch):
-    """What machines with AVX-512 run, in the instructions of AVX2."""
-    flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi")
-    library = compile_library(tmp_path / "wide.so", *flags, CSRC / "few_queries.cpp", CSRC / "skinny_gemm.cpp")
-    monkeypatch.setattr(x86, "load", lambda name: library)
-    monkeypatch.setattr(x86, "function", x86.function.__wrapped__)
+    use_wide_registers(tmp_path, monkeypatch, "few_queries", "skinny_gemm")
     for copies in ((1,), (4, 1), (6, 3, 1)):
         for dtype in x86.DTYPES:
             for width in (20, 64, 80):
@@ -75,14 +56,10 @@ def test_bits_do_not_depend_on_rows_and_threads(dtype):
     query, keys, values, mask = random_case((4, 1), (100, 9), 2, 3, 1, 64, 64, "added", dtype, inputs=3)
     with torch.no_grad():
         found = few_queries.attention(query, keys, values, mask, 0.2)
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             alone = few_queries.attention(
                 query[5:6], [keys[0][1:2], keys[1][5:6]], [values[0][1:2], values[1][5:6]], mask[5:6], 0.2
             )
-        finally:
-            torch.set_num_threads(before)
     assert torch.equal(found[5:6], alone)
 
 

@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
-from attention_cases import COPIES, MASKS, WIDTHS, random_case
-from host_compiler import CSRC, compile_library, needs_compiler
+from attention_cases import COPIES, MASKS, WIDTHS, check_attention, random_case
+from host_compiler import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from x86_kernels import needs_library, torch_threads, use_wide_registers
 
 from fastgen.ops import flash_attention, x86
 from fastgen.ops.flash_attention import FlashAttention
 from fastgen.ops.shared_attention import attention_by_products, shared_attention
-from fastgen.ops.tolerances import tolerance
-
-needs_library = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
 
 QUERIES = st.sampled_from((32, 33, 47, 96, 130))
 LENGTHS = st.sampled_from((32, 33, 63, 128, 129, 300))
 
 
-def check(query, keys, values, mask, scale=0.3, is_causal=False):
-    with torch.no_grad():
-        assert flash_attention.can_attend(query, keys, values, mask)
-        found = flash_attention.attention(query, keys, values, mask, scale, is_causal)
-        wide = [one.double() if isinstance(one, torch.Tensor) and one.dtype != torch.bool else one for one in (mask,)]
-        if is_causal:
-            wide = [torch.ones(query.shape[2], keys[0].shape[2], dtype=torch.bool).tril()]
-        expected = attention_by_products(
-            query.double(), [one.double() for one in keys], [one.double() for one in values], *wide, scale
-        )
-    assert found.dtype == query.dtype and found.shape == expected.shape
-    assert found.transpose(1, 2).is_contiguous()
-    atol = tolerance("product", query.dtype) * (expected.abs().max() + 1)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol.item())
+check = partial(check_attention, flash_attention)
 
 
 @needs_library
@@ -50,13 +36,9 @@ def check(query, keys, values, mask, scale=0.3, is_causal=False):
 def test_many_queries_see_what_they_see_in_torch(
     copies, first, second, groups, kv_heads, length, width, value_width, mask, dtype, threads, seed
 ):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        lengths = (first, second, 3)
+    lengths = (first, second, 3)
+    with torch_threads(threads):
         check(*random_case(copies, lengths, groups, kv_heads, length, width, value_width, mask, dtype, seed=seed))
-    finally:
-        torch.set_num_threads(before)
 
 
 @needs_library
@@ -70,11 +52,7 @@ def test_causal_queries_see_what_they_see_in_torch(length, keys, groups, width, 
 @needs_compiler
 @needs_library
 def test_flash_attention_in_wider_registers_is_right_as_well(tmp_path, monkeypatch):
-    """What machines with AVX-512 run, in the instructions of AVX2."""
-    flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi")
-    library = compile_library(tmp_path / "wide.so", *flags, CSRC / "flash_attention.cpp", CSRC / "skinny_gemm.cpp")
-    monkeypatch.setattr(x86, "load", lambda name: library)
-    monkeypatch.setattr(x86, "function", x86.function.__wrapped__)
+    use_wide_registers(tmp_path, monkeypatch, "flash_attention", "skinny_gemm")
     for dtype in x86.DTYPES:
         for width in (20, 64, 80):
             check(*random_case((4, 1), (133, 17), 1, 3, 65, width, width, "added", dtype))
@@ -87,13 +65,9 @@ def test_bits_depend_neither_on_rows_nor_on_threads(dtype):
     query, keys, values, mask = random_case((2, 1), (200, 40), 2, 3, 700, 64, 64, "added", dtype, inputs=2)
     with torch.no_grad():
         found = flash_attention.attention(query, keys, values, mask, 0.2)
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             of_one = [keys[0][1:2], keys[1][3:4]], [values[0][1:2], values[1][3:4]], mask[3:4, ..., 100:132, :]
             alone = flash_attention.attention(query[3:4, :, 100:132], *of_one, 0.2)
-        finally:
-            torch.set_num_threads(before)
     assert torch.equal(found[3:4, :, 100:132], alone)
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.activations import NewGELUActivation
+from x86_kernels import torch_threads
 
 from fastgen.ops import lookup, x86
 from fastgen.ops.cpu_graph import capture
@@ -25,12 +26,8 @@ def bits(tensor):
 @given(st.integers(1, 300_000), st.integers(1, 3), st.sampled_from((0.01, 1.0, 30.0)))
 def test_a_table_has_the_bits_of_the_function(count, threads, scale):
     numbers = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * scale).to(torch.bfloat16)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         found = torch.ops.fastgen.lookup(numbers, TABLE)
-    finally:
-        torch.set_num_threads(before)
     assert bits(found) == bits(ACTIVATION(numbers))
 
 

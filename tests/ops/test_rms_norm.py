@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from x86_kernels import torch_threads
 
 from fastgen.ops import rms_norm, x86
 from fastgen.ops.cpu_graph import capture
@@ -194,15 +195,12 @@ def test_the_numbers_of_the_kernel(rows, width, scale, dtype, seed):
 def test_the_bits_do_not_depend_on_rows_and_threads(monkeypatch):
     monkeypatch.setattr(rms_norm, "MIN_ELEMENTS_OF_THREAD", 1)
     states, weight = torch.randn(33, 100), torch.randn(100)
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    found = []
+    for threads in (1, 2, 5):
+        with torch_threads(threads):
             found.append(torch.ops.fastgen.rms_norm(states, weight, EPSILON))
+    with torch_threads(5):
         found.append(torch.cat([torch.ops.fastgen.rms_norm(row[None], weight, EPSILON) for row in states]))
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(one, found[0]) for one in found)
 
 

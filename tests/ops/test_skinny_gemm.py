@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_compiler import CSRC, compile_library, needs_compiler
+from host_compiler import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
+from x86_kernels import needs_library, torch_threads, use_wide_registers
 
 from fastgen.ops import x86
 from fastgen.ops.cpu_linear import skinny_gemm
-
-needs_library = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"skinny GEMM: {x86.machine_reasons()}")
 
 ROWS = st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 25, 63, 64, 65, 130))
 IN = st.sampled_from((1, 3, 7, 8, 9, 16, 17, 33, 64, 255, 256, 257, 300, 700))
@@ -35,11 +34,7 @@ def test_products_of_few_rows_are_those_of_torch(
 @needs_library
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_wider_registers_are_right_as_well(is_transposed, tmp_path, monkeypatch):
-    """What machines with AVX-512 run, in the instructions of AVX2."""
-    flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi")
-    library = compile_library(tmp_path / "wide.so", *flags, CSRC / "skinny_gemm.cpp")
-    monkeypatch.setattr(x86, "load", lambda name: library)
-    monkeypatch.setattr(x86, "function", x86.function.__wrapped__)
+    use_wide_registers(tmp_path, monkeypatch, "skinny_gemm")
     for rows in (1, 4, 12, 16, 25, 65):
         for in_features, out_features in ((700, 97), (257, 193), (300, 1003), (33, 13)):
             for dtype in x86.DTYPES:
@@ -119,15 +114,9 @@ def check(rows, in_features, out_features, is_transposed, with_bias, threads, dt
     weight = torch.randn(in_features, out_features).t() if is_transposed else torch.randn(out_features, in_features)
     bias = torch.randn(out_features).to(dtype) if with_bias else None
     states, weight = torch.randn(rows, in_features).to(dtype), weight.to(dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found, last = (
-            skinny_gemm.skinny_linear(states, weight, bias),
-            skinny_gemm.skinny_linear(states[-1:], weight, bias),
-        )
-    finally:
-        torch.set_num_threads(before)
+    with torch_threads(threads):
+        found = skinny_gemm.skinny_linear(states, weight, bias)
+        last = skinny_gemm.skinny_linear(states[-1:], weight, bias)
     assert found.dtype == dtype
     expected = functional.linear(*(None if each is None else each.double() for each in (states, weight, bias)))
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.004}[dtype]

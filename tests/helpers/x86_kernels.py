@@ -1,0 +1,34 @@
+"""For tests of the C++ kernels for x86: where they run, on how many threads, and in which registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from host_compiler import CSRC, compile_library
+
+from fastgen.ops import x86
+
+needs_library = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Inside this context torch has so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def use_wide_registers(folder: Path, monkeypatch: pytest.MonkeyPatch, *kernels: str) -> None:
+    """Has these kernels run as machines with AVX-512 do, in the instructions of AVX2; compiles into the folder."""
+    flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi")
+    library = compile_library(folder / "wide.so", *flags, *(CSRC / f"{kernel}.cpp" for kernel in kernels))
+    monkeypatch.setattr(x86, "load", lambda name: library)
+    monkeypatch.setattr(x86, "function", x86.function.__wrapped__)

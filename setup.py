@@ -63,10 +63,13 @@ def kernel(name, source, **options):
 def x86(instructions, *flags):
     """Registers as vectors, which Microsoft's compiler does not know, for x86 processors."""
     options = ["-O3", "-std=c++17", "-ffp-contract=fast", *flags]
-    sources = [f"csrc/{name}.cpp" for name in ("skinny_gemm", "few_queries", "flash_attention", "rms_norm", "lookup")]
-    name = f"fastgen.ops._x86_{instructions}"
+    names = ("skinny_gemm", "few_queries", "flash_attention", "rms_norm", "lookup", "beam_top_k", "move_rows")
     return Extension(
-        name, sources, depends=["csrc/vectors.h", "csrc/attention.h"], optional=True, extra_compile_args=options
+        f"fastgen.ops._x86_{instructions}",
+        [f"csrc/{name}.cpp" for name in names],
+        depends=["csrc/vectors.h", "csrc/attention.h"],
+        optional=True,
+        extra_compile_args=options,
     )
 
 

@@ -1,39 +1,44 @@
 """The best next tokens of beam search, as `torch.topk` over the scores of all beams and tokens finds them.
 
-Equal scores are common in beam search: beams that are out of the race are kept at -1e9, where float32 has steps of 64.
-So the order in which torch gives them is part of the answer, and these functions keep it, or say that they cannot.
+Equal scores are common in beam search: beams that are out of the race are kept at -1e9, where float32 has steps of 64;
+logits of bf16 have few values. So the order in which torch gives them is part of the answer, and these functions keep
+it, or say that they cannot.
 
 All take k candidates of B inputs with M beams each, whose scores are `beam_scores [B, M]`, and return values and index
 `[B, k]`, the best first: index is `beam * vocabulary_size + token`.
+
+`csrc/beam_top_k.cpp` does in one pass what torch does in three. AMD EPYC (family 25, model 17), 2 threads, ms, torch's
+and this one: 8 inputs, 4 beams, 32,128 tokens 1.38, 0.10; 8 inputs, 5 beams, 51,865 tokens 3.20, 0.18; one input, 4
+beams, 4,000 tokens 48 and 18 µs.
 
 Tests: tests/ops/test_beam_top_k.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fastgen.ops import x86
 
 Candidates = tuple[Tensor, Tensor]
 
 # Log-probabilities that are computed at once where not all are kept: so many stay in a CPU's cache, or nearly.
 PART = 2**21
 
-# Scores of an input from which on two stages are faster, on a CPU; measured.
-MIN_SCORES = 200_000
-
 # Up to this share of k in all numbers, torch on a CPU has a heap of the best k and goes through the others in order.
 # A number that is no better than the worst of the heap changes nothing.
 HEAP = 64
 
+# Of fewer scores threads would wait longer for each other than they work.
+MIN_SCORES_OF_THREAD = 1 << 15
 
-def log_probs_in_parts(logits: Tensor) -> Iterable[Tensor]:
-    """`log_softmax(logits)` of `[rows, vocabulary_size]`, of a few rows at a time."""
-    return (functional.log_softmax(part, dim=-1) for part in logits.split(_rows_of_a_part(logits)))
+_ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_int32)
 
 
 def _rows_of_a_part(logits: Tensor) -> int:
@@ -42,13 +47,15 @@ def _rows_of_a_part(logits: Tensor) -> int:
 
 def best_of_all(logits: Tensor, beam_scores: Tensor, k: int, log_probs: Tensor | None = None) -> Candidates:
     """Of logits `[B * M, vocabulary_size]`, or of what was made of their log-probabilities."""
-    found, vocabulary = None, logits.shape[1]
-    if logits.device.type == "cpu" and vocabulary > k and beam_scores.shape[1] * vocabulary >= MIN_SCORES:
-        parts = log_probs_in_parts(logits) if log_probs is None else [log_probs]
-        found = best_in_two_stages(parts, beam_scores, k)
-    return found or best_in_one_stage(
-        functional.log_softmax(logits, dim=-1) if log_probs is None else log_probs, beam_scores, k
-    )
+    if not _can_choose(logits if log_probs is None else log_probs, beam_scores, k):
+        log_probs = functional.log_softmax(logits, dim=-1) if log_probs is None else log_probs
+        return best_in_one_stage(log_probs, beam_scores, k)
+    if log_probs is not None:
+        return _choose(log_probs, beam_scores, k)
+    inputs = max(1, _rows_of_a_part(logits) // beam_scores.shape[1])
+    parts = zip(logits.split(inputs * beam_scores.shape[1]), beam_scores.split(inputs))
+    found = [_choose(functional.log_softmax(part, dim=-1), scores, k) for part, scores in parts]
+    return found[0] if len(found) == 1 else tuple(map(torch.cat, zip(*found)))
 
 
 def best_in_one_stage(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
@@ -57,21 +64,23 @@ def best_in_one_stage(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candida
     return tuple(torch.topk(scores.flatten(1), k=k))
 
 
-def best_in_two_stages(parts: Iterable[Tensor], beam_scores: Tensor, k: int) -> Candidates | None:
-    """First of each beam, then of all. parts: log-probabilities `[rows, vocabulary_size]`, together of all B * M rows.
+def _can_choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> bool:
+    """Whether the kernel can do it, in torch's order."""
+    for tensor in (log_probs, beam_scores):
+        if not tensor.is_cpu or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            return False
+    is_heap = 0 < k * HEAP <= beam_scores.shape[1] * log_probs.shape[1]
+    return is_heap and not torch._C._len_torch_dispatch_stack() and not x86.machine_reasons() and _chooses_as_torch()
 
-    None where scores among the best k + 1 are equal, or not a number: their order is that of one stage.
-    """
-    found = []
-    for part in parts:
-        vocabulary = part.shape[1]
-        found.append(torch.topk(part, k=k + 1))
-    values, tokens = (torch.cat(of_parts).unflatten(0, beam_scores.shape) for of_parts in zip(*found))  # [B, M, k + 1]
-    values, index = torch.topk((values + beam_scores[:, :, None]).flatten(1), k=k + 1)
-    if not _differ(values):
-        return None
-    index = index[:, :k]
-    return values[:, :k], index // (k + 1) * vocabulary + tokens.flatten(1).gather(1, index)
+
+def _choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
+    inputs, beams = beam_scores.shape
+    values, index = beam_scores.new_empty((inputs, k)), torch.empty((inputs, k), dtype=torch.int64, device="cpu")
+    addresses = (tensor.data_ptr() for tensor in (log_probs, beam_scores, values, index))
+    threads = min(torch.get_num_threads(), inputs, 1 + log_probs.numel() // MIN_SCORES_OF_THREAD)
+    function = x86.function("beam_top_k", torch.float32, _ARGUMENTS)
+    function(*addresses, inputs, beams, log_probs.shape[1], k, threads)
+    return values, index
 
 
 def best_of_allowed(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Candidates | None:
@@ -141,6 +150,16 @@ def _best(scores: Tensor, input_of: Tensor, places: Tensor, inputs: int, k: int)
     index[input_of, columns] = places
     values, found = torch.topk(dense, k=k)
     return values, index.gather(1, found)
+
+
+@cache
+def _chooses_as_torch() -> bool:
+    """Whether this torch has the kernel's order of equal numbers: tried once, with many equal ones."""
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        generator = torch.Generator().manual_seed(0)
+        log_probs = torch.randint(-9, 0, (6, 1000), generator=generator, device="cpu").float()
+        beam_scores = torch.tensor([[-1.0, -2.0, -1e9], [0.0, -3.0, -3.0]], device="cpu")
+        return all(map(torch.equal, _choose(log_probs, beam_scores, 16), best_in_one_stage(log_probs, beam_scores, 16)))
 
 
 @cache

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from host_compiler import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
+from x86_kernels import needs_library, torch_threads, use_wide_registers
 
 from fastgen.ops import beam_top_k
-from fastgen.ops.beam_top_k import (
-    best_in_one_stage,
-    best_in_two_stages,
-    best_of_all,
-    best_of_allowed,
-    log_probs_in_parts,
-)
+from fastgen.ops.beam_top_k import best_in_one_stage, best_of_all, best_of_allowed
 
 SHAPES = {"inputs": st.integers(1, 3), "beams": st.integers(1, 12), "seed": st.integers(0, 10**6)}
 
@@ -42,43 +38,79 @@ def test_of_allowed_tokens_alone(inputs, beams, seed, in_race, share, equal):
     assert all(map(torch.equal, found, best_in_one_stage(masked, beam_scores, k)))
 
 
-@settings(max_examples=150, deadline=None)
-@given(**SHAPES, in_race=st.integers(1, 12), digits=st.sampled_from([0, 2, None]))
-def test_in_two_stages(inputs, beams, seed, in_race, digits):
-    torch.manual_seed(seed)
-    log_probs = functional.log_softmax(3 * torch.randn(inputs * beams, 60), dim=-1)
+def check(inputs: int, beams: int, vocabulary: int, k: int, digits: int | None, in_race: int, threads: int = 1) -> None:
+    """Of log-probabilities, many of which are equal if they are rounded, and some -inf, as processors leave them."""
+    log_probs = functional.log_softmax(3 * torch.randn(inputs * beams, vocabulary), dim=-1)
     log_probs = log_probs if digits is None else log_probs.round(decimals=digits)
-    beam_scores, k = scores_of_beams(inputs, beams, in_race), 2 * beams
-    found, expected = best_in_two_stages([log_probs], beam_scores, k), best_in_one_stage(log_probs, beam_scores, k)
-    if found is None:  # two of the best k + 1 are equal
-        best = best_in_one_stage(log_probs, beam_scores, k + 1)[0]
-        assert (best[:, 1:] == best[:, :-1]).any()
-    else:
-        assert all(map(torch.equal, found, expected))
+    log_probs.masked_fill_(torch.rand_like(log_probs) < 0.2, -torch.inf)
+    beam_scores = scores_of_beams(inputs, beams, in_race)
+    with torch_threads(threads):
+        found = beam_top_k._choose(log_probs, beam_scores, k)
+    assert all(map(torch.equal, found, best_in_one_stage(log_probs, beam_scores, k)))
 
 
-@pytest.mark.parametrize("equal", [False, True])
-def test_many_scores_are_those_of_one_stage(equal):
-    log_probs, beam_scores = functional.log_softmax(torch.randn(8, 60_000), dim=-1), scores_of_beams(2, 4, 4)
-    if equal:
-        log_probs = log_probs.round()
+@needs_library
+@settings(max_examples=300, deadline=None)
+@given(
+    **SHAPES,
+    vocabulary=st.integers(130, 3000),
+    in_race=st.integers(1, 12),
+    digits=st.sampled_from([0, 2, None]),
+    threads=st.integers(1, 3),
+)
+def test_of_all_tokens_in_torchs_order_of_equal_scores(inputs, beams, vocabulary, seed, in_race, digits, threads):
+    torch.manual_seed(seed)
+    check(inputs, beams, vocabulary, 2 * beams, digits, in_race, threads)
+
+
+@needs_compiler
+@needs_library
+def test_in_wider_registers(tmp_path, monkeypatch):
+    use_wide_registers(tmp_path, monkeypatch, "beam_top_k", "skinny_gemm")
+    for vocabulary in (200, 256, 1001):
+        for digits in (0, None):
+            check(2, 4, vocabulary, 8, digits, 3)
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
+def test_of_scores_that_are_not_finite(value):
+    log_probs, beam_scores = functional.log_softmax(torch.randn(8, 900), dim=-1), scores_of_beams(2, 4, 4)
+    log_probs[1, 4:300] = value
+    log_probs[6] = value
+    found, expected = best_of_all(log_probs, beam_scores, 8, log_probs), best_in_one_stage(log_probs, beam_scores, 8)
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("has_processors", [False, True])
+@pytest.mark.parametrize("digits", [0, None])
+def test_best_of_all_are_those_of_one_stage_also_in_parts(has_processors, digits, monkeypatch):
+    monkeypatch.setattr(beam_top_k, "PART", 9000)
+    logits, beam_scores = 5 * torch.randn(28, 1001), scores_of_beams(7, 4, 4)
+    logits = logits if digits is None else logits.round(decimals=digits)
+    log_probs = functional.log_softmax(logits, dim=-1)
     expected = best_in_one_stage(log_probs, beam_scores, 8)
-    assert all(map(torch.equal, best_of_all(log_probs, beam_scores, 8, log_probs), expected))
+    found = best_of_all(logits, beam_scores, 8, log_probs if has_processors else None)
+    assert all(map(torch.equal, found, expected))
 
 
-def test_equal_scores_and_those_that_are_no_numbers_are_left_to_one_stage():
-    log_probs = -torch.arange(60.0).repeat(2, 1)
-    assert best_in_two_stages([log_probs], torch.tensor([[0.0, -0.5]]), 4) is not None
-    assert best_in_two_stages([log_probs], torch.tensor([[0.0, -1.0]]), 4) is None
-    log_probs[1, 3] = torch.nan
-    assert best_in_two_stages([log_probs], torch.tensor([[0.0, -0.5]]), 4) is None
-
-
-def test_parts_are_those_of_one_softmax(monkeypatch):
-    logits = 5 * torch.randn(7, 1001)
-    monkeypatch.setattr(beam_top_k, "PART", 2002)
-    parts = list(log_probs_in_parts(logits))
-    assert len(parts) == 4 and torch.equal(torch.cat(parts), functional.log_softmax(logits, dim=-1))
+@needs_library
+@pytest.mark.parametrize(
+    ("k", "dtype", "keeps_order", "is_asked"),
+    [
+        (8, torch.float32, True, True),
+        (8, torch.float32, False, False),
+        (80, torch.float32, True, False),  # of so many torch has no heap
+        (8, torch.float64, True, False),
+    ],
+)
+def test_what_the_kernel_cannot_do_as_torch_is_left_to_torch(k, dtype, keeps_order, is_asked, monkeypatch):
+    asked, choose = [], beam_top_k._choose
+    monkeypatch.setattr(beam_top_k, "_chooses_as_torch", lambda: keeps_order)
+    monkeypatch.setattr(beam_top_k, "_choose", lambda *arguments: asked.append(arguments) or choose(*arguments))
+    logits, beam_scores = torch.randn(4, 1000, dtype=dtype), torch.zeros(1, 4, dtype=dtype)
+    expected = best_in_one_stage(functional.log_softmax(logits, dim=-1), beam_scores, k)
+    assert all(map(torch.equal, best_of_all(logits, beam_scores, k), expected)) and len(asked) == is_asked
 
 
 @settings(max_examples=100, deadline=None)
@@ -112,11 +144,3 @@ def test_what_is_not_finite_is_left_alone(value):
     logits = torch.randn(2, 200)
     logits[1, 4] = value
     assert best_of_allowed(logits, torch.zeros(1, 2), torch.tensor([0, 1]), torch.tensor([3, 4]), 4) is None
-
-
-@pytest.mark.parametrize(("beams", "k", "is_asked"), [(4, 8, False), (8, 16, True), (8, 30_000, False)])
-def test_two_stages_are_for_many_scores(monkeypatch, beams, k, is_asked):
-    asked, logits, beam_scores = [], torch.randn(beams, 30_000), torch.zeros(1, beams)
-    monkeypatch.setattr(beam_top_k, "best_in_two_stages", lambda *arguments: asked.append(arguments))
-    expected = best_in_one_stage(functional.log_softmax(logits, dim=-1), beam_scores, k)
-    assert all(map(torch.equal, best_of_all(logits, beam_scores, k), expected)) and len(asked) == is_asked

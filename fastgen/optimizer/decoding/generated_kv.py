@@ -6,15 +6,11 @@ Tests: tests/optimizer/decoding/test_kv_cache.py
 from __future__ import annotations
 
 import functools
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-# From here on it pays, on a CPU, to find the rows that a reorder moves, and to move them layer by layer, through memory
-# that stays in a cache. AMD EPYC (family 25, model 17), 12 layers of 12 heads, ms for 63 positions, all layers at once
-# and one by one: 128 rows 513, 77; 255 positions of 16 rows 256, 26; 31 of 4 rows 1.7, 1.3; 2 of 4 rows 0.24, 0.57.
-MIN_ELEMENTS_BY_LAYER = 1 << 19
+from fastgen.ops.move_rows import move_rows
 
 FIRST_CAPACITY = 32
 
@@ -61,16 +57,8 @@ class Generated:
             return
         if not self.is_static and _are_held_elsewhere(self.buffers):  # of a static one, by captured steps only
             self._move(self.by_layer[0], self.buffers[0].shape[3])
-        moving = [buffer[layers, :, :, self.unmoved : length] for buffer in self.buffers]
-        beam_idx = beam_idx.to(moving[0].device)
-        if beam_idx.device.type != "cpu" or sum(map(Tensor.numel, moving)) < MIN_ELEMENTS_BY_LAYER:
-            for states in moving:
-                states.copy_(states.index_select(1, beam_idx))
-            return
-        moved = (beam_idx != torch.arange(beam_idx.shape[0])).nonzero().squeeze(1)
-        beam_idx = beam_idx[moved]
-        for states in chain(*moving) if moved.numel() else ():
-            states[moved] = states.index_select(0, beam_idx)
+        for buffer in self.buffers:
+            move_rows(buffer[layers, :, :, self.unmoved : length], beam_idx)
 
     def compact(self, rows: Tensor) -> None:
         """Row i becomes what row `rows[i]` (int64) was; the others are dropped."""

@@ -15,7 +15,25 @@ namespace {
 constexpr int QUERIES = 6;                       // whose sums over COLUMNS registers of values registers can hold
 constexpr int COLUMNS = WIDTH == 16 ? 4 : 2;
 constexpr int64_t AHEAD = 2 * WIDTH;             // keys or values after the present one that are fetched meanwhile
+constexpr int64_t CACHE_LINE = 64;               // bytes
 constexpr float HIDES = -1e30f;                  // a mask of less leaves nothing of a weight
+
+// What is fetched while key or value n of a head is used: that which is AHEAD of it, or those of the next heads behind the
+// last one.
+template <typename T>
+struct Ahead {
+    const T *of_head;
+    int64_t heads_apart, stride, length, first; // first: the position of what is fetched at first
+
+    Ahead(const States<T> &states, const T *of_head, int64_t length)
+        : of_head(of_head + AHEAD / length * states.of_head), heads_apart(states.of_head), stride(states.of_position),
+          length(length), first(AHEAD % length) {}
+
+    const T *at(int64_t n) const {
+        n += first;
+        return n < length ? of_head + n * stride : of_head + heads_apart + (n - length) * stride;
+    }
+};
 
 // How STEP numbers of a key are multiplied with those of a query, and how queries are stored for that.
 template <typename T>
@@ -40,22 +58,22 @@ struct Dot<Bf16> {
 // scores[q][n] = query q times key n, for the keys of one copy.
 template <typename T>
 void multiply_keys(const typename Dot<T>::Query *queries, int64_t count, const T *keys, int64_t stride, int64_t length,
-                   int64_t width, float *scores, int64_t scores_stride) {
+                   int64_t width, float *scores, int64_t scores_stride, Ahead<T> ahead) {
     constexpr int64_t STEP = Dot<T>::STEP;
     const int64_t steps = width / STEP * STEP, whole = width / WIDTH * WIDTH;
     for (int64_t n = 0; n < length; n += WIDTH) {
         const T *block = keys + n * stride;
         const int64_t wide = std::min<int64_t>(WIDTH, length - n);
+        const T *next = ahead.at(n);
+        for (int64_t j = 0; j < wide; j++)
+            for (int64_t d = 0; d < width; d += CACHE_LINE / sizeof(T)) __builtin_prefetch(next + j * stride + d);
         for (int64_t q = 0; q < count; q++) {
             const auto *query = queries + q * width;
             float *found = scores + q * scores_stride + n;
             if (wide == WIDTH) {
                 Vector lanes[WIDTH] = {};
-                for (int64_t d = 0; d < steps; d += STEP) {
-                    if (q == 0)
-                        for (int j = 0; j < WIDTH; j++) __builtin_prefetch(block + (j + AHEAD) * stride + d);
+                for (int64_t d = 0; d < steps; d += STEP)
                     for (int j = 0; j < WIDTH; j++) Dot<T>::add(lanes[j], query + d, block + j * stride + d);
-                }
                 for (int64_t d = steps; d < whole; d += WIDTH)
                     for (int j = 0; j < WIDTH; j++) lanes[j] += load(block + j * stride + d) * load(query + d);
                 sum_up(lanes);
@@ -77,14 +95,14 @@ void multiply_keys(const typename Dot<T>::Query *queries, int64_t count, const T
 // sums[q] += weights[q][n] * value n, for Q queries and C registers of columns.
 template <typename T, int Q, int C>
 inline void add_values(const float *weights, int64_t weights_stride, const T *values, int64_t stride, int64_t length,
-                       float *sums, int64_t sums_stride) {
+                       float *sums, int64_t sums_stride, Ahead<T> ahead) {
     Vector kept[Q][C];
     for (int q = 0; q < Q; q++)
         for (int c = 0; c < C; c++) kept[q][c] = load(sums + q * sums_stride + c * WIDTH);
     for (int64_t n = 0; n < length; n++) {
         Vector parts[C];
         for (int c = 0; c < C; c++) parts[c] = load(values + n * stride + c * WIDTH);
-        for (int c = 0; c < C; c++) __builtin_prefetch(values + (n + AHEAD) * stride + c * WIDTH);
+        for (int c = 0; c < C; c += CACHE_LINE / (WIDTH * sizeof(T))) __builtin_prefetch(ahead.at(n) + c * WIDTH);
         for (int q = 0; q < Q; q++) {
             const float weight = weights[q * weights_stride + n];
             for (int c = 0; c < C; c++) kept[q][c] += weight * parts[c];
@@ -96,14 +114,14 @@ inline void add_values(const float *weights, int64_t weights_stride, const T *va
 
 template <typename T>
 void multiply_values(const float *weights, int64_t weights_stride, int64_t count, const T *values, int64_t stride,
-                     int64_t length, int64_t width, float *sums) {
+                     int64_t length, int64_t width, float *sums, Ahead<T> ahead) {
     for (int64_t q = 0; q < count; q += QUERIES, weights += QUERIES * weights_stride, sums += QUERIES * width)
         with_constant<QUERIES>(std::min<int64_t>(QUERIES, count - q), [&](auto some) {
             int64_t d = 0;
-            for (; d + COLUMNS * WIDTH <= width; d += COLUMNS * WIDTH)
-                add_values<T, some, COLUMNS>(weights, weights_stride, values + d, stride, length, sums + d, width);
-            for (; d + WIDTH <= width; d += WIDTH)
-                add_values<T, some, 1>(weights, weights_stride, values + d, stride, length, sums + d, width);
+            for (; d + COLUMNS * WIDTH <= width; d += COLUMNS * WIDTH, ahead.of_head += COLUMNS * WIDTH)
+                add_values<T, some, COLUMNS>(weights, weights_stride, values + d, stride, length, sums + d, width, ahead);
+            for (; d + WIDTH <= width; d += WIDTH, ahead.of_head += WIDTH)
+                add_values<T, some, 1>(weights, weights_stride, values + d, stride, length, sums + d, width, ahead);
             for (; d < width; d++)
                 for (int64_t n = 0; n < length; n++)
                     for (int i = 0; i < some; i++)
@@ -140,6 +158,28 @@ float to_weights(float *scores, int64_t length, int64_t padded) {
     return total(sum);
 }
 
+template <typename T>
+inline void copy_query(const T *query, T *to, int64_t width) {
+    memcpy(to, query, width * sizeof *to);
+}
+
+inline void copy_query(const Bf16 *query, float *to, int64_t width) {
+    for (int64_t d = 0; d < width; d++) to[d] = to_float(query[d]);
+}
+
+// Sums of weighted values by the total of their weights, which is 0 where all keys are hidden.
+template <typename T>
+inline void store_output(const float *sums, float total, T *output, int64_t width) {
+    int64_t d = 0;
+    for (; d + 8 <= width; d += 8) {
+        Eight numbers;
+        memcpy(&numbers, sums + d, sizeof numbers);
+        const auto stored = in_format(total == 0 ? Eight{} : numbers / total, output);
+        memcpy(output + d, &stored, 8 * sizeof *output);
+    }
+    for (; d < width; d++) store(total == 0 ? 0.0f : sums[d] / total, output + d);
+}
+
 // The rows that have a copy of the segment with the fewest (`least`) copies in common, and the query heads of one head of
 // its keys.
 template <typename T>
@@ -165,19 +205,18 @@ void attend(const Attention<T> &of, int64_t least, int64_t unit, std::vector<flo
         for (Segment<T> segment : of.segments) {
             const int64_t length = segment.length;
             segment.length = std::min(length, seen - start);
+            if (segment.length <= 0) continue;
             const int64_t copies = segment.copies / least, each = count / copies;
             for (int64_t c = 0; c < copies; c++)
                 multiply(segment, copy * copies + c, c * each, each, scores + c * each * padded + start);
             start += length;
         }
     };
-    for (int64_t q = 0; q < count; q++) {
-        const T *query = of.query + place(q, of.query_strides);
-        for (int64_t d = 0; d < of.width; d++) store(to_float(query[d]), queries + q * of.width + d);
-    }
+    for (int64_t q = 0; q < count; q++) copy_query(of.query + place(q, of.query_strides), queries + q * of.width, of.width);
     for_copies([&](const Segment<T> &segment, int64_t number, int64_t first, int64_t each, float *part) {
-        multiply_keys(queries + first * of.width, each, segment.keys.at(number, head), segment.keys.of_position,
-                      segment.length, of.width, part, padded);
+        const T *keys = segment.keys.at(number, head);
+        multiply_keys(queries + first * of.width, each, keys, segment.keys.of_position, segment.length, of.width, part,
+                      padded, Ahead<T>(segment.keys, keys, segment.length));
     });
     for (int64_t q = 0; q < count; q++) {
         for (int64_t n = 0; n < seen; n++) scores[q * padded + n] *= of.scale;
@@ -186,14 +225,12 @@ void attend(const Attention<T> &of, int64_t least, int64_t unit, std::vector<flo
     }
     std::fill(found, found + count * of.value_width, 0.0f);
     for_copies([&](const Segment<T> &segment, int64_t number, int64_t first, int64_t each, float *part) {
-        multiply_values(part, padded, each, segment.values.at(number, head), segment.values.of_position, segment.length,
-                        of.value_width, found + first * of.value_width);
+        const T *values = segment.values.at(number, head);
+        multiply_values(part, padded, each, values, segment.values.of_position, segment.length, of.value_width,
+                        found + first * of.value_width, Ahead<T>(segment.values, values, segment.length));
     });
-    for (int64_t q = 0; q < count; q++) {
-        T *output = of.output + place(q, of.output_strides);
-        for (int64_t d = 0; d < of.value_width; d++)
-            store(totals[q] == 0 ? 0.0f : found[q * of.value_width + d] / totals[q], output + d);
-    }
+    for (int64_t q = 0; q < count; q++)
+        store_output(found + q * of.value_width, totals[q], of.output + place(q, of.output_strides), of.value_width);
 }
 
 template <typename T>

@@ -197,7 +197,7 @@ class DecodeStep(AbstractContextManager):
             if not self._holds_graphs:
                 reasons = [Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")]
         if cache is not None and not reasons:
-            self.most = cache.generated[0].lengths[0] + left
+            self.most = cache.generated[0].lengths[0] + left - 1  # the last token needs no keys
             try:
                 reasons = self._first_capture(cache.content(drop_last=True), tokens, expected, wants_new)
             except torch.cuda.OutOfMemoryError:  # the call's own cache is as it was

@@ -38,8 +38,11 @@ Spec = tuple[int, int, tuple]  # rows, rows per input, and of layers that are al
 
 
 def capacity_for(needed: int, most: int) -> int:
-    """Capacity for twice the positions that are needed, or for `most` if that is less, rounded."""
-    return max(SMALLEST_CAPACITY, rounded(max(needed, min(most, 2 * needed))))
+    """Capacity for twice the positions that are needed, or for `most` if that is less, rounded.
+
+    A short call never grows: the steps behind would often be too few for another graph.
+    """
+    return max(SMALLEST_CAPACITY, rounded(max(needed, min(most, 2 * max(needed, SMALLEST_CAPACITY)))))
 
 
 def rounded(length: int) -> int:

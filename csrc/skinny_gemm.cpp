@@ -1,5 +1,5 @@
-// rows @ weight^T + bias for a few rows and weights larger than the caches: what a decode step does. In fp32, and in
-// bf16 with sums in fp32.
+// rows @ weight^T + bias for a few rows and weights larger than the caches: what a decode step does; and what often comes
+// next, the larger of it and 0, or its sum with other rows. In fp32, and in bf16 with sums in fp32.
 //
 // Libraries for large matrices pack a weight before they use it, which costs as much as such a product. Here it is read
 // once, as it lies in memory; while one part is used, the next is fetched, so that reading costs no time of its own
@@ -69,9 +69,24 @@ struct Product {
     const typename F::Row *rows;      // [row_count, in_features]
     const typename F::Number *weight; // [out_features, in_features], or [in_features, out_features] if it is transposed
     const typename F::Number *bias;   // [out_features] or null
+    const typename F::Number *added;  // [row_count, out_features] or null
     typename F::Number *output;       // [row_count, out_features]
     int64_t row_count, in_features, out_features;
-    bool is_transposed;
+    bool is_transposed, is_rectified;
+
+    // What goes into the output at `place`, and WIDE - 1 numbers behind it. The sum is rounded before others are added to
+    // it, as if it had been stored.
+    template <int WIDE>
+    void finish(Eight numbers, int64_t place) const {
+        if (is_rectified) numbers = numbers < 0 ? Eight{} : numbers;
+        auto stored = in_format(numbers, output);
+        if (added) {
+            auto others = stored;
+            memcpy(&others, added + place, WIDE * sizeof *output);
+            stored = in_format(from_format(stored) + from_format(others), output);
+        }
+        memcpy(output + place, &stored, WIDE * sizeof *output);
+    }
 };
 
 // ---- weight [out_features, in_features]: dot products
@@ -179,9 +194,7 @@ inline void store_output(const Product<F> &product, const float *totals, int64_t
         for (int64_t k = whole; k < in; k++)
             for (int j = 0; j < W; j++)
                 numbers[j] += to_float(product.rows[i * in + k]) * to_float(product.weight[(n + j) * in + k]);
-        typename F::Number *output = product.output + i * product.out_features + n;
-        const auto stored = in_format(numbers + bias, output);
-        memcpy(output, &stored, W * sizeof *output);
+        product.template finish<W>(numbers + bias, i * product.out_features + n);
     }
 }
 
@@ -269,6 +282,17 @@ inline void add_sums_of_rows(const Sums<F> &sums, int64_t count) {
     if (row < count) with_constant<MOST_ROWS>(count - row, [&](auto r) { add_sums<F, r, V, READ>(sums, row); });
 }
 
+// So many sums of a row become the output at `place`.
+template <class F>
+inline void finish_sums(const Product<F> &product, const float *sums, int64_t place, int64_t count) {
+    for (; count >= 8; count -= 8, sums += 8, place += 8) {
+        Eight numbers;
+        memcpy(&numbers, sums, sizeof numbers);
+        product.template finish<8>(numbers, place);
+    }
+    for (; count > 0; count--, sums++, place++) product.template finish<1>(Eight{*sums}, place);
+}
+
 template <class F>
 void multiply_with_columns(const Product<F> &product, int64_t from, int64_t to) {
     const int64_t in = product.in_features, out = product.out_features;
@@ -301,8 +325,7 @@ void multiply_with_columns(const Product<F> &product, int64_t from, int64_t to) 
                         sums[i * panel + j] +=
                             to_float(product.rows[i * in + k + q]) * to_float(weight[q * out + j]);
         }
-        for (int64_t i = 0; i < product.row_count; i++)
-            for (int64_t j = 0; j < wide; j++) store(sums[i * panel + j], product.output + i * out + n + j);
+        for (int64_t i = 0; i < product.row_count; i++) finish_sums(product, sums.data() + i * panel, i * out + n, wide);
     }
 }
 
@@ -315,6 +338,7 @@ void multiply(const Product<F> &product, int64_t from, int64_t to) {
         Product<F> part = product;
         part.rows += row * product.in_features;
         part.output += row * product.out_features;
+        if (product.added) part.added += row * product.out_features;
         part.row_count = std::min(MAX_ROWS, product.row_count - row);
         product.is_transposed ? multiply_with_columns(part, from, to) : multiply_with_rows(part, from, to);
     }
@@ -337,22 +361,23 @@ extern "C" void fastgen_threads(void *run, void *number, void *count) {
     thread_count = (int (*)())count;
 }
 
-extern "C" void fastgen_skinny_gemm(const float *rows, const float *weight, const float *bias, float *output,
-                                 int64_t row_count, int64_t in_features, int64_t out_features, int32_t is_transposed,
-                                 int32_t threads) {
-    const bool transposed = is_transposed != 0;
-    multiply_in<Single<float>>(threads, {rows, weight, bias, output, row_count, in_features, out_features, transposed});
+extern "C" void fastgen_skinny_gemm(const float *rows, const float *weight, const float *bias, const float *added,
+                                    float *output, int64_t row_count, int64_t in_features, int64_t out_features,
+                                    int32_t is_transposed, int32_t is_rectified, int32_t threads) {
+    multiply_in<Single<float>>(threads, {rows, weight, bias, added, output, row_count, in_features, out_features,
+                                         is_transposed != 0, is_rectified != 0});
 }
 
-extern "C" void fastgen_skinny_gemm_bf16(const Bf16 *rows, const Bf16 *weight, const Bf16 *bias, Bf16 *output,
-                                      int64_t row_count, int64_t in_features, int64_t out_features,
-                                      int32_t is_transposed, int32_t threads) {
-    const bool transposed = is_transposed != 0;
+extern "C" void fastgen_skinny_gemm_bf16(const Bf16 *rows, const Bf16 *weight, const Bf16 *bias, const Bf16 *added,
+                                         Bf16 *output, int64_t row_count, int64_t in_features, int64_t out_features,
+                                         int32_t is_transposed, int32_t is_rectified, int32_t threads) {
 #ifdef __AVX512BF16__
     if (in_features % 2 == 0)
-        return multiply_in<Paired>(threads, {rows, weight, bias, output, row_count, in_features, out_features, transposed});
+        return multiply_in<Paired>(threads, {rows, weight, bias, added, output, row_count, in_features, out_features,
+                                             is_transposed != 0, is_rectified != 0});
 #endif
     std::vector<float> widened(row_count * in_features);
     for (int64_t i = 0; i < row_count * in_features; i++) widened[i] = to_float(rows[i]);
-    multiply_in<Single<Bf16>>(threads, {widened.data(), weight, bias, output, row_count, in_features, out_features, transposed});
+    multiply_in<Single<Bf16>>(threads, {widened.data(), weight, bias, added, output, row_count, in_features,
+                                        out_features, is_transposed != 0, is_rectified != 0});
 }

@@ -88,15 +88,18 @@ inline void store(float number, Bf16 *to) {
 
 // Eight numbers, and as they are stored.
 typedef float Eight __attribute__((vector_size(8 * sizeof(float))));
+typedef uint32_t EightWords __attribute__((vector_size(8 * sizeof(uint32_t))));
+typedef uint16_t EightHalves __attribute__((vector_size(8 * sizeof(uint16_t))));
 
 inline Eight in_format(const Eight &numbers, const float *) { return numbers; }
 
-inline auto in_format(const Eight &numbers, const Bf16 *) {
-    typedef uint32_t Words __attribute__((vector_size(8 * sizeof(uint32_t))));
-    typedef uint16_t Halves __attribute__((vector_size(8 * sizeof(uint16_t))));
-    const Words bits = (Words)numbers, is_nan = (Words)(numbers != numbers);
-    return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded(bits)), Halves);
+inline EightHalves in_format(const Eight &numbers, const Bf16 *) {
+    const EightWords bits = (EightWords)numbers, is_nan = (EightWords)(numbers != numbers);
+    return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded(bits)), EightHalves);
 }
+
+inline Eight from_format(const Eight &stored) { return stored; }
+inline Eight from_format(const EightHalves &stored) { return (Eight)(__builtin_convertvector(stored, EightWords) << 16); }
 
 // A register of bf16 as the upper halves of 32 bits each.
 typedef uint32_t Bits __attribute__((vector_size(WIDTH * sizeof(uint32_t))));

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from fastgen.ops import x86
-from fastgen.ops.tracing import TracedCall
+from fastgen.ops.tracing import TracedCall, uses_of
 
 OPERATION = "fastgen::rms_norm"
 
@@ -64,9 +63,9 @@ def fused(calls: list[TracedCall], output: Any) -> list[TracedCall]:
     """The same calls with one in place of those of each norm; output: what the function that made them returns."""
     if x86.machine_reasons():
         return calls
-    made_by = {id(tensor): number for number, call in enumerate(calls) for tensor in call.made if not _is_same(call)}
-    uses = Counter(id(tensor) for call in calls if not _is_same(call) for tensor in call.read)
-    uses.update(id(leaf) for leaf in tree_leaves(output))
+    numbered = [(number, call) for number, call in enumerate(calls) if not call.returns_argument]
+    made_by = {id(tensor): number for number, call in numbered for tensor in call.made}
+    uses = uses_of(calls, output)
     found: dict[int, TracedCall] = {}
     replaced: set[int] = set()
     for number, call in enumerate(calls):
@@ -124,8 +123,3 @@ def _fit(rows: Tensor, weight: Tensor, output: Tensor) -> bool:
         and dtype in x86.DTYPES
         and all(one.is_cpu and one.dtype == dtype and one.is_contiguous() for one in tensors)
     )
-
-
-def _is_same(call: TracedCall) -> bool:
-    """Whether a call has returned its argument, as `to` does in the type that is there."""
-    return len(call.made) == 1 and any(call.made[0] is tensor for tensor in call.read)

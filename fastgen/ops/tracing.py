@@ -5,6 +5,7 @@ Tests: tests/ops/test_cpu_graph.py, tests/optimizer/transformers/test_foreign_co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,6 +44,11 @@ class TracedCall(NamedTuple):
         """Whether it changes one of its arguments."""
         return self.operation._schema.is_mutable
 
+    @property
+    def returns_argument(self) -> bool:
+        """Whether its result is its argument, as of `to` in the type that is there."""
+        return len(self.made) == 1 and any(self.made[0] is tensor for tensor in self.read)
+
 
 class Tracer(TorchDispatchMode):
     """Inside this context the calls of torch's operations, in their order; raises NotRepeatable."""
@@ -63,6 +69,13 @@ class Tracer(TorchDispatchMode):
             raise NotRepeatable(f"{func} returned {result} on the host: control flow cannot be checked")
         self.calls.append(call)
         return result
+
+
+def uses_of(calls: list[TracedCall], output: Any) -> Counter[int]:
+    """How often the calls read each tensor, by its `id`, and the function that has made them returns it."""
+    uses = Counter(id(tensor) for call in calls if not call.returns_argument for tensor in call.read)
+    uses.update(id(leaf) for leaf in tree_leaves(output))
+    return uses
 
 
 def _has_any_size(operation: torch._ops.OpOverload, args: tuple) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
-from fastgen.ops import few_queries, x86
+from fastgen.ops import cpu_graph, few_queries, x86
 from fastgen.ops.cpu_graph import capture
 from fastgen.ops.cpu_linear import skinny_gemm
 from fastgen.ops.tracing import Diverged, NotRepeatable
@@ -49,7 +51,7 @@ def without_gradients(request):
 def test_a_replay_gives_what_the_function_gives():
     torch.manual_seed(0)
     layer, states = Layer(), torch.randn(ROWS, WIDTH)
-    replay, _ = capture(lambda: layer(states))
+    replay, *_ = capture(lambda: layer(states))
     for place in range(5):
         layer.place.fill_(place)
         states.copy_(torch.randn(ROWS, WIDTH))
@@ -72,7 +74,7 @@ def test_products_of_few_rows_are_replayed_even_where_weights_have_moved():
         )
 
     square = torch.randn(16, 16)
-    replay, _ = capture(run)
+    replay, *_ = capture(run)
     states.mul_(2)
     layer.weight.data, layer.bias.data = layer.weight.data * 3, layer.bias.data + 1
     torch.testing.assert_close(replay(), run())
@@ -93,7 +95,7 @@ def test_attention_of_few_queries_is_replayed_by_its_kernel(queries, monkeypatch
         attended = functional.scaled_dot_product_attention(query * 2, keys, values, mask + 1)
         return attended.transpose(1, 2).reshape(3, -1) + 1
 
-    replay, _ = capture(run)
+    replay, *_ = capture(run)
     assert len(used) == (queries == 1)
     for tensor in (query, keys, values, mask):
         tensor.mul_(-0.5)
@@ -112,12 +114,139 @@ def test_tensors_share_memory_unless_they_are_returned_or_constant():
         return [middle, middle * 2, constant]
 
     with torch.no_grad():
-        replay, nbytes = capture(run)
+        replay, nbytes, _ = capture(run)
         states.mul_(3)
         for _ in range(2):
             for found, expected in zip(replay(), run()):
                 torch.testing.assert_close(found, expected)
     assert nbytes <= 5 * states.nbytes
+
+
+def calls_of(function) -> list[str]:
+    """The operations that a replay repeats, in their order."""
+    repeated, repetition = [], cpu_graph.repetition_of
+    with (
+        mock.patch.object(cpu_graph, "repetition_of", lambda call: repeated.append(call) or repetition(call)),
+        torch.no_grad(),
+    ):
+        capture(function)
+    return [call.operation._schema.name for call in repeated]
+
+
+def test_what_is_computed_twice_or_for_nobody_is_left_out():
+    """As each layer of T5 makes its mask, and reads the length of its cache."""
+    mask, bias, states, length = (
+        torch.rand(3, 9) < 0.5,
+        torch.randn(9),
+        torch.randn(3, 9),
+        torch.zeros((), dtype=torch.int64),
+    )
+
+    def run() -> tuple[Tensor, Tensor]:
+        total = states
+        for _ in range(4):
+            unused = length.clone() + 1
+            added = torch.where(mask, bias, -9.0).clone()
+            total = total + added[:, :9]
+            length.add_(1)
+        return total, unused * 0
+
+    assert calls_of(run).count("aten::where") == 1
+    with torch.no_grad():
+        replay, *_ = capture(run)
+        mask.logical_not_()
+        length.zero_()
+        expected = run()[0]
+        length.zero_()
+        for _ in range(2):
+            torch.testing.assert_close(replay()[0], expected)
+    assert length == 8
+
+
+def test_what_is_written_or_returned_is_computed_each_time():
+    states = torch.randn(5)
+
+    def run() -> list[Tensor]:
+        one, other, third = states + 1, states + 1, states + 1
+        one.mul_(2)
+        return [one * 1, other, third]
+
+    with torch.no_grad():
+        replay, *_ = capture(run)
+        states.mul_(3)
+        found, expected = replay(), run()
+    assert all(map(torch.equal, found, expected)) and found[1].data_ptr() != found[2].data_ptr()
+
+
+@pytest.mark.skipif(bool(x86.machine_reasons()), reason=str(x86.machine_reasons()))
+@pytest.mark.parametrize("dtype", x86.DTYPES)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_products_do_the_relu_and_the_sum_behind_them_with_the_same_bits(dtype, is_transposed):
+    torch.manual_seed(0)
+    up, down = (nn.Linear(*sizes, bias=bias).to(dtype) for *sizes, bias in ((40, 70, True), (70, 40, False)))
+    weights = [layer.weight.data.t().contiguous().t() if is_transposed else layer.weight.data for layer in (up, down)]
+    states = torch.randn(5, 40).to(dtype)
+
+    def run() -> Tensor:
+        hidden = skinny_gemm.skinny_linear(states, weights[0], up.bias).relu()
+        return states + skinny_gemm.skinny_linear(hidden, weights[1])
+
+    assert calls_of(run) == ["fastgen::skinny_linear"] * 2
+    with torch.no_grad():
+        replay, *_ = capture(run)
+        states.mul_(-3)
+        states[0, 0] = torch.nan
+        assert torch.equal(replay().nan_to_num(7), run().nan_to_num(7))
+
+
+@pytest.mark.skipif(bool(x86.machine_reasons()), reason=str(x86.machine_reasons()))
+def test_products_that_others_use_stay_as_they_are():
+    layer, states = nn.Linear(8, 8), torch.randn(3, 8)
+
+    def product() -> Tensor:
+        return skinny_gemm.skinny_linear(states, layer.weight)
+
+    def used_twice() -> Tensor:
+        found = product()
+        return found.relu() + found
+
+    def returned() -> tuple[Tensor, Tensor]:
+        found = product()
+        return found, found + states
+
+    def written_before_the_sum() -> Tensor:
+        found = product()
+        states.mul_(2)
+        return found + states
+
+    def of_another_shape() -> Tensor:
+        return product() + torch.ones(8)
+
+    def scaled() -> Tensor:
+        return torch.add(states, product(), alpha=2)
+
+    for function in (used_twice, returned, written_before_the_sum, of_another_shape, scaled):
+        before = states.clone()
+        with torch.no_grad():
+            replay, *_ = capture(function)
+            states.copy_(before)
+            found = [one.clone() for one in tree_leaves(replay())]
+            states.copy_(before)
+            expected = tree_leaves(function())
+        assert all(map(torch.equal, found, expected)) and calls_of(function)[-1] != "fastgen::skinny_linear"
+
+
+def test_a_position_that_the_buffer_has_not_is_an_error():
+    buffer, place, added = torch.zeros(2, 3, 4, 5), torch.zeros(1, dtype=torch.int64), torch.randn(2, 3, 1, 5)
+    with torch.no_grad():
+        replay, *_ = capture(lambda: buffer.index_copy_(2, place, added))
+        place.fill_(3)
+        replay()
+        assert torch.equal(buffer[:, :, 3], added[:, :, 0])
+        for outside in (4, -1):
+            place.fill_(outside)
+            with pytest.raises(IndexError):
+                replay()
 
 
 def branch(number: Tensor) -> Tensor:
@@ -127,7 +256,7 @@ def branch(number: Tensor) -> Tensor:
 def test_numbers_that_lead_another_way_are_noticed():
     number = torch.zeros(3)
     with torch.no_grad():
-        replay, _ = capture(lambda: branch(number))
+        replay, *_ = capture(lambda: branch(number))
         number.fill_(4)
         assert replay().tolist() == [5, 5, 5]
         number[1] = 6

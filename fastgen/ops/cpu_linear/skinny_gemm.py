@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastgen.ops import x86
+from fastgen.ops.tracing import TracedCall, uses_of
 
 # Of more rows a weight is read several times.
 MOST_ROWS = 64
@@ -29,7 +31,7 @@ MOST_ROWS = 64
 # The same as an operation of torch, for those who note what is called.
 OPERATION = "fastgen::skinny_linear"
 
-_ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2)
+_ARGUMENTS = (*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, *[ctypes.c_int32] * 3)
 
 
 def skinny_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,30 +45,84 @@ def skinny_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return _skinny_linear(rows, weight, bias)
 
 
-def _skinny_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _skinny_linear(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None, is_rectified: bool = False
+) -> Tensor:
     output = rows.new_empty((*rows.shape[:-1], weight.shape[0]))
-    call_into(output, rows, weight, bias)()
+    call_into(output, rows, weight, bias, added, is_rectified)()
     return output
 
 
-def call_into(output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[], None]:
-    """A function that computes the output, `[…, out_features]`, where it is; weight and bias may move, not change."""
+def call_into(
+    output: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    added: Tensor | None = None,
+    is_rectified: bool = False,
+) -> Callable[[], None]:
+    """A function that computes the output, `[…, out_features]`, where it is; weight and bias may move, not change.
+
+    is_rectified: the larger of the output and 0. added: of the output's shape, contiguous, added to it at the end.
+    """
     out_features, in_features = weight.shape
     function = x86.function("skinny_gemm", rows.dtype, _ARGUMENTS)
-    inputs, outputs = rows.data_ptr(), output.data_ptr()
-    sizes = rows.numel() // in_features, in_features, out_features, not weight.is_contiguous(), torch.get_num_threads()
+    inputs, others, outputs = rows.data_ptr(), None if added is None else added.data_ptr(), output.data_ptr()
+    sizes = rows.numel() // in_features, in_features, out_features
+    options = not weight.is_contiguous(), is_rectified, torch.get_num_threads()
 
     def call() -> None:
-        function(inputs, weight.data_ptr(), None if bias is None else bias.data_ptr(), outputs, *sizes)
+        of_bias = None if bias is None else bias.data_ptr()
+        function(inputs, weight.data_ptr(), of_bias, others, outputs, *sizes, *options)
 
     return call
 
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define("skinny_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.define(
+    "skinny_linear(Tensor rows, Tensor weight, Tensor? bias, Tensor? added=None, bool is_rectified=False) -> Tensor"
+)
 _LIBRARY.impl("skinny_linear", _skinny_linear, "CPU")
 
 
 @torch.library.register_fake(OPERATION, lib=_LIBRARY)
-def _fake(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _fake(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None, is_rectified: bool = False
+) -> Tensor:
     return rows.new_empty((*rows.shape[:-1], weight.shape[0]))
+
+
+def fused(calls: list[TracedCall], output: Any) -> list[TracedCall]:
+    """The same calls, of which products do as well what comes next: relu, or a sum with other rows.
+
+    Nothing else may use what lies between. output: what the function that made the calls returns.
+    """
+    operation, uses = torch.ops.fastgen.skinny_linear.default, uses_of(calls, output)
+    products = {id(call.result): number for number, call in enumerate(calls) if call.operation is operation}
+    result: dict[int, TracedCall] = dict(enumerate(calls))
+    for number, call in enumerate(calls):
+        for product, added in _candidates(call):
+            place = products.get(id(product), -1)
+            if place < 0 or uses[id(product)] > 1 or any(between.writes for between in calls[place:number]):
+                continue
+            if added is None or _can_be_added(added, product):
+                rows, weight, bias = calls[place].args[:3]
+                read = [one for one in (rows, weight, bias, added) if one is not None]
+                arguments = rows, weight, bias, added, added is None
+                result[number] = TracedCall(operation, arguments, {}, call.result, read, call.made)
+                del result[place]
+                break
+    return list(result.values())
+
+
+def _candidates(call: TracedCall) -> list[tuple[Tensor, Tensor | None]]:
+    """What this call may rectify, or to what it may add rows: a product and the rows."""
+    if call.operation is torch.ops.aten.relu.default:
+        return [(call.args[0], None)]
+    if call.operation is torch.ops.aten.add.Tensor and len(call.read) == 2 and not call.kwargs:
+        return [(call.args[1], call.args[0]), (call.args[0], call.args[1])]
+    return []
+
+
+def _can_be_added(added: Tensor, product: Tensor) -> bool:
+    return added.shape == product.shape and added.dtype == product.dtype and added.is_contiguous()

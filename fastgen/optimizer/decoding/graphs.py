@@ -40,6 +40,7 @@ MOST_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 HUGE = 1e4
 
 Run = Callable[[], Any]
+Reads = Callable[[Tensor], bool]
 
 _nbytes = attrgetter("nbytes")
 
@@ -49,16 +50,16 @@ class CpuCapture:
 
     name = "decode step, captured"
 
-    def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int]:
-        """The output of a replay, which the next one overwrites, the replay, and the bytes that it keeps.
+    def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int, Reads]:
+        """The output of a replay, which the next one overwrites, the replay, the bytes that it keeps, what it reads.
 
         rewind: undoes what the function counts.
         """
-        replay, nbytes = cpu_graph.capture(run)
+        replay, nbytes, read = cpu_graph.capture(run)
         rewind()
         output = replay()  # the function's kernels may round differently
         rewind()
-        return output, replay, nbytes
+        return output, replay, nbytes, lambda tensor: cpu_graph.memory_of(tensor) in read
 
 
 class CudaCapture:
@@ -69,7 +70,7 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int]:
+    def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int, Reads]:
         """As `CpuCapture`; the output is that of a call on the capture's stream, where libraries get their workspaces.
 
         The memory of graphs is the pool's, which they share.
@@ -89,7 +90,7 @@ class CudaCapture:
             graph.replay()
             return output
 
-        return first, replay, 0
+        return first, replay, 0, lambda tensor: True
 
 
 class CapturedGraph:
@@ -106,6 +107,7 @@ class CapturedGraph:
         self.function, self.cache, self.view = function, cache, view
         self.buffers: list[Any] = []  # the leaves of the inputs
         self.structure: Any = None  # of the inputs
+        self._unread: set[int] = set()  # of these: they are the caller's tensors, where an output may be one of them
         self._copied: dict[int, tuple[ref[Tensor], int]] = {}  # of each leaf: what was copied in last, its version
         self._replay: Run | None = None
         self.is_captured = self.is_proven = False
@@ -115,11 +117,16 @@ class CapturedGraph:
         """Captures the function with inputs like these; returns what it gives for them."""
         leaves, self.structure = tree_flatten(inputs)
         self.buffers = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        output, self._replay, bytes_of_replay = capture.capture(
+        output, self._replay, bytes_of_replay, reads = capture.capture(
             lambda: self.function(tree_unflatten(self.buffers, self.structure)), partial(self.cache.advance, 0)
         )
-        self.is_captured = True
-        of_inputs = sum(leaf.nbytes for leaf in self.buffers if isinstance(leaf, Tensor))
+        self.is_captured, of_inputs = True, 0
+        for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers)):
+            if isinstance(buffer, Tensor) and reads(buffer):
+                of_inputs += buffer.nbytes
+            elif isinstance(buffer, Tensor):
+                self._unread.add(index)
+                buffer.set_(leaf)
         self.nbytes = self.cache.nbytes + of_inputs + bytes_of_replay
         return output
 
@@ -137,6 +144,8 @@ class CapturedGraph:
                 fits = fits and type(leaf) is type(buffer) and leaf == buffer
             elif leaf.shape != buffer.shape or leaf.dtype != buffer.dtype or leaf.device != buffer.device:
                 fits = False
+            elif index in self._unread:
+                buffer.set_(leaf)
             elif leaf.is_inference():  # does not tell whether it was written since
                 buffer.copy_(leaf)
             else:  # this very tensor, such as the states of an encoder, may be there already
@@ -148,6 +157,12 @@ class CapturedGraph:
             self.drop()
             return None
         return self._replay()
+
+    def end_call(self) -> None:
+        """Lets go of the caller's tensors."""
+        for index in self._unread:
+            buffer = self.buffers[index]
+            buffer.set_(buffer.new_empty(1).expand(buffer.shape))
 
 
 class GraphCache:
@@ -179,6 +194,7 @@ class GraphCache:
     def put(self, key: Hashable, graph: CapturedGraph) -> None:
         """Stores it for other calls; drops those that were not used for longest, if there are too many."""
         if graph.is_captured and graph.nbytes <= self.most_bytes:
+            graph.end_call()
             self.entries[key] = graph
         while len(self.entries) > MOST_GRAPHS or sum(map(_nbytes, self.entries.values())) > self.most_bytes:
             self.entries.popitem(last=False)

@@ -286,17 +286,17 @@ class WrongCapture(CpuCapture):
         self.right = right  # so many captures are right before
 
     def capture(self, run, rewind):
-        output, replay, nbytes = super().capture(run, rewind)
+        output, replay, *others = super().capture(run, rewind)
         self.right -= 1
         if self.right >= 0:
-            return output, replay, nbytes
+            return output, replay, *others
 
         def wrong_replay():
             outputs = replay()
             outputs.logits = outputs.logits + torch.arange(outputs.logits.shape[-1])
             return outputs
 
-        return output, wrong_replay, nbytes
+        return output, wrong_replay, *others
 
 
 class FailingCapture(WrongCapture):
@@ -532,6 +532,23 @@ def graph_of(rows: int = 2) -> CapturedGraph:
     return made
 
 
+def test_inputs_that_a_replay_does_not_read_are_not_copied():
+    """As the states of the encoder, which an output may be all the same."""
+    made = CapturedGraph(lambda inputs: (inputs["number"] + 1, inputs["states"]), cache_of_one_layer())
+    states = torch.randn(1000)
+    assert made.capture({"number": torch.zeros(3), "states": states}, CpuCapture())[1].data_ptr() == states.data_ptr()
+    assert made.nbytes < made.cache.nbytes + states.nbytes
+    others = torch.randn(1000)
+    number, found = made.replay({"number": torch.ones(3), "states": others})
+    assert torch.equal(number, torch.full((3,), 2.0)) and torch.equal(found, others)
+    alive = weakref.ref(others.untyped_storage())
+    made.end_call()
+    assert made.replay({"number": torch.ones(3), "states": torch.randn(999)}) is None
+    del found, others
+    gc.collect()
+    assert alive() is None
+
+
 def test_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
     recordings = GraphCache(torch.device("cpu"), torch.float32)
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
@@ -596,6 +613,7 @@ def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(
 
 def test_capacities_are_few_and_never_too_small():
     assert len({capacity_for(needed, 4096) for needed in range(1, 4097)}) < 40
+    assert capacity_for(2, 500) == capacity_for(8, 500)  # a short call never grows
     for most in (20, 100, 5000):
         for needed in range(1, most + 1):
             assert needed <= capacity_for(needed, most) <= max(2 * needed, most) * 1.25 + 32

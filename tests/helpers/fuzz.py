@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -281,18 +281,23 @@ def _have_changed_places(expected: list[torch.Tensor], found: list[torch.Tensor]
 
 
 def run(
-    first: int, comparisons: int, seconds: float = float("inf"), context: str = ""
+    first: int,
+    comparisons: int,
+    seconds: float = float("inf"),
+    context: str = "",
+    is_enough: Callable[[Counter[str]], bool] = lambda counts: False,
 ) -> tuple[Counter[str], list[str]]:
     """Counts of verdicts ("equal, shared", …), and a line for each case that differed.
 
-    context: a part of the names of those that count, among cases of these and later seeds.
+    context: a part of the names of those that count, among cases of these and later seeds. is_enough: says of the
+    counts so far that no more comparisons are needed.
     """
     counts: Counter[str] = Counter()
     differences = []
     end = time.monotonic() + seconds
     cases = (case for case in map(draw, count(first)) if context in case.context)
     for case in islice(cases, comparisons):
-        if time.monotonic() > end:
+        if time.monotonic() > end or is_enough(counts):
             break
         outcome = compare(case)
         counts[f"{outcome.verdict}, {'shared' if outcome.shared else 'left alone'}"] += 1

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import huggingface_hub.constants
 from python_process import run_python
 
 from fastgen.cli.verify import main
@@ -59,7 +60,8 @@ def test_different_outputs_end_with_1(capsys, monkeypatch):
     ],
 )
 def test_arguments_that_are_not_accepted_end_with_2(argv, named, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The variable HF_HUB_OFFLINE is read when the package is imported.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2 and named in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from host_compiler import CSRC, compile_library
+from made_once import made_once
 
 from fastgen.ops import x86
 
@@ -27,8 +29,18 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def use_wide_registers(folder: Path, monkeypatch: pytest.MonkeyPatch, *kernels: str) -> None:
-    """Has these kernels run as machines with AVX-512 do, in the instructions of AVX2; compiles into the folder."""
-    flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi")
-    library = compile_library(folder / "wide.so", *flags, *(CSRC / f"{kernel}.cpp" for kernel in kernels))
+    """Has these kernels run as machines with AVX-512 do, in the instructions of AVX2; folder: the test's `tmp_path`."""
+    assert set(kernels) <= set(WIDE_KERNELS)
+    library = ctypes.CDLL(str(made_once(folder.parent, "wide-registers", _compile_wide) / WIDE))
     monkeypatch.setattr(x86, "load", lambda name: library)
     monkeypatch.setattr(x86, "function", x86.function.__wrapped__)
+
+
+WIDE = "wide.so"
+WIDE_KERNELS = ("skinny_gemm", "few_queries", "flash_attention")
+
+
+def _compile_wide(folder: Path) -> None:
+    """Without debug information, which nobody reads here."""
+    flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi", "-g0")
+    compile_library(folder / WIDE, *flags, *(CSRC / f"{kernel}.cpp" for kernel in WIDE_KERNELS))

@@ -1,0 +1,24 @@
+"""Folders that are filled once for all workers of pytest-xdist."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+
+def made_once(basetemp: Path, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder `name` of this run of pytest, which the first that asks has `make` fill; others wait for it.
+
+    basetemp: of this worker, as `tmp_path_factory.getbasetemp()`, which `tmp_path` is in.
+    """
+    folder = (basetemp.parent if "PYTEST_XDIST_WORKER" in os.environ else basetemp) / name
+    done = folder / "done"
+    with FileLock(f"{folder}.lock"):
+        if not done.exists():
+            folder.mkdir(exist_ok=True)
+            make(folder)
+            done.touch()
+    return folder

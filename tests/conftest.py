@@ -53,10 +53,9 @@ def _switched_off(optimizer: Any) -> list[str]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Trained fairseq models; the workers of pytest-xdist share what the first of them makes."""
     pytest.importorskip("fairseq")
-    from fairseq_trained import train_once
+    from fairseq_trained import trained_once
 
-    base = tmp_path_factory.getbasetemp()
-    return train_once((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "fairseq-trained")
+    return trained_once(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ import random
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode, get_encoder
+from made_once import made_once
 from python_process import run_python
 from sacremoses import MosesDetokenizer
 
@@ -22,10 +24,12 @@ SIZES = (
 TRAINING = "--cpu --optimizer adam --lr 0.01 --max-tokens 1000 --dropout 0 --no-epoch-checkpoints --no-progress-bar"
 
 # fairseq's own command as it is under torch before 2.6; everything else about it is untouched.
-UPSTREAM = (
-    "import argparse, importlib, sys, torch; torch.serialization.add_safe_globals([argparse.Namespace]); "
-    "importlib.import_module('fairseq_cli.' + sys.argv.pop(1)).cli_main()"
-)
+UPSTREAM = """
+import argparse, importlib, json, sys, torch
+torch.serialization.add_safe_globals([argparse.Namespace])
+for command, *sys.argv[1:] in json.loads(sys.argv[1]):
+    importlib.import_module(f"fairseq_cli.{command}").cli_main()
+"""
 
 
 @dataclass(frozen=True)
@@ -43,56 +47,73 @@ class CommandData:
         return [str(self.folder / "bin"), *flags, *self.bpe]
 
 
-def make(folder: Path) -> CommandData:
-    """Takes about ten seconds."""
+def made(basetemp: Path) -> CommandData:
+    """Takes about ten seconds, once in a run of pytest; no test may change a file of it. basetemp: see `made_once`."""
+    return CommandData(made_once(basetemp, "fairseq-command", _make))
+
+
+def _make(folder: Path) -> None:
     write_corpus(folder)
     train(folder)
-    return CommandData(folder)
 
 
-def make_encoded(folder: Path, bpe: str) -> CommandData:
-    """The corpus as plain text with letters of two bytes, in pieces of the `--bpe` that is named."""
+def made_encoded(basetemp: Path, bpe: str) -> CommandData:
+    """As `made`, with the corpus as plain text with letters of two bytes, in pieces of the `--bpe` that is named."""
+    folder = made_once(basetemp, f"fairseq-command-{bpe}", partial(_make_encoded, bpe))
+    flags = (part for flag, file in ENCODINGS[bpe].files.items() for part in (flag, str(folder / file)))
+    return CommandData(folder, bpe=("--bpe", bpe, *flags))
+
+
+def _make_encoded(bpe: str, folder: Path) -> None:
     write_corpus(folder)
     detokenizer = MosesDetokenizer("en")
     texts = {}
     for path in [folder / f"{split}.{language}" for split in SPLITS for language in ("de", "en")]:
         lines = path.read_text(encoding="utf-8").replace("@@ ", "").splitlines()
         texts[path] = [detokenizer.detokenize(line.split()).replace("o", "ö") for line in lines]
-    encode, flags = ENCODINGS[bpe](folder, texts[folder / "train.de"] + texts[folder / "train.en"])
+    encode = ENCODINGS[bpe].learn(folder, texts[folder / "train.de"] + texts[folder / "train.en"])
     for path, lines in texts.items():
         path.write_text("".join(f"{encode(line)}\n" for line in lines), encoding="utf-8")
     train(folder)
-    return CommandData(folder, bpe=("--bpe", bpe, *flags))
 
 
 def train(folder: Path) -> None:
     """Binarizes the corpus and trains on it; every entry of the dictionary is a piece that a BPE can decode."""
     languages = "-s de -t en --joined-dictionary --padding-factor 1"
     prefixes = [f"--{split}pref={folder / split}" for split in SPLITS]
-    upstream("preprocess", *languages.split(), *prefixes, "--destdir", str(folder / "bin"))
     model = ["--arch", "transformer", "--share-all-embeddings", "--max-update", "30", *SIZES.split()]
-    upstream("train", str(folder / "bin"), *model, *TRAINING.split(), "--save-dir", str(folder / "model"))
+    upstream_all(
+        ["preprocess", *languages.split(), *prefixes, "--destdir", str(folder / "bin")],
+        ["train", str(folder / "bin"), *model, *TRAINING.split(), "--save-dir", str(folder / "model")],
+    )
 
 
 def make_language_model(folder: Path) -> list[str]:
     """Arguments that evaluate a language model."""
     write_corpus(folder)
     prefixes = [f"--{split}pref={folder / split}.en" for split in ("train", "valid", "test")]
-    upstream("preprocess", "--only-source", *prefixes, "--destdir", str(folder / "bin"))
     model = "--task language_modeling --arch transformer_lm --decoder-layers 1 --decoder-embed-dim 16 "
     model += "--decoder-ffn-embed-dim 32 --decoder-attention-heads 2 --tokens-per-sample 32 --max-update 10 "
     model += "--disable-validation --required-batch-size-multiple 1"
     save = ["--save-dir", str(folder / "model")]
-    upstream("train", str(folder / "bin"), *model.split(), *TRAINING.split(), *save)
+    upstream_all(
+        ["preprocess", "--only-source", *prefixes, "--destdir", str(folder / "bin")],
+        ["train", str(folder / "bin"), *model.split(), *TRAINING.split(), *save],
+    )
     path = str(folder / "model" / "checkpoint_last.pt")
     return [str(folder / "bin"), "--path", path, "--cpu", *"--tokens-per-sample 32 --batch-size 4".split()]
 
 
-def upstream(command: str, *args: str, check: bool = True) -> subprocess.CompletedProcess:
+def upstream(command: str, *args: str) -> subprocess.CompletedProcess:
     """fairseq-COMMAND in a process of its own, without fastgen."""
-    done = run_python("-c", UPSTREAM, command, *args, OMP_NUM_THREADS="1")
-    if check and done.returncode:
-        raise AssertionError(f"fairseq-{command}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+    return upstream_all([command, *args])
+
+
+def upstream_all(*commands: list[str]) -> subprocess.CompletedProcess:
+    """Several, one after the other in one process, which imports fairseq once."""
+    done = run_python("-c", UPSTREAM, json.dumps(commands), OMP_NUM_THREADS="1")
+    if done.returncode:
+        raise AssertionError(f"{commands}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
     return done
 
 
@@ -103,20 +124,20 @@ PIPELINE_ONLY = (
 )
 
 
-Encoding = tuple[Callable[[str], str], list[str]]
+Encode = Callable[[str], str]
 
 
-def sentencepiece_encoding(folder: Path, lines: list[str]) -> Encoding:
-    """A unigram model of these lines, and the flags that name it."""
+def learn_sentencepiece(folder: Path, lines: list[str]) -> Encode:
+    """A unigram model of these lines."""
     sentencepiece = pytest.importorskip("sentencepiece")
     sentencepiece.set_random_generator_seed(0)
     prefix, size = str(folder / "pieces"), {"vocab_size": 60, "num_threads": 1}
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=prefix, minloglevel=2, **size)
     pieces = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
-    return lambda line: " ".join(pieces.encode(line, out_type=str)), ["--sentencepiece-model", f"{prefix}.model"]
+    return lambda line: " ".join(pieces.encode(line, out_type=str))
 
 
-def gpt2_encoding(folder: Path, lines: list[str]) -> Encoding:
+def learn_gpt2(folder: Path, lines: list[str]) -> Encode:
     """All bytes, and syllables with and without a space before them; "ö" stays two bytes."""
     syllables = ("ka", "mi", "re", "su", "ak", "im", "er", "us")
     merges = [" ".join(syllable) for syllable in syllables] + [f"Ġ {syllable}" for syllable in syllables]
@@ -125,13 +146,20 @@ def gpt2_encoding(folder: Path, lines: list[str]) -> Encoding:
     files[0].write_text(json.dumps({symbol: number for number, symbol in enumerate(symbols)}))
     files[1].write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
     pieces = get_encoder(*map(str, files))
-    flags = ["--gpt2-encoder-json", str(files[0]), "--gpt2-vocab-bpe", str(files[1])]
-    return lambda line: " ".join(map(str, pieces.encode(line))), flags
+    return lambda line: " ".join(map(str, pieces.encode(line)))
 
 
-ENCODINGS: dict[str, Callable[[Path, list[str]], Encoding]] = {
-    "sentencepiece": sentencepiece_encoding,
-    "gpt2": gpt2_encoding,
+@dataclass(frozen=True)
+class Encoding:
+    """learn: writes the encoding's files into a folder; files: the flags that name them."""
+
+    learn: Callable[[Path, list[str]], Encode]
+    files: dict[str, str]
+
+
+ENCODINGS = {
+    "sentencepiece": Encoding(learn_sentencepiece, {"--sentencepiece-model": "pieces.model"}),
+    "gpt2": Encoding(learn_gpt2, {"--gpt2-encoder-json": "encoder.json", "--gpt2-vocab-bpe": "vocab.bpe"}),
 }
 
 

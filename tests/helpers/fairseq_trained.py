@@ -15,7 +15,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
+from made_once import made_once
 
 NUMBERS = dict(
     zip("two three four five six seven eight nine".split(), "zwei drei vier fünf sechs sieben acht neun".split())
@@ -103,23 +103,19 @@ class Trained:
         return (self.folder / name).read_text(encoding="utf-8").splitlines()
 
 
-def train_once(folder: Path) -> Trained:
-    """Trains in `folder` unless that has been done; processes that ask at the same time wait for the first."""
-    trained, done = Trained(folder), folder / "done"
-    with FileLock(f"{folder}.lock"):
-        if not done.exists():
-            folder.mkdir(exist_ok=True)
-            write_corpus(folder)
-            preprocess = (
-                "--trainpref train.bpe --validpref valid.bpe --testpref test.bpe --source-lang en --target-lang de"
-            )
-            fairseq("preprocess", *preprocess.split(), "--destdir", "data", cwd=folder)
-            preprocess = "--only-source --trainpref train.bpe.en --validpref valid.bpe.en --testpref test.bpe.en"
-            fairseq("preprocess", *preprocess.split(), "--destdir", "data-lm", cwd=folder)
-            fairseq("train", "data", *TRANSLATION.split(), "--save-dir", "checkpoints", cwd=folder)
-            fairseq("train", "data-lm", *LANGUAGE_MODEL.split(), "--save-dir", "checkpoints-lm", cwd=folder)
-            done.touch()
-    return trained
+def trained_once(basetemp: Path) -> Trained:
+    """Takes half a minute, once in a run of pytest; basetemp: see `made_once`."""
+    return Trained(made_once(basetemp, "fairseq-trained", _train))
+
+
+def _train(folder: Path) -> None:
+    write_corpus(folder)
+    preprocess = "--trainpref train.bpe --validpref valid.bpe --testpref test.bpe --source-lang en --target-lang de"
+    fairseq("preprocess", *preprocess.split(), "--destdir", "data", cwd=folder)
+    preprocess = "--only-source --trainpref train.bpe.en --validpref valid.bpe.en --testpref test.bpe.en"
+    fairseq("preprocess", *preprocess.split(), "--destdir", "data-lm", cwd=folder)
+    fairseq("train", "data", *TRANSLATION.split(), "--save-dir", "checkpoints", cwd=folder)
+    fairseq("train", "data-lm", *LANGUAGE_MODEL.split(), "--save-dir", "checkpoints-lm", cwd=folder)
 
 
 def sentence(draw: random.Random) -> tuple[str, str]:

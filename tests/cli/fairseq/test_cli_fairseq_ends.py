@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("fairseq")
 
-from fairseq_command_data import CommandData, make
+from fairseq_command_data import CommandData, made
 from python_process import REPOSITORY, run_python
 
 # A command that a busy machine slows down has the time to end in order.
@@ -46,7 +46,7 @@ class RaisesLate:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return make(tmp_path_factory.mktemp("fairseq"))
+    return made(tmp_path_factory.getbasetemp())
 
 
 class Run:

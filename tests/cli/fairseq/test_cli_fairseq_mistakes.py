@@ -1,6 +1,7 @@
 """What cannot work, and what fairseq would leave out without a word, is said in one line that names the argument."""
 
 import logging
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("fairseq")
 
 import torch
-from fairseq_command_data import CommandData, make
+from fairseq_command_data import CommandData, made
 
 import fastgen
 from fastgen.cli.fairseq.command import eval_lm, generate
@@ -21,15 +22,16 @@ DAMAGED = "is no checkpoint, or a damaged one ("
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
     """The data of translations, with files for --path that no run can use."""
-    data = make(tmp_path_factory.mktemp("fairseq"))
-    folder, checkpoint = data.folder, (data.folder / "model" / "checkpoint_last.pt").read_bytes()
+    folder = tmp_path_factory.mktemp("mistakes") / "fairseq"
+    shutil.copytree(made(tmp_path_factory.getbasetemp()).folder, folder)
+    checkpoint = (folder / "model" / "checkpoint_last.pt").read_bytes()
     (folder / "text.pt").write_text("hello, this is a text\n")
     (folder / "empty.pt").touch()
     (folder / "cut.pt").write_bytes(checkpoint[: len(checkpoint) // 2])
     torch.save({"model": Path("a class that fairseq never writes")}, folder / "evil.pt")
     (folder / "lm").mkdir()
     (folder / "lm" / "dict.txt").write_text("word 1\n")
-    return data
+    return CommandData(folder)
 
 
 def stopped(capfd: pytest.CaptureFixture, main: Callable[[list[str]], int], args: list[str]) -> str:

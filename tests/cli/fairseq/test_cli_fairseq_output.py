@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("fairseq")
 
-from fairseq_command_data import PIPELINE_ONLY, CommandData, make, make_encoded, upstream
+from fairseq_command_data import PIPELINE_ONLY, CommandData, made, made_encoded, upstream
 from python_process import run_python
 
 import fastgen
@@ -25,17 +25,17 @@ from fastgen.optimizer.fairseq.checkpoints import allowed
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return make(tmp_path_factory.mktemp("fairseq"))
+    return made(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return make_encoded(tmp_path_factory.mktemp("sentencepiece"), "sentencepiece")
+    return made_encoded(tmp_path_factory.getbasetemp(), "sentencepiece")
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
-    return make_encoded(tmp_path_factory.mktemp("gpt2"), "gpt2")
+    return made_encoded(tmp_path_factory.getbasetemp(), "gpt2")
 
 
 def written(capfd: pytest.CaptureFixture, *args: str) -> str:
@@ -173,10 +173,12 @@ def test_without_targets_there_is_no_score(capfd: pytest.CaptureFixture, data: C
     assert not re.search(r"^T-|^Generate ", lines, re.MULTILINE)
 
 
-def test_wer_adds_up(capfd: pytest.CaptureFixture, data: CommandData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wer_adds_up(
+    capfd: pytest.CaptureFixture, data: CommandData, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """fairseq's WER needs a package with one function, which any distance stands in for."""
-    (data.folder / "editdistance.py").write_text("def eval(a, b):\n    return len(set(a) ^ set(b)) + len(a)\n")
-    monkeypatch.syspath_prepend(str(data.folder))
+    (tmp_path / "editdistance.py").write_text("def eval(a, b):\n    return len(set(a) ^ set(b)) + len(a)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     args = [*data.generation, *"--batch-size 16 --remove-bpe --scoring wer".split()]
     check_pipeline(capfd, args, r"WER: \d\d")
     sys.modules.pop("editdistance")

@@ -16,8 +16,8 @@ from versions import needs_peft
 
 import fastgen
 
-STEPS = 60
-AT = 30  # steps after which the model is changed
+STEPS = 36
+AT = 18  # steps after which the model is changed
 
 
 def llama() -> LlamaForCausalLM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -27,6 +28,23 @@ def pytest_configure(config: pytest.Config) -> None:
     if "FASTGEN_CACHE" not in os.environ:
         os.environ["FASTGEN_CACHE"] = tempfile.mkdtemp(prefix="fastgen-tests-")
         config.add_cleanup(partial(shutil.rmtree, os.environ["FASTGEN_CACHE"], ignore_errors=True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Of the libraries and tests, which stay until the end, none is garbage: nothing looks for it among them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups, which one worker of pytest-xdist runs one after the other, begin first: others fill the other workers."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
 @pytest.fixture(autouse=True)

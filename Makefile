@@ -12,7 +12,9 @@ NEWEST := 5.24.0
 # Errors of the CUDA interface are left out: torch asks it for what older drivers do not have.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: demo test test-all test-fairseq matrix fuzz soak test-gpu sanitize lint table bench bench-gpu clean
+PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
+
+.PHONY: demo test test-all test-both test-fairseq matrix fuzz soak test-gpu sanitize lint table bench bench-gpu clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -21,12 +23,16 @@ demo: $(VENV)/demo.installed
 # What a change is tried with. It lists what is skipped: the tests of fairseq where this Python has no build of it (3.10
 # and 3.13), those of a GPU.
 test: $(VENV)/test.installed
-	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # The rest of the tests: more random calls, vocoders, trained models, TRL, lm-eval, models inside of wrappers, builds, and
 # runs on Ray, which are of one xdist_group and run one after the other.
 test-all: $(VENV)/test.installed
-	FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup -m slow
+	$(PYTEST) -m slow
+
+# What the two above run, in one run: everything is imported once, and beside the runs on Ray there is enough to do.
+test-both: $(VENV)/test.installed
+	$(PYTEST)
 
 # A few tests with what a user of the extra gets: fairseq with all its requirements by their own metadata, numpy < 2, and
 # the newest transformers, for which constraints.txt's peft is too old. Only torchaudio is taken out again, see above. For

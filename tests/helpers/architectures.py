@@ -73,6 +73,16 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "num_experts": 4,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 64,
+        **dict.fromkeys(("src_vocab_size", "tgt_vocab_size"), VOCABULARY),
+        **dict.fromkeys(("attention_window", "block_size"), 64),
+        # Of linear attention and state spaces, whose code without CUDA takes seconds a call with those of real models.
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_head"), 8),
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "mamba_n_heads": 4,
+        "mamba_d_ssm": 32,
+        **dict.fromkeys(("mamba_chunk_size", "mamba_d_state"), 16),
     }
 
 

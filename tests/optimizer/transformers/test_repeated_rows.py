@@ -38,9 +38,7 @@ def repeated_because(report: Report, names: str) -> bool:
     return GROUPS in report.shared and any(names in text for text in repeated)
 
 
-@pytest.mark.parametrize(
-    "name", ("llama", "gpt2", "mistral", "bart", "t5", pytest.param("falcon_h1", marks=pytest.mark.slow))
-)
+@pytest.mark.parametrize("name", ("llama", "gpt2", "mistral", "bart", "t5", "falcon_h1"))
 @pytest.mark.parametrize("options", ({"do_sample": True}, {"do_sample": False}), ids=("samples", "greedy"))
 def test_groups_of_any_sizes(models, name, options):
     both = compared(models[name], rows(name, 5, 3, 1), max_new_tokens=7, **options)

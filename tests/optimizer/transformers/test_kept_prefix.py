@@ -78,13 +78,13 @@ def test_every_architecture_gives_its_answers_and_goes_on_from_the_call_before_o
     model = architecture.model()
     with fastgen.reusing_prefix(model):
         for seed in range(3):
-            report = compared(model, prompts(4, seed=seed), max_new_tokens=6, **WAYS[way]).report
+            report = compared(model, prompts(4, seed=seed), max_new_tokens=4, **WAYS[way]).report
             assert report.prefix_tokens_kept == (9 if seed and architecture.id not in NEVER_KEPT else 0)
         for seed in range(3):
-            report = compared(model, prompts(4, 4, seed=seed), max_new_tokens=6, **WAYS[way]).report
+            report = compared(model, prompts(4, 4, seed=seed), max_new_tokens=4, **WAYS[way]).report
             assert report.prefix_tokens_kept == (9 if architecture.id not in NEVER_KEPT else 0)
             assert NEVER_KEPT.get(architecture.id) in {None, *report.codes(PREFIX)}
-        report = compared(model, with_longer_prefix(), max_new_tokens=6, **WAYS[way]).report
+        report = compared(model, with_longer_prefix(), max_new_tokens=4, **WAYS[way]).report
         lengths = (0, 0) if architecture.id in NEVER_KEPT else (14, 9)
         assert (report.prefix_length, report.prefix_tokens_kept) == lengths
 

@@ -37,7 +37,7 @@ def use_wide_registers(folder: Path, monkeypatch: pytest.MonkeyPatch, *kernels: 
 
 
 WIDE = "wide.so"
-WIDE_KERNELS = ("skinny_gemm", "few_queries", "flash_attention")
+WIDE_KERNELS = ("skinny_gemm", "few_queries", "flash_attention", "beam_top_k")
 
 
 def _compile_wide(folder: Path) -> None:

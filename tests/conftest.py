@@ -42,9 +42,15 @@ def pytest_collection() -> Iterator[object]:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Groups, which one worker of pytest-xdist runs one after the other, begin first: others fill the other workers."""
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    items.sort(key=lambda item: not _has_group(item))
+    if items and getattr(config.option, "loadgroup", False) and _has_group(items[0]) and "@" not in items[0].nodeid:
+        raise pytest.UsageError(f"pytest {pytest.__version__} and this pytest-xdist run a group on several workers")
+
+
+def _has_group(item: pytest.Item) -> bool:
+    return item.get_closest_marker("xdist_group") is not None
 
 
 @pytest.fixture(autouse=True)

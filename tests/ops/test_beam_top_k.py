@@ -66,7 +66,7 @@ def test_of_all_tokens_in_torchs_order_of_equal_scores(inputs, beams, vocabulary
 @needs_compiler
 @needs_library
 def test_in_wider_registers(tmp_path, monkeypatch):
-    use_wide_registers(tmp_path, monkeypatch, "beam_top_k", "skinny_gemm")
+    use_wide_registers(tmp_path, monkeypatch)
     for vocabulary in (200, 256, 1001):
         for digits in (0, None):
             check(2, 4, vocabulary, 8, digits, 3)

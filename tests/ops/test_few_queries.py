@@ -43,7 +43,7 @@ def test_few_queries_see_what_they_see_in_torch(
 @needs_compiler
 @needs_library
 def test_attention_in_wider_registers_is_right_as_well(tmp_path, monkeypatch):
-    use_wide_registers(tmp_path, monkeypatch, "few_queries", "skinny_gemm")
+    use_wide_registers(tmp_path, monkeypatch)
     for copies in ((1,), (4, 1), (6, 3, 1)):
         for dtype in x86.DTYPES:
             for width in (20, 64, 80):

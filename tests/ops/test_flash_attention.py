@@ -52,7 +52,7 @@ def test_causal_queries_see_what_they_see_in_torch(length, keys, groups, width, 
 @needs_compiler
 @needs_library
 def test_flash_attention_in_wider_registers_is_right_as_well(tmp_path, monkeypatch):
-    use_wide_registers(tmp_path, monkeypatch, "flash_attention", "skinny_gemm")
+    use_wide_registers(tmp_path, monkeypatch)
     for dtype in x86.DTYPES:
         for width in (20, 64, 80):
             check(*random_case((4, 1), (133, 17), 1, 3, 65, width, width, "added", dtype))

@@ -34,7 +34,7 @@ def test_products_of_few_rows_are_those_of_torch(
 @needs_library
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_wider_registers_are_right_as_well(is_transposed, tmp_path, monkeypatch):
-    use_wide_registers(tmp_path, monkeypatch, "skinny_gemm")
+    use_wide_registers(tmp_path, monkeypatch)
     for rows in (1, 4, 12, 16, 25, 65):
         for in_features, out_features in ((700, 97), (257, 193), (300, 1003), (33, 13)):
             for dtype in x86.DTYPES:

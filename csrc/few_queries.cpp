@@ -15,7 +15,6 @@ namespace {
 constexpr int QUERIES = 6;                       // whose sums over COLUMNS registers of values registers can hold
 constexpr int COLUMNS = WIDTH == 16 ? 4 : 2;
 constexpr int64_t AHEAD = 2 * WIDTH;             // keys or values after the present one that are fetched meanwhile
-constexpr int64_t CACHE_LINE = 64;               // bytes
 constexpr float HIDES = -1e30f;                  // a mask of less leaves nothing of a weight
 
 // What is fetched while key or value n of a head is used: that which is AHEAD of it, or those of the next heads behind the

@@ -21,7 +21,6 @@ constexpr int64_t MAX_CHUNK = 44 * QUERIES;   // queries that they meet
 constexpr int64_t MIN_CHUNK = 8 * QUERIES;    // of fewer, packing takes too large a part
 constexpr int64_t UNITS = 4;                  // for each thread, where that leaves chunks large enough
 constexpr int64_t AHEAD = 12;                 // rows of memory that are fetched while one is packed
-constexpr int64_t CACHE_LINE = 64;            // bytes
 
 inline int64_t in_panels(int64_t count) { return (count + PANEL - 1) / PANEL * PANEL; }
 

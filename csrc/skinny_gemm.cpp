@@ -17,7 +17,6 @@ constexpr int DOTS = WIDTH == 16 ? 6 : 3;       // weights whose dot products wi
 constexpr int MOST_ROWS = WIDTH == 16 ? 12 : 6; // rows whose sums over 2 registers' columns registers can hold
 constexpr int64_t MAX_ROWS = 64;                // that meet a weight while it is in the first cache
 constexpr int64_t STREAM_ROWS = 3;              // so few are computed faster than memory gives the weight
-constexpr int CACHE_LINE = 64;                  // bytes
 
 // ---- formats: how registers of numbers are multiplied
 

@@ -18,6 +18,8 @@ OF_THIS_LIBRARY int (*thread_count)() = nullptr;
 
 namespace {
 
+constexpr int64_t CACHE_LINE = 64; // bytes
+
 typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef int32_t Integers __attribute__((vector_size(WIDTH * sizeof(int32_t))));
 

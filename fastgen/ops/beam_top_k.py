@@ -35,7 +35,6 @@ PART = 2**21
 # A number that is no better than the worst of the heap changes nothing.
 HEAP = 64
 
-# Of fewer scores threads would wait longer for each other than they work.
 MIN_SCORES_OF_THREAD = 1 << 15
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_int32)
@@ -77,7 +76,7 @@ def _choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
     inputs, beams = beam_scores.shape
     values, index = beam_scores.new_empty((inputs, k)), torch.empty((inputs, k), dtype=torch.int64, device="cpu")
     addresses = (tensor.data_ptr() for tensor in (log_probs, beam_scores, values, index))
-    threads = min(torch.get_num_threads(), inputs, 1 + log_probs.numel() // MIN_SCORES_OF_THREAD)
+    threads = min(inputs, x86.threads_for(log_probs.numel(), MIN_SCORES_OF_THREAD))
     function = x86.function("beam_top_k", torch.float32, _ARGUMENTS)
     function(*addresses, inputs, beams, log_probs.shape[1], k, threads)
     return values, index

@@ -78,11 +78,7 @@ def _without_repeats(calls: list[TracedCall], returned: set[Memory]) -> list[Tra
 
     Only of what nobody writes.
     """
-    written = _written(calls)
-    tensors: dict[Memory, dict[int, Tensor]] = {}
-    for call in calls:
-        for tensor in (*call.read, *call.made):
-            tensors.setdefault(memory_of(tensor), {})[id(tensor)] = tensor
+    written, tensors = _written(calls), _tensors_by_memory(calls)
     first: dict[Hashable, TracedCall] = {}
     kept = []
     for call in calls:
@@ -92,8 +88,7 @@ def _without_repeats(calls: list[TracedCall], returned: set[Memory]) -> list[Tra
             kept.append(call)
             continue
         for result, other in zip(call.made, same.made):
-            for tensor in tensors[memory_of(result)].values():
-                tensor.set_(other.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+            _move_to(other.untyped_storage(), tensors[memory_of(result)])
     return kept
 
 
@@ -157,10 +152,8 @@ def repetition_of(call: TracedCall) -> Repetition:
     """Of a call that computes something, or reads a scalar: Diverged is raised where that has changed."""
     if not call.made and not call.writes:
         return partial(_check_scalar, call), (), {}
-    if call.operation is torch.ops.aten.index_copy_.default and (write := _write_at(*call.args)) is not None:
+    if (in_place := _IN_PLACE.get(call.operation)) and (write := in_place(*call.args, **call.kwargs)) is not None:
         return write, (), {}
-    if call.operation is torch.ops.aten.add_.Tensor and (add := _add_to_count(*call.args, **call.kwargs)) is not None:
-        return add, (), {}
     if call.writes:
         return call.operation._op, call.args, call.kwargs
     if call.operation in _COPIES:
@@ -204,6 +197,13 @@ def _add_to_count(count: Tensor, added: Any, **options: Any) -> Callable[[], Non
         number.value += added
 
     return add
+
+
+# What may take less time than an operation that writes, or None.
+_IN_PLACE: dict[Any, Callable[..., Callable[[], None] | None]] = {
+    torch.ops.aten.index_copy_.default: _write_at,
+    torch.ops.aten.add_.Tensor: _add_to_count,
+}
 
 
 def _check_scalar(call: TracedCall) -> None:
@@ -271,17 +271,29 @@ def share_buffers(calls: list[TracedCall], kept: set[Memory]) -> None:
             buffers[memory], free = buffer, [one for one in free if one is not buffer]
         free += [buffers[memory] for memory in used if last[memory] == number]
     for memory, sharing in tensors.items():
-        for tensor in sharing:
-            tensor.set_(buffers[memory], tensor.storage_offset(), tensor.size(), tensor.stride())
+        _move_to(buffers[memory], sharing)
+
+
+def _move_to(memory: torch.UntypedStorage, tensors: Iterable[Tensor]) -> None:
+    """The tensors lie in this memory from now on, as they lay in theirs; their content is lost."""
+    for tensor in tensors:
+        tensor.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _tensors_by_memory(calls: list[TracedCall]) -> dict[Memory, list[Tensor]]:
+    """What the calls read and make."""
+    tensors: dict[Memory, dict[int, Tensor]] = {}
+    for call in calls:
+        for tensor in (*call.read, *call.made):
+            tensors.setdefault(memory_of(tensor), {})[id(tensor)] = tensor
+    return {memory: list(sharing.values()) for memory, sharing in tensors.items()}
 
 
 def _made_in_between(calls: list[TracedCall], kept: set[Memory]) -> dict[Memory, list[Tensor]]:
     """The tensors in each memory that the calls have made, all but `kept`."""
     given = set(kept)
-    tensors: dict[Memory, dict[int, Tensor]] = {}
+    made: set[Memory] = set()
     for call in calls:
-        given |= memories_of(call.read) - tensors.keys()
-        for tensor in (*call.read, *call.made):
-            if memory_of(tensor) not in given:
-                tensors.setdefault(memory_of(tensor), {})[id(tensor)] = tensor
-    return {memory: list(sharing.values()) for memory, sharing in tensors.items()}
+        given |= memories_of(call.read) - made
+        made |= memories_of(call.made)
+    return {memory: tensors for memory, tensors in _tensors_by_memory(calls).items() if memory not in given}

@@ -21,7 +21,6 @@ from fastgen.ops import x86
 
 OPERATION = "fastgen::lookup"
 
-# Of fewer numbers threads would wait longer for each other than they work.
 MIN_ELEMENTS_OF_THREAD = 1 << 16
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int32)
@@ -40,7 +39,7 @@ def can_look_up(numbers: Tensor) -> bool:
 def call_into(results: Tensor, numbers: Tensor, table: Tensor) -> Callable[[], None]:
     """A function that writes `table[numbers]` where the results are; numbers and results contiguous, of one shape."""
     function = x86.function("lookup", torch.bfloat16, _ARGUMENTS)
-    threads = min(torch.get_num_threads(), 1 + numbers.numel() // MIN_ELEMENTS_OF_THREAD)
+    threads = x86.threads_for(numbers.numel(), MIN_ELEMENTS_OF_THREAD)
     addresses = numbers.data_ptr(), table.data_ptr(), results.data_ptr()
 
     def call() -> None:

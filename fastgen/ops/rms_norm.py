@@ -25,7 +25,6 @@ from fastgen.ops.tracing import TracedCall, uses_of
 
 OPERATION = "fastgen::rms_norm"
 
-# Of fewer numbers threads would wait longer for each other than they work.
 MIN_ELEMENTS_OF_THREAD = 1 << 13
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_float, ctypes.c_int32)
@@ -39,7 +38,7 @@ def call_into(output: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> C
     """
     function = x86.function("rms_norm", rows.dtype, _ARGUMENTS)
     count, width = rows.numel() // rows.shape[-1], rows.shape[-1]
-    threads = min(torch.get_num_threads(), count, 1 + rows.numel() // MIN_ELEMENTS_OF_THREAD)
+    threads = min(count, x86.threads_for(rows.numel(), MIN_ELEMENTS_OF_THREAD))
     inputs, outputs = rows.data_ptr(), output.data_ptr()
 
     def call() -> None:

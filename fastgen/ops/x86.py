@@ -52,6 +52,11 @@ def function(name: str, dtype: torch.dtype, argument_types: tuple[Any, ...]) -> 
     return found
 
 
+def threads_for(work: int, least: int) -> int:
+    """On how many of torch's threads to work; of less than `least` each they would wait for each other for longer."""
+    return min(torch.get_num_threads(), 1 + work // least)
+
+
 def _openmp() -> list[ctypes.c_void_p | None]:
     """The functions of the OpenMP on which torch runs, or None where that has others."""
     try:

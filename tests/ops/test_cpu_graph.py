@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
+from x86_kernels import needs_library
 
 from fastgen.ops import cpu_graph, few_queries, x86
 from fastgen.ops.cpu_graph import capture
@@ -63,7 +64,7 @@ def test_a_replay_gives_what_the_function_gives():
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.skipif(bool(x86.machine_reasons()), reason=str(x86.machine_reasons()))
+@needs_library
 @pytest.mark.usefixtures("without_gradients")
 def test_products_of_few_rows_are_replayed_even_where_weights_have_moved():
     layer, states = nn.Linear(16, 24), torch.randn(3, 16)
@@ -80,7 +81,7 @@ def test_products_of_few_rows_are_replayed_even_where_weights_have_moved():
     torch.testing.assert_close(replay(), run())
 
 
-@pytest.mark.skipif(bool(x86.machine_reasons()), reason=str(x86.machine_reasons()))
+@needs_library
 @pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize("queries", [1, few_queries.MOST_QUERIES + 1])
 def test_attention_of_few_queries_is_replayed_by_its_kernel(queries, monkeypatch):
@@ -178,7 +179,7 @@ def test_what_is_written_or_returned_is_computed_each_time():
     assert all(map(torch.equal, found, expected)) and found[1].data_ptr() != found[2].data_ptr()
 
 
-@pytest.mark.skipif(bool(x86.machine_reasons()), reason=str(x86.machine_reasons()))
+@needs_library
 @pytest.mark.parametrize("dtype", x86.DTYPES)
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_products_do_the_relu_and_the_sum_behind_them_with_the_same_bits(dtype, is_transposed):
@@ -199,7 +200,7 @@ def test_products_do_the_relu_and_the_sum_behind_them_with_the_same_bits(dtype, 
         assert torch.equal(replay().nan_to_num(7), run().nan_to_num(7))
 
 
-@pytest.mark.skipif(bool(x86.machine_reasons()), reason=str(x86.machine_reasons()))
+@needs_library
 def test_products_that_others_use_stay_as_they_are():
     layer, states = nn.Linear(8, 8), torch.randn(3, 8)
 

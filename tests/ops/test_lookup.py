@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.activations import NewGELUActivation
-from x86_kernels import torch_threads
+from x86_kernels import needs_library, torch_threads
 
-from fastgen.ops import lookup, x86
+from fastgen.ops import lookup
 from fastgen.ops.cpu_graph import capture
 
-pytestmark = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
+pytestmark = needs_library
 
 ACTIVATION = NewGELUActivation()
 TABLE = lookup.table_of(ACTIVATION)

@@ -33,9 +33,8 @@ def test_rows_are_those_of_index_select(layers, rows, heads, length, width, data
     beam_idx = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), min_size=rows, max_size=rows)))
     expected = buffer[1:, :rows, :, 3 : length + 3].index_select(1, beam_idx)
     with torch_threads(threads):
-        move_rows(
-            buffer[1:, :rows, :, 3 : length + 3], beam_idx.to(data.draw(st.sampled_from((torch.int32, torch.int64))))
-        )
+        moved = buffer[1:, :rows, :, 3 : length + 3]
+        move_rows([moved], beam_idx.to(data.draw(st.sampled_from((torch.int32, torch.int64)))))
     assert torch.equal(buffer[1:, :rows, :, 3 : length + 3], expected)
     buffer[1:, :rows, :, 3 : length + 3] = before[1:, :rows, :, 3 : length + 3]
     assert torch.equal(buffer, before)
@@ -44,7 +43,7 @@ def test_rows_are_those_of_index_select(layers, rows, heads, length, width, data
 @pytest.mark.parametrize("beam_idx", [[0, 2], [0, -1], [0, 1, 1]])
 def test_what_is_no_row_is_an_error(beam_idx):
     with pytest.raises((IndexError, RuntimeError)):
-        move_rows(torch.randn(1, 2, 3, 4, 5), torch.tensor(beam_idx))
+        move_rows([torch.randn(1, 2, 3, 4, 5)], torch.tensor(beam_idx))
 
 
 @pytest.mark.parametrize("without", ["kernel", "packed"])
@@ -55,5 +54,5 @@ def test_other_states_are_moved_by_torch(without, monkeypatch):
     states = torch.randn(2, 3, 4, 5, 6)
     states = states.transpose(3, 4) if without == "packed" else states
     expected = states[:, [2, 0, 0]].clone()
-    move_rows(states, torch.tensor([2, 0, 0]))
+    move_rows([states], torch.tensor([2, 0, 0]))
     assert torch.equal(states, expected)

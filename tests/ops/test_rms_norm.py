@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from x86_kernels import torch_threads
+from x86_kernels import needs_library, torch_threads
 
 from fastgen.ops import rms_norm, x86
 from fastgen.ops.cpu_graph import capture
 from fastgen.ops.tolerances import tolerance
 
-pytestmark = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
+pytestmark = needs_library
 
 ROWS, WIDTH, EPSILON = 3, 40, 1e-6
 

@@ -57,8 +57,7 @@ class Generated:
             return
         if not self.is_static and _are_held_elsewhere(self.buffers):  # of a static one, by captured steps only
             self._move(self.by_layer[0], self.buffers[0].shape[3])
-        for buffer in self.buffers:
-            move_rows(buffer[layers, :, :, self.unmoved : length], beam_idx)
+        move_rows([buffer[layers, :, :, self.unmoved : length] for buffer in self.buffers], beam_idx)
 
     def compact(self, rows: Tensor) -> None:
         """Row i becomes what row `rows[i]` (int64) was; the others are dropped."""

@@ -120,7 +120,8 @@ class CapturedGraph:
         output, self._replay, bytes_of_replay, reads = capture.capture(
             lambda: self.function(tree_unflatten(self.buffers, self.structure)), partial(self.cache.advance, 0)
         )
-        self.is_captured, of_inputs = True, 0
+        self.is_captured = True
+        of_inputs = 0
         for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers)):
             if isinstance(buffer, Tensor) and reads(buffer):
                 of_inputs += buffer.nbytes

@@ -49,6 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"pytest {pytest.__version__} and this pytest-xdist run a group on several workers")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """What fails on a worker of pytest-xdist is printed at once as well, for runs that are ended from outside."""
+    if report.failed and hasattr(report, "node"):
+        print(f"\n{report.nodeid}: {report.when} failed\n{report.longreprtext[-2000:]}", flush=True)
+
+
 def _has_group(item: pytest.Item) -> bool:
     return item.get_closest_marker("xdist_group") is not None
 

@@ -37,14 +37,14 @@ class CommandData:
     """Folders and files: data of fairseq-preprocess, and checkpoints of fairseq-train."""
 
     folder: Path
-    bpe: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
 
     @property
     def generation(self) -> list[str]:
         """Arguments that translate the test set of 60 lines, and turn pieces of words into text."""
         model = self.folder / "model" / "checkpoint_last.pt"
         flags = ["--path", str(model), *"--cpu -s de -t en --max-len-b 20".split()]
-        return [str(self.folder / "bin"), *flags, *self.bpe]
+        return [str(self.folder / "bin"), *flags, *self.flags]
 
 
 def made(basetemp: Path) -> CommandData:
@@ -61,7 +61,7 @@ def made_encoded(basetemp: Path, bpe: str) -> CommandData:
     """As `made`, with the corpus as plain text with letters of two bytes, in pieces of the `--bpe` that is named."""
     folder = made_once(basetemp, f"fairseq-command-{bpe}", partial(_make_encoded, bpe))
     flags = (part for flag, file in ENCODINGS[bpe].files.items() for part in (flag, str(folder / file)))
-    return CommandData(folder, bpe=("--bpe", bpe, *flags))
+    return CommandData(folder, flags=("--bpe", bpe, *flags))
 
 
 def _make_encoded(bpe: str, folder: Path) -> None:

@@ -31,7 +31,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> CommandData:
     torch.save({"model": Path("a class that fairseq never writes")}, folder / "evil.pt")
     (folder / "lm").mkdir()
     (folder / "lm" / "dict.txt").write_text("word 1\n")
-    return CommandData(folder)
+    return CommandData(folder, flags=("--num-workers", "0"))  # a process that loads takes 5 seconds to end
 
 
 def stopped(capfd: pytest.CaptureFixture, main: Callable[[list[str]], int], args: list[str]) -> str:

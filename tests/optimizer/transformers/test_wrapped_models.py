@@ -12,6 +12,7 @@ from parity import PROMPT, Both, is_shared, padded, run_both, tiny
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.usefixtures("share_always", "process_group"), pytest.mark.slow]
@@ -19,8 +20,13 @@ pytestmark = [pytest.mark.usefixtures("share_always", "process_group"), pytest.m
 
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
+    """A group of this process alone. Nothing holds it afterwards, as torch's cache of sharded tensors would.
+
+    A process that another thread forks ends the group with that cache, and waits for the group's threads for ever.
+    """
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
+    _clear_sharding_prop_cache()
     torch.distributed.destroy_process_group()
 
 

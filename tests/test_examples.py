@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_models import save_bart, sentences
@@ -53,30 +54,32 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert left_behind(before) == []
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_job_on_ray_data_writes_every_id_once(cluster: None, tmp_path: Path, form: str) -> None:
-    """A worker is killed, then the job; it is started again, and once more."""
+def test_a_job_on_ray_data_writes_every_id_once(cluster: None, tmp_path: Path) -> None:
+    """A worker is killed, then the job; it is started again, and once more. Then other files with the same rows."""
     import pyarrow as pa
     import pyarrow.parquet
+
+    def call(form: str) -> list[str]:
+        script = [sys.executable, str(REPOSITORY / "examples/ray_data.py"), str(bart)]
+        settings = ["--workers", "2", "--rows", "8", "--settings", '{"bs": 4, "num_beams": 2}']
+        return [*script, str(tmp_path / form), str(tmp_path / f"out-{form}"), "--format", form, *settings]
+
+    def output_of(row: dict[str, Any]) -> tuple[int, str]:
+        return row["id"], row["outputs"][0]
 
     def batches() -> int:
         return sum(map(int, (tmp_path / "batches").read_text().split()))
 
-    source, output = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
-    texts = sentences(FILES * ROWS)
+    bart, texts = save_bart(tmp_path / "bart"), sentences(FILES * ROWS)
+    for form in ("parquet", "jsonl"):
+        (tmp_path / form).mkdir()
     for number in range(FILES):
         rows = [{"id": id, "text": texts[id]} for id in range(number * ROWS, (number + 1) * ROWS)]
-        if form == "parquet":
-            pyarrow.parquet.write_table(pa.Table.from_pylist(rows), source / f"{number}.parquet")
-        else:
-            (source / f"{number}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    script, bart = REPOSITORY / "examples/ray_data.py", save_bart(tmp_path / "bart")
-    call = [sys.executable, str(script), str(bart), str(source), str(output), "--format", form, "--workers", "2"]
-    call += ["--rows", "8", "--settings", '{"bs": 4, "num_beams": 2}']
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "parquet" / f"{number}.parquet")
+        (tmp_path / "jsonl" / f"{number}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "die").touch()
-    with subprocess.Popen(call) as job:
-        while len([path for path in tmp_path.glob("out-ids/*.parquet") if "pending" not in path.name]) < 3:
+    with subprocess.Popen(call("parquet")) as job:
+        while len([path for path in tmp_path.glob("out-parquet-ids/*.parquet") if "pending" not in path.name]) < 3:
             assert job.poll() is None
             time.sleep(0.05)
         (tmp_path / "hold").touch()
@@ -85,11 +88,14 @@ def test_a_job_on_ray_data_writes_every_id_once(cluster: None, tmp_path: Path, f
     time.sleep(3)  # Ray ends the workers of a driver that is gone
     (tmp_path / "hold").unlink()
     before = batches()
-    assert subprocess.run(call).returncode == 0
-    made = pyarrow.parquet.read_table(output).to_pylist()
+    assert subprocess.run(call("parquet")).returncode == 0
+    made = pyarrow.parquet.read_table(tmp_path / "out-parquet").to_pylist()
     assert sorted(row["id"] for row in made) == list(range(FILES * ROWS))
     assert all(len(row["outputs"]) == 1 and row["error"] is None and row["text"] == texts[row["id"]] for row in made)
     assert 0 < batches() - before < FILES * ROWS  # not those that were written
     before = batches()
-    assert subprocess.run(call).returncode == 0
-    assert batches() == before and len(pyarrow.parquet.read_table(output)) == FILES * ROWS
+    assert subprocess.run(call("parquet")).returncode == 0
+    assert batches() == before and len(pyarrow.parquet.read_table(tmp_path / "out-parquet")) == FILES * ROWS
+    assert subprocess.run(call("jsonl")).returncode == 0
+    again = pyarrow.parquet.read_table(tmp_path / "out-jsonl").to_pylist()
+    assert sorted(map(output_of, again)) == sorted(map(output_of, made))

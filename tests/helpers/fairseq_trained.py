@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,12 +111,15 @@ def trained_once(basetemp: Path) -> Trained:
 
 def _train(folder: Path) -> None:
     write_corpus(folder)
-    preprocess = "--trainpref train.bpe --validpref valid.bpe --testpref test.bpe --source-lang en --target-lang de"
-    fairseq("preprocess", *preprocess.split(), "--destdir", "data", cwd=folder)
-    preprocess = "--only-source --trainpref train.bpe.en --validpref valid.bpe.en --testpref test.bpe.en"
-    fairseq("preprocess", *preprocess.split(), "--destdir", "data-lm", cwd=folder)
-    fairseq("train", "data", *TRANSLATION.split(), "--save-dir", "checkpoints", cwd=folder)
-    fairseq("train", "data-lm", *LANGUAGE_MODEL.split(), "--save-dir", "checkpoints-lm", cwd=folder)
+    files = "--trainpref train.bpe --validpref valid.bpe --testpref test.bpe --source-lang en --target-lang de"
+    files_of_one = "--only-source --trainpref train.bpe.en --validpref valid.bpe.en --testpref test.bpe.en"
+
+    def train(suffix: str, files: str, flags: str) -> None:
+        fairseq("preprocess", *files.split(), "--destdir", f"data{suffix}", cwd=folder)
+        fairseq("train", f"data{suffix}", *flags.split(), "--save-dir", f"checkpoints{suffix}", cwd=folder)
+
+    with ThreadPoolExecutor() as at_once:
+        list(at_once.map(train, ("", "-lm"), (files, files_of_one), (TRANSLATION, LANGUAGE_MODEL)))
 
 
 def sentence(draw: random.Random) -> tuple[str, str]:

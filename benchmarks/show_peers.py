@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 TEXT = """Stock, fastgen and the peers ran in turns, each workload in one run of `benchmarks/peers.py`: the same weights
-and lengths, 2 threads, medians of 2 or 3 turns. In brackets: rows with stock's tokens, where nothing is sampled.
+and lengths, 2 threads, medians of {turns} turns. In brackets: rows with stock's tokens, where nothing is sampled.
 *Other numbers*: a dtype that changes what is generated. **Bold**: faster than fastgen in float32. Peers run in
 processes of their own: {versions}.
 """
@@ -28,7 +28,8 @@ def section(measured: Mapping[str, Any], cpu: str, workloads: Mapping[str, str])
     results = [result | {"workload": workloads[result["case"]]} for result in measured["results"]]
     results.sort(key=lambda result: [*workloads].index(result["case"]))
     versions = ", ".join(f"{name} {found}" for name, found in sorted(measured["peer_versions"].items()))
-    text = TEXT.format(versions=versions)
+    counts = sorted(len(result["turns"]["fastgen"]) for result in results)
+    text = TEXT.format(versions=versions, turns=" to ".join(dict.fromkeys(map(str, (counts[0], counts[-1])))))
     parts = [f"## Peers, {cpu}", "\n".join(faster(results)), text.rstrip(), "\n".join(table(results))]
     return "\n\n".join([*parts, "\n".join(reasons(results))]) + "\n"
 

@@ -159,7 +159,8 @@ def measured(**others: float):
     seconds = {"stock": 3.0, "fastgen": 2.0, "fastgen bfloat16, other numbers": 1.8, **others}
     ratios = {way: found / 2 for way, found in seconds.items()}
     result = {"case": "t5-beam4", "seconds": seconds, "ratios": ratios, "rows_equal": dict.fromkeys(others, "7 of 8")}
-    return {"peer_versions": {"a": "1"}, "results": [result | {"reasons": {"Other float32": "has no T5"}}]}
+    result |= {"turns": {"fastgen": [2.0] * 3}, "reasons": {"Other float32": "has no T5"}}
+    return {"peer_versions": {"a": "1"}, "results": [result]}
 
 
 def test_section_of_peers_begins_with_those_that_are_faster(monkeypatch):
@@ -175,6 +176,7 @@ def test_section_of_peers_begins_with_those_that_are_faster(monkeypatch):
         and "1.50 against 2.00 s, fastgen in bfloat16 1.80 s" in begins[2]
     )
     assert begins[2].endswith("It quantises weights.")
+    assert "medians of 3 turns" in told
     assert "| 3.00 s | 2.00 s | 1.80 s | 5.00 s (7 of 8) | **1.50 s** (7 of 8) |" in told and "| has no T5 |" in told
     assert show.section(measured(), "a CPU", workloads).split("\n\n")[1] == "No peer is faster than fastgen."
 

@@ -1,5 +1,6 @@
 """The kernels of fastgen: built where there is a compiler, and nothing fails where there is none."""
 
+import copy
 import os
 import platform
 import shutil
@@ -27,6 +28,11 @@ def nvcc():
 class BuildKernels(build_ext):
     """Builds shared libraries for ctypes: they are no Python modules, and `.cu` files go to nvcc."""
 
+    def finalize_options(self):
+        """All kernels at the same time, on as many CPUs as there are, where --parallel says nothing else."""
+        super().finalize_options()
+        self.parallel = self.parallel or True
+
     def run(self):
         """Removes kernels of earlier builds first: where one cannot be built now, the old one must not be installed."""
         folders = [Path(self.build_lib), *([Path()] if self.inplace else [])]
@@ -36,10 +42,13 @@ class BuildKernels(build_ext):
         super().run()
 
     def build_extension(self, ext):
+        """Each in a folder of its own: what is compiled of the same file for other instructions has the same name."""
+        apart = copy.copy(self)
+        apart.build_temp = str(Path(self.build_temp, ext.name))
         if ext.sources[0].endswith(".cu"):
-            self._build_with_nvcc(ext)
+            apart._build_with_nvcc(ext)
         else:
-            super().build_extension(ext)
+            super(BuildKernels, apart).build_extension(ext)
 
     def get_export_symbols(self, ext):
         return ext.export_symbols

@@ -90,8 +90,7 @@ struct Product {
 
 // ---- weight [out_features, in_features]: dot products
 
-constexpr int ROWS = 4;  // of a tile
-constexpr int AHEAD = 6; // weights behind the present one that are fetched meanwhile
+constexpr int ROWS = 4; // of a tile
 
 // Bytes of each weight that stay in the first cache while all rows meet them: as much as sums are worth reading and
 // writing again for, and of few rows, which are soon done with a wide register's block, so little that the next one is
@@ -101,7 +100,7 @@ inline int64_t block_bytes(int64_t row_count) { return WIDTH == 16 && row_count 
 template <class F>
 struct Dots {
     const typename F::Row *rows;             // at the present block, as the weight
-    const typename F::Number *weight, *next; // next: what is fetched meanwhile
+    const typename F::Number *weight, *next; // next: the weights behind, which are fetched meanwhile
     int64_t stride;                          // of rows and of weights
     int64_t length;                          // of the block, a multiple of STEP
     bool is_first, is_last;                  // of the blocks: sums begin, are totalled up
@@ -209,7 +208,7 @@ inline void multiply_weights(const Product<F> &product, int64_t n) {
         const typename F::Number *weight = product.weight + n * in + k;
         const int64_t length = std::min(block, whole - k);
         const bool is_last = k + length == whole;
-        add_dots_of_rows<F, W>({product.rows + k, weight, weight + AHEAD * in, in, length, k == 0, is_last, sums, totals},
+        add_dots_of_rows<F, W>({product.rows + k, weight, weight + W * in, in, length, k == 0, is_last, sums, totals},
                                product.row_count);
     }
     store_output<F, W>(product, totals, whole, n);

@@ -82,6 +82,8 @@ def test_models_in_fp16_keep_their_forwards():
 @no_skinny_gemm
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
 def test_products_in_bf16_are_rounded_once(kind, everywhere):
+    if everywhere not in cpu_linear.gemm_backends(torch.bfloat16):
+        pytest.skip(f"{everywhere} has no products in bf16 on this CPU")
     torch.manual_seed(0)
     states = torch.randn(3, 5, 48).bfloat16()
     module = (nn.Linear(48, 1003) if kind == "linear" else Conv1D(1003, 48)).bfloat16()

@@ -144,7 +144,6 @@ def measure(name: str, repeats: int, device: str, dtype: torch.dtype) -> dict[st
     generate = HOSTS[case.host](case, device, dtype)
     found, batches = {}, {}
     for way, call in with_and_without(generate).items():
-        call(1)
         found[way] = Doubling(call)
         batches[way] = found[way].run()
     ways = {way: lambda way=way: found[way].generate(batches[way]).cpu() for way in found}

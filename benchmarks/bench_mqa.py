@@ -1,11 +1,11 @@
 """Multi-head, grouped, multi-query and local attention: microseconds per token, without and with fastgen.
 
-    python benchmarks/bench_mqa.py [CASE ...] [--batch 4] [--repeats 3] [--floors FILE] [--json FILE]
+    python benchmarks/bench_mqa.py [CASE ...] [--batch 4] [--length 128] [--repeats 3] [--floors FILE] [--json FILE]
 
 Table 2 of "Fast Transformer Decoding: One Write-Head is All You Need" for the models of its Tables 1 (translation) and
-3 (language models), with random weights of full size: sources and targets of 128 tokens, greedy and beam 4. The batch
-is what keeps 2 cores busy; the paper's was 1024. An encoder's microseconds are per source token, a decoder's per target
-token of an input, as in the paper; a language model's prompt counts as its encoder.
+3 (language models), with random weights of full size: sources and targets of as many tokens, greedy and beam 4. The
+batch is what keeps 2 cores busy; the paper's was 1024. An encoder's microseconds are per source token, a decoder's per
+target token of an input, as in the paper; a language model's prompt counts as its encoder.
 
 Each turn runs all cases without and with fastgen directly after each other; microseconds are medians. What counts
 against a floor is the median of the turns' ratios of multi-head without fastgen to the case with it, beam 4. The status
@@ -36,7 +36,6 @@ from fastgen.models.mqa import (
 )
 from fastgen.models.mqa.stack import MQATransformerDecoder, MQATransformerEncoder
 
-LENGTH = 128
 WINDOW = 32
 SIZES: dict[str, int] = {}  # other than the paper's
 WARM_UP = 20  # new tokens, enough for a recording
@@ -86,14 +85,14 @@ CASES = {
 class Timed:
     """One case: its model, the seconds of its stages, and whether outputs were equal so far."""
 
-    def __init__(self, case: Case, batch: int, device: str, dtype: torch.dtype) -> None:
-        self.case, self.batch, self.equal = case, batch, True
+    def __init__(self, case: Case, batch: int, length: int, device: str, dtype: torch.dtype) -> None:
+        self.case, self.batch, self.length, self.equal = case, batch, length, True
         self.model = case.make().to(device=device, dtype=dtype)
         generator = torch.Generator().manual_seed(1)
-        self.input_ids = torch.randint(3, self.model.config.vocab_size, (batch, LENGTH), generator=generator).to(device)
+        self.input_ids = torch.randint(3, self.model.config.vocab_size, (batch, length), generator=generator).to(device)
         self.clock = Clock(device, rest=DECODER)
 
-    def microseconds(self, new_tokens: int = LENGTH) -> dict[str, Seconds]:
+    def microseconds(self, new_tokens: int) -> dict[str, Seconds]:
         """For each way, microseconds per token of the encoder and of each search's decoder."""
         found: dict[str, Seconds] = {way: {} for way in WAYS}
         for search, arguments in SEARCHES.items():
@@ -104,7 +103,7 @@ class Timed:
                     lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
                     outputs.append(self.model.generate(self.input_ids, do_sample=False, **lengths, **arguments))
                     seconds = self.clock.stop(TOTAL)
-                found[way][ENCODER] = seconds[ENCODER] / (self.batch * LENGTH) * 1e6
+                found[way][ENCODER] = seconds[ENCODER] / (self.batch * self.length) * 1e6
                 found[way][search] = seconds[DECODER] / (self.batch * new_tokens) * 1e6
             self.equal &= all(torch.equal(outputs[0], output) for output in outputs)
         return found
@@ -113,11 +112,11 @@ class Timed:
     def _timed_encoder(self) -> Iterator[None]:
         """Python's own decorator around the encoder; a language model's first forward, that of the prompt, is one."""
         kind = MQATransformerDecoder if self.case.is_lm else MQATransformerEncoder
-        original = kind.forward
+        original, length = kind.forward, self.length
         timed = self.clock.stage(ENCODER)(original)
 
         def only_prompt(self, input_ids, *args, **kwargs):  # type: ignore[no-untyped-def]
-            return (timed if input_ids.shape[1] == LENGTH else original)(self, input_ids, *args, **kwargs)
+            return (timed if input_ids.shape[1] == length else original)(self, input_ids, *args, **kwargs)
 
         with mock.patch.object(kind, "forward", only_prompt if self.case.is_lm else timed):
             yield
@@ -129,6 +128,7 @@ class Result:
 
     case: str
     batch: int
+    length: int
     dtype: str
     parameters: int
     microseconds: dict[str, Seconds]
@@ -137,15 +137,16 @@ class Result:
     equal: bool
 
 
-def run(names: list[str], batch: int, repeats: int, device: str, dtype: torch.dtype) -> list[Result]:
-    cases = {name: Timed(CASES[name], batch, device, dtype) for name in names}
+def run(names: list[str], batch: int, length: int, repeats: int, device: str, dtype: torch.dtype) -> list[Result]:
+    cases = {name: Timed(CASES[name], batch, length, device, dtype) for name in names}
     for timed in cases.values():
         timed.microseconds(WARM_UP)
-    turns = [{name: timed.microseconds() for name, timed in cases.items()} for _ in range(repeats)]
+    turns = [{name: timed.microseconds(length) for name, timed in cases.items()} for _ in range(repeats)]
     return [
         Result(
             case=name,
             batch=batch,
+            length=length,
             dtype=str(dtype).removeprefix("torch."),
             parameters=sum(weight.numel() for weight in timed.model.parameters()),
             microseconds={way: medians([turn[name][way] for turn in turns]) for way in WAYS},
@@ -162,6 +163,7 @@ def run(names: list[str], batch: int, repeats: int, device: str, dtype: torch.dt
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, CASES, has_devices=True)
     parser.add_argument("--batch", type=int, default=4, help="inputs (default 4)")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a source and of a target (default 128)")
     args = parse_flags(parser, argv, "mqa", CASES)
     args.cases = [name for name in CASES if name in {*args.cases, *(CASES[one].baseline for one in args.cases)}]
     return args
@@ -170,7 +172,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     print_head()
-    results = run(args.cases, args.batch, args.repeats, args.device, getattr(torch, args.dtype))
+    results = run(args.cases, args.batch, args.length, args.repeats, args.device, getattr(torch, args.dtype))
     told = [dataclasses.asdict(result) for result in results]
     print(mqa_table(told))
     missed = [sentence for result in results for sentence in below(result.case, {"stock": result.ratio}, args.floors)]

@@ -100,11 +100,11 @@ def gpt2_small_short() -> tuple[torch.nn.Module, Inputs]:
     return model, {"input_ids": torch.randint(10, 50000, (1, 16))}
 
 
-def llama_like() -> tuple[torch.nn.Module, Inputs]:
+def llama_like(layers: int = 8) -> tuple[torch.nn.Module, Inputs]:
     config = LlamaConfig(
         vocab_size=32000,
         hidden_size=768,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=12,
         num_key_value_heads=3,
         intermediate_size=2048,

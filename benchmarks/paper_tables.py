@@ -16,7 +16,7 @@ SET_UPS = (
         "MultiGen",
         "A5000 24 GB; Llama 2 of 1.3 billion weights; 50 samples, 50 new tokens, prompt of 50 tokens, one of which "
         "varies; curves, no numbers, no dtype",
-        "CPU, fp32; Llama-like, 8 layers of width 768, random weights; 50 samples, 16 new tokens, prompt of 50 tokens",
+        "CPU, fp32; Llama-like, layers of width 768, random weights; 50 samples, 16 new tokens, prompt of 50 tokens",
     ),
     (
         "Fast Transformer Decoding (Shazeer, 2019)",
@@ -26,7 +26,7 @@ SET_UPS = (
     (
         "Seamless M4T, fast (Lee et al., 2024)",
         "A100; v2 large, batch 1, trained; no dtype",
-        "CPU, fp32; v2 with 6 layers in each encoder and decoder, random weights, batch 1 "
+        "CPU, fp32; v2 with fewer layers in each encoder and decoder, random weights, batch 1 "
         "([all layers](benchmarks.md), on another CPU)",
     ),
 )

@@ -47,16 +47,16 @@ MULTI_QUERY = ("multi-head", "multi-query", "multi-head local", "multi-query loc
 PARTS = {
     **{f"table1-{model}": Part("bench_best_batch.py", (model, "--repeats", "2")) for model in TABLE_1},
     "table2": Part("bench_ablation.py", ("steps", "--repeats", "1")),
-    "table2-pipeline": Part("bench_pipeline.py", ("loop", "--lines", "2000", "--repeats", "2"), on_gpu=None),
+    "table2-pipeline": Part("bench_pipeline.py", ("loop", "--lines", "2000", "--repeats", "1"), on_gpu=None),
     "table3": Part(
         "bench_ngram.py", ("--forms", "own", "--rows", "128", "--lengths", "128", "1024", "--ngram_sizes", "3")
     ),
     "table4": Part("bench_quality.py", ("--repeats", "1"), on_gpu=("--device", "cuda")),
-    "figure1": Part("bench_ablation.py", ("stages", "--repeats", "2")),
+    "figure1": Part("bench_ablation.py", ("stages", "--repeats", "1")),
     **{f"growth-{size}": Part("bench_growth.py", (size, "--repeats", "1")) for size in show_papers.GROWTH},
     **{f"multigen-{size}": Part("bench_growth.py", (size, "--repeats", "1")) for size in show_papers.MULTIGEN},
-    "multi-query": Part("bench_mqa.py", (*MULTI_QUERY, "--repeats", "1")),
-    "seamless": Part("bench_seamless.py", ("v2", "--layers", "6", "--repeats", "1")),
+    "multi-query": Part("bench_mqa.py", (*MULTI_QUERY, "--length", "64", "--repeats", "1")),
+    "seamless": Part("bench_seamless.py", ("v2", "--layers", "4", "--repeats", "1")),
 }
 
 

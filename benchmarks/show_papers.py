@@ -184,7 +184,8 @@ def growth(parts: Parts, name: str, title: str, text: str) -> str:
     ways = " / ".join(way for way in COLORS if way in found[0]["slopes"])
     head = ("one more", f"ms, {ways}", "MB", "s at the last size", "MB there", "stock to fastgen", "tokens")
     picture = f"\n![Seconds and megabytes]({picture_of(parts, name)})\n"
-    return f"### {title}\n\n{paragraph(text)}\n{table(head, rows)}{picture}"
+    layers = " or ".join(map(str, sorted({result["layers"] for result in found})))
+    return f"### {title}\n\n{paragraph(text.format(layers=layers))}\n{table(head, rows)}{picture}"
 
 
 def multi_query(parts: Parts) -> str:
@@ -196,9 +197,11 @@ def multi_query(parts: Parts) -> str:
         paper = [f"{greedy_encoder} + {greedy}", f"{beam_encoder} + {beam}"]
         rows.append([result["case"], *paper, *ours, f"**{result['ratio']:.1f}×**"])
     head = ("attention", "paper, greedy", "paper, beam 4", "here: encoder", "greedy", "beam 4", "to multi-head")
+    lengths = sorted({result["length"] for result in results(parts, "multi-query")})
     text = paragraph(
-        "Microseconds per token, of the encoder + of the decoder; here stock → fastgen. Last column: multi-head "
-        "attention in stock by this model in fastgen, beam 4."
+        f"Here sources and targets of {' or '.join(map(str, lengths))} tokens. Microseconds per token, of the encoder "
+        "+ of the decoder; here stock → fastgen. Last column: multi-head attention in stock by this model in fastgen, "
+        "beam 4."
     )
     return f"### Fast Transformer Decoding, Table 2\n\n{text}\n{table(head, rows)}" if rows else ""
 
@@ -270,10 +273,10 @@ GROWTH_TEXT = (
     "over the sizes. Memory is what the first call of a shape adds at its peak, with what it captures."
 )
 MULTIGEN_TEXT = (
-    "Llama-like, one prompt of 50 tokens, 50 samples, 16 new tokens, where nothing else grows. The dense mask is the "
-    "paper's method 2: one row for each prompt, the samples' tokens next to each other in it, and a mask that hides "
-    "them from each other. In the paper's curves MultiGen takes less time and memory than stock, and the dense mask as "
-    "little memory but more time than both."
+    "Llama-like, {layers} layers, one prompt of 50 tokens, 50 samples, 16 new tokens, where nothing else grows. The "
+    "dense mask is the paper's method 2: one row for each prompt, the samples' tokens next to each other in it, and a "
+    "mask that hides them from each other. In the paper's curves MultiGen takes less time and memory than stock, and "
+    "the dense mask as little memory but more time than both."
 )
 SECTIONS: tuple[Callable[[Parts], str], ...] = (
     best_batches,

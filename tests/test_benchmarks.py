@@ -255,13 +255,13 @@ def run_mqa(monkeypatch, tmp_path):
     bench = importlib.import_module("bench_mqa")
     sizes = {"vocab_size": 40, "d_model": 16, "head_dim": 4, "encoder_layers": 2, "decoder_layers": 2}
     monkeypatch.setattr(bench, "SIZES", sizes)
-    monkeypatch.setattr(bench, "LENGTH", 8)
     monkeypatch.setattr(bench, "WARM_UP", 4)
 
     def run(*flags: str, **floors: float):
         wanted, results = tmp_path / "floors.json", tmp_path / "results.json"
         wanted.write_text(json.dumps({"mqa": {name: {"stock": floor} for name, floor in floors.items()}}))
-        status = bench.main(["--repeats", "1", "--floors", str(wanted), "--json", str(results), *flags])
+        sizes = ["--repeats", "1", "--length", "8"]
+        status = bench.main([*sizes, "--floors", str(wanted), "--json", str(results), *flags])
         return status, json.loads(results.read_text())["results"]
 
     return run

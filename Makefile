@@ -1,8 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Without compiling what is installed: of that, a process compiles what it imports, once.
-INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+INSTALL := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PIP := $(BIN)/python $(INSTALL)
 # Without its dependencies, for it asks for torchaudio. All builds of that on PyPI need CUDA's libraries: beside a CPU
 # build of torch it cannot be imported, and then neither can models of transformers. Nothing here calls it.

@@ -41,43 +41,42 @@ def bench(monkeypatch):
 
 @pytest.fixture
 def evaluated(bench, tmp_path):
-    """A function that runs the harness on a task: its results, the answers of each sample, and what it said."""
+    """A function that runs the harness on tasks: its results, the answers to each task's samples, and what it said."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     bench.write_model(tmp_path / "model", **sizes, num_attention_heads=4, num_key_value_heads=2)
     (tmp_path / "sitecustomize.py").write_text(TELLS_REPORTS)
     environment = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     environment |= {"FASTGEN_SHARE": "always", "FASTGEN_STRICT": "1"}
 
-    def run(name: str, *program: str) -> tuple[dict, list, str]:
+    def run(name: str, tasks: list[str], *program: str) -> tuple[dict, dict[str, list], str]:
         arguments = [
             *("--model", "hf", "--model_args", f"pretrained={tmp_path / 'model'},dtype=float32", "--device", "cpu"),
-            *("--tasks", bench.TASK, "--include_path", str(tmp_path), "--batch_size", "5", "--seed", "1"),
+            *("--tasks", ",".join(tasks), "--include_path", str(tmp_path), "--batch_size", "5", "--seed", "1"),
             *("--log_samples", "--output_path", str(tmp_path / name)),
         ]
         ended = run_python(*program, "-m", "lm_eval", *arguments, path=tmp_path, cwd=tmp_path, **environment)
         assert ended.returncode == 0, ended.stderr
-        samples = next((tmp_path / name).rglob("samples*.jsonl")).read_text(encoding="utf-8").splitlines()
+        answers = {}
+        for task in tasks:
+            samples = next((tmp_path / name).rglob(f"samples_{task}_*.jsonl")).read_text(encoding="utf-8")
+            answers[task] = [json.loads(line)["resps"] for line in samples.splitlines()]
         results = json.loads(next((tmp_path / name).rglob("results*.json")).read_text(encoding="utf-8"))["results"]
-        return results, [json.loads(line)["resps"] for line in samples], ended.stderr
+        return results, answers, ended.stderr
 
     return run
 
 
-def test_answers_are_the_same_where_batches_cut_the_samples_of_a_question(bench, evaluated, tmp_path):
-    bench.write_task(tmp_path, bench.Case(3, 20, repeats=8), new_tokens=6)
-    results, stock, _ = evaluated("stock")
-    assert [len(set(answer[0])) > 1 for answer in stock] == [True] * 3
-    found, fast, log = evaluated("fastgen", "-m", "fastgen")
-    assert fast == stock and found == results
+def test_answers_and_metrics_are_the_same(bench, evaluated, tmp_path):
+    """A task whose batches cut the samples of a question, and one of multiple choice."""
+    sampled = bench.write_task(tmp_path, bench.Case(3, 20, repeats=8), new_tokens=6)
+    chosen = bench.write_task(tmp_path, bench.Case(12, 20, shots=30, options=4), number=1)
+    results, stock, _ = evaluated("stock", [sampled, chosen])
+    found, fast, log = evaluated("fastgen", [sampled, chosen], "-m", "fastgen")
+    assert found == results and results[chosen]["acc,none"] < 1
+    assert [len(set(answer[0])) > 1 for answer in stock[sampled]] == [True] * 3
+    assert fast[sampled] == stock[sampled]
     assert "groups of 3, 2, not of one size" in log and "the prompt's keys and values: once per input" in log
-
-
-def test_a_task_of_multiple_choice_has_the_same_metrics(bench, evaluated, tmp_path):
-    bench.write_task(tmp_path, bench.Case(12, 20, shots=30, options=4))
-    results, stock, _ = evaluated("stock")
-    found, fast, log = evaluated("fastgen", "-m", "fastgen")
-    assert found == results and results[bench.TASK]["acc,none"] < 1
-    for answers, expected in zip(fast, stock):
+    for answers, expected in zip(fast[chosen], stock[chosen]):
         for ((score, greedy),), ((other, other_greedy),) in zip(answers, expected):
             assert float(score) == pytest.approx(float(other), abs=1e-4) and greedy == other_greedy
     assert "30 tokens of all inputs" in log and "contexts: once for all their continuations" in log

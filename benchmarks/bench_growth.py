@@ -51,7 +51,7 @@ CASES = {
 }
 BEAM_SEARCH = {"source": 256, "beams": 4, "batch": 2, "output": 16}
 MULTIGEN = {"source": 50, "samples": 50, "batch": 1, "output": 16}
-MULTIGEN_LAYERS = 4
+MULTIGEN_LAYERS = 3
 FIRST_WORD = 10
 
 Ways = dict[str, Callable[[], torch.Tensor]]

@@ -51,12 +51,12 @@ PARTS = {
     "table3": Part(
         "bench_ngram.py", ("--forms", "own", "--rows", "128", "--lengths", "128", "1024", "--ngram_sizes", "3")
     ),
-    "table4": Part("bench_quality.py", ("--repeats", "1"), on_gpu=("--device", "cuda")),
+    "table4": Part("bench_quality.py", ("--lines", "100", "--repeats", "1"), on_gpu=("--device", "cuda")),
     "figure1": Part("bench_ablation.py", ("stages", "--repeats", "1")),
     **{f"growth-{size}": Part("bench_growth.py", (size, "--repeats", "1")) for size in show_papers.GROWTH},
     **{f"multigen-{size}": Part("bench_growth.py", (size, "--repeats", "1")) for size in show_papers.MULTIGEN},
-    "multi-query": Part("bench_mqa.py", (*MULTI_QUERY, "--length", "64", "--repeats", "1")),
-    "seamless": Part("bench_seamless.py", ("v2", "--layers", "4", "--repeats", "1")),
+    "multi-query": Part("bench_mqa.py", (*MULTI_QUERY, "--length", "40", "--repeats", "1")),
+    "seamless": Part("bench_seamless.py", ("v2", "--layers", "3", "--repeats", "1")),
 }
 
 

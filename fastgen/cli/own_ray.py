@@ -40,14 +40,14 @@ def own_ray(cpus: int) -> Iterator[dict[str, Any]]:
         "RAY_worker_niceness": "0",  # Ray has 15, so that a model waits for every other program
     }
     outlives = subprocess.Popen([sys.executable, __file__, folder], stdin=subprocess.PIPE)
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ.get(name) for name in (*variables, "RAY_AUTH_MODE")}  # ray.init sets the last one
     os.environ.update(variables)
     sizes = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE}
     try:
         yield {"address": "local", "include_dashboard": False, **sizes}
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         outlives.communicate()
 
 

@@ -57,11 +57,16 @@ def expected(bart: Path, source: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(autouse=True)
 def already(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """What other runs on this machine have begun; behind each test nothing else is left."""
+    """What other runs on this machine have begun; behind each test nothing else is left, and no variable of Ray's."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = of_runs()
+    before, variables = of_runs(), of_ray()
     yield before
-    assert left_behind(before) == []
+    assert left_behind(before) == [] and of_ray() == variables
+
+
+def of_ray() -> dict[str, str]:
+    """The variables of this process's environment that Ray reads."""
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
 
 
 @pytest.fixture

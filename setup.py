@@ -71,7 +71,7 @@ def kernel(name, source, **options):
 
 def x86(instructions, *flags):
     """Registers as vectors, which Microsoft's compiler does not know, for x86 processors."""
-    options = ["-O3", "-std=c++17", "-ffp-contract=fast", *flags]
+    options = ["-O3", "-std=c++17", "-ffp-contract=fast", "-mf16c", *flags]
     names = ("skinny_gemm", "few_queries", "flash_attention", "rms_norm", "lookup", "beam_top_k", "move_rows")
     return Extension(
         f"fastgen.ops._x86_{instructions}",

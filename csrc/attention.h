@@ -53,7 +53,7 @@ struct Segment {
     int64_t copies, length;
 };
 
-enum Mask { NONE, FLOATS, HALVES, BOOLS, CAUSAL };
+enum Mask { NONE, FLOATS, OF_QUERY, BOOLS, CAUSAL }; // OF_QUERY: of the query's type, where that is not fp32
 
 template <typename T>
 struct Attention {
@@ -105,8 +105,8 @@ void add_mask(const Attention<T> &of, int64_t start, int64_t first, float *score
         start += first * step;
         if (of.mask_type == FLOATS)
             for (int64_t n = 0; n < length; n++) scores[n] += ((const float *)of.mask + start)[n * step];
-        else if (of.mask_type == HALVES)
-            for (int64_t n = 0; n < length; n++) scores[n] += to_float(((const Bf16 *)of.mask + start)[n * step]);
+        else if (of.mask_type == OF_QUERY)
+            for (int64_t n = 0; n < length; n++) scores[n] += to_float(((const T *)of.mask + start)[n * step]);
         else if (of.mask_type == BOOLS)
             for (int64_t n = 0; n < length; n++)
                 scores[n] = ((const bool *)of.mask + start)[n * step] ? scores[n] : HIDDEN;

@@ -1,4 +1,4 @@
-// Attention of a few queries to many keys, which is what a decode step does, in fp32 and in bf16 with sums in fp32.
+// Attention of a few queries to many keys, which is what a decode step does, in fp32, and in bf16 and fp16 with sums in fp32.
 //
 // Keys and values are read once, as they lie in memory, which takes longer than what is computed with them. They come in
 // segments, each stored once for the rows that have it in common; all segments meet in one softmax. What a query gives
@@ -6,16 +6,18 @@
 // Built once for each instruction set, see vectors.h.
 
 #include "attention.h"
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
 namespace {
 
 constexpr int QUERIES = 6;                       // whose sums over COLUMNS registers of values registers can hold
 constexpr int COLUMNS = WIDTH == 16 ? 4 : 2;
 constexpr int64_t AHEAD = 2 * WIDTH;             // keys or values after the present one that are fetched meanwhile
-constexpr float HIDES = -1e30f;                  // a mask of less leaves nothing of a weight
+
+// A mask of less leaves nothing of a weight.
+template <typename T>
+constexpr float HIDES = -1e30f;
+template <>
+constexpr float HIDES<Fp16> = -65503; // fp16 goes down to -65504
 
 // What is fetched while key or value n of a head is used: that which is AHEAD of it, or those of the next heads behind the
 // last one.
@@ -134,8 +136,8 @@ int64_t seen_by(const Attention<T> &of, int64_t start, int64_t keys) {
     for (int64_t n = keys; n > 0; n--) {
         const int64_t place = start + (n - 1) * of.mask_strides[3];
         const bool sees = of.mask_type == BOOLS    ? ((const bool *)of.mask)[place]
-                          : of.mask_type == FLOATS ? !(((const float *)of.mask)[place] < HIDES)
-                                                   : !(to_float(((const Bf16 *)of.mask)[place]) < HIDES);
+                          : of.mask_type == FLOATS ? !(((const float *)of.mask)[place] < HIDES<float>)
+                                                   : !(to_float(((const T *)of.mask)[place]) < HIDES<T>);
         if (sees) return n;
     }
     return keys;
@@ -157,13 +159,11 @@ float to_weights(float *scores, int64_t length, int64_t padded) {
     return total(sum);
 }
 
-template <typename T>
-inline void copy_query(const T *query, T *to, int64_t width) {
-    memcpy(to, query, width * sizeof *to);
-}
-
-inline void copy_query(const Bf16 *query, float *to, int64_t width) {
-    for (int64_t d = 0; d < width; d++) to[d] = to_float(query[d]);
+template <typename T, typename Query>
+inline void copy_query(const T *query, Query *to, int64_t width) {
+    if constexpr (std::is_same_v<T, Query>) memcpy(to, query, width * sizeof *to);
+    else
+        for (int64_t d = 0; d < width; d++) to[d] = to_float(query[d]);
 }
 
 // Sums of weighted values by the total of their weights, which is 0 where all keys are hidden.
@@ -250,4 +250,8 @@ extern "C" void fastgen_few_queries(void *const *pointers, const int64_t *sizes,
 
 extern "C" void fastgen_few_queries_bf16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
     attend_all<Bf16>({pointers, sizes, scale}, threads);
+}
+
+extern "C" void fastgen_few_queries_fp16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
+    attend_all<Fp16>({pointers, sizes, scale}, threads);
 }

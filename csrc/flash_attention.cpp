@@ -1,4 +1,4 @@
-// Attention of many queries, as of a prompt or an encoder, in fp32 and in bf16 with sums in fp32: blocks of keys and an
+// Attention of many queries, as of a prompt or an encoder, in fp32, and in bf16 and fp16 with sums in fp32: blocks of keys and an
 // online softmax, as in FlashAttention (Dao et al., 2022, algorithm 1).
 //
 // A block of keys and values is packed once for a chunk of queries, and meets a tile of them at a time, whose scores stay
@@ -7,9 +7,6 @@
 // Built once for each instruction set, see vectors.h.
 
 #include "attention.h"
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -154,7 +151,7 @@ bool sees_any(const Attention<T> &of, int64_t start, int64_t position, int64_t f
     const auto any_by = [&](auto step) {
         if (of.mask_type == BOOLS) return any(step, (const uint8_t *)of.mask, [](uint8_t one) { return one != 0; });
         if (of.mask_type == FLOATS) return any(step, (const float *)of.mask, [](float one) { return !(one == HIDDEN); });
-        return any(step, (const Bf16 *)of.mask, [](Bf16 one) { return one.bits != 0xff80; });
+        return any(step, (const T *)of.mask, [](T one) { return !(to_float(one) == HIDDEN); });
     };
     return of.mask_strides[3] == 1 ? any_by(std::integral_constant<int64_t, 1>()) : any_by(of.mask_strides[3]);
 }
@@ -288,6 +285,10 @@ void attend_all(const Attention<typename F::Number> &of, int32_t threads) {
 
 extern "C" void fastgen_flash_attention(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
     attend_all<Floats<float>>({pointers, sizes, scale}, threads);
+}
+
+extern "C" void fastgen_flash_attention_fp16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
+    attend_all<Floats<Fp16>>({pointers, sizes, scale}, threads);
 }
 
 extern "C" void fastgen_flash_attention_bf16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {

@@ -1,4 +1,4 @@
-// RMS norm, output = weight * (row / sqrt(mean(row^2) + epsilon)), in fp32 and in bf16 with sums in fp32: one pass over
+// RMS norm, output = weight * (row / sqrt(mean(row^2) + epsilon)), in fp32, and in bf16 and fp16 with sums in fp32: one pass over
 // rows that lie in a cache. What is multiplied by the weight is rounded first, as models do.
 //
 // What a row gives does not depend on how many rows and threads there are.
@@ -51,4 +51,9 @@ extern "C" void fastgen_rms_norm(const float *rows, const float *weight, float *
 extern "C" void fastgen_rms_norm_bf16(const Bf16 *rows, const Bf16 *weight, Bf16 *output, int64_t row_count,
                                       int64_t width, float epsilon, int32_t threads) {
     normalize_in<Bf16>(threads, {rows, weight, output, row_count, width, epsilon});
+}
+
+extern "C" void fastgen_rms_norm_fp16(const Fp16 *rows, const Fp16 *weight, Fp16 *output, int64_t row_count,
+                                      int64_t width, float epsilon, int32_t threads) {
+    normalize_in<Fp16>(threads, {rows, weight, output, row_count, width, epsilon});
 }

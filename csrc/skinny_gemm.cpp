@@ -1,5 +1,5 @@
 // rows @ weight^T + bias for a few rows and weights larger than the caches: what a decode step does; and what often comes
-// next, the larger of it and 0, or its sum with other rows. In fp32, and in bf16 with sums in fp32.
+// next, the larger of it and 0, or its sum with other rows. In fp32, and in bf16 and fp16 with sums in fp32.
 //
 // Libraries for large matrices pack a weight before they use it, which costs as much as such a product. Here it is read
 // once, as it lies in memory; while one part is used, the next is fetched, so that reading costs no time of its own
@@ -7,9 +7,6 @@
 // Built once for each instruction set, see vectors.h.
 
 #include "vectors.h"
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -82,7 +79,7 @@ struct Product {
         if (added) {
             auto others = stored;
             memcpy(&others, added + place, WIDE * sizeof *output);
-            stored = in_format(from_format(stored) + from_format(others), output);
+            stored = in_format(from_format(stored, output) + from_format(others, output), output);
         }
         memcpy(output + place, &stored, WIDE * sizeof *output);
     }
@@ -350,6 +347,15 @@ void multiply_in(int32_t threads, const Product<F> &product) {
     });
 }
 
+// The rows become fp32 before, as the weights do in registers.
+template <typename T>
+void multiply_widened(int32_t threads, const T *rows, Product<Single<T>> product) {
+    std::vector<float> widened(product.row_count * product.in_features);
+    for (size_t i = 0; i < widened.size(); i++) widened[i] = to_float(rows[i]);
+    product.rows = widened.data();
+    multiply_in(threads, product);
+}
+
 } // namespace
 
 // GOMP_parallel, omp_get_thread_num and omp_get_num_threads; without them everything runs in the thread that calls.
@@ -374,8 +380,13 @@ extern "C" void fastgen_skinny_gemm_bf16(const Bf16 *rows, const Bf16 *weight, c
         return multiply_in<Paired>(threads, {rows, weight, bias, added, output, row_count, in_features, out_features,
                                              is_transposed != 0, is_rectified != 0});
 #endif
-    std::vector<float> widened(row_count * in_features);
-    for (int64_t i = 0; i < row_count * in_features; i++) widened[i] = to_float(rows[i]);
-    multiply_in<Single<Bf16>>(threads, {widened.data(), weight, bias, added, output, row_count, in_features,
-                                        out_features, is_transposed != 0, is_rectified != 0});
+    multiply_widened<Bf16>(threads, rows, {nullptr, weight, bias, added, output, row_count, in_features, out_features,
+                                           is_transposed != 0, is_rectified != 0});
+}
+
+extern "C" void fastgen_skinny_gemm_fp16(const Fp16 *rows, const Fp16 *weight, const Fp16 *bias, const Fp16 *added,
+                                         Fp16 *output, int64_t row_count, int64_t in_features, int64_t out_features,
+                                         int32_t is_transposed, int32_t is_rectified, int32_t threads) {
+    multiply_widened<Fp16>(threads, rows, {nullptr, weight, bias, added, output, row_count, in_features, out_features,
+                                           is_transposed != 0, is_rectified != 0});
 }

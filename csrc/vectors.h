@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <immintrin.h>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -65,6 +66,10 @@ struct Bf16 {
     uint16_t bits;
 };
 
+struct Fp16 {
+    uint16_t bits;
+};
+
 inline float to_float(float number) { return number; }
 
 inline float to_float(Bf16 number) {
@@ -73,6 +78,8 @@ inline float to_float(Bf16 number) {
     memcpy(&found, &bits, sizeof found);
     return found;
 }
+
+inline float to_float(Fp16 number) { return _cvtsh_ss(number.bits); }
 
 inline void store(float number, float *to) { *to = number; }
 
@@ -88,6 +95,8 @@ inline void store(float number, Bf16 *to) {
     to->bits = number != number ? 0x7fc0 : rounded(bits);
 }
 
+inline void store(float number, Fp16 *to) { to->bits = _cvtss_sh(number, _MM_FROUND_TO_NEAREST_INT); }
+
 // Eight numbers, and as they are stored.
 typedef float Eight __attribute__((vector_size(8 * sizeof(float))));
 typedef uint32_t EightWords __attribute__((vector_size(8 * sizeof(uint32_t))));
@@ -100,8 +109,15 @@ inline EightHalves in_format(const Eight &numbers, const Bf16 *) {
     return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded(bits)), EightHalves);
 }
 
-inline Eight from_format(const Eight &stored) { return stored; }
-inline Eight from_format(const EightHalves &stored) { return (Eight)(__builtin_convertvector(stored, EightWords) << 16); }
+inline EightHalves in_format(const Eight &numbers, const Fp16 *) {
+    return (EightHalves)_mm256_cvtps_ph((__m256)numbers, _MM_FROUND_TO_NEAREST_INT);
+}
+
+inline Eight from_format(const Eight &stored, const float *) { return stored; }
+inline Eight from_format(const EightHalves &stored, const Bf16 *) {
+    return (Eight)(__builtin_convertvector(stored, EightWords) << 16);
+}
+inline Eight from_format(const EightHalves &stored, const Fp16 *) { return (Eight)_mm256_cvtph_ps((__m128i)stored); }
 
 // A register of bf16 as the upper halves of 32 bits each.
 typedef uint32_t Bits __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
@@ -113,6 +129,16 @@ inline Bits upper_halves(const Bf16 *numbers) {
 
 inline Vector load(const float *numbers) { return *(const Vector *)numbers; }
 inline Vector load(const Bf16 *numbers) { return (Vector)upper_halves(numbers); }
+inline Vector load(const Fp16 *numbers) {
+#ifdef __AVX512F__
+    return (Vector)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i *)numbers));
+#else
+    Vector found;
+    for (int i = 0; i < WIDTH; i += 8)
+        _mm256_storeu_ps((float *)&found + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(numbers + i))));
+    return found;
+#endif
+}
 
 // Calls `work` with parts [from, to) of so many units, one for each thread.
 template <typename Work>

@@ -1,4 +1,4 @@
-"""Attention of few queries to keys in segments, in fp32 or bf16 on a CPU: `csrc/few_queries.cpp`.
+"""Attention of few queries to keys in segments, in fp32, bf16 or fp16 on a CPU: `csrc/few_queries.cpp`.
 
 A decode step has one query for each row, and a few for each copy of keys that rows have in common. Here that takes
 little longer than to read keys and values once; torch's flash attention packs them first, two products write scores.
@@ -34,7 +34,7 @@ MIN_KEYS_WITHOUT_MASK = 16
 OPERATION = "fastgen::few_queries_attention"
 SDPA = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::scaled_dot_product_attention")
 
-_MASKS, _CAUSAL = {torch.float32: 1, torch.bfloat16: 2, torch.bool: 3}, 4
+_MASKS, _CAUSAL = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2, torch.bool: 3}, 4
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float, ctypes.c_int32)
 
 

@@ -1,4 +1,4 @@
-"""Attention of many queries, as of a prompt or an encoder, in fp32 or bf16 on a CPU: `csrc/flash_attention.cpp`.
+"""Attention of many queries, as of a prompt or an encoder, in fp32, bf16 or fp16 on a CPU: `csrc/flash_attention.cpp`.
 
 torch's flash attention computes all scores that a causal mask hides, and in bf16 is no faster than in fp32. Here what
 is hidden from a tile of queries is left out, and bf16 is multiplied by its dot products of pairs (AVX512_BF16).

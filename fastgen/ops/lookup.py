@@ -1,4 +1,4 @@
-"""A function of single numbers in bf16 as the table of its results: 65,536, as many as there are numbers in bf16.
+"""A function of single numbers in bf16 or fp16 as the table of its 65,536 results, as many as there are numbers.
 
 A function that torch makes of several kernels rounds after each of them. The table has these very results, in one pass
 over the tensor: 128 KiB, of which activations of one layer use a few. AMD EPYC (family 25, model 17), 2 threads,
@@ -21,24 +21,26 @@ from fastgen.ops import x86
 
 OPERATION = "fastgen::lookup"
 
+DTYPES = (torch.bfloat16, torch.float16)
+
 MIN_ELEMENTS_OF_THREAD = 1 << 16
 
 _ARGUMENTS = (*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int32)
 
 
-def table_of(function: Callable[[Tensor], Tensor]) -> Tensor:
-    """The results `[65536]` for all numbers in bf16, in the order of their bits as unsigned integers."""
+def table_of(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
+    """The results `[65536]` for all numbers of one of `DTYPES`, in the order of their bits as unsigned integers."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        return function(torch.arange(1 << 16, device="cpu").to(torch.int16).view(torch.bfloat16)).contiguous()
+        return function(torch.arange(1 << 16, device="cpu").to(torch.int16).view(dtype)).contiguous()
 
 
 def can_look_up(numbers: Tensor) -> bool:
-    return numbers.dtype == torch.bfloat16 and numbers.is_cpu and numbers.is_contiguous() and not x86.machine_reasons()
+    return numbers.dtype in DTYPES and numbers.is_cpu and numbers.is_contiguous() and not x86.machine_reasons()
 
 
 def call_into(results: Tensor, numbers: Tensor, table: Tensor) -> Callable[[], None]:
     """A function that writes `table[numbers]` where the results are; numbers and results contiguous, of one shape."""
-    function = x86.function("lookup", torch.bfloat16, _ARGUMENTS)
+    function = x86.function("lookup", torch.float32, _ARGUMENTS)
     threads = x86.threads_for(numbers.numel(), MIN_ELEMENTS_OF_THREAD)
     addresses = numbers.data_ptr(), table.data_ptr(), results.data_ptr()
 

@@ -10,7 +10,7 @@ import torch
 # As a part of the largest number; a waveform lies between -1 and 1.
 _LOGITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 _WAVEFORM = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}
-_PRODUCT = {torch.float32: 1e-4, torch.bfloat16: 0.01}
+_PRODUCT = {torch.float32: 1e-4, torch.float16: 0.002, torch.bfloat16: 0.01}
 _SCORE = {torch.float32: 1e-4}  # as a number: a log-probability of a token
 
 TOLERANCES = {"logits": _LOGITS, "waveform": _WAVEFORM, "product": _PRODUCT, "score": _SCORE}

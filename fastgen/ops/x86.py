@@ -20,8 +20,8 @@ from fastgen.ops import load, load_reasons
 
 # Built for the instructions that torch calls so; with AVX-512 and bf16's, for both.
 _LIBRARIES = {"AVX2": f"{__package__}._x86_avx2", "AVX512": f"{__package__}._x86_avx512"}
-VERSION = 6  # of the kernels: what was measured with others does not hold
-_SUFFIXES = {torch.float32: "", torch.bfloat16: "_bf16"}  # of a function's name
+VERSION = 7  # of the kernels: what was measured with others does not hold
+_SUFFIXES = {torch.float32: "", torch.bfloat16: "_bf16", torch.float16: "_fp16"}  # of a function's name
 DTYPES = tuple(_SUFFIXES)
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 

@@ -43,6 +43,7 @@ NAMES = {
     **dict.fromkeys((f"odd-{way}" for way in WAYS), 1),
 }
 
+HALF_CONTEXTS = ("bfloat16", "float16, skinny GEMM", "autocast")
 CONTEXTS = {
     "plain": 24,
     "inference mode": 3,
@@ -56,6 +57,7 @@ CONTEXTS = {
     "repeated keys": 4,
     "keys written in place": 3,
     "bfloat16": 2,
+    "float16, skinny GEMM": 2,
     "autocast": 2,
     "replaced forward": 1,
     "hook of accelerate": 1,
@@ -116,7 +118,7 @@ class Case:
 
     @property
     def is_half(self) -> bool:
-        return self.context in ("bfloat16", "autocast")
+        return self.context in HALF_CONTEXTS
 
 
 def kind_of(name: str) -> str:
@@ -141,7 +143,7 @@ def model_of(name: str, dtype: torch.dtype) -> nn.Module:
 def draw(seed: int) -> Case:
     random = Random(seed)
     context = random.choices(list(CONTEXTS), list(CONTEXTS.values()))[0]
-    if context in ("bfloat16", "autocast"):
+    if context in HALF_CONTEXTS:
         name = random.choice(HALF)
     elif context == "compiled forward":
         name = random.choice(("gpt2", "llama"))

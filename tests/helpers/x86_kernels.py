@@ -41,5 +41,5 @@ WIDE_KERNELS = ("skinny_gemm", "few_queries", "flash_attention", "beam_top_k")
 
 def _compile_wide(folder: Path) -> None:
     """Without debug information, which nobody reads here."""
-    flags = ("-mavx2", "-mfma", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi", "-g0")
+    flags = ("-mavx2", "-mfma", "-mf16c", "-DWIDTH=16", "-ffp-contract=fast", "-Wno-psabi", "-g0")
     compile_library(folder / WIDE, *flags, *(CSRC / f"{kernel}.cpp" for kernel in WIDE_KERNELS))

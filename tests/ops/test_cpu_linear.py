@@ -73,27 +73,29 @@ def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape(monkeypatch
     assert asked == [1, 3] and usage == {}
 
 
-def test_models_in_fp16_keep_their_forwards():
+def test_models_in_float64_keep_their_forwards():
     assert model_facts.size_of(nn.Linear(1024, 1024), KNOWN).large == 1 << 20
     assert model_facts.size_of(nn.Linear(1024, 1024).bfloat16(), KNOWN).large == 1 << 20
-    assert model_facts.size_of(nn.Linear(1024, 1024).half(), KNOWN).large == 0
+    assert model_facts.size_of(nn.Linear(1024, 1024).half(), KNOWN).large == 1 << 20
+    assert model_facts.size_of(nn.Linear(1024, 1024).double(), KNOWN).large == 0
 
 
 @no_skinny_gemm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
-def test_products_in_bf16_are_rounded_once(kind, everywhere):
-    if everywhere not in cpu_linear.gemm_backends(torch.bfloat16):
-        pytest.skip(f"{everywhere} has no products in bf16 on this CPU")
+def test_products_of_half_the_bytes_are_rounded_once(kind, dtype, everywhere):
+    if everywhere.removeprefix("cpu_linear, ") not in cpu_linear.gemm_backends(dtype):
+        pytest.skip(f"{everywhere} has no products in {dtype} on this CPU")
     torch.manual_seed(0)
-    states = torch.randn(3, 5, 48).bfloat16()
-    module = (nn.Linear(48, 1003) if kind == "linear" else Conv1D(1003, 48)).bfloat16()
+    states = torch.randn(3, 5, 48).to(dtype)
+    module = (nn.Linear(48, 1003) if kind == "linear" else Conv1D(1003, 48)).to(dtype)
     with torch.no_grad():
         exact = module.double()(states.double())
-        module.bfloat16()
+        module.to(dtype)
         with faster_forwards({module: module.modules()}, forwards(), usage := Counter()):
             found = module(states)
-    assert usage == {everywhere: 1} and found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.double(), exact, rtol=1 / 256, atol=1e-4)
+    assert usage == {everywhere: 1} and found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart", "t5", "whisper", "llama"])
@@ -130,7 +132,7 @@ def test_small_products_other_types_gradients_autocast_and_strided_rows_are_left
         assert not cpu_linear.can_multiply(states.double(), weight.double(), None)
         assert not cpu_linear.can_multiply(states, weight.bfloat16(), None)
         assert cpu_linear.can_multiply(states.bfloat16(), weight.bfloat16(), None)
-        assert not cpu_linear.can_multiply(states.half(), weight.half(), None)
+        assert cpu_linear.can_multiply(states.half(), weight.half(), None)
         assert not cpu_linear.can_multiply(states, weight, torch.randn(1, 1024))
         assert not cpu_linear.can_multiply(states[:, :100], weight, None)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -179,6 +181,13 @@ def fastest(rows: int = 3, weight: torch.Tensor = WEIGHT, bias: torch.Tensor | N
 
 def later_process() -> None:
     cpu_linear.MEASURED.clear()
+
+
+def test_of_many_rows_the_skinny_gemm_is_measured_where_onednn_has_nothing(timed):
+    seconds, measured, found = timed
+    del found["oneDNN"]
+    seconds["skinny GEMM"] = 0.5
+    assert fastest(1000) == "skinny GEMM" and {name for name, _ in measured} == {"BLAS", "skinny GEMM"}
 
 
 def test_each_kind_of_product_is_measured_once_in_all_processes(timed):

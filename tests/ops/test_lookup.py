@@ -1,4 +1,4 @@
-"""Functions of bf16 as tables, `csrc/lookup.cpp`: the bits of the function, in captured steps too."""
+"""Functions of bf16 and fp16 as tables, `csrc/lookup.cpp`: the bits of the function, in captured steps too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fastgen.ops.cpu_graph import capture
 pytestmark = needs_library
 
 ACTIVATION = NewGELUActivation()
-TABLE = lookup.table_of(ACTIVATION)
+TABLES = {dtype: lookup.table_of(ACTIVATION, dtype) for dtype in lookup.DTYPES}
+OF_ALL = pytest.mark.parametrize("dtype", lookup.DTYPES)
 
 
 def bits(tensor):
@@ -23,23 +24,25 @@ def bits(tensor):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 300_000), st.integers(1, 3), st.sampled_from((0.01, 1.0, 30.0)))
-def test_a_table_has_the_bits_of_the_function(count, threads, scale):
-    numbers = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * scale).to(torch.bfloat16)
+@given(st.integers(1, 300_000), st.integers(1, 3), st.sampled_from((0.01, 1.0, 30.0)), st.sampled_from(lookup.DTYPES))
+def test_a_table_has_the_bits_of_the_function(count, threads, scale, dtype):
+    numbers = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * scale).to(dtype)
     with torch_threads(threads):
-        found = torch.ops.fastgen.lookup(numbers, TABLE)
+        found = torch.ops.fastgen.lookup(numbers, TABLES[dtype])
     assert bits(found) == bits(ACTIVATION(numbers))
 
 
-def test_a_table_has_every_number():
-    numbers = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16).flip(0)
-    assert bits(torch.ops.fastgen.lookup(numbers, TABLE)) == bits(TABLE.flip(0))
+@OF_ALL
+def test_a_table_has_every_number(dtype):
+    numbers = torch.arange(1 << 16).to(torch.int16).view(dtype).flip(0)
+    assert bits(torch.ops.fastgen.lookup(numbers, TABLES[dtype])) == bits(TABLES[dtype].flip(0))
 
 
-def test_a_replay_looks_up_what_the_numbers_are_then():
-    numbers = torch.zeros(3, 40, dtype=torch.bfloat16)
+@OF_ALL
+def test_a_replay_looks_up_what_the_numbers_are_then(dtype):
+    numbers = torch.zeros(3, 40, dtype=dtype)
     with torch.no_grad():
-        replay, *_ = capture(lambda: torch.ops.fastgen.lookup(numbers, TABLE) + 1)
+        replay, *_ = capture(lambda: torch.ops.fastgen.lookup(numbers, TABLES[dtype]) + 1)
         numbers.copy_(torch.randn(3, 40))
         assert bits(replay()) == bits(ACTIVATION(numbers) + 1)
 
@@ -49,6 +52,7 @@ def test_other_numbers_are_not_looked_up(numbers):
     assert not lookup.can_look_up(numbers)
 
 
-def test_a_table_is_made_under_any_device_of_the_program():
+@OF_ALL
+def test_a_table_is_made_under_any_device_of_the_program(dtype):
     with torch.device("meta"):
-        assert bits(lookup.table_of(ACTIVATION)) == bits(TABLE)
+        assert bits(lookup.table_of(ACTIVATION, dtype)) == bits(TABLES[dtype])

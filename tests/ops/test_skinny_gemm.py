@@ -18,6 +18,7 @@ from fastgen.ops.cpu_linear import skinny_gemm
 
 ROWS = st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 25, 63, 64, 65, 130))
 IN = st.sampled_from((1, 3, 7, 8, 9, 16, 17, 33, 64, 255, 256, 257, 300, 700))
+HALVES = (torch.bfloat16, torch.float16)
 OUT = st.sampled_from((1, 2, 5, 12, 13, 16, 24, 31, 32, 33, 96, 97, 193, 511, 513, 1003))
 
 
@@ -54,21 +55,23 @@ def test_bf16_is_widened_where_the_cpu_has_no_dot_products_of_it(is_transposed, 
 
 @needs_library
 @settings(max_examples=50, deadline=None)
-@given(ROWS, IN, OUT, st.booleans())
-def test_sums_of_bf16_are_rounded_once(rows, in_features, out_features, is_transposed):
-    """To the nearest of bf16's numbers, of which there are 256 between two powers of two."""
+@given(ROWS, IN, OUT, st.booleans(), st.sampled_from(HALVES))
+def test_sums_of_half_the_bytes_are_rounded_once(rows, in_features, out_features, is_transposed, dtype):
+    """To the nearest of the dtype's numbers, of which there are 128 (bf16), 1024 (fp16) between two powers of two."""
     weight = torch.randn(in_features, out_features).t() if is_transposed else torch.randn(out_features, in_features)
-    weight, states = weight.bfloat16(), torch.randn(rows, in_features).bfloat16()
+    weight, states = weight.to(dtype), torch.randn(rows, in_features).to(dtype)
     expected = states.double() @ weight.double().t()
     found = skinny_gemm.skinny_linear(states, weight).double()
     of_sums = 1e-6 * (states.double().abs() @ weight.double().abs().t())
-    assert ((found - expected).abs() <= expected.abs() / 256 + of_sums).all()
+    of_rounding = (expected.abs() + torch.finfo(dtype).smallest_normal) * torch.finfo(dtype).eps / 2
+    assert ((found - expected).abs() <= of_rounding + of_sums).all()
 
 
 @needs_library
-def test_numbers_that_are_none_stay_so_in_bf16():
-    states = torch.ones(2, 64).bfloat16()
-    weight = torch.ones(3, 64).bfloat16()
+@pytest.mark.parametrize("dtype", HALVES)
+def test_numbers_that_are_none_stay_so(dtype):
+    states = torch.ones(2, 64).to(dtype)
+    weight = torch.ones(3, 64).to(dtype)
     weight[0, 5], weight[1, 7] = float("nan"), float("inf")
     found = skinny_gemm.skinny_linear(states, weight)
     assert found[:, 0].isnan().all() and found[:, 1].isposinf().all() and (found[:, 2] == 64).all()
@@ -119,6 +122,6 @@ def check(rows, in_features, out_features, is_transposed, with_bias, threads, dt
         last = skinny_gemm.skinny_linear(states[-1:], weight, bias)
     assert found.dtype == dtype
     expected = functional.linear(*(None if each is None else each.double() for each in (states, weight, bias)))
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.004}[dtype]
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.004, torch.float16: 0.0005}[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=max(1e-4, in_features * 1e-6))
     assert torch.equal(last, found[-1:])

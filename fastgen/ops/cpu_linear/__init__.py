@@ -102,7 +102,7 @@ def gemm_backends(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
     """The GEMM backends that this machine has for one of `DTYPES`, by name; all give `rows @ weight.T + bias`."""
     found = {BLAS: functional.linear}
     with suppress(RuntimeError), torch.no_grad(), _disable_current_modes():
-        onednn_linear(*torch.zeros(2, 16, 16, dtype=dtype, device="cpu"))  # on CPUs with AVX2 it has none in bf16
+        onednn_linear(*torch.zeros(2, 16, 16, dtype=dtype, device="cpu"))  # it has none without the CPU's instructions
         found[ONEDNN] = onednn_linear
     if not x86.machine_reasons():
         found[SKINNY_GEMM] = skinny_gemm.skinny_linear
@@ -225,9 +225,13 @@ def _random_like(tensor: Tensor) -> Tensor:
 
 
 def _right_backends(rows: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Callable[..., Tensor]]:
-    """The backends that are meant for so many rows and give them the numbers of BLAS."""
-    is_few = len(rows) <= skinny_gemm.MOST_ROWS
-    found = {name: way for name, way in gemm_backends(weight.dtype).items() if is_few or name != SKINNY_GEMM}
+    """The backends that are meant for so many rows and give them the numbers of BLAS.
+
+    For many rows these are libraries, unless oneDNN has nothing for this dtype on this CPU: neither has BLAS then.
+    """
+    found = dict(gemm_backends(weight.dtype))
+    if len(rows) > skinny_gemm.MOST_ROWS and ONEDNN in found:
+        found.pop(SKINNY_GEMM, None)
     expected = found[BLAS](rows, weight, bias)
     most = tolerance("product", weight.dtype) * expected.abs().max()
     right = {name: way for name, way in found.items() if (way(rows, weight, bias) - expected).abs().max() <= most}

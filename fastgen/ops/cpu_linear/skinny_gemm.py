@@ -1,14 +1,15 @@
-"""Products of a few rows in fp32 or bf16 that read each weight once, as it lies in memory: `csrc/skinny_gemm.cpp`.
+"""Products of a few rows in fp32, bf16 or fp16 that read each weight once, as it lies there: `csrc/skinny_gemm.cpp`.
 
-In bf16 sums are in fp32 and rounded once: with AVX512_BF16 by its dot products of pairs (VDPBF16PS), elsewhere weights
-are widened in registers, which halves the bytes that a row waits for.
+In bf16 and fp16 sums are in fp32 and rounded once. bf16 has dot products of pairs where there is AVX512_BF16
+(VDPBF16PS); elsewhere, as in fp16, weights are widened in registers, which halves the bytes that a row waits for.
 
 AMD EPYC (family 25, AVX2), two threads, weights not in a cache, ms, BLAS, oneDNN, oneDNN with a packed weight, these:
 1 × [768 → 3072] 0.72, 0.52, 0.52, 0.47; 4 × 1.65, 0.98, 0.60, 0.45; 16 × 1.57, 1.33, 0.96, 0.81; 32 × 1.84, 1.52, 1.29,
 1.18; 16 × [768 → 50265] 33, 17, 13, 10. As GPT-2 keeps it: 2 × [768 → 3072] 0.98, 0.65, 0.45, 0.38; 16 × 1.69, 1.58,
 0.97, 0.89; 256 × 11.6, 17.0, 9.3, 13.8. Another one (model 17, AVX-512), GFLOP/s of BLAS, oneDNN and these: of
 [768 → 3072] 4 × 17, 35, 67; 16 × 66, 93, 183; 32 × 96, 131, 203; in bf16 54, 55, 136; 159, 161, 344; 196, 203, 367; of
-[384 → 51865] 40 × 76, 131, 184; in bf16 234, 249, 340.
+[384 → 51865] 40 × 76, 131, 184; in bf16 234, 249, 340. Another one (family 26, model 2), µs of BLAS and these in fp16:
+of [1024 → 4096] 1 × 161, 115; 4 × 631, 113; 16 × 2,700, 332; 64 × 9,991, 1,286; 1024 × 156,082, 20,581.
 
 Tests: tests/ops/test_skinny_gemm.py
 """

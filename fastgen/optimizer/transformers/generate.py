@@ -131,14 +131,14 @@ def forwards() -> dict[type[nn.Module], Forward]:
 def new_gelu(forward: FasterForward, input: Tensor, call: Call) -> Tensor | None:
     """Of GPT-2, GPT-J, T5 v1.1 and others: one pass over the tensor instead of eight.
 
-    In half precision the original rounds after each of its steps, which in bf16 a table repeats.
+    In half precision the original rounds after each of its steps, which a table repeats.
     """
     if torch.is_grad_enabled() or type(input) is not Tensor or is_transformed() or is_watched():
         return None
     if input.dtype == torch.float32:
         output = functional.gelu(input, approximate="tanh")
     elif lookup.can_look_up(input):
-        output = torch.ops.fastgen.lookup(input, _new_gelu_in_bf16())
+        output = torch.ops.fastgen.lookup(input, _table_of_new_gelu(input.dtype))
     else:
         return None
     call.usage["fused activation"] += 1
@@ -146,8 +146,8 @@ def new_gelu(forward: FasterForward, input: Tensor, call: Call) -> Tensor | None
 
 
 @functools.cache
-def _new_gelu_in_bf16() -> Tensor:
-    return lookup.table_of(NewGELUActivation())
+def _table_of_new_gelu(dtype: torch.dtype) -> Tensor:
+    return lookup.table_of(NewGELUActivation(), dtype)
 
 
 @contextmanager

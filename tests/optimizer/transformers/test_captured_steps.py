@@ -397,10 +397,11 @@ def test_calls_too_short_for_a_recording_get_one_when_there_are_several():
     assert counts == [0, 0, 0, 12, 13]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
-def test_in_half_precision_steps_are_captured_without_padding(name, options):
-    model = model_of(name).bfloat16()
+def test_in_half_precision_steps_are_captured_without_padding(name, options, dtype):
+    model = model_of(name).to(dtype)
     inputs = {key: value[:1, -7:] for key, value in inputs_of(name).items()}
     stock, fast, report = run_both(lambda: model.generate(**inputs, **options))
     assert replays(report) and torch.equal(stock, fast)

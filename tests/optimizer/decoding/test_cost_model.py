@@ -109,7 +109,7 @@ def test_a_recording_pays_where_steps_are_many_and_short():
 def test_the_size_is_looked_up_again_when_the_type_of_the_weights_changes():
     model = nn.Linear(1024, 1024)
     assert size_of(model, KNOWN).large == 1 << 20
-    assert size_of(model.half(), KNOWN).large == 0
+    assert size_of(model.double(), KNOWN).large == 0
 
 
 def test_the_weights_of_an_encoder_do_not_count_because_it_runs_once_per_input_anyway():

@@ -43,7 +43,6 @@ from fastgen.ops import cpu_linear
 from fastgen.optimizer.transformers import kv_layers
 
 HALF_TOLERANCE = 0.25
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # of the contexts that are not in float32
 TIE = 1e-4
 
 
@@ -59,7 +58,7 @@ class Outcome:
 def compare(case: Case) -> Outcome:
     """Runs the case with and without fastgen."""
     with ExitStack() as stack:
-        model = model_of(case.name, DTYPES.get(case.context.partition(", ")[0], torch.float32))
+        model = model_of(case.name, case.dtype)
         arguments = _arguments(case)
         if case.by_embeddings and (ids := case.inputs.pop("input_ids", None)) is not None:
             case.inputs["inputs_embeds"] = model.get_input_embeddings()(ids).detach()
@@ -160,8 +159,8 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
             stack.enter_context(capturing())
         if case.context.endswith((cpu_linear.ONEDNN, cpu_linear.SKINNY_GEMM)):
             stack.enter_context(patch.object(cpu_linear, "MIN_ELEMENTS", 0))
-            way = case.context.rpartition(", ")[2]
-            way = way if way in cpu_linear.gemm_backends(torch.float32) else cpu_linear.ONEDNN
+            way, backends = case.context.rpartition(", ")[2], list(cpu_linear.gemm_backends(case.dtype))
+            way = way if way in backends else backends[-1]
             stack.enter_context(patch.object(cpu_linear, "fastest", lambda *tensors: way))
             stack.enter_context(costs(**ANY_SIZE))
         if case.context in ("replaced forward", "hook of accelerate"):

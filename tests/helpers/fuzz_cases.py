@@ -43,7 +43,8 @@ NAMES = {
     **dict.fromkeys((f"odd-{way}" for way in WAYS), 1),
 }
 
-HALF_CONTEXTS = ("bfloat16", "float16, skinny GEMM", "autocast")
+HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16, skinny GEMM": torch.float16}
+HALF_CONTEXTS = (*HALF_DTYPES, "autocast")
 CONTEXTS = {
     "plain": 24,
     "inference mode": 3,
@@ -115,6 +116,11 @@ class Case:
     def program(self) -> str:
         """The key of `PROGRAMS`, if a program changes something."""
         return self.context.removeprefix("captured, ")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return HALF_DTYPES.get(self.context, torch.float32)
 
     @property
     def is_half(self) -> bool:

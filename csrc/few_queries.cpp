@@ -1,4 +1,4 @@
-// Attention of a few queries to many keys, which is what a decode step does, in fp32, and in bf16 and fp16 with sums in fp32.
+// Attention of a few queries to many keys, which is what a decode step does, in fp32, bf16 and fp16. Sums are in fp32.
 //
 // Keys and values are read once, as they lie in memory, which takes longer than what is computed with them. They come in
 // segments, each stored once for the rows that have it in common; all segments meet in one softmax. What a query gives

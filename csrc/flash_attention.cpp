@@ -1,5 +1,5 @@
-// Attention of many queries, as of a prompt or an encoder, in fp32, and in bf16 and fp16 with sums in fp32: blocks of keys and an
-// online softmax, as in FlashAttention (Dao et al., 2022, algorithm 1).
+// Attention of many queries, as of a prompt or an encoder, in fp32, bf16 and fp16 with sums in fp32: blocks of keys and
+// an online softmax, as in FlashAttention (Dao et al., 2022, algorithm 1).
 //
 // A block of keys and values is packed once for a chunk of queries, and meets a tile of them at a time, whose scores stay
 // in the first cache. What a mask hides from a whole tile is not computed: of a causal one nearly half. What a query gives
@@ -287,14 +287,14 @@ extern "C" void fastgen_flash_attention(void *const *pointers, const int64_t *si
     attend_all<Floats<float>>({pointers, sizes, scale}, threads);
 }
 
-extern "C" void fastgen_flash_attention_fp16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
-    attend_all<Floats<Fp16>>({pointers, sizes, scale}, threads);
-}
-
 extern "C" void fastgen_flash_attention_bf16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
 #ifdef __AVX512BF16__
     attend_all<Pairs>({pointers, sizes, scale}, threads);
 #else
     attend_all<Floats<Bf16>>({pointers, sizes, scale}, threads);
 #endif
+}
+
+extern "C" void fastgen_flash_attention_fp16(void *const *pointers, const int64_t *sizes, float scale, int32_t threads) {
+    attend_all<Floats<Fp16>>({pointers, sizes, scale}, threads);
 }

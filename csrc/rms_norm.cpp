@@ -1,5 +1,5 @@
-// RMS norm, output = weight * (row / sqrt(mean(row^2) + epsilon)), in fp32, and in bf16 and fp16 with sums in fp32: one pass over
-// rows that lie in a cache. What is multiplied by the weight is rounded first, as models do.
+// RMS norm, output = weight * (row / sqrt(mean(row^2) + epsilon)), in fp32, bf16 and fp16 with sums in fp32: one pass
+// over rows that lie in a cache. What is multiplied by the weight is rounded first, as models do.
 //
 // What a row gives does not depend on how many rows and threads there are.
 // Built once for each instruction set, see vectors.h.

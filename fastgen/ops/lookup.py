@@ -40,7 +40,7 @@ def can_look_up(numbers: Tensor) -> bool:
 
 def call_into(results: Tensor, numbers: Tensor, table: Tensor) -> Callable[[], None]:
     """A function that writes `table[numbers]` where the results are; numbers and results contiguous, of one shape."""
-    function = x86.function("lookup", torch.float32, _ARGUMENTS)
+    function = x86.function("lookup", torch.float32, _ARGUMENTS)  # of any 16 bits
     threads = x86.threads_for(numbers.numel(), MIN_ELEMENTS_OF_THREAD)
     addresses = numbers.data_ptr(), table.data_ptr(), results.data_ptr()
 

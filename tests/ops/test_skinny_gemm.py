@@ -18,8 +18,8 @@ from fastgen.ops.cpu_linear import skinny_gemm
 
 ROWS = st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 25, 63, 64, 65, 130))
 IN = st.sampled_from((1, 3, 7, 8, 9, 16, 17, 33, 64, 255, 256, 257, 300, 700))
-HALVES = (torch.bfloat16, torch.float16)
 OUT = st.sampled_from((1, 2, 5, 12, 13, 16, 24, 31, 32, 33, 96, 97, 193, 511, 513, 1003))
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @needs_library

@@ -4,9 +4,9 @@ FASTGEN_DISABLE=1  patch nothing, whatever the program asks for.
 FASTGEN_AUTO=0     importing fastgen patches nothing; `fastgen.enable()` and `with fastgen.enabled():` do.
 FASTGEN_STRICT=1   raise where fastgen would otherwise log an error and leave the call to the original (tests, CI).
 FASTGEN_SHARE=auto share prompts and keys between rows where that pays (as without it); or always, or never.
-FASTGEN_CUDA_GRAPHS=auto  capture decode steps on a CPU where that pays, and none on a GPU, where it has not run yet (as
-                   without it); or off; or on: wherever the model allows it, on a GPU as CUDA graphs.
-FASTGEN_CUDA_KERNELS=1  use fastgen's CUDA and Triton kernels on a GPU, where they have not run yet.
+FASTGEN_CUDA_GRAPHS=auto  capture decode steps where that pays, on a GPU as CUDA graphs (as without it); or off; or on:
+                   wherever the model allows it.
+FASTGEN_CUDA_KERNELS=0  use torch's operations on a GPU instead of fastgen's CUDA and Triton kernels.
 FASTGEN_REPEATABLE=1  a call's scores do not depend on calls before it, not even in their last bits.
 FASTGEN_CACHE=DIR  the folder that keeps what was measured on this machine (~/.cache/fastgen without it).
 FASTGEN_LOG=debug  log to stderr, and nowhere else, from this level on: debug (a line for each `generate`), info,
@@ -45,7 +45,7 @@ class Config:
     strict: bool = False
     share: str = "auto"
     cuda_graphs: str = "auto"
-    cuda_kernels: bool = False
+    cuda_kernels: bool = True
     repeatable: bool = False
     cache: str | None = None
     log: str | None = None

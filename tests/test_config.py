@@ -20,7 +20,7 @@ def restored():
 
 def test_nothing_set_means_the_defaults():
     assert Config.from_environ({}) == Config(
-        disable=False, auto=True, strict=False, share="auto", cuda_graphs="auto", cuda_kernels=False, repeatable=False
+        disable=False, auto=True, strict=False, share="auto", cuda_graphs="auto", cuda_kernels=True, repeatable=False
     )
     empty = dict.fromkeys(("FASTGEN_DISABLE", "FASTGEN_AUTO", "FASTGEN_SHARE", "FASTGEN_CACHE", "FASTGEN_LOG"), "")
     assert Config.from_environ(empty) == Config()
@@ -32,7 +32,7 @@ def test_each_variable_sets_its_own_field():
     assert Config.from_environ({"FASTGEN_STRICT": "True"}) == Config(strict=True)
     assert Config.from_environ({"FASTGEN_SHARE": "Never"}) == Config(share="never")
     assert Config.from_environ({"FASTGEN_CUDA_GRAPHS": "off"}) == Config(cuda_graphs="off")
-    assert Config.from_environ({"FASTGEN_CUDA_KERNELS": "on"}) == Config(cuda_kernels=True)
+    assert Config.from_environ({"FASTGEN_CUDA_KERNELS": "off"}) == Config(cuda_kernels=False)
     assert Config.from_environ({"FASTGEN_CACHE": "/tmp/a"}) == Config(cache="/tmp/a")
     assert Config.from_environ({"FASTGEN_LOG": "DEBUG"}) == Config(log="debug")
     assert Config.from_environ({"FASTGEN_DISABLE": "0", "FASTGEN_STRICT": "off"}) == Config()

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fastgen.config import CONFIG
 from fastgen.ops import few_queries, flash_attention
 
 FEW_QUERIES = 8
@@ -115,20 +119,34 @@ def shared_attention(
     values: Sequence[Tensor],
     attn_mask: Tensor | None = None,
     scale: float | None = None,
+    bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """What `scaled_dot_product_attention` returns for keys and values in segments.
 
     query `[rows, H, L, D]`; keys and values: one segment `[copies, H_kv, N, D]` or more, of the same copies and lengths
     each; attn_mask boolean or additive, broadcasting to `[rows, H, L, sum of N]`; scale defaults to `D ** -0.5`. Result
     `[rows, H, L, D]`; zeros where all scores are -inf, by the mask or not, as in torch from 2.5 on, and where torch
-    takes NaN for hidden.
+    takes NaN for hidden. bounds: the mask hides the keys of the first segment before the first number, and those of the
+    last one after the second, int64 `[1]` on the device: kernels need not read them.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if query.is_cuda and (kernels := _triton_attention()) and kernels.can_attend(query, keys, values, attn_mask):
+        return kernels.attention(query, keys, values, attn_mask, scale, bounds)
     if few_queries.can_attend(query, keys, values, attn_mask):
         return few_queries.attention(query, keys, values, attn_mask, scale)
     if flash_attention.can_attend(query, keys, values, attn_mask):
         return flash_attention.attention(query, keys, values, attn_mask, scale)
     return attention_by_products(query, keys, values, attn_mask, scale)
+
+
+def _triton_attention() -> Any:
+    """The module of kernels in Triton, or None where they are switched off or Triton is missing."""
+    return _import_triton_attention() if CONFIG.cuda_kernels else None
+
+
+@functools.cache
+def _import_triton_attention() -> Any:
+    return import_module("fastgen.ops.triton_attention") if find_spec("triton") else None
 
 
 def attention_by_products(

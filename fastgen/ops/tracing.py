@@ -71,6 +71,28 @@ class Tracer(TorchDispatchMode):
         return result
 
 
+class NoWaiting(Tracer):
+    """Inside this context NotRepeatable is raised for what a CUDA graph cannot hold, before it is called.
+
+    The host would wait for the device, or numbers would be copied between the two. CUDA would end the capture with an
+    error, from which torch's allocator does not recover (pytorch#190308).
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.data_dependent_output in func.tags or _has_any_size(func, args):
+            raise NotRepeatable(f"{func} lets the host wait for the device")
+        copies = func.overloadpacket in _COPIES
+        devices = {tensor.device.type for tensor in _tensors((args, kwargs)) if copies or tensor.dim()}
+        devices |= {torch.device(kwargs["device"]).type} if copies and kwargs.get("device") is not None else set()
+        if len(devices) > 1:
+            raise NotRepeatable(f"{func} copies between the host and the device")
+        return func(*args, **kwargs)
+
+
+_COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
+
+
 def uses_of(calls: list[TracedCall], output: Any) -> Counter[int]:
     """How often the calls read each tensor, by its `id`, and the function that has made them returns it."""
     uses = Counter(id(tensor) for call in calls if not call.returns_argument for tensor in call.read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from capturing import capturing
 from parity import padded, run_both, tiny, whisper
 from sharing import sharing
 
+import fastgen
 from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.transformers.decode_step import LateStopCheck
 
@@ -19,17 +21,16 @@ pytestmark = [
 ]
 
 GRAPH = "decode step, CUDA graph"
-BEAMS = {"num_beams": 4, "max_new_tokens": 40}
-GREEDY = {"max_new_tokens": 40, "do_sample": False}
-SAMPLES = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 40}
+LONG = {"min_new_tokens": 12, "max_new_tokens": 40}  # some tiny models end immediately otherwise
+BEAMS = {"num_beams": 4, **LONG}
+GREEDY = {"do_sample": False, **LONG}
+SAMPLES = {"do_sample": True, "num_return_sequences": 3, **LONG}
 WAYS = pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
 ENDS = {"eos_token_id": list(range(3, 90, 6))}
 
 
 @pytest.fixture(autouse=True)
-def _exact_and_captured(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def _captured():
     with capturing():
         yield
 
@@ -105,16 +106,86 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
 class Reading(graphs.CudaCapture):
     """As if the forward read the device."""
 
-    def record(self, run, expect_again):
-        return super().record(lambda: (run(), torch.ones(1, device="cuda").item())[0], expect_again)
+    def capture(self, run, rewind):
+        return super().capture(lambda: (run(), torch.ones(1, device="cuda").item())[0], rewind)
 
 
-def test_a_cuda_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch):
+class Failing(graphs.CudaCapture):
+    """As if the forward did what a capture cannot hold, and nothing had told before."""
+
+    def capture(self, run, rewind):
+        def failing():
+            if torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize()
+            return run()
+
+        return super().capture(failing, rewind)
+
+
+def test_a_forward_that_reads_the_device_is_not_captured(monkeypatch):
     monkeypatch.setattr(graphs, "CudaCapture", Reading)
+    model = model_of("gpt2")
+    for _ in range(2):
+        assert not replays(model, inputs_of("gpt2"), **BEAMS)
+    assert "lets the host wait for the device" in str(fastgen.explain())
+
+
+def test_a_failed_capture_is_said_once_and_leaves_no_trace(monkeypatch):
+    monkeypatch.setattr(graphs, "CudaCapture", Failing)
     model = model_of("gpt2")
     with pytest.warns(RuntimeWarning, match="fastgen does not capture the decode steps of a model"):
         assert not replays(model, inputs_of("gpt2"), **BEAMS)
+    torch.cuda.empty_cache()
     assert not replays(model, inputs_of("gpt2"), **BEAMS)
+    monkeypatch.undo()
+    assert replays(model_of("llama"), inputs_of("llama"), **BEAMS)
+
+
+def test_a_graph_outlives_another_of_its_stream():
+    """cuBLAS has one workspace for a stream."""
+    model = model_of("llama").to(torch.bfloat16)
+    short, long = inputs_of("llama", 1), {key: value.repeat(3, 1) for key, value in inputs_of("llama", 2).items()}
+    assert replays(model, short, **BEAMS) and replays(model, long, **BEAMS)
+    graphs._known[model].entries.popitem(last=False)
+    gc.collect()
+    torch.cuda.empty_cache()
+    blocks = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+    assert replays(model, long, **BEAMS)
+    assert all(block.isnan().all() for block in blocks)
+
+
+def test_a_pool_whose_graphs_are_gone_is_made_anew():
+    model = model_of("llama")
+    assert replays(model, inputs_of("llama"), **BEAMS)
+    graphs._known[model].entries.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert replays(model, inputs_of("llama"), **BEAMS)
+
+
+def test_two_models_capture_in_two_threads():
+    models = [model_of("llama") for _ in range(4)]
+    expected = models[0].generate(**inputs_of("llama"), **BEAMS)
+    for model in models:
+        graphs._known.pop(model, None)
+    results = []
+    threads = [
+        threading.Thread(target=lambda one=one: results.append(one.generate(**inputs_of("llama"), **BEAMS)))
+        for one in models
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 and all(torch.equal(one, expected) for one in results)
+    assert not any(graphs._known[model].refused for model in models)
+
+
+def test_inference_mode_is_captured():
+    model = model_of("llama")
+    with torch.inference_mode():
+        for _ in range(2):
+            assert replays(model, inputs_of("llama"), **BEAMS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -22,12 +22,6 @@ HALF_TOLERANCE = 0.05
 MODES = {"beams": {}, "one beam": {"beam": 1}, "samples": {"sampling": True, "sampling_topk": 9}}
 
 
-@pytest.fixture(autouse=True)
-def _exact_matmul(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-
-
 def on_gpu(name: str) -> Case:
     case = CASES[name]()
     models = [model.cuda() for model in case.models]

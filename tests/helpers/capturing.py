@@ -20,7 +20,12 @@ def capturing(cuda_graphs: str = "on", smallest_capacity: int = 8, steps_before:
     """As under FASTGEN_CUDA_GRAPHS; buffers begin so small that calls outgrow them."""
     with (
         mock.patch.object(CONFIG, "cuda_graphs", cuda_graphs),
-        costs(min_capture_steps=1, steps_before_capture=steps_before),
+        costs(
+            min_capture_steps=1,
+            min_replays_on_gpu=1,
+            steps_before_capture=steps_before,
+            steps_before_capture_on_gpu=steps_before,
+        ),
         mock.patch.object(kv_cache, "SMALLEST_CAPACITY", smallest_capacity),
     ):
         yield

@@ -35,6 +35,7 @@ class GenerateCall:
     user_cache: the caller passed a cache. user_code: code that is not the host's works with the cache.
     has_callbacks: the caller passed what is called between steps, which may change the model. share:
     what equal rows have in common is stored once wherever it can be (True), nowhere (False), or where it pays (None).
+    will_capture: the steps after the prefill are meant to be captured.
     to_verify: the call's arguments, where it has to be compared with the original before anything is shared.
     is_accelerated: something was computed or stored once per input, or the loop is fastgen's. on_exit: closed when the
     call ends: captured steps and caches are given back. has_stages: other calls of `generate` are stages of this one.
@@ -50,6 +51,7 @@ class GenerateCall:
     user_code: bool = False
     has_callbacks: bool = False
     share: bool | None = None
+    will_capture: bool = False
     to_verify: Any = None
     is_accelerated: bool = False
     on_exit: ExitStack = field(default_factory=ExitStack)

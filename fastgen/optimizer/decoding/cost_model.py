@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fastgen.config import CONFIG
@@ -25,8 +26,9 @@ class CostModel:
     prefill_cost, prefill_cost_per_module: work that a prefill of one row per input costs (benchmarks/bench_small.py).
 
     min_saved_elements: of keys, per layer, on a CPU, from which a shared prompt is worth its second product (2 cores
-    break even near 0.5 million, benchmarks/bench_attention.py). min_saved_bytes: of keys and values, on a GPU: it reads
-    them in the 15 µs of three launches more at 2 TB/s; assumed for an A100 or H100, not yet run on a GPU.
+    break even near 0.5 million, benchmarks/bench_attention.py). min_saved_bytes: of keys and values, per layer, on a
+    GPU in eager steps: more launches take 70 µs of the host, in which an H200 reads so much. min_saved_bytes_captured:
+    in a CUDA graph, with torch's products; min_saved_bytes_of_kernel: with those of `triton_attention`.
     min_elements_in_place: of keys, per layer, from which it is worth a buffer, on a CPU, to write generated keys in
     place instead of copying all keys at every step (beams break even near 0.2 million, samples near 0.03 million).
 
@@ -34,6 +36,8 @@ class CostModel:
     repeat one step takes the time of 1.7 steps, of which a replay saves 8 to 14 % (AMD EPYC, family 26).
     steps_before_capture: of a call, because many end early. looks_back: earlier calls count as well, which had too few
     steps for a graph, or have left one. capture_steps: that a new graph takes.
+    On a GPU a replay saves two thirds of a step, and a new graph costs what 12 eager steps do (H200, 8 layers):
+    steps_before_capture_on_gpu, min_capture_steps_on_gpu: for a new graph; min_replays_on_gpu: for one that there is.
     saved_per_module: work that a replayed step saves, in Python, per module (ops/cpu_graph.py). rows_of_one_read: steps
     of fewer rows take as long, since they read all weights.
 
@@ -47,10 +51,15 @@ class CostModel:
     prefill_cost: int = 1 << 22
     prefill_cost_per_module: int = 1 << 20
     min_saved_elements: int = 1 << 19
-    min_saved_bytes: int = 30_000_000
+    min_saved_bytes: int = 240_000_000
+    min_saved_bytes_captured: int = 25_000_000
+    min_saved_bytes_of_kernel: int = 1_000_000
     min_elements_in_place: int = 1 << 17
     min_capture_steps: int = 24
     steps_before_capture: int = 8
+    steps_before_capture_on_gpu: int = 2
+    min_replays_on_gpu: int = 4
+    min_capture_steps_on_gpu: int = 24
     looks_back: bool = True
     capture_steps: int = 3
     saved_per_module: int = 1 << 21
@@ -84,36 +93,56 @@ class CostModel:
         forward = size.step * self.rows_of_one_read + self.saved_per_module * size.modules
         return size.weights * saved_tokens >= self.overhead_of_prefill_once(size) + forward
 
-    def should_share(self, keys: Tensor, rows_per_input: int, is_cross: bool = False) -> bool:
+    def should_share(
+        self, keys: Tensor, rows_per_input: int, is_cross: bool = False, is_captured: bool = False
+    ) -> bool:
         """Whether attention is faster with these keys `[inputs, kv_heads, length, head_dim]` stored once per input.
 
         is_cross: they are those of cross-attention, which has one segment only. Where they are repeated instead, they
-        are still never reordered. Values are taken to be as wide as keys.
+        are still never reordered. is_captured: steps will be. Values are taken to be as wide as keys.
         """
         if self.shares is not None:
             return self.shares
         if keys.device.type == "cpu":
             saved, least = keys.numel() * (rows_per_input - 1), self.min_saved_elements
         else:
-            saved, least = 2 * keys.nbytes * (rows_per_input - 1), self.min_saved_bytes
+            saved, least = 2 * keys.nbytes * (rows_per_input - 1), self._least_bytes(keys.dtype, is_captured)
         return saved >= (least // 4 if is_cross else least)
+
+    def _least_bytes(self, dtype: torch.dtype, is_captured: bool) -> int:
+        if not is_captured:
+            return self.min_saved_bytes
+        has_kernel = CONFIG.cuda_kernels and dtype in (torch.float16, torch.bfloat16)
+        return self.min_saved_bytes_of_kernel if has_kernel else self.min_saved_bytes_captured
 
     def should_write_in_place(self, keys: Tensor, rows_per_input: int, limit: int) -> bool:
         """Whether keys `[inputs, kv_heads, length, head_dim]`, repeated and then `limit` longer, are worth a buffer."""
         inputs, kv_heads, length, width = keys.shape
         return inputs * rows_per_input * kv_heads * (length + limit // 2) * width >= self.min_elements_in_place
 
-    def should_capture(self, size: ModelSize, rows: int, steps: int, is_captured: bool) -> bool:
-        """Whether replaying this model's step for so many rows saves twice what it costs on a CPU, in so many steps.
+    def should_capture(
+        self, size: ModelSize, rows: int, steps: int, is_captured: bool, device_type: str = "cpu"
+    ) -> bool:
+        """Whether replaying this model's step for so many rows saves twice what it costs, in so many steps.
 
         is_captured: there is a graph, which costs the step that it has to repeat in each call. With
         FASTGEN_CUDA_GRAPHS=on the answer is yes.
         """
         if CONFIG.cuda_graphs == "on":
             return True
+        if device_type != "cpu":
+            return steps >= (self.min_replays_on_gpu if is_captured else self.min_capture_steps_on_gpu)
         saved = self.saved_per_module * size.modules
         step = size.step * max(rows, self.rows_of_one_read) + saved
         return saved * steps >= 2 * step * (1 if is_captured else self.capture_steps)
+
+    def steps_before(self, device: torch.device) -> int:
+        """How many steps run eagerly before one is captured."""
+        return self.steps_before_capture if device.type == "cpu" else self.steps_before_capture_on_gpu
+
+    def least_steps(self, device: torch.device) -> int:
+        """How many steps a call has to have, for it to be asked whether they can be captured."""
+        return self.min_capture_steps if device.type == "cpu" else self.min_replays_on_gpu
 
     def should_swap_forwards(self, size: ModelSize) -> bool:
         """Whether large products that oneDNN may compute are what the model's time goes into."""

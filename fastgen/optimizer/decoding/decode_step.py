@@ -125,6 +125,12 @@ class DecodeStep(AbstractContextManager):
     def runs_user_code(self) -> bool:
         """Whether code of the program runs in each step: it may change the model."""
 
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of the decoder's weights."""
+        weight = first_weight(self.decoder)
+        return torch.device("cpu") if weight is None else weight.device
+
     def model_reasons(self) -> Sequence[Reason]:
         """Why a model that has changed since the loop began is not captured."""
         return ()
@@ -144,7 +150,7 @@ class DecodeStep(AbstractContextManager):
             return self._static_step(self.graph, tokens)
         outputs = self.forward(self.model, self.inputs(tokens, None), None)
         self.since += 1
-        if self.captures and self.since in (1, self.call.costs.steps_before_capture):
+        if self.captures and self.since in (1, self.call.costs.steps_before(self.device)):
             self._start_captures(tokens, self.logits_of(outputs))
         return outputs
 
@@ -180,7 +186,7 @@ class DecodeStep(AbstractContextManager):
             self.call.report.add_reasons(STEPS, reasons)
             return
         graphs = graphs_of(self.model, first_weight(self.decoder))
-        is_last = self.since >= costs.steps_before_capture
+        is_last = self.since >= costs.steps_before(self.device)
         wants_new = self._wants_new_graph(left + (graphs.steps_without[self.rows] if costs.looks_back else 0))
         if is_last and not wants_new:
             graphs.steps_without[self.rows] += left
@@ -190,8 +196,8 @@ class DecodeStep(AbstractContextManager):
                 self.call.report.add_reasons(STEPS, [reason])
             return
         cache, reasons = self.kv_cache(left)
-        if cache is not None and cache.nbytes > graphs.most_bytes:
-            reasons = [Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {graphs.most_bytes >> 20} MB")]
+        if cache is not None and cache.nbytes > (most_bytes := graphs.most_bytes_of_call):
+            reasons = [Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {most_bytes >> 20} MB")]
         if not reasons and not self._holds_graphs:
             self._graphs, self._holds_graphs = graphs, graphs.in_use.acquire(blocking=False)
             if not self._holds_graphs:
@@ -260,7 +266,9 @@ class DecodeStep(AbstractContextManager):
     def _wants_new_graph(self, left: int) -> bool:
         """Whether a new graph pays for at most so many steps to come."""
         costs, size = self.call.costs, size_of(self.decoder, self.known)
-        return self.since >= costs.steps_before_capture and costs.should_capture(size, self.rows, left, False)
+        if self.since < costs.steps_before(self.device):
+            return False
+        return costs.should_capture(size, self.rows, left, False, self.device.type)
 
     def _captured(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
         """The outputs of a replay, or of the forward that is captured; None if they cannot be had or trusted."""

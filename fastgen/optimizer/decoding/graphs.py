@@ -9,13 +9,15 @@ Tests: tests/optimizer/transformers/test_captured_steps.py
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fastgen.config import CONFIG
 from fastgen.ops import cpu_graph
 from fastgen.ops.tolerances import tolerance
-from fastgen.ops.tracing import is_transformed, is_watched
+from fastgen.ops.tracing import NoWaiting, is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.model_facts import first_weight, same, size_of
@@ -63,34 +65,78 @@ class CpuCapture:
 
 
 class CudaCapture:
-    """Captures CUDA graphs on a stream of its own, in one pool of memory: they are replayed one after the other."""
+    """Captures CUDA graphs in one pool of memory: they are replayed one after the other.
+
+    cuBLAS has a workspace for each stream. Where it is first asked for within a capture, it belongs to the pool; torch
+    frees it with any graph of that stream (pytorch#193402), so no other live capture shares the stream.
+    """
 
     name = "decode step, CUDA graph"
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.device = device
+        self.stream = _unused_stream(device)
+        self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        _captures.add(self)
 
     def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int, Reads]:
-        """As `CpuCapture`; the output is that of a call on the capture's stream, where libraries get their workspaces.
+        """As `CpuCapture`; the output is that of a call before the capture, in which kernels are compiled and loaded.
 
-        The memory of graphs is the pool's, which they share.
+        The memory of graphs is the pool's, which they share. Raises NotRepeatable for what the host would wait for.
         """
-        calling = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(calling)
-        with torch.cuda.stream(self.stream):
+        with _capture_lock, torch.cuda.device(self.device):
             first = run()
-        calling.wait_stream(self.stream)
-        rewind()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            output = run()
-        rewind()
+            rewind()
+            if not self._graphs:  # torch has freed a pool whose graphs are all gone
+                self._pool = torch.cuda.graph_pool_handle()
+            graph, calling = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            self.stream.wait_stream(calling)
+            with torch.cuda.stream(self.stream), _no_garbage_collection():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    with NoWaiting():
+                        output = run()
+                except BaseException:
+                    with suppress(RuntimeError):  # that the capture was interrupted
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+            calling.wait_stream(self.stream)
+            self._graphs.add(graph)
+            rewind()
 
         def replay() -> Any:
             graph.replay()
             return output
 
         return first, replay, 0, lambda tensor: True
+
+
+_capture_lock = threading.Lock()  # torch allows one capture at a time in a process
+_captures: WeakSet[CudaCapture] = WeakSet()
+
+
+def _unused_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns a stream on which no live `CudaCapture` captures; torch hands out 32 of a priority in turns."""
+    used = {capture.stream.cuda_stream for capture in _captures}
+    for _ in range(32):
+        stream = torch.cuda.Stream(device, priority=-1)  # programs rarely ask for these
+        if stream.cuda_stream not in used:
+            break
+    return stream
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Holds back the collector: what it destroys within a capture, such as another graph, would end the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class CapturedGraph:
@@ -192,6 +238,15 @@ class GraphCache:
             self.entries.clear()
             self._state = state
 
+    @property
+    def most_bytes_of_call(self) -> int:
+        """The largest static cache that a call may have: half of the memory that is free, as it begins with a copy."""
+        if self.device.type != "cuda":
+            return self.most_bytes
+        free, _ = torch.cuda.mem_get_info(self.device)
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return (free + unused) // 2
+
     def put(self, key: Hashable, graph: CapturedGraph) -> None:
         """Stores it for other calls; drops those that were not used for longest, if there are too many."""
         if graph.is_captured and graph.nbytes <= self.most_bytes:
@@ -221,7 +276,7 @@ def torch_settings() -> tuple:
     attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
     precision = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     types = torch.get_default_dtype(), torch.get_num_threads()
-    return torch.is_inference_mode_enabled(), *precision, *types, *attention
+    return torch.is_inference_mode_enabled(), CONFIG.cuda_kernels, *precision, *types, *attention
 
 
 def differs_sync(found: Tensor, expected: Tensor) -> bool:
@@ -239,11 +294,9 @@ def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> li
     """Why so many steps are not captured whatever the model is; empty if they may be."""
     if CONFIG.cuda_graphs == "off":
         return [Decision("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
-    if device.type == "cuda" and CONFIG.cuda_graphs == "auto":
-        return [Decision("GPU_OPT_IN", "not yet run on a GPU (FASTGEN_CUDA_GRAPHS=on switches it on)")]
     if device.type not in ("cuda", "cpu"):
         return [Reason("DEVICE", f"the model is on {device.type} (supported: cuda, cpu)")]
-    least = call.costs.min_capture_steps
+    least = call.costs.least_steps(device)
     if steps < least:
         return [Decision("FEW_STEPS", f"the call has fewer than {least} steps", f"at most {max(steps, 0)}")]
     if torch.is_autocast_enabled(device.type):
@@ -273,7 +326,8 @@ def can_capture(
     if (weight := first_weight(decoder)) is None:  # it computes nothing
         return False
     reasons = unwanted_reasons(call, weight.device, steps) or graphs_of(model, weight).refused or host_reasons()
-    if not reasons and not call.costs.should_capture(size_of(decoder, known), rows, steps, is_captured=True):
+    sizes = size_of(decoder, known), rows, steps
+    if not reasons and not call.costs.should_capture(*sizes, is_captured=True, device_type=weight.device.type):
         text = f"{steps} steps of {rows} rows would save less than the capture costs"
         reasons = [Decision("NOT_WORTH_CAPTURING", text)]
     reasons = reasons or row_reasons()
@@ -284,4 +338,5 @@ def can_capture(
         elif len(facts.devices) > 1:
             reasons = [Reason("SEVERAL_DEVICES", "the model is on several devices")]
     call.report.add_reasons(STEPS, reasons)
+    call.will_capture = not reasons
     return not reasons

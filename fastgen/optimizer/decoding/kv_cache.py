@@ -72,11 +72,13 @@ class KVCache:
     Of a static cache: padding, how many positions before its first segment have to be hidden (in the cross-attention
     where there is one, otherwise in the self-attention). prompt_length: of the self-attention, without padding.
     capacity: how many positions each row can generate; generated_length: how many it has. write_position: where the
-    next one goes, int64 `[1]`. seq_lengths: how many positions each layer with generated ones holds, int64 `[layers]`.
-    A step reads both, and writes the second; `advance` counts afterwards.
+    next one goes, int64 `[1]`. first_position: where the self-attention begins, after its padding, int64 `[1]`.
+    seq_lengths: how many positions each layer with generated ones holds, int64 `[layers]`. A step reads the three, and
+    writes the last; `advance` counts afterwards.
     """
 
     write_position: Tensor
+    first_position: Tensor
     seq_lengths: Tensor
 
     def __init__(
@@ -168,14 +170,20 @@ class KVCache:
             if not self.was_materialized(layer):
                 return one.view
             self._invalidate(layer)
-        segments = self.segments(layer)
-        if len(segments) == 1 and segments[0][0].shape[0] == self.rows:
+        segments, bounds = self.segments(layer), self.bounds(layer)
+        if len(segments) == 1 and segments[0][0].shape[0] == self.rows and bounds is None:
             return segments[0]
-        keys, values = zip(*segments)
-        view = SegmentedKV(keys, self.rows, self.usage), SegmentedKV(values, self.rows, self.usage)
+        keys, values = (SegmentedKV(states, self.rows, self.usage, bounds=bounds) for states in zip(*segments))
+        view = keys, values
         if not self.is_static:
             one.view = view
         return view
+
+    def bounds(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """The first and the last position that a step sees in a static cache, for kernels of a GPU; else None."""
+        if not self.is_static or self.layers[layer].generated is None or not self.write_position.is_cuda:
+            return None
+        return self.first_position, self.write_position
 
     def was_materialized(self, layer: int) -> bool:
         """Whether the present keys or values were needed in one piece, which may have been written into."""
@@ -320,6 +328,7 @@ class KVCache:
                 static.generated[0].use(buffers)
                 static.capacity = buffers[0].shape[3]
                 static.write_position = torch.zeros(1, dtype=torch.int64, device=buffers[0].device)
+                static.first_position = torch.zeros_like(static.write_position)
                 static.seq_lengths = torch.zeros(count, dtype=torch.int64, device=buffers[0].device)
         return static
 
@@ -342,6 +351,7 @@ class KVCache:
             if one.generated is not None:
                 _copy_in(generated.by_layer[one.index], loaded.by_layer[one.index], 0)
         self.padding = self.layers[-1].padding
+        self.first_position.fill_(self.layers[0].padding)
         generated.unmoved, self.generated_length = loaded.unmoved, loaded.lengths[0]
         self.prompt_length = content.length(0) - self.generated_length
         self.advance(0)

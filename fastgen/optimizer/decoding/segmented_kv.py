@@ -50,6 +50,7 @@ class SegmentedKV(Tensor):
         (`materialized: NAME`).
     groups: how often each head is repeated.
     base: the tensor of which this is a view in another form; None where it stands for memory of its own.
+    bounds: for kernels, see `shared_attention`; None where no spare room has to be hidden.
     memory: that memory, `[rows, kv_heads * groups, length, head_dim]`, once it is materialized. The segments are not up
         to date from then on.
     """
@@ -61,6 +62,7 @@ class SegmentedKV(Tensor):
     groups: int
     base: SegmentedKV | None
     memory: Tensor | None
+    bounds: tuple[Tensor, Tensor] | None
 
     @staticmethod
     def __new__(
@@ -71,6 +73,7 @@ class SegmentedKV(Tensor):
         form: str = PLAIN,
         groups: int = 1,
         base: SegmentedKV | None = None,
+        bounds: tuple[Tensor, Tensor] | None = None,
     ) -> SegmentedKV:
         first = segments[0]
         _, heads, length, width = first.shape
@@ -87,7 +90,7 @@ class SegmentedKV(Tensor):
         }[form]
         self = Tensor._make_wrapper_subclass(cls, size, strides, dtype=first.dtype, device=first.device)
         self.segments, self.rows, self.usage = segments, rows, usage
-        self.form, self.groups, self.base, self.memory = form, groups, base, None
+        self.form, self.groups, self.base, self.memory, self.bounds = form, groups, base, None, bounds
         self._size = torch.Size(size)
         return self
 
@@ -111,7 +114,7 @@ class SegmentedKV(Tensor):
     def view_as_form(self, form: str, groups: int = 1) -> SegmentedKV:
         """The same tensor in another form, which shares its memory as a view would."""
         base = self if self.base is None else self.base
-        return SegmentedKV(self.segments, self.rows, self.usage, form, groups, base)
+        return SegmentedKV(self.segments, self.rows, self.usage, form, groups, base, self.bounds)
 
     def materialize(self) -> Tensor:
         """The tensor in one piece, `[rows, …]` in its form; costs what the segments were meant to save."""
@@ -125,7 +128,8 @@ class SegmentedKV(Tensor):
                 return memory.unsqueeze(2).expand(self.shape)
             return memory
         if self.memory is None:
-            self.memory = materialized(self.segments, self.rows)
+            is_whole = len(self.segments) == 1 and self.segments[0].shape[0] == self.rows
+            self.memory = self.segments[0] if is_whole else materialized(self.segments, self.rows)
             if self.groups > 1:
                 self.memory = self.memory.repeat_interleave(self.groups, dim=1)
         return self.memory
@@ -191,7 +195,7 @@ def _sdpa(
         if keys is None or values is None or keys.shape[:3] != values.shape[:3]:
             return NotImplemented
     key.usage["scaled_dot_product_attention"] += 1
-    return shared_attention(query, key.segments, value.segments, attn_mask, scale)
+    return shared_attention(query, key.segments, value.segments, attn_mask, scale, key.bounds)
 
 
 def _matmul(input: Tensor, other: SegmentedKV) -> Tensor:
@@ -266,7 +270,7 @@ def _repeat_interleave(input: SegmentedKV, repeats: Any, dim: int | None = None)
 
 def _repeated(states: SegmentedKV, groups: int) -> SegmentedKV:
     """A copy, for which torch would have taken other memory, with `groups` times the heads that are stored."""
-    return SegmentedKV(states.segments, states.rows, states.usage, PLAIN, groups)
+    return SegmentedKV(states.segments, states.rows, states.usage, PLAIN, groups, bounds=states.bounds)
 
 
 def _to(states: SegmentedKV, *args: Any, **kwargs: Any) -> Tensor:
@@ -275,7 +279,7 @@ def _to(states: SegmentedKV, *args: Any, **kwargs: Any) -> Tensor:
     segments = tuple(segment.to(*args, **kwargs) for segment in states.segments)
     if segments[0] is states.segments[0]:
         return states
-    return SegmentedKV(segments, states.rows, states.usage, groups=states.groups)
+    return SegmentedKV(segments, states.rows, states.usage, groups=states.groups, bounds=states.bounds)
 
 
 def _same(states: SegmentedKV) -> Tensor:

@@ -22,7 +22,7 @@ from fairseq.sequence_generator import EnsembleModel
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.optimizer.decoding.call import GenerateCall, costs
+from fastgen.optimizer.decoding.call import GenerateCall, costs, current_call
 from fastgen.optimizer.decoding.decode_step import DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KV, KVCache, rounded
 from fastgen.optimizer.decoding.report import Reason
@@ -117,10 +117,12 @@ class DecodingState(dict):
             outputs = decoder.forward(tokens, features_only=True)
         finally:
             FILLED.reset(token)
+        call = current_call()
+        is_captured = call is not None and call.will_capture
         for attention in self.plan.self_attention:
             if (pair := self.prompt(attention)) is None:
                 raise RuntimeError("the forward over the prompt left no keys in a layer")
-            if not costs().should_share(pair[0], self.rows_per_input):
+            if not costs().should_share(pair[0], self.rows_per_input, is_captured=is_captured):
                 self.kv.repeat_prompt(self.layers[attention])
         return outputs
 

@@ -184,6 +184,12 @@ def adopt(
     can be added to each row. is_prefix: the rows of an input are those of the batch. Adds to the report.
     """
     share = False if rows_per_input == 1 else call.share
+
+    def should_share(keys: Tensor, is_cross: bool) -> bool:
+        if share is not None:
+            return share
+        return call.costs.should_share(keys, rows_per_input, is_cross, call.will_capture)
+
     shared: Counter[str] = Counter()
     repeated: Counter[str] = Counter()
     kinds: dict[tuple, list[tuple[Cache, int]]] = {}
@@ -198,7 +204,7 @@ def adopt(
                 repeated[type(layer).__name__] += 1
             elif layer.is_initialized and layer.keys.numel():
                 keys = layer.keys
-                shares = call.costs.should_share(keys, rows_per_input, is_cross) if share is None else share
+                shares = should_share(keys, is_cross)
                 shared["cross" if is_cross else "prompt"] += shares
                 repeated[""] += not shares and share is None
                 slides = getattr(layer, "sliding_window", None) is not None and not shares
@@ -216,7 +222,7 @@ def adopt(
             for part, index in places:
                 part.layers[index].batch_repeat_interleave(rows_per_input)
     for known, keys in adopted.items():
-        shares = call.costs.should_share(keys, rows_per_input) if share is None else share
+        shares = should_share(keys, False)
         known.expand(rows_per_input, shares, limit)
         shared["prompt"] += shares and len(known.layers)
     if shared["cross"]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastgen
+from fastgen.config import CONFIG
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.cost_model import CostModel
@@ -104,6 +105,8 @@ def test_a_recording_pays_where_steps_are_many_and_short():
     assert COSTS.should_capture(size, rows=1, steps=16, is_captured=True)
     assert not COSTS.should_capture(size, rows=256, steps=40, is_captured=True)
     assert COSTS.should_capture(size, rows=256, steps=2000, is_captured=False)
+    assert COSTS.should_capture(size, rows=256, steps=40, is_captured=True, device_type="cuda")
+    assert not COSTS.should_capture(size, rows=1, steps=16, is_captured=False, device_type="cuda")
 
 
 def test_the_size_is_looked_up_again_when_the_type_of_the_weights_changes():
@@ -124,12 +127,23 @@ def fake_keys(*shape: int, **kind) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float16, 2), (torch.bfloat16, 2)])
-@pytest.mark.parametrize(("is_cross", "least"), [(False, 30_000_000), (True, 7_500_000)])
-def test_on_a_gpu_the_bytes_of_keys_and_values_that_are_not_read_count(dtype, size, is_cross, least):
-    length, gpu = least // (2 * 3 * 2 * 5 * 10 * size), {"dtype": dtype, "device": "cuda"}
+@pytest.mark.parametrize(("is_cross", "part"), [(False, 1), (True, 4)])
+@pytest.mark.parametrize(
+    ("steps", "least"),
+    [
+        ({}, {4: 240_000_000, 2: 240_000_000}),
+        ({"is_captured": True}, {4: 25_000_000, 2: 1_000_000}),
+        ({"is_captured": True, "kernels": False}, {4: 25_000_000, 2: 25_000_000}),
+    ],
+    ids=("eager", "captured", "captured, without kernels"),
+)
+def test_bytes_that_are_not_read_decide_on_a_gpu(monkeypatch, dtype, size, is_cross, part, steps, least):
+    monkeypatch.setattr(CONFIG, "cuda_kernels", steps.get("kernels", True))
+    length, gpu = least[size] // part // (2 * 3 * 2 * 5 * 10 * size), {"dtype": dtype, "device": "cuda"}
+    call = {"rows_per_input": 4, "is_cross": is_cross, "is_captured": steps.get("is_captured", False)}
     with sharing("auto"):
-        assert COSTS.should_share(fake_keys(2, 5, length, 10, **gpu), rows_per_input=4, is_cross=is_cross)
-        assert not COSTS.should_share(fake_keys(2, 5, length - 1, 10, **gpu), rows_per_input=4, is_cross=is_cross)
+        assert COSTS.should_share(fake_keys(2, 5, length + 1, 10, **gpu), **call)
+        assert not COSTS.should_share(fake_keys(2, 5, length - 1, 10, **gpu), **call)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

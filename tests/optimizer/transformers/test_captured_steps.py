@@ -361,12 +361,12 @@ def test_nothing_is_captured_where_it_is_not_wanted(arguments):
         assert torch.equal(stock, fast) and not_captured_because(report, "CAPTURE_OFF")
 
 
-def test_steps_are_captured_on_a_gpu_only_if_the_user_asks_for_it(monkeypatch):
+def test_steps_are_captured_on_the_default_stream_of_a_gpu(monkeypatch):
     monkeypatch.setattr(graphs, "graphs_of", lambda *models: SimpleNamespace(refused=[]))
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, is_cpu=False, is_cuda=False)
     monkeypatch.setattr(graphs, "first_weight", lambda decoder: on_gpu)
     streams = {"off": 0, "auto": 0, "on": 0, "another": 7}
-    expected = {"off": {"CAPTURE_OFF"}, "auto": {"GPU_OPT_IN"}, "on": set(), "another": {"CUDA_STREAM"}}
+    expected = {"off": {"CAPTURE_OFF"}, "auto": set(), "on": set(), "another": {"CUDA_STREAM"}}
     for case, codes in expected.items():
         stream = SimpleNamespace(cuda_stream=streams[case])
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
@@ -386,7 +386,7 @@ def test_on_a_cpu_a_recording_has_to_save_what_it_costs():
 
 
 class AfterManySteps(CostModel):
-    def should_capture(self, size, rows, steps, is_captured):
+    def should_capture(self, size, rows, steps, is_captured, device_type):
         return is_captured or steps >= 40
 
 

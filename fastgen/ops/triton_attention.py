@@ -1,0 +1,224 @@
+"""Attention of decode steps to keys and values in segments on a GPU, in Triton.
+
+One kernel for each segment, and one that merges. A program folds the queries of all rows and heads that share a key
+head of one copy into a tile of a tensor-core product (FastSeq §4.1, Hydragen), and adds up a chunk of the segment's
+length (split-KV, as in Flash-Decoding); scores and sums are fp32. Padding and spare room of a static cache are not read
+where `bounds` tells on the device what a step sees.
+
+H200, µs in a CUDA graph; torch's products, this, and stock's attention: see docs/gpu-checks.md.
+
+Tests: tests/ops/test_triton_attention.py, tests/gpu/test_triton_attention_cuda.py
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastgen.ops.tracing import is_transformed
+
+DTYPES = (torch.float16, torch.bfloat16)  # fp32 is right as well, but torch's products are faster
+LARGEST_WIDTH = 256
+MOST_POSITIONS = 32  # of one segment: for more, torch's attention has enough to do
+SHORTEST_CHUNK = 128  # keys of a program
+PROGRAMS_PER_MULTIPROCESSOR = 8
+
+_NO_MASK, _ADDED, _BOOL = 0, 1, 2
+
+
+@triton.jit(do_not_specialize=[
+    "positions", "slots", "first_slot", "length", "queries", "rows_per_copy", "splits", "chunk", "mask_start",
+])  # fmt: skip
+def _add_up(
+    query, q_row, q_head, q_position, keys, k_copy, k_head, k_key, values, v_copy, v_head, v_key,
+    mask, mask_row, mask_head, mask_position, first_key, last_key, sums, maxima, scale,
+    heads, positions, slots, first_slot, length, queries, rows_per_copy, splits, chunk, mask_start,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, GROUPS: tl.constexpr, MASK: tl.constexpr, ONE_MASK: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH_2: tl.constexpr, VALUE_WIDTH_2: tl.constexpr,
+):  # fmt: skip
+    """One program for a chunk of a copy, a tile of its queries, and a key head.
+
+    sums `[queries of all rows, slots, VALUE_WIDTH]`, maxima `[…, slots, 2]`: the partial results, of which this segment
+    has `splits` from `first_slot` on. ONE_MASK: all queries of a copy see the same keys.
+    """
+    index, kv_head = tl.program_id(0), tl.program_id(1)
+    split = index % splits
+    tiles = tl.cdiv(queries, TILE)
+    copy = index // splits // tiles
+    n = index // splits % tiles * TILE + tl.arange(0, TILE)
+    is_query = n < queries
+    row = copy * rows_per_copy + n // (GROUPS * positions)
+    head = kv_head * GROUPS + n // positions % GROUPS
+    position = n % positions
+    d = tl.arange(0, WIDTH_2)
+    dv = tl.arange(0, VALUE_WIDTH_2)
+    is_width = d < WIDTH
+    is_value_width = dv < VALUE_WIDTH
+    q_place = query + row.to(tl.int64) * q_row + head * q_head + position * q_position
+    q = tl.load(q_place[:, None] + d[None, :], mask=is_query[:, None] & is_width[None, :], other=0.0)
+    k_place = keys + copy.to(tl.int64) * k_copy + kv_head * k_head
+    v_place = values + copy.to(tl.int64) * v_copy + kv_head * v_head
+    mask_place = row * mask_row + head * mask_head + position * mask_position + mask_start
+    largest = tl.full((TILE,), -float("inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    result = tl.zeros((TILE, VALUE_WIDTH_2), tl.float32)
+    start = split * chunk
+    end = tl.minimum(start + chunk, length)
+    if HAS_FIRST:
+        start = tl.maximum(start, tl.load(first_key).to(tl.int32) // BLOCK * BLOCK)
+    if HAS_LAST:
+        end = tl.minimum(end, tl.load(last_key).to(tl.int32) + 1)
+    for block in range(start, end, BLOCK):
+        s = block + tl.arange(0, BLOCK)
+        is_key = s < end
+        seen = is_query[:, None] & is_key[None, :]
+        k = tl.load(k_place + s[None, :] * k_key + d[:, None], mask=is_key[None, :] & is_width[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if MASK != 0:
+            if ONE_MASK:
+                read = tl.load(mask + copy * rows_per_copy * mask_row + mask_start + s, mask=is_key, other=0)[None, :]
+            else:
+                read = tl.load(mask + mask_place[:, None] + s[None, :], mask=seen, other=0)
+            if MASK == 1:
+                scores += read.to(tl.float32)
+            else:
+                seen &= read != 0
+        scores = tl.where(seen, scores, -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+        weights = tl.exp(scores - base[:, None])
+        shrunk = tl.exp(largest - base)
+        v = tl.load(
+            v_place + s[:, None] * v_key + dv[None, :], mask=is_key[:, None] & is_value_width[None, :], other=0.0
+        )
+        result = result * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * shrunk + tl.sum(weights, 1)
+        largest = new_largest
+    slot = ((row.to(tl.int64) * heads + head) * positions + position) * slots + first_slot + split
+    tl.store(sums + slot[:, None] * VALUE_WIDTH + dv[None, :], result, mask=is_query[:, None] & is_value_width[None, :])
+    tl.store(maxima + slot * 2, largest, mask=is_query)
+    tl.store(maxima + slot * 2 + 1, total, mask=is_query)
+
+
+@triton.jit(do_not_specialize=["positions", "slots"])
+def _merge(
+    sums, maxima, output, o_row, o_head, o_position, heads, positions, slots,
+    VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for each query: the weighted mean of its partial results, zeros where it sees nothing."""
+    index = tl.program_id(0).to(tl.int64)
+    row, head, position = index // positions // heads, index // positions % heads, index % positions
+    dv = tl.arange(0, VALUE_WIDTH_2)
+    largest = -float("inf")
+    for block in range(0, slots, BLOCK):
+        slot = block + tl.arange(0, BLOCK)
+        of_slots = tl.load(maxima + (index * slots + slot) * 2, mask=slot < slots, other=-float("inf"))
+        largest = tl.maximum(largest, tl.max(of_slots, 0))
+    base = tl.where(largest == -float("inf"), 0.0, largest)
+    total = 0.0
+    result = tl.zeros((VALUE_WIDTH_2,), tl.float32)
+    for block in range(0, slots, BLOCK):
+        slot = block + tl.arange(0, BLOCK)
+        place = index * slots + slot
+        weights = tl.exp(tl.load(maxima + place * 2, mask=slot < slots, other=-float("inf")) - base)
+        total += tl.sum(weights * tl.load(maxima + place * 2 + 1, mask=slot < slots, other=0.0), 0)
+        is_there = (slot < slots)[:, None] & (dv < VALUE_WIDTH)[None, :]
+        part = tl.load(sums + place[:, None] * VALUE_WIDTH + dv[None, :], mask=is_there, other=0.0)
+        result += tl.sum(part * weights[:, None], 0)
+    mean = tl.where(total == 0.0, 0.0, result / tl.where(total == 0.0, 1.0, total))
+    o_place = output + row * o_row + head * o_head + position * o_position
+    tl.store(o_place + dv, mean.to(output.dtype.element_ty), mask=dv < VALUE_WIDTH)
+
+
+def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
+    """Whether these kernels can and should do it, and nobody waits for torch's own; arguments as of `attention`."""
+    if query.dtype not in DTYPES or not query.numel() or (len(keys) == 1 and query.shape[2] > MOST_POSITIONS):
+        return False
+    if mask is not None and (type(mask) is not Tensor or mask.device != query.device):
+        return False
+    for segment in (query, *keys, *values):
+        fits = segment.dtype == query.dtype and segment.stride(3) == 1 and segment.shape[3] <= LARGEST_WIDTH
+        if type(segment) is not Tensor or not fits or not segment.numel():
+            return False
+    return not (torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type) or is_transformed())
+
+
+def attention(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """As `shared_attention`; a launch for each segment, and one, on the current stream of the device of `query`."""
+    rows, heads, positions, width = query.shape
+    kv_heads, value_width = keys[0].shape[1], values[0].shape[3]
+    width_2, value_width_2 = _power_of_two(width), _power_of_two(value_width)
+    queries = [rows // segment.shape[0] * (heads // kv_heads) * positions for segment in keys]
+    tiles = [_tile(count, width, query.dtype) for count in queries]
+    programs = [segment.shape[0] * -(-count // tile) for segment, count, tile in zip(keys, queries, tiles)]
+    chunk = _chunk(kv_heads * sum(count * part.shape[2] for count, part in zip(programs, keys)), query.device)
+    splits = [-(-segment.shape[2] // chunk) for segment in keys]
+    slots, first_slot, start = sum(splits), 0, 0
+    sums = query.new_empty((rows * heads * positions, slots, value_width), dtype=torch.float32)
+    maxima = query.new_empty((rows * heads * positions, slots, 2), dtype=torch.float32)
+    output = query.new_empty((rows, positions, heads, value_width)).transpose(1, 2)
+    kind, mask_arguments = _NO_MASK, (query, 0, 0, 0)
+    if mask is not None:
+        mask = mask.expand(rows, heads, positions, sum(segment.shape[2] for segment in keys))
+        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+        kind = _BOOL if mask.dtype == torch.bool else _ADDED
+        mask_arguments = (mask.view(torch.uint8) if kind == _BOOL else mask, *mask.stride()[:3])
+    by_row = positions == 1 and mask_arguments[2] == 0  # the mask is
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        for index, (k, v) in enumerate(zip(keys, values)):
+            length, rows_per_copy = k.shape[2], rows // k.shape[0]
+            _add_up[(programs[index] * splits[index], kv_heads)](
+                query, *query.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], *mask_arguments,
+                *(bounds or (query, query)), sums, maxima, scale,
+                heads, positions, slots, first_slot, length, queries[index], rows_per_copy, splits[index], chunk, start,
+                WIDTH=width, VALUE_WIDTH=value_width, GROUPS=heads // kv_heads, MASK=kind,
+                ONE_MASK=by_row and (rows_per_copy == 1 or mask_arguments[1] == 0),
+                HAS_FIRST=bounds is not None and index == 0, HAS_LAST=bounds is not None and index == len(keys) - 1,
+                TILE=tiles[index], WIDTH_2=width_2, VALUE_WIDTH_2=value_width_2,
+                **_tuning(tiles[index], width_2, query.dtype),
+            )  # fmt: skip
+            first_slot, start = first_slot + splits[index], start + length
+        _merge[(rows * heads * positions,)](
+            sums, maxima, output, *output.stride()[:3], heads, positions, slots,
+            VALUE_WIDTH=value_width, VALUE_WIDTH_2=value_width_2, BLOCK=min(_power_of_two(slots, 1), 32),
+        )  # fmt: skip
+    return output
+
+
+def _power_of_two(number: int, least: int = 16) -> int:
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def _tile(queries: int, width: int, dtype: torch.dtype) -> int:
+    """How many of so many queries a program has."""
+    return min(_power_of_two(queries), 16 if dtype == torch.float32 else 32 if width > 128 else 64)
+
+
+def _tuning(tile: int, width: int, dtype: torch.dtype) -> dict[str, int]:
+    """Keys that are loaded at a time, and threads, so that a program spills no registers."""
+    is_large = width > 128 or dtype == torch.float32
+    return {"BLOCK": 32 if is_large else 64, "num_warps": 8 if tile * width >= 64 * 128 else 4}
+
+
+def _chunk(work: int, device: torch.device) -> int:
+    """Keys of a program, so that there are enough programs for so many keys of all tiles."""
+    return max(SHORTEST_CHUNK, -(-work // (PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device)) // 64) * 64)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

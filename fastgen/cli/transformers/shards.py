@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import cycle, groupby, islice
+from itertools import chain, cycle, groupby, islice
 from textwrap import shorten
 from typing import Any
 
@@ -26,6 +26,8 @@ from fastgen.cli.transformers.signature import differences
 
 # How each launcher calls the number of a process and how many there are: torchrun and accelerate; Slurm's srun.
 IN_A_JOB = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+ARRAY = ("ID", "MIN", "MAX", "COUNT")  # SLURM_ARRAY_TASK_…: of this task, the first and last, how many
+JOBS = (*(f"SLURM_ARRAY_TASK_{name}" for name in ARRAY), "JOB_COMPLETION_INDEX")
 ON_THIS_MACHINE = ("LOCAL_RANK", "SLURM_LOCALID")
 LONGEST_LIST = 1000  # characters of names of files in a message
 PER_SHARD = ("--shard_id", "--device")  # flags in which the signatures of shards may differ
@@ -55,32 +57,39 @@ def of_launcher(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
 
 
 def _with_numbers(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
-    """Those of the launcher in place of auto."""
-    if (given := place(environ)) is None:
+    """Those of the launcher in place of auto; raises InputError where it says none, or an index that N has not."""
+    if (launched := place(environ)) is None:
         launchers = "torchrun, accelerate, Slurm, an indexed job of Kubernetes"
         raise InputError(f"auto: no variables of a launcher are set (accepted: numbers, or auto under {launchers})")
-    shard, shards = given
+    index, count = launched
+    said = ", ".join(f"{name}={environ[name]}" for name in (*JOBS, *chain(*IN_A_JOB)) if name in environ)
+    if args.num_shards == "auto" and count is None:
+        why = f"how many shards there are is not said by {said}"
+        raise InputError(f"--num_shards auto: {why} (accepted: --num_shards N, or all of an --array=0-M of Slurm)")
+    shards = count if args.num_shards == "auto" else args.num_shards
+    if args.shard_id == "auto" and shards is not None and index >= shards:
+        why = f"auto takes it from {said}; an array of Slurm counts from 0 on with --array=0-{shards - 1}"
+        raise InputError(f"--shard_id {index} (accepted: 0 to {shards - 1}): {why}")
     _choose_gpu(environ)
-    return replace(
-        args,
-        num_shards=shards if args.num_shards == "auto" else args.num_shards,
-        shard_id=shard if args.shard_id == "auto" else args.shard_id,
-    )
+    return replace(args, num_shards=shards, shard_id=index if args.shard_id == "auto" else args.shard_id)
 
 
 def place(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
-    """The number of this process and how many there are, of a launcher's variables; None for what they do not say.
+    """The index of this process and how many there are, of a launcher's variables; None for what they do not say.
 
-    Jobs of an array, of Slurm or Kubernetes (which does not say how many), may have several processes each.
+    The index is the launcher's own: who starts a part of an array (--array=3,6) means the shards of these numbers.
+    Jobs of an array, of Slurm or Kubernetes, may have several processes each. How many jobs there are, Kubernetes does
+    not say, nor does a part of an array.
     """
-    found = [(int(environ[one]), int(environ.get(all, 1))) for one, all in IN_A_JOB if one in environ]
-    index, count = found[0] if found else (0, 1)
+    processes = [(int(environ[one]), int(environ.get(all, 1))) for one, all in IN_A_JOB if one in environ]
+    index, count = processes[0] if processes else (0, 1)
     if "SLURM_ARRAY_TASK_ID" in environ:
-        task, first, step = (int(environ.get(f"SLURM_ARRAY_TASK_{name}", 1)) for name in ("ID", "MIN", "STEP"))
-        return (task - first) // step * count + index, int(environ["SLURM_ARRAY_TASK_COUNT"]) * count
+        task, first, last, tasks = (int(environ.get(f"SLURM_ARRAY_TASK_{name}", -1)) for name in ARRAY)
+        is_whole = (first, last) == (0, tasks - 1)
+        return task * count + index, tasks * count if is_whole else None
     if "JOB_COMPLETION_INDEX" in environ:
         return int(environ["JOB_COMPLETION_INDEX"]) * count + index, None
-    return (index, count) if found else None
+    return (index, count) if processes else None
 
 
 def _choose_gpu(environ: Mapping[str, str]) -> None:

@@ -133,8 +133,12 @@ def test_scores_are_those_of_all_shards(
 
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-ARRAY = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2"}
-ARRAY["SLURM_ARRAY_TASK_COUNT"] = "5"
+
+
+def array(task: int, *tasks: int) -> dict[str, str]:
+    """The variables of a task of `sbatch --array=TASKS`."""
+    values = {"ID": task, "MIN": min(tasks), "MAX": max(tasks), "COUNT": len(tasks), "STEP": 1}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
 
 
 @pytest.mark.parametrize(
@@ -143,14 +147,24 @@ ARRAY["SLURM_ARRAY_TASK_COUNT"] = "5"
         ({}, None),
         (TORCHRUN, (3, 8)),
         ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, (2, 4)),
-        (ARRAY | {"SLURM_PROCID": "0"}, (3, 5)),
-        (ARRAY | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, (7, 10)),
+        (array(3, *range(5)) | {"SLURM_PROCID": "0"}, (3, 5)),
+        (array(3, *range(5)) | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, (7, 10)),
+        (array(6, 3, 6), (6, None)),  # a part of an array
+        (array(0, 0, 3), (0, None)),
+        (array(8, *range(1, 9)), (8, None)),
+        (array(6, *range(0, 8, 2)), (6, None)),
         (TORCHRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (3, 8)),  # torchrun inside of srun
         ({"JOB_COMPLETION_INDEX": "4"}, (4, None)),
     ],
 )
 def test_auto_is_what_the_launcher_says(environ: dict, expected: tuple | None) -> None:
     assert place(environ) == expected
+
+
+@pytest.mark.parametrize("task", [3, 6])
+def test_part_of_an_array_makes_the_shards_it_names(task: int) -> None:
+    args = of_launcher(parsed("--num_shards", "8", "--shard_id", "auto"), array(task, 3, 6))
+    assert (args.shard_id, args.output) == (task, f"out-{task:05}-of-00008.txt")
 
 
 def parsed(*flags: str, output: str = "out.txt"):
@@ -176,8 +190,19 @@ def test_launchers_are_asked_with_auto_only() -> None:
         (("--merge",), {}, "--merge needs --num_shards N without --shard_id"),
         (("--num_shards", "2", "--shard_id", "1", "--merge"), {}, "--merge needs --num_shards N without --shard_id"),
         (("--num_shards", "auto", "--shard_id", "auto"), {}, "auto: no variables of a launcher are set"),
-        (("--num_shards", "3", "--shard_id", "auto"), TORCHRUN, "--shard_id 3 (accepted: 0 to 2)"),
-        (("--num_shards", "auto", "--shard_id", "auto"), {"JOB_COMPLETION_INDEX": "4"}, "need each other"),
+        (("--num_shards", "3", "--shard_id", "auto"), TORCHRUN, "--shard_id 3 (accepted: 0 to 2): auto takes it from"),
+        (("--num_shards", "8", "--shard_id", "auto"), array(8, *range(1, 9)), "with --array=0-7"),
+        (
+            ("--num_shards", "auto", "--shard_id", "auto"),
+            array(3, 3, 6),
+            "is not said by SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MIN=3",
+        ),
+        (("--num_shards", "auto", "--shard_id", "0"), array(1, 1, 2, 3), "accepted: --num_shards N, or all of an"),
+        (
+            ("--num_shards", "auto", "--shard_id", "auto"),
+            {"JOB_COMPLETION_INDEX": "4"},
+            "is not said by JOB_COMPLETION_INDEX=4",
+        ),
         (("--num_shards", "2", "--shard_id", "1", "--reference_path", "r"), {}, "--reference_path r does not go with"),
     ],
 )

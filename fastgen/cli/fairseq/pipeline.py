@@ -29,6 +29,7 @@ from functools import partial
 from io import BytesIO, StringIO
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from fairseq import scoring, tasks
 from fairseq.data.iterators import CountingIterator, EpochBatchIterator
@@ -201,23 +202,38 @@ class GeneratedElsewhere(GenerateRun):
 
 
 class _Pickler(pickle.Pickler):
-    """Copies tensors, which torch would put into shared memory, one file for each."""
+    """Copies tensors of any dtype, which torch would put into shared memory, one file for each."""
 
     def reducer_override(self, value: Any) -> Any:
-        return (torch.from_numpy, (value.cpu().numpy(),)) if isinstance(value, torch.Tensor) else NotImplemented
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        data = value.detach().cpu().flatten().view(torch.uint8).numpy()
+        return _tensor, (data, value.dtype, tuple(value.shape))
+
+
+def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)
 
 
 def pack(sample: dict[str, Any], hypos: Hypotheses, generator: Any, generation: Namespace) -> bytes:
     """What a worker needs of a batch. generation: the flags of that name."""
     source = sample["net_input"].get("src_tokens")
     inputs = {"src_tokens": source} if source is not None and source.dim() == 2 else {}  # no features of speech
-    unread = {"attention"} if generation.retain_iter_history else {"attention", "history"}  # which are large
-    found = [
-        [{name: hypo[name] for name in hypo if name not in unread} for hypo in sentence[: generation.nbest]]
-        for sentence in hypos
-    ]
+    printed = [[_printed_fields(hypo, generation) for hypo in sentence[: generation.nbest]] for sentence in hypos]
     batch = {"id": sample["id"], "target": sample["target"], "net_input": inputs}
-    return _pickled((batch, found, set(upstream.get_symbols_to_strip_from_output(generator))))
+    return _pickled((batch, printed, set(upstream.get_symbols_to_strip_from_output(generator))))
+
+
+def _printed_fields(hypo: dict[str, Any], generation: Namespace) -> dict[str, Any]:
+    """The fields that the loop prints under these flags: others may be large, and a task's own cannot be pickled."""
+    names = {"tokens", "score", "positional_scores", *["steps"] * generation.print_step}
+    fields = {name: hypo[name] for name in names if name in hypo}
+    if "alignment" in hypo:  # which the loop looks up in any case
+        is_read = generation.print_alignment or generation.replace_unk is not None
+        fields["alignment"] = hypo["alignment"] if is_read else None
+    if generation.retain_iter_history and "history" in hypo:
+        fields["history"] = [{"tokens": step["tokens"]} for step in hypo["history"]]
+    return fields
 
 
 def _pickled(value: Any) -> bytes:

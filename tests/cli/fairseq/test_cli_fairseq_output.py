@@ -9,9 +9,11 @@ import os
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("fairseq")
 
@@ -75,6 +77,53 @@ FLAGS = [
     "--batch-size 16 --beam 2 --remove-bpe --postprocess-workers 1",
     "--batch-size 16 --beam 2 --remove-bpe --postprocess-workers 5",
 ]
+
+
+UNPRINTED = (
+    "--batch-size 16 --beam 3 --nbest 2 --remove-bpe",
+    "--batch-size 16 --beam 2 --print-alignment hard",
+    "--batch-size 16 --beam 2 --quiet",
+)
+
+
+@pytest.mark.parametrize("flags", UNPRINTED)
+def test_fields_that_are_not_printed_may_hold_anything(
+    capfd: pytest.CaptureFixture, data: CommandData, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    """Hypotheses of a task that adds what no process can send to another."""
+    from fairseq.tasks.translation import TranslationTask
+
+    inference_step = TranslationTask.inference_step
+
+    def adding(self, *args, **options):
+        hypos = inference_step(self, *args, **options)
+        for hypo in (hypo for sentence in hypos for hypo in sentence):
+            hypo["score"] = hypo["score"].requires_grad_()
+            hypo.update(why=lambda: None, lock=threading.Lock(), steps=threading.Lock(), history=[{"of": adding}])
+            if "--print-alignment" not in flags:
+                hypo["alignment"] = lambda: None
+        return hypos
+
+    monkeypatch.setattr(TranslationTask, "inference_step", adding)
+    check_pipeline(capfd, [*data.generation, *flags.split()], r"^Generate \w+ with beam=")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_scores_of_any_dtype_are_printed(
+    capfd: pytest.CaptureFixture, data: CommandData, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    from fairseq.tasks.translation import TranslationTask
+
+    inference_step = TranslationTask.inference_step
+
+    def converted(self, *args, **options):
+        hypos = inference_step(self, *args, **options)
+        for hypo in (hypo for sentence in hypos for hypo in sentence):
+            hypo.update({name: hypo[name].to(dtype) for name in ("score", "positional_scores")})
+        return hypos
+
+    monkeypatch.setattr(TranslationTask, "inference_step", converted)
+    check_pipeline(capfd, [*data.generation, "--batch-size", "16", "--beam", "2"], r"^P-0\t")
 
 
 @pytest.mark.parametrize("flags", FLAGS)

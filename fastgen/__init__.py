@@ -19,6 +19,7 @@ from fastgen.config import CONFIG, configure, start_logging
 from fastgen.optimizer import PATCH_SET
 from fastgen.patching import PatchState, PatchStates, disabled, switched
 from fastgen.patching.import_hooks import explain_failure
+from fastgen.patching.target import older_than
 
 TYPE_CHECKING = False  # type checkers take it for true; importing typing takes a quarter of `import fastgen`
 if TYPE_CHECKING:
@@ -98,14 +99,16 @@ def status() -> PatchStates:
     return PATCH_SET.states()
 
 
-def explain() -> Report | None:
+def explain() -> Report:
     """What the last `generate` of this thread that went through fastgen shared, which kernels ran, what was not done.
 
-    Print it to read it; `as_dict()` is for JSON. None if there was none; a call inside `disabled()` is not seen.
+    Print it to read it; `as_dict()` is for JSON. Where there was none (a call inside `disabled()` is not seen), the
+    report says so with the code NO_CALL, and where patches are not active, with the code NO_PATCH, why.
     """
-    from fastgen.optimizer.decoding import call
+    from fastgen.optimizer.decoding.call import last_report
+    from fastgen.optimizer.decoding.report import without_call
 
-    return call.last_report()
+    return last_report() or without_call(status().not_active())
 
 
 def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
@@ -126,6 +129,7 @@ def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
 
         return verify.verify(FairseqCall(model, inputs, generate_kwargs), enabled)
     if callable(getattr(model, "generate", None)):
+        _check_transformers()
         from fastgen.optimizer.transformers.verification import TransformersCall
 
         return verify.verify(TransformersCall(model, inputs, generate_kwargs), enabled)
@@ -145,6 +149,7 @@ def log_likelihoods(
     8192). What all contexts begin with, and a context of several continuations, is computed once: see `explain()`.
     Results are those of a forward of each context with its continuation, to 1e-4 in fp32.
     """
+    _check_transformers()
     from fastgen.optimizer.transformers import log_likelihoods
 
     return log_likelihoods.log_likelihoods(model, contexts, continuations, tokenizer, **options)
@@ -163,10 +168,17 @@ def reusing_prefix(model: Any, check_weights: bool = True) -> Iterator[None]:
     again, if the model is the same. check_weights: read all weights in each call to know that they are, which takes
     about as long as a decode step; False where nothing writes into them in the block. `explain()` tells what was kept.
     """
+    _check_transformers()
     from fastgen.optimizer.transformers import kept_prefix
 
     with kept_prefix.reusing(kept_prefix.PrefixReuse(model, check_weights)):
         yield
+
+
+def _check_transformers() -> None:
+    """Raises ImportError with the versions wanted and found where transformers is too old."""
+    if why := older_than(models.LOWEST["transformers"], "transformers"):
+        raise ImportError(why)
 
 
 def __getattr__(name: str) -> Any:

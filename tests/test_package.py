@@ -203,6 +203,93 @@ def test_a_host_older_than_the_lowest_tested_version_is_left_alone(host):
     assert reasons == {"wanted transformers 5.0.0 or newer, found 4.57.1 (tested: 5.0.0 to 5.24.0)"}
 
 
+NO_CALL = "call: no `generate` of this thread has gone through fastgen"
+TOO_OLD = "wanted transformers 5.0.0 or newer, found 4.57.1"
+
+
+@pytest.fixture
+def old_host(host):
+    """A folder with a stand-in for transformers 4.57, installed as pip installs it, and its model registries."""
+    (host / "transformers" / "__init__.py").write_text("__version__ = '4.57.1'\nclass AutoConfig: pass\n")
+    (host / "transformers" / "models" / "auto").mkdir(parents=True)
+    for name in ("__init__", "auto/__init__", *(f"auto/{kind}_auto" for kind in ("configuration", "modeling"))):
+        (host / "transformers" / "models" / f"{name}.py").write_text("")
+    (host / "transformers-4.57.1.dist-info").mkdir()
+    (host / "transformers-4.57.1.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 4.57.1\n")
+    return host
+
+
+@pytest.mark.parametrize("first", ["", "import transformers.generation.utils"])
+def test_a_script_with_an_old_host_gets_one_line(old_host, first):
+    script = f"""
+{first}
+import fastgen
+import transformers.generation.utils, transformers.models.auto.configuration_auto
+import transformers.models.auto.modeling_auto
+print(transformers.generation.utils.GenerationMixin().generate(7))
+print(fastgen.explain())
+print(fastgen.status())
+"""
+    done = run_python("-c", script, path=old_host)
+    assert done.stderr == f"fastgen leaves transformers alone: {TOO_OLD}\n"
+    called, verdict, _, row, *others = done.stdout.splitlines()
+    assert called == "['original', 7]"
+    assert verdict == f"patches: no patch is active: {TOO_OLD} (tested: 5.0.0 to 5.24.0); {NO_CALL}"
+    assert row.split(maxsplit=2) == ["transformers", "skipped", f"{TOO_OLD} (tested: 5.0.0 to 5.24.0)"]
+    assert not any("transformers." in line for line in others if not line.strip().startswith("fairseq"))
+
+
+def test_an_old_host_is_left_alone_by_what_needs_another(old_host):
+    (old_host / "lm_eval" / "models").mkdir(parents=True)
+    (old_host / "lm_eval" / "__init__.py").write_text("__version__ = '0.4.13'\n")
+    (old_host / "lm_eval" / "models" / "__init__.py").write_text("")
+    harness = "class HFLM:\n    def _loglikelihood_tokens(self, requests, disable_tqdm, override_bs): pass\n"
+    (old_host / "lm_eval" / "models" / "huggingface.py").write_text(harness)
+    done = run_python("-c", "import fastgen, lm_eval.models.huggingface; print(fastgen.status())", path=old_host)
+    assert done.stderr == f"fastgen leaves lm_eval alone: {TOO_OLD}\n"
+    assert ["lm_eval", "skipped", TOO_OLD] in [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+
+
+CALLS_FOR_A_NEWER_HOST = (
+    "fastgen.verify(type('Model', (), {'generate': print})(), None)",
+    "fastgen.log_likelihoods(None, [], [])",
+    "fastgen.reusing_prefix(None).__enter__()",
+)
+
+
+@pytest.mark.parametrize("call", CALLS_FOR_A_NEWER_HOST)
+def test_what_is_asked_of_an_old_host_names_the_versions(old_host, call):
+    done = run_python("-c", f"import fastgen\n{call}", path=old_host)
+    assert done.returncode == 1 and TOO_OLD in done.stderr.splitlines()[-1]
+
+
+def test_the_command_refuses_an_old_host_in_one_line(old_host):
+    (old_host / "in.txt").write_text("a\n")
+    command = ("-m", "fastgen.cli.transformers.command", "demo")
+    done = run_python(*command, str(old_host / "in.txt"), str(old_host / "out.txt"), path=old_host)
+    assert (done.returncode, done.stdout) == (2, "")
+    prog = "fastgen-generate-for-transformers"
+    assert done.stderr == f"{prog}: error: {TOO_OLD}: pip install 'transformers>=5.0.0'\n"
+
+
+@pytest.mark.parametrize(
+    ("env", "call", "why"),
+    [({"FASTGEN_DISABLE": "1"}, "status", "FASTGEN_DISABLE=1"), ({}, "disable", "fastgen.disable()")],
+)
+def test_explain_says_why_no_patch_is_active(host, env, call, why):
+    code = f"import transformers.generation.utils, fastgen; fastgen.{call}(); print(fastgen.explain().as_dict())"
+    found = eval(run_code(code, path=host, **env))
+    assert found["verdict"].startswith("patches: no patch is active: ") and why in found["verdict"]
+    assert [reason["code"] for reason in found["reasons"]] == ["NO_PATCH", "NO_CALL"]
+
+
+def test_explain_before_a_call_says_that_there_was_none(host):
+    code = "import transformers.generation.utils, fastgen; r = fastgen.explain(); print(r, r is fastgen.explain())"
+    verdict, rest = run_code(code, path=host).splitlines()
+    assert verdict.endswith(NO_CALL) and "no patch is active" not in verdict
+    assert rest == "  no call True"
+
+
 def test_strict_raises_what_is_otherwise_left_to_the_original(host):
     code = "broken = eval('lambda *args, **kwargs: {}[\"ours\"]', {'__name__': 'fastgen.broken'})\n"
     code += "sys.modules['fastgen.optimizer.transformers.prefill'].prefill = broken\n"
@@ -231,11 +318,14 @@ with fastgen.disabled():
 @fastgen.disabled()
 def function():
     return 1
-print(function(), fastgen.explain())
+print(function(), fastgen.explain().verdict)
 print(*fastgen.status(), sep="\\n")
 """
     first, *states = run_code(code).splitlines()
-    assert first == "1 None"
+    assert first == (
+        "1 patches: no patch is active: no library is imported that fastgen patches; "
+        "call: no `generate` of this thread has gone through fastgen"
+    )
     table = run_code("import fastgen; states = fastgen.status(); print(repr(states))").splitlines()
     groups = dict.fromkeys(patch.group for patch in PATCHES)
     assert len(states) == len(PATCHES) and [line.split()[0] for line in table] == list(groups)

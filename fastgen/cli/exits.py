@@ -21,6 +21,8 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from types import FrameType
 
+from fastgen.patching.target import older_than
+
 FAILED = 1
 UNUSABLE = 2
 # 128 and the number of a signal, as a shell has it of a program that the signal kills.
@@ -58,6 +60,12 @@ def check_packages(*names: str, flag: str = "") -> None:
     """Raises InputError with what to install where Python finds one of them nowhere; `flag` is what needs them."""
     if missing := [name for name in names if find_spec(name) is None]:
         raise InputError(f"{flag} needs the package {' and '.join(missing)}: pip install {' '.join(missing)}".lstrip())
+
+
+def check_version(package: str, lowest: str) -> None:
+    """Raises InputError with the versions wanted and found where an older one is installed."""
+    if why := older_than(lowest, package):
+        raise InputError(f"{why}: pip install '{package}>={lowest}'")
 
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str, before: str = "") -> str:

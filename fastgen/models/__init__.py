@@ -11,6 +11,9 @@ from types import ModuleType
 
 from fastgen.config import CONFIG
 from fastgen.patching.import_hooks import call_after_import
+from fastgen.patching.target import older_than
+
+LOWEST = {"transformers": "5.0.0"}  # older versions are left alone
 
 # For each module of a host, those of ours that add their models to it when they are imported. They are small: what a
 # model needs to run is imported when one is made.
@@ -41,6 +44,9 @@ def register() -> None:
 
 
 def _register_with(host: ModuleType) -> None:
+    package = host.__name__.partition(".")[0]
+    if package in LOWEST and older_than(LOWEST[package], package):
+        return
     for module in REGISTRATIONS[host.__name__]:
         try:
             importlib.import_module(module)

@@ -11,6 +11,7 @@ _LM_EVAL = Patch(
     tested=("0.4.13", "0.4.13"),  # by tests/test_lm_eval.py
     parameters=("self", "requests", "disable_tqdm", "override_bs"),
     group="lm_eval.log_likelihoods",
+    needs=(("transformers", transformers.TESTED[0]),),
 )
 
 PATCHES = (*transformers.PATCHES, *fairseq.PATCHES, _LM_EVAL)

@@ -23,6 +23,7 @@ class Patch:
         skipped, on a newer one it is applied and `PatchSet.untested_hosts` says so.
     parameters: names that the signature of the target must have; of "cache|past_key_values" one.
     group: patches of one group are applied all or none.
+    needs: the lowest versions of other packages that the replacement imports.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Patch:
     tested: tuple[str, str]
     parameters: tuple[str, ...]
     group: str
+    needs: tuple[tuple[str, str], ...] = ()
 
     @property
     def module(self) -> str:
@@ -82,7 +84,7 @@ class PatchState:
 
 
 class PatchStates(list[PatchState]):
-    """A list that is shown with one line for each group, and one for a host that is not installed."""
+    """A list that is shown with one line for each group, and one for a host that is not installed or too old."""
 
     def __repr__(self) -> str:
         """A table, and below it what is so for several groups.
@@ -91,15 +93,30 @@ class PatchStates(list[PatchState]):
         """
         if {one.state for one in self} <= {"skipped", "reverted"} and len({one.reason for one in self}) == 1:
             return f"Nothing is patched: {self[0].reason}."
-        missing = {host for host in {one.host for one in self} if not _is_installed(host)}
+        hosts = {one.host: {(other.state, other.reason) for other in self if other.host == one.host} for one in self}
+        missing = {host for host in hosts if not _is_installed(host)}
+        alike = {host for host, states in hosts.items() if len(states) == 1 and next(iter(states))[0] == "skipped"}
         groups: dict[str, list[PatchState]] = {}
         for one in self:
-            groups.setdefault(one.host if one.host in missing else one.group, []).append(one)
+            groups.setdefault(one.host if one.host in missing | alike else one.group, []).append(one)
         rows, of_many = [], self._reasons_of_many_groups()
         for name, states in groups.items():
             reasons = "; ".join(dict.fromkeys(one.reason for one in states if one.reason not in ("", *of_many)))
             rows.append((name, "not installed", "") if name in missing else (name, states[0].state, reasons))
         return "\n".join([table(rows), *of_many])
+
+    def not_active(self) -> tuple[tuple[str, str], ...]:
+        """What is not active, and why, of patches that were to be applied; nothing where they only wait for a host."""
+        refused: dict[str, list[str]] = {}
+        for one in self:
+            if one.state in ("skipped", "failed", "reverted"):
+                refused.setdefault(one.reason, []).append(one.host)
+        if any(one.state == "applied" for one in self):
+            return tuple(
+                (f"some patches of {' and '.join(dict.fromkeys(hosts))} are not active", reason)
+                for reason, hosts in refused.items()
+            )
+        return (("no patch is active", "; ".join(refused) or "no library is imported that fastgen patches"),)
 
     def _reasons_of_many_groups(self) -> list[str]:
         """Of applied patches: what is so for several groups, such as a host's version, is said once below the table."""

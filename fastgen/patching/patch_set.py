@@ -23,7 +23,7 @@ from types import ModuleType
 
 from fastgen.patching.import_hooks import LOCK, call_after_import
 from fastgen.patching.patch import Patch, PatchState, PatchStates
-from fastgen.patching.target import Target, Unmet, find_target, untested_reason
+from fastgen.patching.target import Target, Unmet, find_target, too_old, untested_reason
 from fastgen.provenance import is_from_elsewhere
 
 logger = logging.getLogger("fastgen")
@@ -91,6 +91,7 @@ class PatchSet:
             self._groups.setdefault(patch.group, []).append(record)
         self._modules: dict[str, ModuleType] = {}
         self._hooked: set[str] = set()
+        self._said: set[str] = set()  # which hosts are too old
         self._armed = False
         self._everywhere = False  # outside of `switched`, too
 
@@ -204,6 +205,15 @@ class PatchSet:
     def _apply_group(self, group: str) -> None:
         records = self._groups[group]
         if any(record.state in ("applied", "failed") for record in records):
+            return
+        patch = records[0].patch
+        if patch.host in sys.modules and (why := too_old(patch)):
+            for record in records:
+                record.set("skipped", why)
+            versions = why.partition(" (tested: ")[0]
+            if versions not in self._said:
+                self._said.add(versions)
+                logger.warning("fastgen leaves %s alone: %s", patch.host, versions)
             return
         missing = {r.patch.module for r in records if not self._is_imported(r.patch.module)}
         if missing:

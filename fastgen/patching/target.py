@@ -79,11 +79,7 @@ class Target:
 
 
 def find_target(patch: Patch, module: ModuleType) -> Target:
-    """What `patch` replaces in `module`; raises Unmet if the host is too old or the contract does not hold."""
-    version = host_version(patch.host)
-    lowest, newest = patch.tested
-    if version and _release(version) < _release(lowest):
-        raise Unmet(f"wanted {patch.host} {lowest} or newer, found {version} (tested: {lowest} to {newest})")
+    """What `patch` replaces in `module`; raises Unmet if the contract does not hold."""
     owner: object = module
     *parents, attribute = patch.path
     for name in parents:
@@ -136,6 +132,21 @@ def host_version(host: str) -> str | None:
         return metadata.version(host)
     except metadata.PackageNotFoundError:
         return None
+
+
+def older_than(lowest: str, host: str) -> str:
+    """The versions wanted and found where the installed host is older than `lowest`; empty where it is not."""
+    version = host_version(host)
+    is_older = version is not None and _release(version) < _release(lowest)
+    return f"wanted {host} {lowest} or newer, found {version}" if is_older else ""
+
+
+def too_old(patch: Patch) -> str:
+    """Why the installed versions are too old for `patch`; empty where they are not."""
+    lowest, newest = patch.tested
+    if why := older_than(lowest, patch.host):
+        return f"{why} (tested: {lowest} to {newest})"
+    return next(filter(None, (older_than(least, package) for package, least in patch.needs)), "")
 
 
 def untested_reason(patch: Patch) -> str:

@@ -22,10 +22,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastgen.cli.exits import InputError, check_packages
+from fastgen.cli.exits import InputError, check_packages, check_version
 from fastgen.cli.transformers.args import AUDIO_OUT, TASKS, RunConfig
 from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item, Planner, make_planner, with_batch_size
 from fastgen.cli.transformers.files import LINES_AT_ONCE, Line, is_stream, is_url
+from fastgen.optimizer.transformers import TESTED
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,8 @@ SOUNDS_AT_ONCE = 8  # in a batch: of frames, most of which a model joins at firs
 
 
 def task_for(args: RunConfig) -> Task:
-    """The task that the flags ask for; raises InputError for flags that do not go with it."""
+    """The task that the flags ask for; raises InputError for flags that do not go with it, or an old transformers."""
+    check_version("transformers", TESTED[0])
     of_text = ChatTask if args.chat else CausalTask if args.causal_lm else TextTask
     task = OF_SOUND.get(args.task or "", of_text)(args)
     task.validate()

@@ -12,11 +12,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from fastgen import ops
 
 # What the reasons are about: the parts of a call.
+PATCHES = "patches"
+CALL = "call"
 PREFILL = "prompt sharing"
 PREFIX = "common prefix"
 KEPT = "kept prefix"
@@ -215,8 +218,9 @@ class Report:
             if stage.report is not None:
                 lines += [f"    {line}" for line in repr(stage.report).splitlines()]
         lines += [f"  {item}" for item in self._done()]
-        lines += [f"  left to the library: {item}" for item in self.fallbacks]
-        lines += [f"  not worthwhile: {item}" for item in self.decisions]
+        if self.verdict != "; ".join(self.fallbacks + self.decisions):
+            lines += [f"  left to the library: {item}" for item in self.fallbacks]
+            lines += [f"  not worthwhile: {item}" for item in self.decisions]
         return "\n".join(lines)
 
     def summary(self) -> str:
@@ -229,6 +233,15 @@ class Report:
     def _call(self) -> str:
         rows = f": {_counted(self.inputs, 'input')}, {_counted(self.rows, 'row')}" if self.rows else ""
         return self.model + rows
+
+
+@cache  # the same as long as nothing has happened: callers compare what they get before a call and after it
+def without_call(not_active: tuple[tuple[str, str], ...]) -> Report:
+    """What there is to say before a call. not_active: which patches are not, and why."""
+    report = Report("no call")
+    report.add_reasons(PATCHES, [Reason("NO_PATCH", f"{text}: {why}") for text, why in not_active])
+    report.add_reasons(CALL, [Reason("NO_CALL", "no `generate` of this thread has gone through fastgen")])
+    return report
 
 
 def _counted(count: int, noun: str) -> str:

@@ -5,10 +5,11 @@ Tests: tests/test_package.py, tests/patching/test_patching.py
 
 from functools import partial
 
+from fastgen.models import LOWEST
 from fastgen.patching import Patch, patch_group
 
 TESTED = (
-    "5.0.0",
+    LOWEST["transformers"],
     "5.24.0",
 )  # the lowest and the newest version, by `make matrix`; the first calls of newer are verified
 

@@ -1,6 +1,7 @@
 """fastgen.TextGenerator gives, in order, what the command writes; from a list, from columns, from a stream."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def texts(records: list[dict]) -> list[str]:
     return [output["text"] for record in records for output in record["outputs"]]
+
+
+def test_an_old_transformers_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+    with pytest.raises(InputError, match=r"wanted transformers 5\.0\.0 or newer, found 4\.57\.1"):
+        fastgen.TextGenerator("demo")
 
 
 def test_a_list_gives_the_records_of_the_command_in_order(bart: Path, tmp_path: Path) -> None:

@@ -42,7 +42,10 @@ IGNORED: dict[str, dict[str, Any]] = {
     "output_summaries_only": {"action": "store_true"},
 }
 # Of these only one is accepted at a time.
-EXCLUSIVE = (("dtype", "fp16", "bf16"), ("truncation", "no_truncation"), ("max_length", "max_new_tokens"))
+EXCLUSIVE = (
+    *(("dtype", "fp16", "bf16"), ("truncation", "no_truncation"), ("max_length", "max_new_tokens")),
+    *(("retry_failed", "overwrite"), ("retry_failed", "merge")),
+)
 # The groups of --help-all, by the first flag of each. --help has the first.
 GROUPS = {
     "bs": "common flags",
@@ -105,7 +108,8 @@ class RunConfig:
     device: str | None = _flag("cpu, cuda, cuda:1, … (default: cuda if there is one)", metavar="NAME")
     workers: Any = _flag("processes with a model each, or auto (needs ray)", type=whole(1, AUTO), metavar="N")
     resume: bool = _switch("go on with the run that left OUTPUT.part")
-    overwrite: bool = _switch("replace an OUTPUT, or --score_path, that is there")
+    overwrite: bool = _switch("replace OUTPUT or --score_path that is there")
+    retry_failed: bool = _switch("only the lines of OUTPUT that failed, in place")
     quiet: bool = _switch("no progress on stderr, only what went wrong")
 
     seed: int | None = _flag("seed of the samples (default: drawn, and kept for --resume)", type=whole(0), metavar="N")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from fastgen.cli.transformers.args import PROG, STREAM, RunConfig, completed, pa
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.journal import Entry, Journal, StreamOutput
 from fastgen.cli.transformers.metrics import references_of, score_output
+from fastgen.cli.transformers.retry import Retry
 from fastgen.cli.transformers.signature import signature, with_commit
 from fastgen.cli.transformers.tasks import Task, task_for
 from fastgen.config import CONFIG
@@ -68,24 +70,31 @@ def _run(args: RunConfig, stop: Stop) -> int:
     surveyed = check_files(args)
     references = references_of(args, None if surveyed is None else surveyed.lines, task.counts_words)
     journal = not files.is_stream(args.output)
-    output = Journal(args.output, args.resume, args.overwrite) if journal else StreamOutput(args.output)
+    kind = Retry if args.retry_failed else Journal
+    output = kind(args.output, args.resume, args.overwrite) if journal else StreamOutput(args.output)
     try:
         made = output.completed or {}
         task.args = args = _as_before(args, output.signature or made.get("signature") or {})
         signed = signature(args, surveyed)
         if made if args.merge else output.check(signed):
             if not args.quiet:
-                print(f"{PROG}: {args.output} is complete: the same command has made it", file=sys.stderr)
+                why = "no line of it is to be retried" if args.retry_failed else "the same command has made it"
+                print(f"{PROG}: {args.output} is complete: {why}", file=sys.stderr)
             output.records, output.failures = made["records"], made["failures"]
         elif args.merge and isinstance(output, Journal):
             shards.merge(args, output)
-        elif surveyed is not None and shards.is_empty(surveyed.lines, args) and not task.speaks:
+        elif (
+            surveyed is not None and output.failed is None and shards.is_empty(surveyed.lines, args) and not task.speaks
+        ):
             output.begin(signed)
             output.complete()
             if not args.quiet:
                 print(f"0 lines in {args.input} are for this run: no model is loaded", file=sys.stderr)
         else:
             _generate(task, surveyed, output, stop)
+            if output.failed is not None and not args.quiet:
+                again = f"{len(output.failed)} lines that had failed were generated again"
+                print(f"{PROG}: {again}, {output.failures} of them failed again", file=sys.stderr)
         score_output(args, references, output.records, task.counts_words)
         if output.failures:
             print(f"{PROG}: {output.failures} of {output.records} inputs failed", file=sys.stderr)
@@ -159,7 +168,7 @@ def _go_through(
     else:
         workers.load(task)
     args = task.args
-    total = args.n_obs if surveyed is None else shards.own_lines(surveyed.lines, args)
+    total = _total(args, surveyed, output)
     signed = with_commit(signature(replace(args, prefix=asked.prefix), surveyed), task.loaded.model.config)
     output.begin(signed, task.sounds)
     progress = Progress(total, output.records, args.quiet, task.unit)
@@ -177,21 +186,23 @@ def _go_through(
     try:
         if args.resume:
             progress.note(f"goes on after {output.records} of {total} lines")
+        if output.changes:
+            progress.note(f"flags are others than those that made OUTPUT: {'; '.join(output.changes)}")
         notes, planner = task.notes()
         for note in notes:
             progress.note(note)
         progress.begin()
-        chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
-        chunks = shards.own_chunks(chunks, args)
+        chunks = _chunks(task, output)
         generate = SplitOnOOM(task, progress.say, args.seed)
         ahead = Prefetcher(chunks, task, planner, args.preprocess_workers, output.entry, collates=workers is None)
         elsewhere = None if workers is None else partial(workers.run, ahead=ahead, stop=stop, progress=progress)
-        complete = Pipeline(task, generate, write, stop, elsewhere).drain(ahead)
+        complete = Pipeline(task, generate, write, stop, elsewhere, output.failed is None).drain(ahead)
         if complete:
             if surveyed is not None and output.records != total:
                 had = f"it had {total} lines, and {output.records} could be read"
                 raise InputError(f"INPUT changed while it was read: {had}")
-            if output.failures and not output.generated and not files.is_stream(args.output):
+            is_new = output.failed is None and not files.is_stream(args.output)
+            if output.failures and not output.generated and is_new:
                 raise RunError(f"every input failed ({output.failures}), so no OUTPUT is written")
             output.complete()
     finally:
@@ -211,14 +222,30 @@ def _go_through(
         print(progress.summary(), file=sys.stderr)
 
 
+def _total(args: RunConfig, surveyed: files.Survey | None, output: StreamOutput) -> int | None:
+    """How many lines this run has; None where INPUT can be read only once."""
+    if output.failed is not None:
+        return len(output.failed)
+    return args.n_obs if surveyed is None else shards.own_lines(surveyed.lines, args)
+
+
+def _chunks(task: Task, output: StreamOutput) -> Iterator[list[files.Line]]:
+    """The lines of this run."""
+    args, failed = task.args, output.failed
+    chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
+    if failed is None:
+        return shards.own_chunks(chunks, args)
+    return filter(None, ([line for line in chunk if line.number in failed] for chunk in chunks))
+
+
 def check_files(args: RunConfig) -> files.Survey | None:
     """The survey of INPUT, None where it can be read only once.
 
     Raises InputError where a file cannot be used, or where INPUT does not hold what the task reads.
     """
     for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
-        if args.resume and files.is_stream(path):
-            why = f"--resume needs {name} to be a file, and {path} can be gone through only once"
+        if (flag := args.given("retry_failed") or args.given("resume")) and files.is_stream(path):
+            why = f"{flag} needs {name} to be a file, and {path} can be gone through only once"
             raise InputError(f"{name} {path}: {why}")
     surveyed = None if files.is_stream(args.input) else files.survey(args.input)
     sources = {"INPUT": args.input, "--reference_path": args.reference_path}
@@ -229,7 +256,7 @@ def check_files(args: RunConfig) -> files.Survey | None:
         files.check_writable("--score_path", args.score_path, sources | {"OUTPUT": args.output})
         # A run that --resume finds complete leaves the scores as they are, too.
         is_there = os.path.exists(args.score_path)
-        if is_there and not args.overwrite and not (args.resume and os.path.exists(args.output)):
+        if is_there and not (args.overwrite or args.retry_failed) and not (args.resume and os.path.exists(args.output)):
             raise InputError(f"--score_path {args.score_path} already exists (accepted: another, or --overwrite)")
     return surveyed
 

@@ -28,8 +28,8 @@ from fastgen.cli.transformers.tasks import task_for
 
 # Flags that say where the command reads and writes.
 OF_FILES = (
-    *("model", "input", "output", "resume", "overwrite", "n_obs", "reference_path", "reference_field", "score_path"),
-    *("workers", "ray", "verbose", "num_shards", "shard_id", "merge"),
+    *("model", "input", "output", "resume", "overwrite", "retry_failed", "n_obs", "reference_path"),
+    *("reference_field", "score_path", "workers", "ray", "verbose", "num_shards", "shard_id", "merge"),
     *("input_format", "output_format", "id_field", "join_outputs", "output_sequence_scores", "generation_config"),
 )
 

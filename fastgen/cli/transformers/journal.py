@@ -52,12 +52,15 @@ class StreamOutput:
     """OUTPUT - or a device: records in the order of lines, as soon as their turn has come. Nothing is kept of them.
 
     records, failures, generated: how many are complete, failed, and have outputs. signature: of the run that is gone on
-    with; completed: what is known of a run that has completed OUTPUT.
+    with; completed: what is known of a run that has completed OUTPUT. failed: of a run for such lines of a complete
+    OUTPUT, their numbers with the places of their records; changes: its flags that are not those of the first run.
     """
 
     records = failures = generated = 0
     signature: dict[str, Any] | None = None
     completed: dict[str, Any] | None = None
+    failed: dict[int, int] | None = None
+    changes: tuple[str, ...] = ()
 
     def __init__(self, output: str) -> None:
         self._name = "standard output" if output == STREAM else output
@@ -120,6 +123,7 @@ class Journal(StreamOutput):
         self._sounds: SoundFolder | None = None
         self._reader: IO[bytes] | None = None
         self._offsets = array("q")  # of each line's record, -1 where there is none
+        self._failed: set[int] = set()  # numbers of lines
         self._end = 0  # of the last batch, in bytes
         self._file: Any = None  # the journal while it is written
         self._lock = FileLock(f"{self.path}.lock", timeout=0)
@@ -193,9 +197,10 @@ class Journal(StreamOutput):
             self._end += len(line)
         self._end += len(end)
 
-    def complete(self, records: Iterable[bytes] | None = None) -> None:
+    def complete(self, records: Iterable[bytes] | None = None, failed: dict[int, int] | None = None) -> None:
         """Puts its records, or these, in order under the name of OUTPUT, and removes the journal.
 
+        failed: the lines of `records` that failed, by their numbers, with the places of their records from 0 on.
         With an OSError it keeps the journal for --resume. Raises InputError where an OUTPUT has appeared in the
         meantime that it may not replace.
         """
@@ -203,8 +208,7 @@ class Journal(StreamOutput):
             raise InputError(f"{self._is_there()}, with --resume; all records are in {self.path}")
         try:
             digest = self._assemble(self._new, records)
-            counts = {"failures": self.failures, "records": self.records}
-            made = {"signature": self.signature, "sha256": digest} | counts
+            made = self._completes(digest, self._places() if failed is None else failed)
             files.write_whole(self._made, json.dumps(made, indent=1).encode())
             if self._sounds is not None:
                 self._sounds.complete(self._overwrite)
@@ -218,6 +222,16 @@ class Journal(StreamOutput):
                 error.strerror = f"{error.strerror} ({HINT})"
             raise
         self._discard()
+
+    def _completes(self, digest: str, failed: dict[int, int]) -> dict[str, Any]:
+        """What OUTPUT.run.json holds."""
+        counts = {"failures": self.failures, "records": self.records, "failed": failed}
+        return {"signature": self.signature, "sha256": digest} | counts
+
+    def _places(self) -> dict[int, int]:
+        """The lines that failed, with the places of their records among all."""
+        numbers = (number for number, offset in enumerate(self._offsets) if offset >= 0)
+        return {number: place for place, number in enumerate(numbers) if number in self._failed}
 
     def leave(self, resumable: bool = True) -> str:
         """Keeps the journal, or where nobody can go on with it its records in order; a journal of failures is removed.
@@ -284,6 +298,8 @@ class Journal(StreamOutput):
     def _add(self, entry: Entry, offset: int) -> None:
         self._offsets.extend([-1] * (entry.number + 1 - len(self._offsets)))
         self._offsets[entry.number] = offset
+        if entry.failed:
+            self._failed.add(entry.number)
         self._count(entry)
 
     def _read(self, offset: int) -> Entry:
@@ -337,7 +353,8 @@ class Journal(StreamOutput):
         with suppress(OSError, ValueError, TypeError, KeyError, InputError):  # the file may be somebody else's
             made = json.loads(self._made.read_bytes())
             with files.opened("OUTPUT", self._output, raw=True) as file:
-                return made if files.sha256(file) == made["sha256"] else None
+                digest = files.sha256(file)
+            return next((each for each in (made, made.get("before")) if each and each["sha256"] == digest), None)
         return None
 
     def _is_there(self) -> str:

@@ -67,7 +67,7 @@ def score_output(args: RunConfig, references: list[str] | None, lines: int, coun
     scores = score(outputs, references, counts_words)
     for name, value in scores.items():
         print(f"{name:<16}{f'{value:.4f}' if isinstance(value, float) else value}", file=sys.stdout)
-    if args.score_path is not None and (args.overwrite or not os.path.exists(args.score_path)):
+    if args.score_path is not None and (args.overwrite or args.retry_failed or not os.path.exists(args.score_path)):
         write_whole(Path(os.path.realpath(args.score_path)), (json.dumps(scores, indent=2) + "\n").encode())
 
 

@@ -243,7 +243,8 @@ class Pipeline:
     """Runs the model over batches. Workers behind it finish what was generated and call `write`, batch after batch.
 
     write: takes all items of a batch, also those that needed no model, and how much was generated for them. elsewhere:
-    generates for batches instead, and finishes them: gives each with how much was generated, in any order.
+    generates for batches instead, and finishes them: gives each with how much was generated, in any order. gives_up:
+    after several batches of which every item fails.
     """
 
     def __init__(
@@ -253,7 +254,9 @@ class Pipeline:
         write: Callable[[list[Item], float], None],
         stop: Stop,
         elsewhere: Callable[[Iterator[Batch]], Iterator[tuple[Batch, list[float]]]] | None = None,
+        gives_up: bool = True,
     ) -> None:
+        self._gives_up = gives_up
         self._generate, self._write, self._stop = generate, write, stop
         self._generated: Callable[[Iterator[Batch]], Iterator[tuple[Batch, list[Any]]]] = elsewhere or self._in_turn
         self._finish_part: Callable[[Any], float] = task.finish if elsewhere is None else float
@@ -272,7 +275,7 @@ class Pipeline:
         failed: list[Item] = []  # the first of each batch that failed in every line, of those in a row
         for batch, parts in self._generated(batches):
             held.append((batch, parts))
-            if any(item.error is None for item in batch.items):
+            if any(item.error is None for item in batch.items) or not self._gives_up:
                 failed.clear()
             else:
                 failed += batch.items[:1]

@@ -154,7 +154,8 @@ def merge(args: RunConfig, output: Journal) -> None:
     sizes = {name: whole[f"--{name}"] for name in ("bs", "batch_tokens", "window")}
     output.signature = whole
     output.records, output.failures = (sum(found[name] for found in made if found) for name in ("records", "failures"))
-    output.complete(_in_turns(names, lines_per_block(replace(args, **sizes)), output.records))
+    failed = {int(number): int(number) - 1 for found in made if found for number in found.get("failed", ())}
+    output.complete(_in_turns(names, lines_per_block(replace(args, **sizes)), output.records), failed)
 
 
 def _completed(name: str) -> dict[str, Any] | None:

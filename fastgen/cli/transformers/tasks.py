@@ -300,7 +300,7 @@ class SpeakTask(Task):
         (
             *("causal_lm", "chat", "num_return_sequences", "text_num_return_sequences", "decoder_start_token_id"),
             *("forced_bos_token", "include_special_tokens", "clean_up_tokenization_spaces", "join_outputs"),
-            *("output_sequence_scores", "reference_path", "reference_field", "ray"),
+            *("output_sequence_scores", "reference_path", "reference_field", "ray", "retry_failed"),
         ),
         "--task {0.task}, whose outputs are audio files",
     )

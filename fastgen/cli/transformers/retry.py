@@ -1,0 +1,99 @@
+"""--retry_failed: the lines of a complete OUTPUT that failed are generated again, and their records replaced in it.
+
+    OUTPUT.run.json   which lines failed, and where in OUTPUT their records are: text has no other sign of them
+    OUTPUT.part       the journal of these lines alone, from which --resume goes on
+    OUTPUT            the old records with the new ones in their places, under its name at once
+
+OUTPUT keeps the signature of the run that made it, by which --resume and --merge know it. What decides which line a
+record is of, and what it looks like, must be as it was; other flags may be why lines failed (--bs, --truncation).
+
+Tests: tests/cli/transformers/test_cli_retry.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from fastgen.cli.exits import InputError
+from fastgen.cli.transformers import files
+from fastgen.cli.transformers.journal import Journal
+from fastgen.cli.transformers.signature import DIGEST, differences
+
+if TYPE_CHECKING:
+    from fastgen.cli.transformers.audio import SoundFolder
+
+# Flags that decide what a line is, and what its record looks like.
+OF_RECORDS = (
+    *("task", "causal_lm", "chat", "input_format", "output_format", "text_field", "id_field", "join_outputs"),
+    *("output_sequence_scores", "n_obs", "num_shards", "shard_id"),
+)
+CONTENT = "OUTPUT's content"  # in the signature of the journal
+
+
+class Retry(Journal):
+    """OUTPUT.part of the lines of OUTPUT that failed."""
+
+    failed: dict[int, int]
+    completed: dict[str, Any]
+
+    def _check(self, resume: bool) -> None:
+        self._overwrite = True  # once all is there
+        there, made = os.path.lexists(self.path), self._completed()
+        if not self._exists():
+            raise InputError(f"--retry_failed: OUTPUT {self._output} is not complete (accepted: --resume completes it)")
+        if made is None or len(made.get("failed", ())) != made["failures"]:
+            unknown = f"no run is known that made OUTPUT {self._output} as it is"
+            raise InputError(f"--retry_failed: {unknown} (accepted: a complete OUTPUT, with its {self._made.name})")
+        if there and not resume:
+            hint = "--resume goes on from it; remove it to start again"
+            raise InputError(f"--retry_failed: there is {self.path} ({hint})")
+        self.completed, self.failed = made, {int(number): place for number, place in made["failed"].items()}
+        if there:
+            self._load()
+            if (self.signature or {}).get(CONTENT) == _content(made.get("before", {})):
+                self.path.unlink()  # killed between the name of OUTPUT and its end
+                self.signature, self.failed = None, {}
+
+    def check(self, signature: dict[str, Any]) -> bool:
+        """Whether there is no line to retry; raises InputError where records would be of other lines or kinds."""
+        made, signature = self.completed["signature"], signature | {CONTENT: _content(self.completed)}
+        same = {name for name in made | signature if name.startswith(("INPUT", "MODEL"))}
+        same |= {f"--{name}" for name in OF_RECORDS}
+        if changes := differences(*({n: each.get(n) for n in sorted(same)} for each in (made, signature))):
+            why = f"OUTPUT {self._output} was made differently: {'; '.join(changes)}"
+            raise InputError(f"--retry_failed: {why} (accepted: as it was)")
+        free = (made | signature).keys() - same - {"--retry_failed", CONTENT}
+        self.changes = tuple(differences(*({n: each.get(n) for n in sorted(free)} for each in (made, signature))))
+        if self.signature is not None and (changes := differences(self.signature, signature)):
+            why = f"{self.path} was made differently: {'; '.join(changes)}"
+            raise InputError(f"--resume: {why} (accepted: as it was; remove {self.path} to start again)")
+        return not self.failed
+
+    def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:
+        super().begin(signature | {CONTENT: _content(self.completed)}, sounds)
+
+    def complete(self, records: Iterable[bytes] | None = None, failed: dict[int, int] | None = None) -> None:
+        """Puts the new records into OUTPUT."""
+        again = {number: place for number, place in self.failed.items() if number in self._failed}
+        super().complete(self._in_place(), again)
+        self.records, self.failures = self.completed["records"], len(again)
+
+    def _completes(self, digest: str, failed: dict[int, int]) -> dict[str, Any]:
+        """Also what OUTPUT.run.json held before, which holds until OUTPUT is replaced."""
+        before = {name: value for name, value in self.completed.items() if name != "before"}
+        retries = [*before.get("retries", ()), {"lines": len(self.failed), "changes": self.changes}]
+        now = {"sha256": digest, "failures": len(failed), "failed": failed, "retries": retries}
+        return before | now | {"before": before}
+
+    def _in_place(self) -> Iterator[bytes]:
+        """The records of OUTPUT, those of lines that had failed as they are now."""
+        numbers = {place: number for number, place in self.failed.items()}
+        for place, line in enumerate(files.raw_lines("OUTPUT", self._output)):
+            entry = self.entry(numbers[place]) if place in numbers else None
+            yield line + b"\n" if entry is None else entry.data
+
+
+def _content(made: dict[str, Any]) -> str:
+    return DIGEST + made.get("sha256", "")

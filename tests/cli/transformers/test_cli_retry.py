@@ -1,0 +1,211 @@
+"""`--retry_failed`: what failed is generated again, in place, and nothing else is touched."""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cli_models import WORDS, save_bart, sentences
+
+from fastgen.cli.transformers import files
+from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.tasks import Task, TextTask
+
+TOO_LONG = " ".join(WORDS * 2)
+LINES = [*sentences(20), "", TOO_LONG, *sentences(50, seed=1), TOO_LONG, *sentences(9, seed=2)]
+FLAGS = ("--bs", "4", "--beam", "2")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bart(tmp_path_factory.mktemp("bart"))
+
+
+@pytest.fixture
+def run(bart: Path, tmp_path: Path) -> Callable[..., int]:
+    """The command on LINES; OUTPUT is in `tmp_path`."""
+    (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in LINES))
+
+    def run_command(output: str, *flags: str, source: str = "in.txt") -> int:
+        return main([str(bart), str(tmp_path / source), str(tmp_path / output), *FLAGS, *flags])
+
+    return run_command
+
+
+def failing_for(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """Until the patch is undone, the model raises for lines with `word`."""
+    generate = Task.generate
+
+    def generates(self: Task, batch):
+        if any(word.encode() in item.line.raw.split() for item in batch.items):
+            raise RuntimeError("the model is tired")
+        return generate(self, batch)
+
+    monkeypatch.setattr(TextTask, "generate", generates)
+
+
+def made(output: Path) -> dict:
+    return json.loads(Path(f"{output}.run.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["out.txt", "out.jsonl", "out.txt.gz"])
+def test_retried_lines_are_those_of_a_run_without_failure(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, name: str
+) -> None:
+    run(f"whole_{name}")
+    with monkeypatch.context() as tired:
+        failing_for(tired, "word7")
+        assert run(name) == 1
+    failed = [number for number, line in enumerate(LINES, start=1) if "word7" in line.split()]
+    assert [int(number) for number in made(tmp_path / name)["failed"]] == failed and 5 < len(failed) < len(LINES)
+    capsys.readouterr()
+    assert run(name, "--retry_failed") == 1  # two lines are too long in any case
+    said = capsys.readouterr().err
+    assert f"{len(failed)} lines that had failed were generated again, 2 of them failed again\n" in said
+    assert f"2 of {len(LINES)} inputs failed" in said
+    found, expected = (list(files.raw_lines("OUTPUT", str(tmp_path / each))) for each in (name, f"whole_{name}"))
+    if name.endswith("jsonl"):
+        found, expected = (
+            [[o["text"] for o in json.loads(line)["outputs"]] for line in each] for each in (found, expected)
+        )
+    assert found == expected
+    assert run(name, "--resume") == 1 and "the same command has made it" in capsys.readouterr().err
+
+
+def test_flags_that_make_lines_fail_may_differ(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert run("out.txt") == 1
+    before = (tmp_path / "out.txt").read_bytes().split(b"\n")
+    assert run("out.txt", "--retry_failed", "--truncation") == 0
+    after = (tmp_path / "out.txt").read_bytes().split(b"\n")
+    failed = [number for number, line in enumerate(LINES) if line == TOO_LONG]
+    assert [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old != new] == failed
+    assert (
+        "flags are others than those that made OUTPUT: --truncation was not given, is given" in capsys.readouterr().err
+    )
+    written = made(tmp_path / "out.txt")
+    assert (written["failures"], written["failed"], written["signature"]["--truncation"]) == (0, {}, False)
+    assert written["retries"] == [{"lines": 2, "changes": ["--truncation was not given, is given"]}]
+    assert run("out.txt", "--retry_failed") == 0
+    assert "is complete: no line of it is to be retried" in capsys.readouterr().err
+
+
+def test_nothing_but_failures_leaves_output_and_says_so(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    failing_for(monkeypatch, "word7")
+    assert run("out.jsonl") == 1
+    before = (tmp_path / "out.jsonl").read_bytes()
+    capsys.readouterr()
+    assert run("out.jsonl", "--retry_failed", "--bs", "1") == 1
+    assert before == (tmp_path / "out.jsonl").read_bytes()
+    many = len(made(tmp_path / "out.jsonl")["failed"])
+    assert f"{many} lines that had failed were generated again, {many} of them failed again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("moment", ["write", "before_replace", "after_replace"])
+def test_a_retry_that_is_killed_is_gone_on_with(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Whenever it is killed, OUTPUT is whole, and the same command with --resume ends with the same bytes."""
+    with monkeypatch.context() as tired:
+        failing_for(tired, "word7")
+        for name in ("out.jsonl", "whole.jsonl"):
+            run(name)
+    before = (tmp_path / "out.jsonl").read_bytes()
+    run("whole.jsonl", "--retry_failed")
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    replace, journal_write = os.replace, files.write_all
+    writes = 0
+
+    def replacing(source, target):
+        if Path(target).name == "out.jsonl":
+            if moment == "after_replace":
+                replace(source, target)
+            raise SystemExit
+        replace(source, target)
+
+    def writing(descriptor, data):
+        nonlocal writes
+        writes += 1
+        if writes > 2:
+            raise OSError("killed")
+        journal_write(descriptor, data)
+
+    with monkeypatch.context() as killed:
+        if moment == "write":
+            killed.setattr(files, "write_all", writing)
+        else:
+            killed.setattr(os, "replace", replacing)
+        with suppress(SystemExit):
+            assert run("out.jsonl", "--retry_failed") == 1
+    assert (tmp_path / "out.jsonl").read_bytes() == (whole if moment == "after_replace" else before)
+    assert (tmp_path / "out.jsonl.part").exists()
+    assert run("out.jsonl", "--retry_failed") == 2
+    assert run("out.jsonl", "--resume") == 2
+    assert run("out.jsonl", "--retry_failed", "--resume") == 1
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+    assert not (tmp_path / "out.jsonl.part").exists()
+
+
+def test_shards_and_what_is_merged_are_retried(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("whole.txt", "--seed", "0")
+    with monkeypatch.context() as tired:
+        failing_for(tired, "word7")
+        run("tired.txt", "--seed", "0")
+        for shard in ("0", "1"):
+            run("out.txt", "--num_shards", "2", "--shard_id", shard)
+    run("out.txt", "--num_shards", "2", "--merge")
+    assert made(tmp_path / "out.txt") == made(tmp_path / "tired.txt")
+    assert run("out.txt", "--retry_failed") == 1
+    for shard in ("0", "1"):
+        run("out.txt", "--num_shards", "2", "--shard_id", shard, "--retry_failed")
+    for shard in ("0", "1"):
+        os.rename(tmp_path / f"out-0000{shard}-of-00002.txt", tmp_path / f"again-0000{shard}-of-00002.txt")
+        name = f"-0000{shard}-of-00002.txt.run.json"
+        os.rename(tmp_path / f"out{name}", tmp_path / f"again{name}")
+    assert run("again.txt", "--num_shards", "2", "--merge") == 1
+    whole = (tmp_path / "whole.txt").read_bytes()
+    assert (tmp_path / "out.txt").read_bytes() == whole == (tmp_path / "again.txt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("output", "flags", "message"),
+    [
+        ("none.txt", (), "none.txt is not complete (accepted: --resume completes it)"),
+        ("begun.txt", (), "begun.txt is not complete (accepted: --resume completes it)"),
+        ("out.txt", ("--overwrite",), "--retry_failed and --overwrite contradict each other"),
+        ("out.txt", ("--merge", "--num_shards", "2"), "--retry_failed and --merge contradict each other"),
+        ("foreign.txt", (), "no run is known that made OUTPUT"),
+        ("changed.txt", (), "no run is known that made OUTPUT"),
+        ("out.txt", ("--n_obs", "3"), "was made differently: --n_obs was not given, is 3"),
+        ("out.txt", ("--output_format", "jsonl"), 'was made differently: --output_format was "text", is "jsonl"'),
+    ],
+)
+def test_what_cannot_be_retried_is_said_in_one_line(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture, output: str, flags: tuple, message: str
+) -> None:
+    for name in ("out.txt", "changed.txt"):
+        run(name)
+    (tmp_path / "begun.txt.part").write_text("")
+    (tmp_path / "foreign.txt").write_text("a\n")
+    with (tmp_path / "changed.txt").open("a") as file:
+        file.write("\n")
+    capsys.readouterr()
+    assert run(output, "--retry_failed", *flags) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_another_input_is_refused(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run("out.txt")
+    (tmp_path / "other.txt").write_text("".join(f"{line} word1\n" for line in LINES))
+    assert run("out.txt", "--retry_failed", source="other.txt") == 2
+    assert "was made differently: INPUT's content changed" in capsys.readouterr().err

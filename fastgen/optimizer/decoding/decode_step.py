@@ -195,31 +195,40 @@ class DecodeStep(AbstractContextManager):
                 reason = Decision("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")
                 self.call.report.add_reasons(STEPS, [reason])
             return
-        cache, reasons = self.kv_cache(left)
-        if cache is not None and cache.nbytes > (most_bytes := graphs.most_bytes_of_call):
-            reasons = [Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {most_bytes >> 20} MB")]
-        if not reasons and not self._holds_graphs:
-            self._graphs, self._holds_graphs = graphs, graphs.in_use.acquire(blocking=False)
-            if not self._holds_graphs:
-                reasons = [Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")]
-        if cache is not None and not reasons:
-            self.most = cache.generated[0].lengths[0] + left - 1  # the last token needs no keys
-            try:
-                reasons = self._first_capture(cache.content(drop_last=True), tokens, expected, wants_new)
-            except torch.cuda.OutOfMemoryError:  # the call's own cache is as it was
-                self.graph = None
-                graphs.entries.clear()
-                reasons = graphs.refused = [Reason("OUT_OF_MEMORY", "out of memory while allocating static buffers")]
+        try:
+            reasons = self._first_capture(graphs, left, tokens, expected, wants_new)
+        except Exception as error:  # the loop's own cache is as it was
+            self.graph = None
+            graphs.entries.clear()
+            reasons = graphs.refused = [self._reason_of(error)]
         self.call.report.add_reasons(STEPS, reasons)
         if self.graph is None:
             self.end()
 
-    def _first_capture(self, content: KVCache, tokens: Tensor, expected: Tensor, wants_new: bool) -> Sequence[Reason]:
+    def _reason_of(self, error: Exception) -> Reason:
+        """Why steps stay eager after this error: hosts may compute for static caches what nobody else asks for."""
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            return Reason("OUT_OF_MEMORY", "out of memory while allocating static buffers")
+        return Reason("CAPTURE_REFUSED", f"{type(self.model).__name__}: {type(error).__name__}: {error}")
+
+    def _first_capture(
+        self, graphs: GraphCache, left: int, tokens: Tensor, expected: Tensor, wants_new: bool
+    ) -> Sequence[Reason]:
         """Takes or makes a graph and lets it repeat the step that has given `expected`; returns why not.
 
         If there is none for such a step as yet, and a new one is not wanted, that needs no reason.
         """
-        graphs = self._graphs
+        cache, reasons = self.kv_cache(left)
+        if cache is None or reasons:
+            return reasons
+        if cache.nbytes > (most_bytes := graphs.most_bytes_of_call):
+            return [Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {most_bytes >> 20} MB")]
+        if not self._holds_graphs:
+            self._graphs, self._holds_graphs = graphs, graphs.in_use.acquire(blocking=False)
+            if not self._holds_graphs:
+                return [Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")]
+        self.most = cache.generated[0].lengths[0] + left - 1  # the last token needs no keys
+        content = cache.content(drop_last=True)
         if wants_new or self._key_of(content) in graphs.entries:  # otherwise there is no need to look at the model
             graphs.set_state(self.call.facts_of(self.model, self.known).fingerprint)
         if not wants_new and self._key_of(content) not in graphs.entries:
@@ -242,7 +251,7 @@ class DecodeStep(AbstractContextManager):
         return []
 
     def leave_captures(self, reason: Reason = MODEL_CHANGED) -> None:
-        """The rest of the call is the host's own: who changes a model within a call may look at everything."""
+        """The rest of the call is eager, with a cache that is the host's own."""
         self.call.report.add_reasons(STEPS, [reason])
         self.captures = False
         if self.graph is not None:
@@ -251,9 +260,15 @@ class DecodeStep(AbstractContextManager):
         self.end()
 
     def _static_step(self, graph: CapturedGraph, tokens: Tensor) -> Any:
-        if graph.cache.generated_length == graph.cache.capacity:
-            graph = self._change_to(graph.cache.content())
-        inputs = self.inputs(tokens, graph.view)
+        try:
+            if graph.cache.generated_length == graph.cache.capacity:
+                graph = self._change_to(graph.cache.content())
+            inputs = self.inputs(tokens, graph.view)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.leave_captures(self._reason_of(error))
+            return self.forward(self.model, self.inputs(tokens, None), None)
         self.since += 1
         outputs = None
         if graph.structure is not None or self._wants_new_graph(self.most - graph.cache.generated_length):

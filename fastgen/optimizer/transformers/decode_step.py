@@ -109,7 +109,7 @@ class TransformersDecodeStep(DecodeStep):
     def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[Reason]]:
         if (cache := self.arguments.get(CACHE)) is None:
             return None, [Reason("NO_CACHE", "there is no cache")]
-        self._dynamic = cache if self.runs_user_code else None
+        self._dynamic = cache
         self._cache = ref(cache)  # a step returns the view of its graph, which is the cache of the next arguments
         self.variant = frozenset(name for name, value in self.arguments.items() if value is not None)
         kv, reasons = kv_layers.kv_cache_of(cache, cache.get_seq_length() + left)

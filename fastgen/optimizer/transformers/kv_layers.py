@@ -12,6 +12,7 @@ Tests: tests/optimizer/transformers/test_returned_cache.py tests/optimizer/trans
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -350,14 +351,17 @@ def view_of(cache: Cache, static: KVCache) -> Cache:
 
 
 def use(cache: Cache, static: KVCache) -> None:
-    """Lets the layers of this cache be those of a static `KVCache`, and so lets go of their own memory."""
-    index = 0
+    """Lets the layers of this cache be those of a static `KVCache`, all or none; lets go of their own memory."""
+    numbers = itertools.count()
+    used = []
     for part in parts(cache):
-        layers, part.layers = part.layers, []
-        for layer in layers:
+        layers = []
+        for layer, index in zip(part.layers, numbers):
             kind = type(layer) if isinstance(layer, KVLayer) else ADOPTED[type(layer)]
-            part.layers.append(kind(layer, static, index))
-            index += 1
+            layers.append(kind(layer, static, index))
+        used.append((part, layers))
+    for part, layers in used:
+        part.layers = layers
 
 
 def parts(cache: object) -> list[Cache]:

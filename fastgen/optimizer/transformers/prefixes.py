@@ -230,6 +230,8 @@ def _tried(
     reasons = []
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
         reasons.append(Reason("NO_CACHE", "the model fills no cache"))
+    elif cache.get_seq_length() != 2:
+        reasons.append(Reason("VIRTUAL_TOKENS", "the model puts tokens of its own before the prompt"))
     else:
         first = (states[:, :, 0] for layer in cache.layers for states in (layer.keys, layer.values))
         if not all(torch.allclose(*rows, atol=1e-5, equal_nan=True) for rows in first):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -324,15 +325,53 @@ def test_a_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch,
     assert not len(graphs._known[model].entries)
 
 
+@pytest.mark.parametrize("arguments", [BEAMS, SAMPLES], ids=("beams", "samples"))
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_hosts_that_refuse_static_caches_leave_steps_eager(name, arguments, shared):
+    model = model_of(name)
+    model.config.layer_types = None  # which is read for masks of static caches only
+    for _ in range(2):
+        stock, fast, report = run_both(lambda: model.generate(**inputs_of(name), **arguments))
+        assert torch.equal(stock, fast)
+        assert not_captured_because(report, "CAPTURE_REFUSED", "TypeError: 'NoneType' object is not iterable")
+    assert not graphs._known[model].in_use.locked()
+
+
+@needs_peft
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_virtual_tokens_of_an_adapter_leave_steps_eager(kind, shared):
+    import peft
+
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model, input_ids = peft.get_peft_model(tiny("llama"), config).eval(), token_ids(3, 16)
+    input_ids[:, :8] = input_ids[:1, :8]
+    mask = torch.ones_like(input_ids)
+    mask[2, :2] = 0
+    for inputs in ({}, {"attention_mask": mask}):
+        for options in (BEAMS, GREEDY):
+            call = partial(model.generate, input_ids=input_ids, **inputs, **options)
+            stock, fast, report = run_both(call)
+            assert torch.equal(stock, fast) and not_captured_because(report, "CAPTURE_REFUSED", "KeyError")
+
+
+@pytest.mark.parametrize("arguments", [BEAMS, GREEDY], ids=("beams", "greedy"))
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_where_buffers_cannot_grow_eager_steps_go_on(monkeypatch, name, arguments):
+    monkeypatch.setattr(decode_step.DecodeStep, "_change_to", None)  # is called when the first buffers are full
+    model, arguments = model_of(name), {**arguments, "max_new_tokens": 40, "eos_token_id": None}
+    stock, fast, report = run_both(lambda: model.generate(**inputs_of(name), **arguments))
+    assert torch.equal(stock, fast) and 0 < replays(report) < 39 and "CAPTURE_REFUSED" in report.codes()
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
     failed = []
     monkeypatch.setattr(CONFIG, "strict", False)
     monkeypatch.setattr(PATCH_SET, "_replacement_failed", lambda record, error: failed.append(str(error)))
-    monkeypatch.setattr(decode_step.DecodeStep, "_change_to", None)  # fails when the first buffers are full
+    monkeypatch.setattr(decode_step.DecodeStep, "_static_step", None)
     model = model_of("llama")
     for _ in range(2):
-        assert captured(model, inputs_of("llama"), **{**GREEDY, "num_beams": num_beams})
+        assert not captured(model, inputs_of("llama"), **{**GREEDY, "num_beams": num_beams})
     recordings = graphs._known[model]
     assert failed == 2 * ["'NoneType' object is not callable"]
     assert not recordings.in_use.locked() and not recordings.entries

@@ -274,9 +274,18 @@ def torch_settings() -> tuple:
     """What of torch decides which kernels run, and whether tensors may be written outside of inference mode."""
     cuda = torch.backends.cuda
     attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
-    precision = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
     types = torch.get_default_dtype(), torch.get_num_threads()
-    return torch.is_inference_mode_enabled(), CONFIG.cuda_kernels, *precision, *types, *attention
+    return *modes, CONFIG.cuda_kernels, *_precisions(), *types, *attention
+
+
+def _precisions() -> tuple:
+    """Those of fp32. Where torch has a switch for each kind of operation, reading the common one may raise."""
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):  # before torch 2.9
+        return (torch.get_float32_matmul_precision(),)
+    operations = backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv
+    return tuple(operation.fp32_precision for operation in operations)
 
 
 def differs_sync(found: Tensor, expected: Tensor) -> bool:

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from unittest import mock
 
@@ -200,6 +201,18 @@ def through_data(weight: nn.Parameter) -> None:
 
 def other_data(weight: nn.Parameter) -> None:
     weight.data = weight.data * 1.5
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch before 2.9 has one switch")
+@pytest.mark.parametrize("switch", ["", "cuda.matmul", "mkldnn", "mkldnn.matmul"])
+def test_each_precision_of_products_has_its_own_captures(monkeypatch, switch):
+    model, before = model_of("gpt2"), graphs.torch_settings()
+    owner = attrgetter(f"backends.{switch}" if switch else "backends")(torch)
+    monkeypatch.setattr(owner, "fp32_precision", "tf32")
+    assert captured(model, inputs_of("gpt2"), **GREEDY)
+    monkeypatch.undo()
+    assert graphs.torch_settings() == before and captured(model, inputs_of("gpt2"), **GREEDY)
+    assert len({key[1] for key in graphs._known[model].entries}) == 2
 
 
 @pytest.mark.parametrize("change", [in_place, through_data, other_data])

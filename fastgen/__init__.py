@@ -52,9 +52,9 @@ __version__ = "0.1.0"
 def enable() -> None:
     """Patches the libraries that are imported, and the others as soon as they are; importing fastgen does this.
 
-    Does nothing under FASTGEN_DISABLE=1, and nothing for patches that have failed: see `status()`.
+    Patches that have failed, see `status()`, are tried again. Does nothing under FASTGEN_DISABLE=1.
     """
-    _arm(everywhere=True)
+    _arm(everywhere=True, again=True)
 
 
 @contextmanager
@@ -67,17 +67,17 @@ def enabled() -> Iterator[None]:
 
     Does nothing under FASTGEN_DISABLE=1; a `disable()` meanwhile ends it.
     """
-    _arm(everywhere=False)
+    _arm(everywhere=False, again=False)
     with switched(True):
         yield
 
 
-def _arm(everywhere: bool) -> None:
+def _arm(everywhere: bool, again: bool) -> None:
     if CONFIG.disable:
         PATCH_SET.skip("FASTGEN_DISABLE=1")
     else:
         explain_failure("fairseq", _import_hint)
-        PATCH_SET.arm(everywhere)
+        PATCH_SET.arm(everywhere, again)
 
 
 def _import_hint(error: Exception) -> str:
@@ -103,12 +103,17 @@ def explain() -> Report:
     """What the last `generate` of this thread that went through fastgen shared, which kernels ran, what was not done.
 
     Print it to read it; `as_dict()` is for JSON. Where there was none (a call inside `disabled()` is not seen), the
-    report says so with the code NO_CALL, and where patches are not active, with the code NO_PATCH, why.
+    report says so with the code NO_CALL, and where patches are not active, with the code NO_PATCH, why. It names the
+    groups of patches that are switched off because they have failed, and why.
     """
     from fastgen.optimizer.decoding.call import last_report
     from fastgen.optimizer.decoding.report import without_call
 
-    return last_report() or without_call(status().not_active())
+    report = last_report()
+    if report is None:
+        return without_call(status().not_active())
+    report.add_switched_off(PATCH_SET.switched_off)
+    return report
 
 
 def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:

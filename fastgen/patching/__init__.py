@@ -7,7 +7,7 @@ import_hooks.py   calls back after a host was imported, without importing anythi
 """
 
 from fastgen.patching.patch import Patch, PatchState, PatchStates, patch_group, table
-from fastgen.patching.patch_set import PatchSet, SwitchedOff, disabled, switched, warn
+from fastgen.patching.patch_set import PatchSet, SwitchedOff, disabled, is_final, make_final, switched, warn
 
 __all__ = [
     "Patch",
@@ -16,6 +16,8 @@ __all__ = [
     "PatchStates",
     "SwitchedOff",
     "disabled",
+    "is_final",
+    "make_final",
     "patch_group",
     "switched",
     "table",

@@ -28,6 +28,8 @@ from fastgen.provenance import is_from_elsewhere
 
 logger = logging.getLogger("fastgen")
 
+_FINAL = "__fastgen_final__"
+
 # What the innermost `switched` of this thread or task says; without a value outside of all.
 _switch: ContextVar[bool] = ContextVar("fastgen_switch")
 
@@ -57,6 +59,15 @@ def warn(message: str) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
     except RuntimeWarning:
         logger.warning(message)
+
+
+def make_final(error: BaseException) -> None:
+    """Lets this error of a replacement reach the caller: the original is not to do the work once more."""
+    vars(error)[_FINAL] = True
+
+
+def is_final(error: BaseException) -> bool:
+    return _FINAL in vars(error)
 
 
 class SwitchedOff(RuntimeError):
@@ -95,12 +106,16 @@ class PatchSet:
         self._armed = False
         self._everywhere = False  # outside of `switched`, too
 
-    def arm(self, everywhere: bool = True) -> None:
+    def arm(self, everywhere: bool = True, again: bool = False) -> None:
         """Applies the patches of imported hosts, and those of other hosts as soon as they are imported.
 
         everywhere: else calls get the replacements inside `switched(True)` only, unless the set was armed before.
+        again: those that have failed, too.
         """
         with LOCK:
+            for record in self._records() if again else ():
+                if record.state == "failed":
+                    record.set("pending", _waiting_for({record.patch.module}))
             self._armed = True
             self._everywhere |= everywhere
             targets = {record.patch.module for record in self._records()}
@@ -150,7 +165,7 @@ class PatchSet:
                 record.set("skipped", reason)
 
     def fail(self, group: str, reason: str) -> None:
-        """Switches a group off for the rest of the process because its results differ from the original's, or might.
+        """Switches a group off because its results differ from the original's, or might; `arm(again=True)` undoes it.
 
         reason: what differed; it goes into a warning and into the states.
         """
@@ -182,6 +197,11 @@ class PatchSet:
         if self._everywhere or record.state != "applied":
             return record.reason
         return "; ".join(filter(None, ["inside fastgen.enabled() only", record.reason]))
+
+    @property
+    def switched_off(self) -> dict[str, str]:
+        """The groups that have failed, and why."""
+        return {group: records[0].reason for group, records in self._groups.items() if records[0].state == "failed"}
 
     def in_effect(self, name: str) -> bool:
         """Whether calls reach this patch first: it is applied, and nobody has patched on top of it."""
@@ -294,18 +314,12 @@ class PatchSet:
                     replacement = _load(record.patch.replacement)
                 return replacement(original, *args, **kwargs)
             except Exception as error:
-                if called or self._is_strict() or is_from_elsewhere(error, *own):
+                if called or self._is_strict() or is_final(error) or is_from_elsewhere(error, *own):
                     raise
                 traceback.clear_frames(error.__traceback__)  # frees what the replacement had allocated
                 ours = error
             with disabled():
-                try:
-                    result = function(*args, **kwargs)
-                except type(ours):
-                    raise  # the original refuses this call as well: it is the caller's error, not the replacement's
-                except Exception:
-                    self._replacement_failed(record, ours)
-                    raise
+                result = function(*args, **kwargs)  # where it refuses this call as well, the error is the caller's
             if not isinstance(ours, SwitchedOff):
                 self._replacement_failed(record, ours)
             return result

@@ -71,13 +71,43 @@ def test_a_call_that_the_original_refuses_as_well_does_not_switch_the_patch_off(
     assert host.function(1) == ("fast", 1)
 
 
-def test_a_replacement_fails_even_if_the_original_then_raises_something_else(write):
+def test_what_the_original_refuses_too_switches_nothing_off(write, caplog):
     host = importlib.import_module(write("def function(x):\n    raise ValueError('theirs')"))
     raising = write("def fast(original, x):\n    raise KeyError('ours')", "raising")
     patch_set = armed(make_patch(f"{host.__name__}:function", f"{raising}:fast"))
-    with pytest.raises(ValueError, match="theirs"):
+    with pytest.raises(ValueError, match="theirs") as error:
         host.function(1)
-    assert only_state(patch_set).state == "failed"
+    assert only_state(patch_set).state == "applied" and not caplog.records and error.value.__context__ is None
+
+
+def test_what_has_failed_is_tried_again_if_asked_for(write):
+    host = importlib.import_module(write("def function(x):\n    return x"))
+    name = write("broken = True\ndef fast(original, x):\n    return 1 / (not broken), original(x)", "raising")
+    patch_set = armed(make_patch(f"{host.__name__}:function", f"{name}:fast"))
+    assert host.function(2) == 2
+    reason = f"{host.__name__}:function raised ZeroDivisionError: division by zero"
+    assert patch_set.switched_off == {"group": reason}
+    patch_set.arm()
+    assert host.function(2) == 2 and only_state(patch_set).state == "failed"
+    sys.modules[name].broken = False
+    patch_set.arm(again=True)
+    assert host.function(2) == (1.0, 2) and only_state(patch_set).state == "applied" and not patch_set.switched_off
+
+
+def test_a_final_error_reaches_the_caller_and_switches_nothing_off(write):
+    host = importlib.import_module(write("calls = []\ndef function(x):\n    calls.append(x)"))
+    source = """
+from fastgen.patching import make_final
+
+def fast(original, x):
+    error = KeyError('final')
+    make_final(error)
+    raise error
+"""
+    patch_set = armed(make_patch(f"{host.__name__}:function", f"{write(source, 'raising')}:fast"))
+    with pytest.raises(KeyError, match="final"):
+        host.function(1)
+    assert only_state(patch_set).state == "applied" and not host.calls
 
 
 def test_a_mismatch_found_by_verification_reverts_the_group_and_warns_once(host, fast):

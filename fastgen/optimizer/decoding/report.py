@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -30,6 +30,7 @@ COMPACTION = "finished inputs"
 NGRAMS = "n-gram blocking"
 ALLOWED = "allowed tokens"
 VOCODER = "vocoder"
+PATCHES = "patches"
 
 REPLAY = "decode step, "  # how the names of replayed steps begin among the kernels
 
@@ -136,6 +137,12 @@ class Report:
         for reason in reasons:
             if (part, reason) not in self.not_done:
                 self.not_done.append((part, reason))
+
+    def add_switched_off(self, groups: Mapping[str, str]) -> None:
+        """Adds which groups of patches are switched off, and why."""
+        for group, reason in groups.items():
+            text = f"{group} is switched off until fastgen.enable(): {reason}"
+            self.add_reasons(PATCHES, [Reason("SWITCHED_OFF", text)])
 
     def codes(self, part: str | None = None) -> set[str]:
         """The codes of all reasons, or of those of one part of the call."""

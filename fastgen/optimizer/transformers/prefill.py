@@ -119,6 +119,8 @@ def prefill(
     if reasons:
         call.report.add_reasons(PREFILL, reasons)
         outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if reasons[0].code == "ERROR":  # and the library had none
+            PATCH_SET.fail("transformers.shared_caches", reasons[0].text)
         if groups.rows == 1:
             prefixes.keep_prompt_sync(call, self, arguments, outputs)
         return outputs
@@ -142,7 +144,7 @@ def groups_of_equal_rows(
     rows_per_input = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     rows = arguments["input_ids"].shape[0]
     each = RowGroups([1] * rows)
-    if rows == 1:
+    if rows < 2:
         return each, False, [ONE_ROW]
     if rows % rows_per_input:
         text = f"{rows} rows are no multiple of {rows_per_input} beams or samples"
@@ -178,7 +180,7 @@ def too_small_reasons(
 
 
 def _done_or_reasons(model: checks.HostModel, change: Callable[[], None]) -> list[Reason]:
-    """Changes caches and outputs in place; if that fails, switches the patches off and returns why."""
+    """Changes caches and outputs in place; returns why that failed, or nothing."""
     try:
         change()
     except torch.cuda.OutOfMemoryError:
@@ -186,9 +188,7 @@ def _done_or_reasons(model: checks.HostModel, change: Callable[[], None]) -> lis
     except Exception as error:
         if CONFIG.strict:
             raise
-        reason = f"{type(model).__name__}: {type(error).__name__}: {error}"
-        PATCH_SET.fail("transformers.shared_caches", reason)
-        return [Reason("ERROR", reason)]
+        return [Reason("ERROR", f"{type(model).__name__}: {type(error).__name__}: {error}")]
     return []
 
 

@@ -46,7 +46,7 @@ class RowGroups:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
-        self.rows, self.rows_per_input = sum(sizes), math.gcd(*sizes)
+        self.rows, self.rows_per_input = sum(sizes), math.gcd(*sizes) or 1  # of an empty batch
         self.inputs = self.rows // self.rows_per_input
         self.are_inputs = len(sizes) == self.inputs
 

@@ -41,7 +41,8 @@ from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.model_facts import first_weight, size_of
 from fastgen.optimizer.decoding.report import MODEL_CHANGED, STEPS, Decision, Reason
 from fastgen.optimizer.decoding.user_code import KnownCode
-from fastgen.patching import warn
+from fastgen.patching import SwitchedOff, make_final, warn
+from fastgen.provenance import is_from_elsewhere
 
 INPUTS_CHANGED = Reason("INPUTS_CHANGED", "the arguments of the forward are not those of earlier calls")
 
@@ -59,6 +60,8 @@ class DecodeStep(AbstractContextManager):
     while steps are eager. most: positions that a row can generate. variant: what else a graph is captured for. known:
     the host's code.
     """
+
+    host: str  # the package
 
     def __init__(
         self,
@@ -135,9 +138,20 @@ class DecodeStep(AbstractContextManager):
         """Why a model that has changed since the loop began is not captured."""
         return ()
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if kind is not None and issubclass(kind, Exception):
-            self.abandon()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: Any) -> None:
+        """After an error the host may begin anew, if nothing has been used up but what can be put back.
+
+        Code of the program has been called, as it is to be called once: then the error is the caller's.
+        """
+        if not isinstance(error, Exception):
+            return
+        self.abandon()
+        facts = self.call.facts_of(self.model, self.known)
+        is_callers = self.runs_user_code or facts.hooks or facts.user_code or is_from_elsewhere(error, self.host)
+        if is_callers and not isinstance(error, SwitchedOff):
+            make_final(error)
+        else:
+            self.undo()
 
     def run(self, tokens: Tensor) -> Any:
         """The outputs of the next step for tokens `[rows, length]`; their tensors hold until the next one."""
@@ -162,6 +176,10 @@ class DecodeStep(AbstractContextManager):
         self.rows_per_input = rows.shape[0] // batch_index.shape[0]
         if self.graph is not None:
             self._change_to(self.graph.cache.content(batch_index, rows))
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Puts back what the loop has changed, for the host to begin anew."""
 
     def end(self) -> None:
         """The call is over: other calls may use its graphs."""
@@ -286,7 +304,7 @@ class DecodeStep(AbstractContextManager):
         return costs.should_capture(size, self.rows, left, False, self.device.type)
 
     def _captured(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
-        """The outputs of a replay, or of the forward that is captured; None if they cannot be had or trusted."""
+        """The outputs of a replay, or of the forward that is captured or cannot be; None if they cannot be trusted."""
         graphs = self._graphs
         if graphs.refused or (graph.structure is not None and not graph.is_captured):
             return None
@@ -306,8 +324,10 @@ class DecodeStep(AbstractContextManager):
                 self._refuse(graph, str(reason), is_expected=True)
             return None
         except Exception as error:
+            graph.drop()
+            outputs = graph.function(inputs)  # where it raises, too, the error is the caller's
             self._refuse(graph, f"{type(error).__name__}: {error}")
-            return None
+            return outputs
         if outputs is not None and expected is not None and differs_sync(self.logits_of(outputs), expected):
             self._refuse(graph, "a replay gave other logits than the forward")
             return None

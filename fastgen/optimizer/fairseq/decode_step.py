@@ -173,6 +173,8 @@ class FairseqDecodeStep(DecodeStep):
     captured steps, `[inputs, 1, 1, source_length]`; None where nothing has to be hidden.
     """
 
+    host = "fairseq"
+
     def __init__(
         self, call: GenerateCall, generator: HostGenerator, states: list[DecodingState], max_len: int, captures: bool
     ) -> None:
@@ -268,6 +270,9 @@ class FairseqDecodeStep(DecodeStep):
         if batch_index is not None:
             self.mask = None if self.mask is None else self.mask.index_select(0, batch_index)
             self.compact(batch_index, order)
+
+    def undo(self) -> None:
+        """Nothing: fairseq makes its states anew, and `generate` puts random numbers back."""
 
     def _variant(self) -> tuple[float, bool]:
         return self.generator.temperature, self.mask is not None

@@ -28,6 +28,7 @@ from fastgen.optimizer.fairseq.checks import (
 )
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.optimizer.fairseq.loop import Hypothesis, Loop, prefill_sync
+from fastgen.patching import is_final
 from fastgen.provenance import is_from_elsewhere
 
 
@@ -81,7 +82,7 @@ def _undone(call: GenerateCall) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_from_elsewhere(error, "fairseq"):
+        if not is_final(error) and not is_from_elsewhere(error, "fairseq"):
             restore()
             call.is_accelerated = False
             call.report.shared.clear()

@@ -176,6 +176,8 @@ class BeamSearch:
         log_probs = None
         if self.step.processors:
             log_probs = self.step.processors(self.input_ids, functional.log_softmax(logits, dim=-1))
+            by_beam = [*self.scores.shape, *log_probs.shape[1:]]
+            log_probs = torch.reshape(log_probs, by_beam).flatten(0, 1)  # as the library does, whose errors these are
         return best_of_all(logits, self.scores, self.num_candidates, log_probs)
 
     def advance(

@@ -3,13 +3,14 @@
 Between two steps rows can change places, and inputs that are finished can leave: the library carries them along to the
 end, fairseq and CTranslate2 do not.
 
-Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_captured_steps.py
+Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_captured_steps.py,
+tests/optimizer/transformers/test_refused_calls.py
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
 from weakref import ref
@@ -39,6 +40,7 @@ class TransformersDecodeStep(DecodeStep):
     arguments: the `model_kwargs` of the library's loops.
     """
 
+    host = "transformers"
     model: checks.HostModel
 
     def __init__(
@@ -58,18 +60,18 @@ class TransformersDecodeStep(DecodeStep):
         self.processors, self.arguments = processors, arguments
         self._dynamic: Any = None  # the cache before the capture, for eager steps after it
         self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: what was given, the padding, and what it gave
-        cache = kv_layers.cache_of(arguments)
-        self._undo = None if cache is None else kv_layers.undo_of(cache)
+        self._undo = [_undo_of(model.device, processors)]
+        if (cache := kv_layers.cache_of(arguments)) is not None:
+            self._undo.append(kv_layers.undo_of(cache))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         # Lets go of the cache: one that nobody else holds need not be given back when the call ends.
-        self.arguments, self._dynamic, self._undo = {}, None, None
+        self.arguments, self._dynamic, self._undo = {}, None, []
 
-    def abandon(self) -> None:
-        super().abandon()
-        if self._undo is not None:  # the cache is empty again, for the library's loop to begin anew
-            self._undo()
+    def undo(self) -> None:
+        for undo in self._undo:
+            undo()
 
     @property
     def stops_late(self) -> bool:
@@ -220,6 +222,28 @@ class TransformersDecodeStep(DecodeStep):
             if isinstance(lengths, Tensor):
                 self.processors[index] = copy.copy(processor)
                 self.processors[index].prompt_ignore_length = lengths.index_select(0, rows.to(lengths.device))
+
+
+def _undo_of(device: torch.device, processors: Iterable[Any]) -> Callable[[], None]:
+    """A function that puts back random numbers and what processors of the library hold, as they are now."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    random = [(generator, generator.get_state()) for generator in generators]
+    held = []
+    for processor in processors:
+        attributes = getattr(processor, "__dict__", {})
+        copies = {name: copy.copy(value) for name, value in attributes.items() if type(value) in (dict, list)}
+        held.append((attributes, attributes | copies))
+
+    def undo() -> None:
+        for generator, state in random:
+            generator.set_state(state)
+        for attributes, before in held:
+            attributes.clear()
+            attributes.update(before)
+
+    return undo
 
 
 class LateStopCheck:

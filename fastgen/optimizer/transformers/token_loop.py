@@ -3,7 +3,8 @@
 Rows that have ended leave the batch. Where tokens are drawn, random numbers are drawn for all rows all the same, as the
 library does, so that a seed gives the same samples.
 
-Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_captured_steps.py
+Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/transformers/test_captured_steps.py,
+tests/optimizer/transformers/test_refused_calls.py
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class TokenLoop:
         draws = self.config.do_sample
         before = self.random.get_state() if draws and self.late_stop is not None else None
         if not draws:
-            tokens = scores.argmax(dim=-1)
+            tokens = torch.argmax(scores, dim=-1)
         else:  # with the operations of the library's loop, and the random numbers of all rows
             tokens = self.drawn(functional.softmax(scores, dim=-1))
         if self.pad is not None:
@@ -144,8 +145,9 @@ class TokenLoop:
     def drawn(self, probs: Tensor) -> Tensor:
         """A token for each row, of probabilities `[rows, vocabulary_size]`; any for those that have ended."""
         live = self.going_on
-        all_go_on = self.draws_itself and len(probs) == self.all_rows and bool(live.all())
-        is_torchs = not self.draws_itself or (all_go_on and probs.numel() < MIN_ELEMENTS_TO_DRAW)
+        draws_itself = self.draws_itself and probs.shape[:-1] == live.shape
+        all_go_on = draws_itself and len(probs) == self.all_rows and bool(live.all())
+        is_torchs = not draws_itself or (all_go_on and probs.numel() < MIN_ELEMENTS_TO_DRAW)
         if is_torchs or not probs.sum().isfinite():  # where probs are not finite, an error
             return torch.multinomial(probs, num_samples=1).squeeze(1)
         if all_go_on:

@@ -138,6 +138,25 @@ def test_an_error_of_the_program_is_the_program_s(lenient):
     assert torch.equal(both.stock, both.fast) and states() == {"applied"}
 
 
+def test_a_failing_search_of_the_program_is_called_once_a_step(lenient):
+    case, calls = CASES["transformer"](), []
+
+    class HasNoAnswer(search.Sampling):
+        def step(self, step, *args, **kwargs):
+            calls.append(step)
+            return super().step(step, *args, **kwargs) if step < 4 else None
+
+    def run():
+        generator = case.task.build_generator(case.models, Namespace(**BEAMS))
+        generator.search = HasNoAnswer(case.task.target_dictionary)
+        with pytest.raises(TypeError) as error:
+            case.task.inference_step(generator, case.models, case.sample)
+        return str(error.value), torch.rand(1).item()
+
+    both = run_both(run)
+    assert both.stock == both.fast and calls == 2 * [*range(5)] and states() == {"applied"}
+
+
 def test_switched_off_on_the_way_fairseq_goes_on_with_the_same_random_numbers(lenient):
     case = CASES["transformer"]()
 

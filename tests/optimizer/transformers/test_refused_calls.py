@@ -1,0 +1,157 @@
+"""Calls that the library refuses: its own error, once, after as much as it has done; nothing is switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from capturing import capturing
+from parity import tiny, token_ids
+from torch import Tensor
+from transformers import LogitsProcessor
+
+import fastgen
+from fastgen.config import CONFIG
+from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.transformers import prefill, token_loop
+
+GREEDY = {"do_sample": False}
+SAMPLES = {"do_sample": True, "num_return_sequences": 3}
+BEAMS = {"num_beams": 3}
+WAYS = pytest.mark.parametrize("options", (GREEDY, SAMPLES, BEAMS), ids=("greedy", "samples", "beams"))
+
+pytestmark = pytest.mark.usefixtures("share_always")
+
+
+@pytest.fixture(autouse=True, params=("off", "on"))
+def _not_strict(monkeypatch, request):
+    monkeypatch.setattr(CONFIG, "strict", False)
+    with capturing(request.param):
+        yield
+    fastgen.enable()
+
+
+def assert_refused_alike(call: Callable[[], Any]) -> None:
+    """The same error without fastgen and with it, and the same random numbers afterwards; nothing is switched off."""
+    seen = []
+    for context in (fastgen.disabled(), fastgen.enabled()):
+        torch.manual_seed(3)
+        with context, pytest.raises(Exception) as error:
+            call()
+        seen.append((type(error.value), str(error.value), torch.get_rng_state().tolist()))
+    assert seen[0] == seen[1] and not PATCH_SET.switched_off
+
+
+@WAYS
+@pytest.mark.parametrize("shape", [(0, 9), (2, 3, 9), (2, 0)], ids=str)
+def test_prompts_of_a_shape_that_the_library_refuses(shape, options):
+    model = tiny("llama")
+    assert_refused_alike(lambda: model.generate(token_ids(*shape), max_new_tokens=5, **options))
+
+
+class Returns(LogitsProcessor):
+    """Returns something else in its fifth call. calls: how often it was called, whoever asks."""
+
+    calls = 0
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        self.change, self.own_calls = change, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        Returns.calls += 1
+        self.own_calls += 1
+        return self.change(scores) if self.own_calls == 5 else scores
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "change", [lambda scores: scores.tolist(), lambda scores: scores[:, 0, 0, 0]], ids=("list", "an error of its own")
+)
+def test_a_processor_of_the_program_is_called_once_a_step(options, change):
+    model, calls = tiny("llama"), []
+
+    def call():
+        Returns.calls = 0
+        try:
+            model.generate(token_ids(2, 9), max_new_tokens=12, logits_processor=[Returns(change)], **options)
+        finally:
+            calls.append(Returns.calls)
+
+    assert_refused_alike(call)
+    assert calls == [5, 5]
+
+
+def test_a_processor_whose_scores_are_nan_is_called_once_a_step():
+    model, calls = tiny("llama"), []
+
+    def call():
+        Returns.calls, processor = 0, Returns(lambda scores: scores * torch.nan)
+        try:
+            model.generate(token_ids(2, 9), max_new_tokens=12, logits_processor=[processor], **SAMPLES)
+        finally:
+            calls.append(Returns.calls)
+
+    assert_refused_alike(call)
+    assert calls == [5, 5]
+
+
+def test_what_a_processor_of_the_library_holds_is_put_back():
+    model, input_ids = tiny("llama"), token_ids(6, 9)
+    guided = {"guidance_scale": 1.5, "negative_prompt_ids": input_ids.flip(1)}  # a prompt for each sample is wanted
+    assert_refused_alike(lambda: model.generate(input_ids, **guided, **SAMPLES, max_new_tokens=12))
+
+
+@WAYS
+def test_positions_that_the_model_has_not(options):
+    model = tiny("gpt2", n_positions=16)
+    arguments = {"max_new_tokens": 30, "eos_token_id": list(range(3, 90, 6)), "min_new_tokens": 12, **options}
+    assert_refused_alike(lambda: model.generate(token_ids(4, 9), **arguments))
+    assert "CAPTURE_REFUSED" not in fastgen.explain().codes()
+
+
+def test_random_numbers_are_put_back_before_the_library_begins_anew(monkeypatch):
+    model, input_ids = tiny("llama"), token_ids(3, 9)
+    compact = mock.Mock(side_effect=[None, None, KeyError("ours")])  # in the third step
+    monkeypatch.setattr(token_loop.TokenLoop, "compact", compact)
+    arguments = {**SAMPLES, "max_new_tokens": 12, "eos_token_id": list(range(3, 90, 6))}
+    with fastgen.disabled():
+        torch.manual_seed(3)
+        stock, state = model.generate(input_ids, **arguments), torch.get_rng_state()
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(input_ids, **arguments), stock) and compact.call_count == 3
+    assert torch.equal(torch.get_rng_state(), state)
+    reason = "transformers.sample raised KeyError: 'ours'"
+    assert PATCH_SET.switched_off == {"transformers.loops": reason}
+    model.generate(input_ids, **arguments)
+    assert compact.call_count == 3
+    assert f"transformers.loops is switched off until fastgen.enable(): {reason}" in str(fastgen.explain())
+    assert "SWITCHED_OFF" in fastgen.explain().codes()
+    fastgen.enable()
+    monkeypatch.undo()
+    model.generate(input_ids, **arguments)
+    assert not PATCH_SET.switched_off and "SWITCHED_OFF" not in fastgen.explain().codes()
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_the_library_is_asked_before_sharing_is_switched_off(monkeypatch, refused):
+    model, input_ids = tiny("llama"), token_ids(2, 9)
+
+    def fail(model: Any, *others: Any) -> None:
+        if refused:
+            model.lm_head = None
+        raise KeyError("ours")
+
+    monkeypatch.setattr(prefill, "expand", fail)
+    if refused:
+        with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+            model.generate(input_ids, **BEAMS, max_new_tokens=5)
+        assert not PATCH_SET.switched_off
+        return
+    with fastgen.disabled():
+        stock = model.generate(input_ids, **BEAMS, max_new_tokens=5)
+    with pytest.warns(RuntimeWarning, match="fastgen leaves transformers.shared_caches to the originals: Llama"):
+        assert torch.equal(model.generate(input_ids, **BEAMS, max_new_tokens=5), stock)
+    assert PATCH_SET.switched_off == {"transformers.shared_caches": "LlamaForCausalLM: KeyError: 'ours'"}

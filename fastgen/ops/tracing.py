@@ -19,11 +19,21 @@ from torch.utils._pytree import tree_leaves
 
 
 class NotRepeatable(Exception):
-    """The function does something that a repetition of its kernels would not do."""
+    """The function does something that a repetition of its kernels would not do. code: of the reason."""
+
+    code = "CAPTURE_REFUSED"
+
+
+class UnderAutocast(NotRepeatable):
+    """The function begins autocast itself."""
+
+    code = "AUTOCAST"
 
 
 class Diverged(Exception):
     """A scalar read on the host (`.item()`) changed since the capture, so that control flow may differ."""
+
+    code = "CAPTURE_REFUSED"
 
 
 class TracedCall(NamedTuple):

@@ -321,7 +321,7 @@ class DecodeStep(AbstractContextManager):
         except (NotRepeatable, Diverged) as reason:
             graph.drop()
             if isinstance(reason, NotRepeatable) or not graph.is_proven:  # what diverges at once does so at every step
-                self._refuse(graph, str(reason), is_expected=True)
+                self._refuse(graph, str(reason), is_expected=True, code=reason.code)
             return None
         except Exception as error:
             graph.drop()
@@ -336,11 +336,13 @@ class DecodeStep(AbstractContextManager):
             self.call.report.kernels[graphs.capture.name] += 1
         return outputs
 
-    def _refuse(self, graph: CapturedGraph, reason: str, is_expected: bool = False) -> None:
+    def _refuse(
+        self, graph: CapturedGraph, reason: str, is_expected: bool = False, code: str = "CAPTURE_REFUSED"
+    ) -> None:
         """Captures this model's steps no more; is_expected: nothing is wrong, and a report tells it."""
         graph.drop()
         self._graphs.entries.clear()
-        self._graphs.refused = [Reason("CAPTURE_REFUSED", f"{type(self.model).__name__}: {reason}")]
+        self._graphs.refused = [Reason(code, f"{type(self.model).__name__}: {reason}")]
         if not is_expected:
             warn(f"fastgen does not capture the decode steps of a model: {self._graphs.refused[0]}")
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgen.ops.tracing import UnderAutocast
 from fastgen.optimizer.decoding.generated_kv import KV, Generated
 from fastgen.optimizer.decoding.report import LAYER_EMPTY, Reason
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV, materialized
@@ -136,7 +137,10 @@ class KVCache:
         self.generated = list(expanded.values())
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Adds what each row has computed, `[rows, kv_heads, new_length, head_dim]`; one position if static."""
+        """Adds what each row has computed, `[rows, kv_heads, new_length, head_dim]`; one position if static.
+
+        A static cache raises UnderAutocast, where a growable one takes keys and values of several types.
+        """
         one = self.layers[layer]
         if one.view is not None:
             self._invalidate(layer)
@@ -144,6 +148,8 @@ class KVCache:
         if not self.is_static:
             generated.append(one.index, keys, values)
             return
+        if torch.is_autocast_enabled(keys.device.type):
+            raise UnderAutocast("autocast begins inside the forward")
         for buffer, added in zip(generated.by_layer[one.index], (keys, values)):
             buffer.index_copy_(2, self.write_position, added)
         self.seq_lengths[layer].add_(1)

@@ -367,6 +367,21 @@ def test_virtual_tokens_of_an_adapter_leave_steps_eager(kind, shared):
             assert torch.equal(stock, fast) and not_captured_because(report, "CAPTURE_REFUSED", "KeyError")
 
 
+@pytest.mark.parametrize("arguments", [BEAMS, SAMPLES], ids=("beams", "samples"))
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])
+def test_autocast_that_begins_inside_a_forward_is_told(name, arguments):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    try:
+        model = accelerator.unwrap_model(accelerator.prepare(model_of(name)), keep_fp32_wrapper=True)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    for _ in range(2):
+        stock, fast, report = run_both(lambda: model.generate(**inputs_of(name), **arguments))
+        assert torch.equal(stock, fast) and not_captured_because(report, "AUTOCAST", "inside the forward")
+
+
 @pytest.mark.parametrize("arguments", [BEAMS, GREEDY], ids=("beams", "greedy"))
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_where_buffers_cannot_grow_eager_steps_go_on(monkeypatch, name, arguments):

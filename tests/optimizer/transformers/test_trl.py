@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer, which generates in training mode from prompts that it repeats: the same training under fastgen."""
+"""TRL's trainers, which generate in training mode from prompts that they repeat: the same training under fastgen."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from parity import PREFILL, PROMPT, run_both
+from parity import PREFILL, PROMPT, Both, run_both
 from peft import LoraConfig
+from sharing import sharing
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 import fastgen
+from fastgen.optimizer.decoding.report import STEPS as DECODE_STEPS
+from fastgen.optimizer.decoding.report import Report
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -21,7 +24,7 @@ datasets = pytest.importorskip("datasets")
 WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(61))]
 STEPS, SAMPLES = 20, 8
 
-pytestmark = [pytest.mark.usefixtures("share_always"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -53,49 +56,68 @@ def prompts() -> datasets.Dataset:
     return datasets.Dataset.from_list([{"prompt": line} for line in lines])
 
 
-@pytest.mark.parametrize(
-    "adapters, checkpointing", ((False, False), (True, True)), ids=("all weights", "adapters, gradient checkpointing")
-)
-def test_training_is_the_same(tokenizer, tmp_path, adapters, checkpointing):
-    reports = []
+def trained(name: str, tokenizer: Any, folder: Any, adapters: bool, options: dict[str, Any]) -> Both:
+    """What `train` returns without fastgen and with it: completions, losses, weights, and reports of all steps."""
 
-    def train() -> tuple[list[Any], list[float], list[torch.Tensor]]:
+    def train() -> tuple[list[Any], list[float], list[torch.Tensor], list[Report | None]]:
         completions: list[Any] = []
+        reports: list[Report | None] = []
 
         def reward(completion_ids: list[list[int]], **others: Any) -> list[float]:
             completions.append(completion_ids)
             reports.append(fastgen.explain())
             return [sum(token % 2 for token in tokens) / len(tokens) for tokens in completion_ids]
 
-        arguments = trl.GRPOConfig(
-            output_dir=str(tmp_path),
+        arguments = getattr(trl, f"{name}Config")(
+            output_dir=str(folder),
             max_steps=STEPS,
             num_generations=SAMPLES,
             per_device_train_batch_size=SAMPLES,
             gradient_accumulation_steps=2,
-            gradient_checkpointing=checkpointing,
-            max_completion_length=20,
             learning_rate=1e-2,
+            beta=0.0,
             seed=3,
             logging_steps=1,
             use_cpu=True,
-            bf16=False,
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
+            **options,
         )
-        extra = {"peft_config": LoraConfig(r=4, lora_dropout=0.0, task_type="CAUSAL_LM")} if adapters else {}
-        trainer = trl.GRPOTrainer(model(), reward, arguments, prompts(), processing_class=tokenizer, **extra)
+        parts: dict[str, Any] = {"reward_funcs": reward, "train_dataset": prompts(), "processing_class": tokenizer}
+        if adapters:
+            parts["peft_config"] = LoraConfig(r=4, lora_dropout=0.0, task_type="CAUSAL_LM")
+        trainer = getattr(trl, f"{name}Trainer")(model(), args=arguments, **parts)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return completions, losses, [parameter.detach() for parameter in trainer.model.parameters()]
+        return completions, losses, [parameter.detach() for parameter in trainer.model.parameters()], reports
 
-    (stock, stock_losses, stock_weights), (fast, losses, weights), report = run_both(train)
+    both = run_both(train)
+    (stock, stock_losses, stock_weights, _), (fast, losses, weights, _) = both[:2]
     assert len(stock) == len(stock_losses) == STEPS and len(set(stock_losses)) > STEPS // 2
     assert fast == stock
     assert losses == pytest.approx(stock_losses, abs=1e-5)
     for theirs, ours in zip(stock_weights, weights, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-    assert (report.inputs, report.rows) == (2, 16) and PREFILL in report.shared
-    for report in reports[STEPS:]:
+    return both
+
+
+@pytest.mark.parametrize("adapters", (False, True), ids=("all weights", "adapters"))
+def test_training_is_the_same_with_shared_prompts(tokenizer, tmp_path, adapters):
+    options = {"bf16": False, "gradient_checkpointing": adapters, "max_completion_length": 20}
+    with sharing("always"):
+        both = trained("GRPO", tokenizer, tmp_path, adapters, options)
+    assert (both.report.inputs, both.report.rows) == (2, 16) and PREFILL in both.report.shared
+    for report in both.fast[-1]:
         assert any(shared.startswith(PROMPT) for shared in report.shared), report
+
+
+@pytest.mark.parametrize("adapters", (False, True), ids=("all weights", "adapters"))
+@pytest.mark.parametrize("name", ("GRPO", "RLOO"))
+def test_training_is_the_same_with_the_trainers_defaults(tokenizer, tmp_path, name, adapters):
+    """Among them bf16: accelerate begins autocast inside of the forward."""
+    reports = trained(name, tokenizer, tmp_path, adapters, {"max_completion_length": 30}).fast[-1]
+    for report in reports:
+        codes = report.codes(DECODE_STEPS)
+        assert "AUTOCAST" in codes or (adapters and report.replays)  # it is the forward around adapters that begins it
+        assert "CAPTURE_REFUSED" not in codes

@@ -15,7 +15,7 @@ pytestmark = [
 
 # The largest difference of scores that fp16 rounding explains in models of two layers.
 HALF_TOLERANCE = 0.05
-OVERFLOWS = ("longt5",)  # its encoder gives NaN in fp16, which are equal to nothing: no rows are
+IN_HALF = [one for one in ARCHITECTURES if one.id != "longt5"]  # whose tiny encoder overflows: all scores are NaN
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_fp32_tokens_and_scores_are_those_of_the_unpatched_library(architecture)
         assert shares(parity.report) == expected_sharing(architecture, mode), mode
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
+@pytest.mark.parametrize("architecture", IN_HALF, ids=lambda architecture: architecture.id)
 def test_fp16_scores_of_the_first_steps_agree(architecture):
     model = architecture.model().cuda().half()
     inputs = {
@@ -44,8 +44,7 @@ def test_fp16_scores_of_the_first_steps_agree(architecture):
     for mode in MODES:
         parity = measure(model, inputs, mode, new_tokens=2)
         assert parity.largest_score_difference < HALF_TOLERANCE, mode
-        if architecture.id not in OVERFLOWS:
-            assert shares(parity.report) == expected_sharing(architecture, mode), mode
+        assert shares(parity.report) == expected_sharing(architecture, mode), mode
 
 
 def test_static_caches_whose_steps_the_library_compiles():

@@ -175,7 +175,15 @@ class DecodeStep(AbstractContextManager):
         self.rows, self.since = rows.shape[0], 0
         self.rows_per_input = rows.shape[0] // batch_index.shape[0]
         if self.graph is not None:
-            self._change_to(self.graph.cache.content(batch_index, rows))
+            try:
+                self._change_to(self.graph.cache.content(batch_index, rows))
+            except torch.cuda.OutOfMemoryError as error:
+                self.leave_captures(self._reason_of(error))
+                self.compact_cache(batch_index, rows)
+
+    @abstractmethod
+    def compact_cache(self, batch_index: Tensor, rows: Tensor) -> None:
+        """As `compact`, for the loop's own cache."""
 
     @abstractmethod
     def undo(self) -> None:
@@ -282,8 +290,6 @@ class DecodeStep(AbstractContextManager):
             if graph.cache.generated_length == graph.cache.capacity:
                 graph = self._change_to(graph.cache.content())
             inputs = self.inputs(tokens, graph.view)
-        except torch.cuda.OutOfMemoryError:
-            raise
         except Exception as error:
             self.leave_captures(self._reason_of(error))
             return self.forward(self.model, self.inputs(tokens, None), None)
@@ -316,8 +322,9 @@ class DecodeStep(AbstractContextManager):
                 expected = self.logits_of(graph.function(inputs))
                 graph.cache.advance(0)
             outputs = graph.replay(inputs)
-        except torch.cuda.OutOfMemoryError:
-            raise
+        except torch.cuda.OutOfMemoryError as error:
+            self._refuse(graph, str(error), is_expected=True, code="OUT_OF_MEMORY")
+            return None
         except (NotRepeatable, Diverged) as reason:
             graph.drop()
             if isinstance(reason, NotRepeatable) or not graph.is_proven:  # what diverges at once does so at every step

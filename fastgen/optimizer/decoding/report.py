@@ -30,7 +30,6 @@ COMPACTION = "finished inputs"
 NGRAMS = "n-gram blocking"
 ALLOWED = "allowed tokens"
 VOCODER = "vocoder"
-PATCHES = "patches"
 
 REPLAY = "decode step, "  # how the names of replayed steps begin among the kernels
 

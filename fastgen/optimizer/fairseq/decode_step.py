@@ -271,6 +271,9 @@ class FairseqDecodeStep(DecodeStep):
             self.mask = None if self.mask is None else self.mask.index_select(0, batch_index)
             self.compact(batch_index, order)
 
+    def compact_cache(self, batch_index: Tensor, rows: Tensor) -> None:
+        self.states[0].kv.compact(batch_index, rows)
+
     def undo(self) -> None:
         """Nothing: fairseq makes its states anew, and `generate` puts random numbers back."""
 

@@ -350,6 +350,15 @@ def test_hosts_that_refuse_static_caches_leave_steps_eager(name, arguments, shar
     assert not graphs._known[model].in_use.locked()
 
 
+@pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
+@pytest.mark.parametrize("removed", [0, 1, 2])
+def test_layers_that_keep_their_numbers_when_one_is_removed(removed, arguments, shared):
+    model = tiny("llama", num_hidden_layers=3)
+    del model.model.layers[removed]
+    stock, fast, report = run_both(lambda: model.generate(token_ids(2, 9), **arguments))
+    assert torch.equal(stock, fast) and not_captured_because(report, "LAYER_EMPTY")
+
+
 @needs_peft
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
 def test_virtual_tokens_of_an_adapter_leave_steps_eager(kind, shared):

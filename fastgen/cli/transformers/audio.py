@@ -9,7 +9,9 @@ Tests: tests/cli/transformers/test_cli_audio.py, tests/cli/transformers/test_cli
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -25,6 +27,14 @@ from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, items_of
 
 LONG = "long"  # the group of recordings that the model hears in several windows
+UNKNOWN_FRAMES = (1 << 63) - 1  # libsndfile's number for a FLAC that does not say it
+# Sizes of the samples in bytes, as the header has them and as the file has them, in libsndfile's notes.
+CORRECTED_SIZE = re.compile(r"^ *(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
+SIZE_OF_STREAMS = 0x7FFF0000  # and more: 0x7FFFFFFF, 0xFFFFFFFF, …
+BYTES_WITH_LENGTH = 200  # of an MP3's first frame
+MP3_GRANULE = 576  # samples, of which a whole MP3 frame has one or two
+
+logger = logging.getLogger(__name__)
 
 
 class AudioInput:
@@ -102,20 +112,61 @@ def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
     import soxr
 
     if not path.is_file():
-        raise RecordError("there is no such file")
-    # Opened here: of a file that it cannot open, soundfile says no more than "System error".
-    with path.open("rb") as opened, soundfile.SoundFile(opened) as file:
-        own_rate, frames = file.samplerate, file.frames
-        if most_samples is not None and frames > int(most_samples / rate * own_rate):
-            heard = f"{most_samples / rate:g} s"
-            raise RecordError(f"lasts {frames / own_rate:g} s, and MODEL hears {heard} (accepted: up to {heard})")
-        sound = file.read(dtype="float32", always_2d=True)  # [S, channels]
+        raise RecordError("is a folder (accepted: an audio file)" if path.is_dir() else "there is no such file")
+    path.open("rb").close()  # of a file that it may not open, libsndfile says no more than "System error"
+    try:
+        # Not a file object, in which libsndfile looks for the sound at byte 0 only, and cuts what is behind a tag.
+        with soundfile.SoundFile(os.fsencode(path)) as file:
+            own_rate, frames = file.samplerate, file.frames
+            if frames == UNKNOWN_FRAMES:
+                raise RecordError("does not say in its header how long it is (accepted: a file written anew by ffmpeg)")
+            if most_samples is not None and frames > int(most_samples / rate * own_rate):
+                heard = f"{most_samples / rate:g} s"
+                raise RecordError(f"lasts {frames / own_rate:g} s, and MODEL hears {heard} (accepted: up to {heard})")
+            sound = file.read(dtype="float32", always_2d=True)  # [S, channels]
+            is_mp3, log = file.format == "MP3", file.extra_info
+    except soundfile.LibsndfileError as error:
+        raise RecordError(f"cannot be read ({type(error).__name__}: {error.error_string})") from error
     if len(sound) == 0:
         raise RecordError("has no sound in it")
-    if len(sound) < frames:
+    if is_mp3 and not _mp3_has_length(path):
+        _warn_of_estimate(path, len(sound), frames, own_rate)
+    elif len(sound) < (frames := _frames_of_header(frames, log)):
         raise RecordError(f"ends after {len(sound) / own_rate:g} s of {frames / own_rate:g} s: it is not complete")
     samples = sound.mean(axis=1)
     return samples if own_rate == rate else soxr.resample(samples, own_rate, rate)
+
+
+def _frames_of_header(frames: int, log: str) -> int:
+    """How many frames a header says there are, of which libsndfile has found so many; log: its own, of the opening.
+
+    libsndfile corrects a header by the size of the file, and notes it. Programs that write to a pipe say a size that
+    no file has.
+    """
+    if (corrected := CORRECTED_SIZE.search(log)) is None or int(corrected[1]) >= SIZE_OF_STREAMS:
+        return frames
+    return round(frames * int(corrected[1]) / max(1, int(corrected[2])))
+
+
+def _mp3_has_length(path: Path) -> bool:
+    """Whether the first frame of an MP3 says how many there are; of others libsndfile estimates it by their size."""
+    with path.open("rb") as file:
+        start = file.read(10)
+        has_tag = start.startswith(b"ID3")
+        # Seven bits of each of the last four bytes are its size.
+        file.seek(10 + sum(byte << shift for byte, shift in zip(start[6:], (21, 14, 7, 0))) if has_tag else 0)
+        frame = file.read(BYTES_WITH_LENGTH)
+    return frame.startswith(b"\xff") and any(mark in frame for mark in (b"Xing", b"Info", b"VBRI"))
+
+
+def _warn_of_estimate(path: Path, read: int, estimated: int, rate: int) -> None:
+    """Says where an MP3 is not as long as it was taken for; an estimate that is too short ends the reading there."""
+    is_cut = read == estimated and read % MP3_GRANULE > 0
+    if is_cut or read < estimated:
+        logger.warning(
+            "%s: does not say in its header how long it is; libsndfile estimates %g s, and reads %g s%s",
+            *(path, estimated / rate, read / rate, ", behind which it goes on" if is_cut else ""),
+        )
 
 
 class SoundFolder:

@@ -176,14 +176,23 @@ def test_unusable_files_are_their_lines_errors(folder: Path) -> None:
     (folder / "cut.mp3").write_bytes(whole[: len(whole) // 2])
     whole = Path(save("whole.flac", sound(3))).read_bytes()
     (folder / "cut.flac").write_bytes(whole[: len(whole) // 2])
+    for ending in ("wav", "aiff", "au"):
+        whole = Path(save(f"whole.{ending}", sound(3))).read_bytes()
+        (folder / f"cut.{ending}").write_bytes(whole[: len(whole) // 2])
+    (folder / "text.mp3").write_text("hello")
     errors = {
         "missing.wav": "there is no such file",
         "two\\nlines": "there is no such file",
-        "folder": "there is no such file",
-        "text.wav": "Format not recognised",
+        "folder": "is a folder (accepted: an audio file)",
+        "x" * 300: "File name too long",
+        "text.wav": "cannot be read (LibsndfileError: Format not recognised",
+        "text.mp3": "cannot be read (LibsndfileError: ",
         "nothing.wav": "Format not recognised",
         "cut.flac": "flac decoder lost sync",
         "cut.mp3": "s of 3 s: it is not complete",
+        "cut.wav": "ends after 1.49931 s of 3 s: it is not complete",
+        "cut.aiff": "s of 2.99969 s: it is not complete",
+        "cut.au": "s of 3 s: it is not complete",
         "no_samples.wav": "has no sound in it",
         "not_finite.wav": "gives features that are not finite numbers",
         "\\u0000": "there is no such file",
@@ -219,6 +228,51 @@ def test_a_stream_of_unknown_length_is_read_to_its_end(folder: Path) -> None:
     (folder / "stream.wav").write_bytes(whole)
     stream, plainly = prepare(["stream.wav", "whole.wav"])
     assert np.array_equal(stream.arrays["input_features"], plainly.arrays["input_features"])
+
+
+def id3(size: int) -> bytes:
+    """A tag, as taggers and phone recorders write one before a sound."""
+    return b"ID3\x03\0\0" + bytes(size >> shift & 127 for shift in (21, 14, 7, 0)) + b"\0" * size
+
+
+@pytest.mark.parametrize("ending", ["wav", "aiff", "au", "flac", "mp3"])
+def test_a_sound_behind_a_tag_is_read_whole(folder: Path, ending: str) -> None:
+    whole = Path(save(f"whole.{ending}", sound(2))).read_bytes()
+    (folder / f"tagged.{ending}").write_bytes(id3(64_000) + whole)
+    tagged, plainly = prepare([f"tagged.{ending}", f"whole.{ending}"])
+    assert np.array_equal(tagged.arrays["input_features"], plainly.arrays["input_features"])
+    (folder / f"cut.{ending}").write_bytes(id3(300) + whole[: len(whole) // 2])
+    assert prepare([f"cut.{ending}"])[0].error.startswith(f"cut.{ending}: ")
+
+
+def test_an_mp3_may_begin_in_the_middle_of_a_frame(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = Path(save("whole.mp3", sound(4), bitrate_mode="CONSTANT", compression_level=0.3)).read_bytes()
+    (folder / "whole.mp3").write_bytes(id3(300) + whole)
+    prepare(["whole.mp3"])
+    assert not caplog.messages
+    (folder / "middle.mp3").write_bytes(whole[777:])
+    expected, _ = soundfile.read("middle.mp3", dtype="float32")
+    assert len(expected) > 3.9 * RATE
+    [found] = prepare(["middle.mp3"])
+    [features] = plain([expected], "whisper")["input_features"]
+    np.testing.assert_allclose(found.arrays["input_features"], features, atol=1e-4)
+    [said] = caplog.messages
+    assert said.startswith("middle.mp3: does not say in its header how long it is; libsndfile estimates 4.")
+    caplog.clear()
+    # Of a variable bitrate the estimate is too short, and libsndfile reads no further.
+    (folder / "middle.mp3").write_bytes(Path(save("whole.mp3", sound(4))).read_bytes()[1:])
+    prepare(["middle.mp3"])
+    assert ", behind which it goes on" in caplog.messages[0]
+
+
+def test_a_flac_without_a_length_is_named(folder: Path) -> None:
+    whole = bytearray(Path(save("whole.flac", sound(1))).read_bytes())
+    whole[21] &= 0xF0
+    whole[22:26] = bytes(4)  # 36 bits, as encoders write them that cannot go back
+    (folder / "stream.flac").write_bytes(whole)
+    for extractor in ("whisper", "wav2vec2"):
+        [found] = prepare(["stream.flac"], extractor)
+        assert found.error.startswith("stream.flac: does not say in its header how long it is")
 
 
 def test_threads_may_share_a_feature_extractor() -> None:

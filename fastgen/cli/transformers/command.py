@@ -148,6 +148,19 @@ def _with_first_record(args: RunConfig) -> RunConfig:
     return args
 
 
+def _with_first_checked(chunks: Iterator[list[files.Line]], args: RunConfig) -> Iterator[list[files.Line]]:
+    """The lines of a stream, whose first is looked at here; raises InputError where it is of no kind that is read."""
+    for lines in chunks:
+        if lines and lines[0].number == 1:
+            try:
+                records.read_input(lines[0], args)
+            except records.WrongKindError as error:
+                raise InputError(f"INPUT {args.input}: line 1 {error}") from error
+            except records.RecordError:
+                pass  # which that line fails for
+        yield lines
+
+
 def _as_before(args: RunConfig, before: dict[str, Any]) -> RunConfig:
     """With what an earlier run has chosen or drawn, where the flags leave it open."""
     if args.bs is None and args.batch_tokens is None:
@@ -233,6 +246,8 @@ def _chunks(task: Task, output: StreamOutput) -> Iterator[list[files.Line]]:
     """The lines of this run."""
     args, failed = task.args, output.failed
     chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
+    if files.is_stream(args.input):
+        chunks = _with_first_checked(chunks, args)
     if failed is None:
         return shards.own_chunks(chunks, args)
     return filter(None, ([line for line in chunk if line.number in failed] for chunk in chunks))

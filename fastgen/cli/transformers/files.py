@@ -38,6 +38,7 @@ class Line:
     number: int  # counted from 1 over all lines of INPUT
     raw: bytes  # without its line end
     cut: bool = False  # whether `raw` is only what the line begins with
+    error: str | None = None  # of an input that no line can hold
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from itertools import islice
 from typing import Any
 
 import fastgen
-from fastgen.cli.exits import InputError, Stop
+from fastgen.cli.exits import InputError, Stop, reason
 from fastgen.cli.transformers.args import ALIASES, STREAM, RunConfig, completed, generation_fields, parse_arguments
 from fastgen.cli.transformers.batching import Item
 from fastgen.cli.transformers.files import Line
 from fastgen.cli.transformers.model import Loaded
 from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, SplitOnOOM
-from fastgen.cli.transformers.records import WrongKindError, fields_of
-from fastgen.cli.transformers.tasks import task_for
+from fastgen.cli.transformers.records import fields_of
+from fastgen.cli.transformers.tasks import Task, task_for
 
 # Flags that say where the command reads and writes.
 OF_FILES = (
@@ -32,6 +32,25 @@ OF_FILES = (
     *("reference_field", "score_path", "workers", "ray", "verbose", "num_shards", "shard_id", "merge"),
     *("input_format", "output_format", "id_field", "join_outputs", "output_sequence_scores", "generation_config"),
 )
+
+Kind = str | list["Kind"] | dict[str, "Kind"]  # Arrow's name of a type; [what a list has]; the fields of a struct
+
+
+class Column(list[Any]):
+    """A column of records, to Arrow of one type whatever is in it: in a batch that fails all outputs are empty lists.
+
+    An engine takes the types of all batches from the first.
+    """
+
+    def __init__(self, values: Iterable[Any], kind: Kind) -> None:
+        super().__init__(values)
+        self.kind = kind
+
+    def __arrow_array__(self, type: Any = None) -> Any:
+        """The column for pyarrow, which asks for it by this name."""
+        import pyarrow
+
+        return pyarrow.array(list(self), type or _arrow_type(self.kind))
 
 
 class TextGenerator:
@@ -61,16 +80,18 @@ class TextGenerator:
     def __call__(self, inputs: Sequence[Any] | Mapping[str, Sequence[Any]]) -> Any:
         """A record for each input, in order: {"input_tokens": 5, "outputs": [{"text": …, "tokens": 7}]}, or an "error".
 
-        inputs: texts, lists of messages with chat=True, or paths of audio files. Columns, as `datasets.map` (batched)
-        and Ray Data's `map_batches` pass them, come back with these as further ones; `text_field` names the inputs.
+        inputs: texts, lists of messages with chat=True, or paths of audio files, strings or Path objects; anything else
+        is that input's error. Columns, as `datasets.map` (batched) and Ray Data's `map_batches` pass them, come back
+        with these as further ones; `text_field` names the inputs.
         """
         if not isinstance(inputs, Mapping):
             return list(self.iterate(inputs))
         if self._text_field not in inputs:
             raise InputError(f"text_field={self._text_field!r} is no column (accepted: {', '.join(inputs)})")
         records = list(self.iterate(inputs[self._text_field]))
-        names = ("input_tokens", "outputs", "error")
-        return {**inputs, **{name: [record.get(name) for record in records] for name in names}}
+        kinds: dict[str, Kind] = {"input_tokens": "int64", "outputs": [_kind_of_output(self._task)], "error": "string"}
+        added = {name: Column((record.get(name) for record in records), kind) for name, kind in kinds.items()}
+        return {**inputs, **added}
 
     def iterate(self, inputs: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """The records of `inputs` in order, while later ones are read and generated for; memory stays flat."""
@@ -91,8 +112,9 @@ class TextGenerator:
                 number += 1
 
         generate = SplitOnOOM(self._task, lambda said: None, args.seed)
-        pipeline = Pipeline(self._task, generate, write, Stop())
-        prefetcher = Prefetcher(_chunks(inputs, self._task.lines_at_once), self._task, planner, args.preprocess_workers)
+        pipeline = Pipeline(self._task, generate, write, Stop(), gives_up=False)
+        chunks = _chunks(inputs, self._task.lines_at_once, takes_paths=self._task.reads is None)
+        prefetcher = Prefetcher(chunks, self._task, planner, args.preprocess_workers)
         try:
             stock = fastgen.disabled if args.without_fastgen_opt else nullcontext
             batches = pipeline.run(iter(prefetcher))
@@ -105,8 +127,6 @@ class TextGenerator:
                     goes_on = next(batches, pipeline) is None
             pipeline.wait()
             yield from ready()
-        except WrongKindError as error:
-            raise InputError(f"the first input {error}") from error
         finally:
             prefetcher.stop()
             pipeline.kill()
@@ -127,8 +147,40 @@ def _arguments(model: str, settings: dict[str, Any]) -> RunConfig:
     return parse_arguments([*argv, "--output_format=jsonl", "--quiet", "--", model, "inputs.jsonl", STREAM])
 
 
-def _chunks(inputs: Iterable[Any], size: int) -> Iterator[list[Line]]:
+def _chunks(inputs: Iterable[Any], size: int, takes_paths: bool = True) -> Iterator[list[Line]]:
     """Each input as the line of INPUT that it would be."""
     numbered = enumerate(inputs, start=1)
     while chunk := list(islice(numbered, size)):
-        yield [Line(number, json.dumps({"text": each}).encode()) for number, each in chunk]
+        yield [_line(number, each, takes_paths) for number, each in chunk]
+
+
+def _line(number: int, value: Any, takes_paths: bool) -> Line:
+    if takes_paths and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    try:
+        return Line(number, json.dumps({"text": value}, default=_refuse).encode())
+    except (TypeError, ValueError, RecursionError) as error:  # of what JSON has no form for, also inside of messages
+        accepted = "a path" if takes_paths else "a string, or with chat=True a list of messages"
+        return Line(number, b"", error=f"is no input ({reason(error)}; accepted: {accepted})")
+
+
+def _refuse(value: Any) -> None:
+    raise TypeError(f"{type(value).__name__} is neither text nor in JSON")
+
+
+def _kind_of_output(task: Task) -> Kind:
+    """The type of an output in the task's records. A field that it lacks, as short recordings do, is null."""
+    scores: dict[str, Kind] = {"score": "float64"} if task.loaded.settings.get("output_scores") else {}
+    segment: Kind = {"start": "float64", "end": "float64", "text": "string"}
+    segments: dict[str, Kind] = {"segments": [segment]} if task.loaded.model.config.model_type == "whisper" else {}
+    return {"text": "string", **scores, **segments, "tokens": "int64"}
+
+
+def _arrow_type(kind: Kind) -> Any:
+    import pyarrow
+
+    if isinstance(kind, list):
+        return pyarrow.list_(_arrow_type(kind[0]))
+    if isinstance(kind, dict):
+        return pyarrow.struct([(name, _arrow_type(each)) for name, each in kind.items()])
+    return pyarrow.type_for_alias(kind)

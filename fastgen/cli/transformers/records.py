@@ -47,18 +47,15 @@ class OpenAIRequestError(WrongKindError):
 
 
 def items_of(lines: list[Line], args: RunConfig, take: Callable[[Item, Any], None]) -> list[Item]:
-    """An item for each line; `take` gets those with something in them, and what that is. Bad lines have their error.
-
-    Raises WrongKindError where INPUT's first line is of no kind that is read.
-    """
+    """An item for each line; `take` gets those with something in them, and what that is. Bad lines have their error."""
     items = [Item(line) for line in lines]
     for item in items:
         try:
+            if item.line.error is not None:
+                raise RecordError(item.line.error)
             if (found := read_input(item.line, args)) is not None:
                 take(item, found)
         except RecordError as error:
-            if isinstance(error, WrongKindError) and item.line.number == 1:
-                raise
             item.error = str(error)
     return items
 

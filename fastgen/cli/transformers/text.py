@@ -93,7 +93,7 @@ class TextInput:
         self.unused: set[str] = set()  # names in bodies of OpenAI's format that change nothing
 
     def prepare(self, lines: list[Line]) -> list[Item]:
-        """An item for each line; raises WrongKindError where INPUT's first line is of no kind that is read."""
+        """An item for each line."""
         taken: list[tuple[Item, Any]] = []
 
         def take(item: Item, found: Any) -> None:

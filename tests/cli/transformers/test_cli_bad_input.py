@@ -1,9 +1,11 @@
 """Whatever the user gets wrong is one line that names it, status 2, and nothing written."""
 
 import json
+import os
 import shutil
 from dataclasses import fields
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -268,6 +270,21 @@ def test_errors_for_every_line_of_several_batches_end_the_run_and_leave_nothing(
     assert capsys.readouterr().err.splitlines()[-1] == f"{PROG}: error: {error}"
     assert sorted(files.iterdir()) == before
     assert (files / "output.txt").read_text() == "the output of an earlier run"
+
+
+def test_a_stream_of_another_kind_is_refused_at_its_first_line(
+    capsys: pytest.CaptureFixture, files: Path, models: Path
+) -> None:
+    wrong = ({"text": 1}, "has a number"), ({"custom_id": "a", "body": {"messages": []}}, "--input_format openai")
+    for number, (record, named) in enumerate(wrong):
+        pipe = files / str(number)
+        os.mkfifo(pipe)
+        write = Thread(target=pipe.write_text, args=(json.dumps(record) + "\n",))
+        write.start()
+        assert main([str(models / "bart"), str(pipe), str(files / "output.jsonl"), "--input_format", "jsonl"]) == 2
+        write.join()
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"{PROG}: error: INPUT {pipe}: line 1 ") and named in said
 
 
 def test_an_interrupt_before_anything_is_written_leaves_nothing(

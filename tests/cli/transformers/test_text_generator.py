@@ -15,6 +15,7 @@ from python_process import run_code
 import fastgen
 from fastgen.cli.exits import InputError
 from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.generator import _chunks
 
 LINES = sentences(23)
 
@@ -127,8 +128,60 @@ def test_a_model_may_be_a_path_and_inputs_are_no_single_text(bart: Path) -> None
         generator(LINES[0])
     with pytest.raises(InputError, match=r"^text_field='text' is no column .accepted: article, id.$"):
         generator({"article": LINES, "id": LINES})
-    with pytest.raises(InputError, match=r'^the first input has a number in its field "text" .accepted: a string.$'):
-        generator([1, 2])
+
+
+def of_rows(generator: fastgen.TextGenerator, rows: list, size: int) -> list[dict]:
+    """The records of rows that come in batches of a size, as an engine cuts them."""
+    columns = [generator({"text": rows[start : start + size]}) for start in range(0, len(rows), size)]
+    names = ("input_tokens", "outputs", "error")
+    return [dict(zip(names, row, strict=True)) for each in columns for row in zip(*map(each.get, names), strict=True)]
+
+
+def test_what_is_no_text_is_its_rows_error_in_any_batch(bart: Path) -> None:
+    generator = fastgen.TextGenerator(bart, bs=4)
+    bad = [None, 1, np.float64("nan"), np.int64(3), b"word1", Path("word1"), object(), {"a": {1}}, 10**5000, ["word1"]]
+    rows = [each for value in bad for each in (value, "word1")]
+    expected = of_rows(generator, rows, len(rows))
+    assert [record["error"] is None for record in expected] == [False, True] * len(bad)
+    assert [output["text"] for record in expected for output in record["outputs"]] == (
+        plain_loop(bart, ["word1"] * len(bad), 4)
+    )
+    assert expected[0]["error"] == 'has null in its field "text" (accepted: a string)'
+    accepted = "accepted: a string, or with chat=True a list of messages"
+    assert expected[8]["error"] == f"is no input (TypeError: bytes is neither text nor in JSON; {accepted})"
+    for size in (1, 2, 3):
+        assert of_rows(generator, rows, size) == expected
+    assert [record.get("error") for record in generator(rows)] == [record["error"] for record in expected]
+
+
+def test_rows_the_model_fails_for_are_their_errors_in_any_batch(bart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, **_: object) -> None:
+        raise ValueError("this cannot be")
+
+    monkeypatch.setattr(transformers.BartForConditionalGeneration, "generate", refuse)
+    generator = fastgen.TextGenerator(bart, bs=1, window=0)
+    expected = [{"outputs": [], "error": "cannot be generated for (ValueError: this cannot be)"}] * 5
+    assert generator(LINES[:5]) == expected == [*generator(LINES[:2]), *generator(LINES[2:5])]
+
+
+@pytest.mark.parametrize("rows", [["", " ", *LINES[:3]], [*LINES[:3], None, " ".join(WORDS * 2), None, *LINES[3:5]]])
+def test_columns_have_one_type_in_all_batches_of_datasets(bart: Path, rows: list) -> None:
+    datasets = pytest.importorskip("datasets")
+    generator = fastgen.TextGenerator(bart, num_beams=2, bs=4)
+    plain = datasets.Dataset.from_dict({"text": rows})
+    expected = generator(rows)
+    for size in (1, 2, len(rows)):
+        found = plain.map(generator, batched=True, batch_size=size, load_from_cache_file=False)
+        assert [texts([row]) for row in found] == [texts([record]) for record in expected]
+        assert found["error"][:] == [record.get("error") for record in expected]
+        assert found["input_tokens"][:] == [record.get("input_tokens") for record in expected]
+        assert found.features["error"] == datasets.Value("string")
+
+
+def test_paths_are_paths_of_sounds(tmp_path: Path) -> None:
+    found = list(_chunks([tmp_path / "a.wav", "b.wav", b"c.wav"], 4))
+    assert [line.error is None for line in found[0]] == [True, True, False]
+    assert json.loads(found[0][0].raw) == {"text": str(tmp_path / "a.wav")}
 
 
 def test_it_is_imported_when_it_is_first_used() -> None:

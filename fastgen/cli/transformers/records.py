@@ -156,12 +156,28 @@ def _messages(messages: list[Any], args: RunConfig) -> Messages:
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
             raise RecordError(f'has {kind(message)} as message {number} in its field "{name}" (accepted: an object)')
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
+        for key, text in (("role", message.get("role")), ("content", _content(message))):
+            if not isinstance(text, str):
                 raise RecordError(f'has no text as "{key}" of message {number} in its field "{name}"')
+    messages = [message | {"content": _content(message)} for message in messages]
     if args.system is not None and messages[0]["role"] != "system":
         return [{"role": "system", "content": args.system}, *messages]
     return messages
+
+
+def _content(message: dict[str, Any]) -> str | None:
+    """The text of a message, its parts in lines; None where there is another thing than text in it.
+
+    A message of an assistant that calls tools has none.
+    """
+    content = message.get("content")
+    if content is None and message.get("role") == "assistant":
+        return ""
+    if isinstance(content, list):
+        parts = (part.get("text") if isinstance(part, dict) else None for part in content)
+        texts = [text for text in parts if isinstance(text, str)]
+        return "\n".join(texts) if len(texts) == len(content) > 0 else None
+    return content if isinstance(content, str) else None
 
 
 def kind(value: Any) -> str:

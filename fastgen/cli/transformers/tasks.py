@@ -243,7 +243,23 @@ class ChatTask(CausalTask):
 
     def settings_of(self, item: Item) -> dict[str, Any]:
         settings = dict(item.group or ())
-        return settings | ({"max_length": None} if "max_new_tokens" in settings else {})
+        settings |= {"max_length": None} if "max_new_tokens" in settings else {}
+        if "stop_strings" in settings:
+            from transformers import StopStringCriteria
+
+            settings["tokenizer"] = self.loaded.tokenizer
+            try:  # the library keeps what it computes for that
+                StopStringCriteria(settings["tokenizer"], settings["stop_strings"])
+            except Exception:  # a vocabulary that it cannot take apart: texts are cut afterwards
+                del settings["stop_strings"]
+        return settings
+
+    def call_model(self, batch: Batch, settings: dict[str, Any]) -> Any:
+        if "seed" in settings:  # of a request, in place of that of its batch
+            import torch
+
+            torch.manual_seed(settings["seed"][0])
+        return super().call_model(batch, {name: value for name, value in settings.items() if name != "seed"})
 
 
 class TranscribeTask(Task):

@@ -7,7 +7,6 @@ Tests: tests/cli/transformers/test_cli_preprocess.py, tests/cli/transformers/tes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,7 +18,8 @@ from fastgen.cli.transformers import records
 from fastgen.cli.transformers.args import RunConfig
 from fastgen.cli.transformers.batching import GeneratedBatch, Item
 from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.model import Loaded, embedded_tokens, input_limit, lengths_of_inputs
+from fastgen.cli.transformers.model import Loaded, embedded_tokens, lengths_of_inputs
+from fastgen.cli.transformers.openai import Bodies, before_stop, stop_strings
 from fastgen.cli.transformers.settings import token_ids
 
 TOKENIZER_RAISES = "cannot be tokenized"
@@ -31,15 +31,6 @@ SHORTEST_LONG_TEXT = 1 << 18
 # Where nothing says how many tokens there may be.
 TOKENS_WITHOUT_LIMIT = 1 << 16
 CHAT_IS_NOT_TRUNCATED = "--max_tokenizer_length; a conversation is not truncated, its end is where the answer begins"
-# What a body of OpenAI's batch format may ask for, by the library's names.
-BODY_SETTINGS = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-}
-BODY_WITHOUT_SETTINGS = ("model", "messages", *BODY_SETTINGS)
-
 # What brings the scores of beams.
 SCORES = {"output_scores": True, "return_dict_in_generate": True}
 
@@ -48,8 +39,8 @@ class TextInput:
     """Tokenizes lines, {"input_ids": int64 [N]} for each; threads may share it.
 
     args.prefix: stands before every text that is not empty, but not before a list of messages. truncate_to: to so many
-    tokens texts are truncated. most: the most tokens that the model takes, and what sets this limit; `most_of(n)`: of
-    an input that asks for n new ones. embedded_tokens: how many the model's embedding has. None: nothing limits it.
+    tokens texts are truncated. most: the most tokens that the model takes, and what sets this limit. embedded_tokens:
+    how many the model's embedding has. None: nothing limits it. bodies: reads requests of OpenAI's batch format.
     """
 
     truncates: ClassVar[bool] = True
@@ -62,9 +53,9 @@ class TextInput:
         truncate_to: int | None = None,
         most: tuple[int, str] | None = None,
         embedded_tokens: int | None = None,
-        most_of: Callable[[int], tuple[int, str] | None] = lambda new_tokens: None,
+        bodies: Bodies | None = None,
     ) -> None:
-        self._tokenizer, self._args, self._most_of, self._embedded = tokenizer, args, most_of, embedded_tokens
+        self._tokenizer, self._args, self._bodies, self._embedded = tokenizer, args, bodies, embedded_tokens
         limits = [] if most is None else [most]
         # Truncating is asked for by a length; without one the full length is wanted, to compare it with the limit.
         self._options: dict[str, Any] = {}
@@ -90,15 +81,15 @@ class TextInput:
         self.line_bytes = 4 * (self.characters + 2)
         if args.reads_records:
             self.line_bytes = max(self.line_bytes, records.LONGEST_RECORD)
-        self.unused: set[str] = set()  # names in bodies of OpenAI's format that change nothing
+        self.unused: set[str] = set() if bodies is None else bodies.unused
 
     def prepare(self, lines: list[Line]) -> list[Item]:
         """An item for each line."""
         taken: list[tuple[Item, Any]] = []
 
         def take(item: Item, found: Any) -> None:
-            if self._args.input_format == "openai":
-                item.group = self._body_settings(item.line)
+            if self._bodies is not None:
+                item.group = self._bodies.settings(item.line)
             contents = [found] if isinstance(found, str) else [message["content"] for message in found]
             if sum(map(len, contents)) > self.characters:
                 self._fill(item, self._encode_long(found))
@@ -117,8 +108,8 @@ class TextInput:
 
     def _fill(self, item: Item, ids: list[int] | str) -> None:
         known, most = self._embedded, self._most
-        if asked := dict(item.group or ()).get("max_new_tokens"):
-            most = min(filter(None, (most, self._most_of(asked))), default=None)
+        if self._bodies is not None:
+            most = min(filter(None, (most, self._bodies.input_limit(item.group))), default=None)
         if isinstance(ids, str):
             item.error = ids
         elif most is not None and len(ids) > most[0]:
@@ -127,25 +118,6 @@ class TextInput:
             item.error = f"has the token {max(ids)}, the last that MODEL knows is {known - 1}"
         elif ids:  # a tokenizer may find no token in a text of characters that it drops
             item.arrays, item.length = {"input_ids": np.array(ids, np.int64)}, len(ids)
-
-    def _body_settings(self, line: Line) -> list[list[Any]] | None:
-        """What the body of a request asks generate for, as JSON; requests that ask for the same share batches."""
-        body = records.parse(records.decode(line))["body"]
-        self.unused.update(name for name in body if name not in BODY_WITHOUT_SETTINGS)
-        found: dict[str, Any] = {}
-        for name, setting in BODY_SETTINGS.items():
-            value = body.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-                raise records.RecordError(
-                    f'has {records.kind(value)} as "{name}" of its body (accepted: a number, 0 or more)'
-                )
-            found[setting] = value
-        if "temperature" in found:
-            found["do_sample"] = found["temperature"] > 0
-            found["temperature"] = float(found["temperature"]) or 1.0
-        return [list(each) for each in sorted(found.items())] or None
 
     def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
         """input_ids [B, N], padded, with the attention_mask that tells them from padding."""
@@ -170,7 +142,8 @@ class TextInput:
     def of(cls, loaded: Loaded) -> TextInput:
         """For a model, with the prefix of its task unless there is another."""
         limits = *lengths_of_inputs(loaded), embedded_tokens(loaded.model)
-        return cls(loaded.tokenizer, loaded.args, *limits, partial(input_limit, loaded))
+        bodies = Bodies(loaded) if loaded.args.input_format == "openai" else None
+        return cls(loaded.tokenizer, loaded.args, *limits, bodies)
 
 
 class ChatInput(TextInput):
@@ -240,7 +213,11 @@ class TextOutput:
             if isinstance(found, str):
                 item.error = found
                 continue
+            stops = stop_strings(item)
             for row, text in enumerate(found, start=index * each):
+                if stops:
+                    text, stopped = self._until(stops, text, sequences[row])
+                    ended[row] |= stopped
                 output: dict[str, Any] = {"text": text}
                 if generated.scores is not None:
                     output["score"] = generated.scores[row]
@@ -248,6 +225,13 @@ class TextOutput:
                     output["segments"] = [self._segment(*part) for part in generated.segments[row]]
                 item.outputs.append(output | {"tokens": int(tokens[row]), "ended": bool(ended[row])})
         return int(tokens.sum())
+
+    def _until(self, stops: list[str], text: str, sequence: np.ndarray) -> tuple[str, bool]:
+        """The text before the first of these strings, and whether one is there, or a special token; sequence: [T]."""
+        if (before := before_stop(text, stops)) is not None:
+            return before, True
+        whole = self._decode(sequence[None, self._start :], skip_special_tokens=False)[0]
+        return text, before_stop(whole, stops) is not None
 
     def _segment(self, start: float, end: float, tokens: list[int]) -> dict[str, Any]:
         return {"start": start, "end": end, "text": self._decode([tokens])[0]}

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from cli_models import save_gpt2
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import fastgen
 from fastgen.cli.transformers.command import main
@@ -61,7 +62,7 @@ def test_requests_are_recognised_and_bodies_are_applied(
     requests = [
         request("a", "word1 word2", max_tokens=3),
         request("b", "word3", max_completion_tokens=8, temperature=0),
-        request("c", "word4 word5 word6", stop=["x"], user="me"),
+        request("c", "word4 word5 word6", stop=["x"], logprobs=True, user="me"),
         request("d", "word7", max_tokens=5, temperature=0.7, top_p=0.9),
     ]
     found = run(chat, tmp_path, requests, "--output_format", "openai", "--seed", "5", "--bs", "1")
@@ -88,7 +89,7 @@ def test_requests_are_recognised_and_bodies_are_applied(
         for n in range(4)
     }
     assert found[3]["response"]["body"]["choices"][0]["message"]["content"] in samples
-    assert "what bodies of requests have besides was not used: stop, user" in capsys.readouterr().err
+    assert "what bodies of requests have besides was not used: logprobs, user" in capsys.readouterr().err
 
 
 def test_other_formats_keep_the_fields_of_requests(chat: Path, tmp_path: Path) -> None:
@@ -99,6 +100,145 @@ def test_other_formats_keep_the_fields_of_requests(chat: Path, tmp_path: Path) -
         plain(chat, "word1 word2")[0],
         plain(chat, "word3")[0],
     ]
+
+
+def texts(responses: list[dict]) -> list[list[str]]:
+    """The contents of all choices of each response."""
+    return [
+        [choice["message"]["content"] for choice in each["response"]["body"]["choices"]]
+        for each in responses
+        if each["error"] is None
+    ]
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokens are bytes, so that the library can look for stop strings in them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: index for index, letter in enumerate(["</s>", *alphabet])}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=257, n_embd=16, n_layer=1, n_head=2, n_positions=64, initializer_range=0.5, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).eval()
+    printable = [index for index, letter in enumerate(alphabet, start=1) if not ("0" <= letter <= "~")]
+    model.generation_config.update(suppress_tokens=[0, *printable], max_new_tokens=12)
+    folder = tmp_path_factory.mktemp("letters")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_an_answer_ends_before_its_stop_string(letters: Path, tmp_path: Path, as_list: bool) -> None:
+    whole, prompt, tokens = plain(letters, "ab")
+    assert len(whole) == tokens == 12
+    stop = whole[5:7]
+    requests = [request("a", "ab", stop=[stop, "\n"] if as_list else stop), request("b", "ab"), request("c", "cd")]
+    found = run(letters, tmp_path, requests, "--output_format", "openai", "--bs", "3")
+    assert texts(found) == [[whole[: whole.index(stop)]], [whole], [plain(letters, "cd")[0]]]
+    body, other = (each["response"]["body"] for each in found[:2])
+    assert body["choices"][0]["finish_reason"] == "stop" and other["choices"][0]["finish_reason"] == "length"
+    model, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(letters), transformers.AutoTokenizer
+    tokenizer = tokenizer.from_pretrained(letters)
+    with fastgen.disabled():
+        ids = model.generate(
+            **tokenizer("user ab ", return_tensors="pt"), stop_strings=[stop], tokenizer=tokenizer, pad_token_id=0
+        )
+    assert body["usage"]["completion_tokens"] == ids.shape[1] - prompt < tokens
+
+
+def test_a_stop_string_cuts_texts_of_any_tokenizer(chat: Path, tmp_path: Path) -> None:
+    whole = plain(chat, "word1 word2")[0]
+    stop = whole.split()[2]
+    found = run(chat, tmp_path, [request("a", "word1 word2", stop=stop)], "--output_format", "openai")
+    assert texts(found) == [[whole[: whole.index(stop)]]]
+    assert found[0]["response"]["body"]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_seed_gives_the_samples_of_the_library_in_any_file(chat: Path, tmp_path: Path) -> None:
+    asked = {"temperature": 0.9, "max_tokens": 6}
+    one, other = request("a", "word1", seed=7, n=3, **asked), request("b", "word4 word5", **asked)
+    settings = {"max_new_tokens": 6, "do_sample": True, "temperature": 0.9}
+    model = transformers.AutoModelForCausalLM.from_pretrained(chat)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat)
+    inputs = tokenizer("user word1 ", return_tensors="pt", add_special_tokens=False)
+    torch.manual_seed(7)
+    with fastgen.disabled():
+        ids = model.generate(inputs["input_ids"], pad_token_id=2, num_return_sequences=3, **settings)
+    expected = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert len(set(expected)) > 1
+    for number, requests in enumerate([[one], [other, one, other], [one, one, other, other]]):
+        found = texts(run(chat, tmp_path, requests, "--output_format", "openai", "--seed", str(number), "--bs", "4"))
+        assert [each for each, of in zip(found, requests, strict=True) if of is one] == [expected] * requests.count(one)
+        assert [len(each) for each, of in zip(found, requests, strict=True) if of is other] == [1] * (
+            requests.count(other)
+        )
+
+
+def test_requests_without_sampling_share_batches_whatever_their_seeds(chat: Path, tmp_path: Path) -> None:
+    requests = [request(str(number), "word1", seed=number, temperature=0) for number in range(3)]
+    assert texts(run(chat, tmp_path, requests, "--output_format", "openai")) == [[plain(chat, "word1")[0]]] * 3
+
+
+def test_content_may_be_parts_of_text_or_null_for_an_assistant(chat: Path, tmp_path: Path) -> None:
+    def asked(*contents: Any) -> dict[str, Any]:
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+        return request("a", "") | {"body": {"messages": messages}}
+
+    parts = [{"type": "text", "text": "word1"}, {"type": "text", "text": "word2"}]
+    requests = [asked(parts), asked("word1\nword2"), asked("word1", None, "word3"), asked("word1", "", "word3")]
+    found = texts(run(chat, tmp_path, requests, "--output_format", "openai"))
+    assert found[0] == found[1] == [plain(chat, "word1 word2")[0]] and found[2] == found[3]
+    image = [{"type": "text", "text": "word1"}, {"type": "image_url", "image_url": {"url": "a"}}]
+    found = run(chat, tmp_path, [requests[0], asked(image), asked([]), asked(None)], status=1)
+    assert [record.get("error") for record in found[1:]] == [
+        'has no text as "content" of message 1 in its field "body.messages"'
+    ] * 3
+
+
+BAD = [
+    (
+        {"max_tokens": 10**9},
+        'has 1000000000 as "max_tokens" of its body (accepted: up to 63, of MODEL\'s 64 positions)',
+    ),
+    ({"max_completion_tokens": 10**30}, "accepted: up to 63"),
+    ({"max_tokens": 64}, "accepted: up to 63"),
+    ({"max_tokens": float("inf")}, 'has Infinity as "max_tokens" of its body (accepted: a whole number, 1 or more)'),
+    ({"max_tokens": float("nan")}, "accepted: a whole number"),
+    ({"max_tokens": 0}, "accepted: a whole number"),
+    ({"max_tokens": 2.5}, "accepted: a whole number"),
+    ({"temperature": float("inf")}, "accepted: a number, 0 or more"),
+    ({"top_p": 1.5}, "accepted: a number from 0 to 1"),
+    ({"n": 0}, "accepted: 1 to 128"),
+    ({"n": 2}, 'has 2 as "n" of its body (accepted: 1, or a "temperature" above 0)'),
+    ({"seed": "a"}, 'has a string as "seed"'),
+    ({"stop": [""]}, 'has a list as "stop" of its body (accepted: strings with text)'),
+    ({"stop": 5}, 'has 5 as "stop"'),
+]
+
+
+def test_what_a_body_may_not_ask_for_is_named(chat: Path, tmp_path: Path) -> None:
+    requests = [
+        request("a", "word1", max_tokens=3.0, stop=[], n=1),
+        *(request("b", "word1", **body) for body, _ in BAD),
+    ]
+    good, *bad = run(chat, tmp_path, requests, "--output_format", "openai", status=1)
+    assert texts([good]) == [[plain(chat, "word1", max_new_tokens=3)[0]]]
+    for response, (_, message) in zip(bad, BAD, strict=True):
+        said = response["error"]["message"]
+        assert message in said and "-" not in said and " inf" not in said
+    several = [request("a", "word1"), request("b", "word1", n=2, temperature=1)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(each) + "\n" for each in several))
+    assert main([str(chat), str(tmp_path / "in.jsonl"), str(tmp_path / "out.txt"), "--output_format", "text"]) == 1
+    assert (tmp_path / "out.txt").read_text() == plain(chat, "word1")[0] + "\n\n"
+    found = run(chat, tmp_path, [several[0], several[0] | {"body": several[0]["body"] | {"n": 2}}], "--beam", "2")
+    assert [len(record["outputs"]) for record in found] == [1, 2]
 
 
 def test_a_bad_request_fails_alone(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

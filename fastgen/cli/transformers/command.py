@@ -149,16 +149,21 @@ def _with_first_record(args: RunConfig) -> RunConfig:
 
 
 def _with_first_checked(chunks: Iterator[list[files.Line]], args: RunConfig) -> Iterator[list[files.Line]]:
-    """The lines of a stream, whose first is looked at here; raises InputError where it is of no kind that is read."""
+    """The lines of a stream, whose first is looked at here."""
     for lines in chunks:
         if lines and lines[0].number == 1:
-            try:
-                records.read_input(lines[0], args)
-            except records.WrongKindError as error:
-                raise InputError(f"INPUT {args.input}: line 1 {error}") from error
-            except records.RecordError:
-                pass  # which that line fails for
+            _check_first(lines[0], args)
         yield lines
+
+
+def _check_first(line: files.Line, args: RunConfig) -> None:
+    """Raises InputError where INPUT's first line is of a kind that is not read; what else is wrong fails that line."""
+    try:
+        records.read_input(line, args)
+    except records.WrongKindError as error:
+        raise InputError(f"INPUT {args.input}: line 1 {error}") from error
+    except records.RecordError:
+        pass
 
 
 def _as_before(args: RunConfig, before: dict[str, Any]) -> RunConfig:
@@ -263,6 +268,9 @@ def check_files(args: RunConfig) -> files.Survey | None:
             why = f"{flag} needs {name} to be a file, and {path} can be gone through only once"
             raise InputError(f"{name} {path}: {why}")
     surveyed = None if files.is_stream(args.input) else files.survey(args.input)
+    if surveyed is not None and not args.reads_records:  # records are looked at first of all
+        for line in next(files.read_chunks(args.input, 1, longest=records.LONGEST_RECORD), []):
+            _check_first(line, args)
     sources = {"INPUT": args.input, "--reference_path": args.reference_path}
     files.check_writable("OUTPUT", args.output, sources)
     if args.score_path is not None:

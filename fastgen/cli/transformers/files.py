@@ -100,13 +100,24 @@ def _read(file: Any, size: int) -> bytes:
     return block
 
 
+def _blocks(file: Any, size: int) -> Iterator[tuple[bytes, bytes]]:
+    """The blocks of a file, and the same with LFs at the ends of lines: a file may begin with lone CRs, and no LF."""
+    raw = b""
+    while len(raw) < READ_BLOCK and b"\n" not in raw and (more := _read(file, size)):
+        raw += more
+    has_crs = b"\n" not in raw and b"\r" in raw[:-1]  # behind the last byte there may be the LF of a CRLF
+    while raw:
+        yield raw, raw.replace(b"\r", b"\n") if has_crs else raw
+        raw = _read(file, size)
+
+
 def survey(path: str) -> Survey:
     """Counts the lines of INPUT."""
     digest = hashlib.sha256()
     lines, last = 0, b"\n"
     with opened("INPUT", path) as file:
-        while block := _read(file, BLOCK):
-            digest.update(block)
+        for raw, block in _blocks(file, BLOCK):
+            digest.update(raw)
             lines += block.count(b"\n")
             last = block[-1:]
     return Survey(lines + (last != b"\n"), digest.hexdigest())
@@ -146,7 +157,7 @@ def _ended_lines(file: Any, longest: int) -> Iterator[list[bytes]]:
     """
     begun: list[bytes] = []  # joined once: a line of many blocks would be copied for each
     held = 0
-    while block := _read(file, READ_BLOCK):
+    for _, block in _blocks(file, READ_BLOCK):
         *ended, rest = block.split(b"\n")
         if ended:
             ended[0] = b"".join([*begun, ended[0]])

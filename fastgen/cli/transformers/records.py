@@ -30,6 +30,11 @@ Messages = list[dict[str, Any]]
 SEPARATOR = "####"
 LONGEST_LIST = 100  # characters of names of fields in a message
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+# The first bytes of a file; those of UTF-32 may begin as those of UTF-16.
+WIDE_MARKS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 # JSON allows these inside strings, and some programs end a line at them.
 _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -73,8 +78,10 @@ def each_or_error(call: Callable[[Any], Any], inputs: Any, what: str) -> list[An
 def decode(line: Line) -> str:
     """The line's text, without the byte order mark of a file and without the CR of a CRLF.
 
-    Where a line is cut in the middle of a character, without that.
+    Where a line is cut in the middle of a character, without that. Raises RecordError.
     """
+    if line.number == 1 and (encoding := _wide_encoding(line.raw)) is not None:
+        raise WrongKindError(f"is {encoding} text (accepted: UTF-8, as iconv -f {encoding} -t UTF-8 makes it)")
     try:
         text, _ = codecs.utf_8_decode(line.raw, "strict", not line.cut)
     except UnicodeDecodeError as error:
@@ -82,6 +89,15 @@ def decode(line: Line) -> str:
     if line.number == 1:
         text = text.removeprefix("\ufeff")
     return text.removesuffix("\r")
+
+
+def _wide_encoding(raw: bytes) -> str | None:
+    """The encoding of several bytes a character in which a file begins, by its mark or the zeros of plain letters."""
+    for encoding, marks in WIDE_MARKS.items():
+        if raw.startswith(marks):
+            return encoding
+    is_wide = len(raw) > 3 and raw.strip(b"\0") and not (raw[::2].strip(b"\0") and raw[1::2].strip(b"\0"))
+    return "UTF-16" + ("LE" if raw[0] else "BE") if is_wide else None
 
 
 def parse(text: str) -> dict[str, Any]:

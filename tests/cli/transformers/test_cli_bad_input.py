@@ -287,6 +287,18 @@ def test_a_stream_of_another_kind_is_refused_at_its_first_line(
         assert said.startswith(f"{PROG}: error: INPUT {pipe}: line 1 ") and named in said
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["wide.txt", "wide.jsonl"])
+def test_a_file_of_utf_16_is_named_at_its_first_line(
+    capsys: pytest.CaptureFixture, files: Path, encoding: str, name: str
+) -> None:
+    text = json.dumps({"text": "word1"}) if name.endswith("jsonl") else "word1 wörd2"
+    (files / name).write_bytes(f"{text}\r\n{text}\r\n".encode(encoding))
+    named = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
+    command = ["/no/such/model", str(files / name), str(files / "output.txt"), "--quiet"]
+    check_refused(capsys, files, command, f"INPUT {files / name}: line 1 is {named} text (accepted: UTF-8, as iconv")
+
+
 def test_an_interrupt_before_anything_is_written_leaves_nothing(
     capsys: pytest.CaptureFixture, files: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from fastgen.cli.exits import InputError
 from fastgen.cli.transformers.files import READ_BLOCK, Survey, is_stream, read_chunks, survey
 from fastgen.cli.transformers.metrics import read_references
 
+CRS = [b"one\rtwo\r\rthree", b"one\rtwo\r", b"\r\r", b"x" * 70_000 + b"\none\rtwo\n", b"one\r", b"one\rtwo\n"]
 CONTENTS = [
     b"",
     b"one\n",
@@ -74,6 +75,23 @@ def test_every_byte_between_line_feeds_is_a_line(tmp_path: Path, data: bytes) ->
     with fifo(tmp_path / "pipe", data) as pipe:
         assert is_stream(str(pipe))
         assert read_all(pipe) == expected
+
+
+def test_a_file_of_lone_crs_is_lines(tmp_path: Path) -> None:
+    expected = [[b"one", b"two", b"", b"three"], [b"one", b"two"], [b"", b""], None, [b"one\r"], [b"one\rtwo"]]
+    for data, lines in zip(CRS, expected, strict=True):
+        (tmp_path / "in").write_bytes(data)
+        found = [raw for _, raw in read_all(tmp_path / "in")]
+        assert found == (lines_of(data) if lines is None else lines)
+        assert survey(str(tmp_path / "in")) == Survey(len(found), hashlib.sha256(data).hexdigest())
+    many = b"\r".join(b"%d" % number for number in range(30_000))
+    (tmp_path / "in").write_bytes(many)
+    assert [raw for _, raw in read_all(tmp_path / "in")] == many.split(b"\r")
+    assert survey(str(tmp_path / "in")).lines == 30_000
+    with fifo(tmp_path / "pipe", many[:4], many[4:9], many[9:]) as pipe:
+        assert [raw for _, raw in read_all(pipe)] == many.split(b"\r")
+    with fifo(tmp_path / "crlf", b"one\r", b"\ntw", b"o\r\n") as pipe:
+        assert [raw for _, raw in read_all(pipe)] == [b"one\r", b"two\r"]
 
 
 def test_the_lines_up_to_n_obs_are_read(tmp_path: Path) -> None:

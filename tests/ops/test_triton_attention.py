@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import python_process
 import torch
 from python_process import run_code
 from torch import Tensor
@@ -46,7 +48,8 @@ def case(name: str, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], list[Tens
 
 def run_alone(call: str, **environment: str) -> None:
     """Calls a function of this file in a process of its own: whether Triton interprets is decided by its import."""
-    run_code(f"import {Path(__file__).stem}; {Path(__file__).stem}.{call}", Path(__file__).parent, **environment)
+    name, folders = Path(__file__).stem, (Path(__file__).parent, Path(python_process.__file__).parent)
+    run_code(f"import {name}; {name}.{call}", os.pathsep.join(map(str, folders)), **environment)
 
 
 def compare_all() -> None:

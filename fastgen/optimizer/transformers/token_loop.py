@@ -89,6 +89,7 @@ class TokenLoop:
     input_ids: of the rows that are there, `[rows, length]`; going_on: those that have not ended; row_index: which of
     all_rows rows they are. finished: before rows left, the indices and tokens of those that were there. late_stop:
     where the end is read one step late, because the host is not to wait for the device. draws_itself: with `_draw`.
+    drew_for_padding: whether tokens were drawn from what the model makes of padding.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, compacts: bool) -> None:
@@ -100,6 +101,7 @@ class TokenLoop:
         self.row_index = torch.arange(self.all_rows, device=device)
         self.finished: list[tuple[Tensor, Tensor]] = []
         self.late_stop = LateStopCheck(device) if step.stops_late else None
+        self.drew_for_padding = False
         self.draws_itself = config.do_sample and device.type == "cpu" and _draws_as_torch()
         is_cuda = device.type == "cuda"
         self.random = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
@@ -159,11 +161,18 @@ class TokenLoop:
     def compact(self) -> None:
         """Drops rows that have ended, where that pays.
 
-        All inputs that stay keep as many rows as the one of which most go on, for keys that they share.
+        All inputs that stay keep as many rows as the one of which most go on, for keys that they share. The library
+        draws for rows that have ended, too, and raises an error where the logits of padding are not finite: until one
+        row has shown that they are, all stay.
         """
         step = self.step
         if step.call.rows and step.steps == 1:
             step.rows_per_input = step.call.rows_per_input
+        if self.config.do_sample and not self.drew_for_padding:
+            fed = self.input_ids[:, -2:-1]  # none in the first step behind embeddings
+            self.drew_for_padding = self.pad is not None and bool((fed == self.pad).any())
+            if not self.drew_for_padding:
+                return
         going_on = self.going_on.view(-1, step.rows_per_input)  # [inputs, rows_per_input]
         counts = going_on.sum(dim=1)
         kept, most = counts.nonzero().flatten(), int(counts.max())

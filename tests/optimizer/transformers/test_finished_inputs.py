@@ -176,6 +176,21 @@ def test_a_library_that_refuses_to_draw_raises_its_error_after_rows_have_left(mo
         model.generate(**inputs_of("llama"), **ENDS | {"do_sample": True}, num_return_sequences=8)
 
 
+@pytest.mark.parametrize("number", (torch.nan, torch.inf))
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_padding_that_is_not_finite_raises_the_librarys_error(name, number):
+    model, states = tiny(name, kind(name)), []
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.get_input_embeddings().weight.data[model.generation_config.pad_token_id] = number
+    arguments = {**ENDS, "do_sample": True, "num_return_sequences": 3}
+    for context in (fastgen.disabled(), nullcontext()):
+        torch.manual_seed(3)
+        with context, pytest.raises(RuntimeError, match="probability tensor contains"):
+            model.generate(token_ids(1, 6), **arguments)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
 class ByPlace(LogitsProcessor):
     """Forbids each row another token."""
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,6 +139,26 @@ def is_transformed() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
+
+
+# Functions by which decoding loops choose tokens and move rows, in torch and in its module of functions.
+_OF_LOOPS = (
+    (torch, ("argmax", "cat", "gather", "isin", "log_softmax", "multinomial", "softmax", "sort")),
+    (torch, ("take_along_dim", "topk", "where")),
+    (functional, ("log_softmax", "softmax")),
+)
+
+
+def replaced_functions() -> list[str]:
+    """The functions of decoding loops in whose place the program has put others."""
+    return [f"{space.__name__}.{name}" for space, names in _OF_LOOPS for name in names if not _is_torchs(space, name)]
+
+
+def _is_torchs(space: Any, name: str) -> bool:
+    function = getattr(space, name, None)
+    if type(function) is FunctionType:
+        return function.__globals__ is vars(space) and function.__name__ == name
+    return type(function) is BuiltinFunctionType and function.__name__ == name
 
 
 class TransparentMode(TorchFunctionMode):

@@ -24,7 +24,7 @@ from types import ModuleType
 from fastgen.patching.import_hooks import LOCK, call_after_import
 from fastgen.patching.patch import Patch, PatchState, PatchStates
 from fastgen.patching.target import Target, Unmet, find_target, too_old, untested_reason
-from fastgen.provenance import is_from_elsewhere
+from fastgen.provenance import is_from_elsewhere, packages_of
 
 logger = logging.getLogger("fastgen")
 
@@ -204,9 +204,15 @@ class PatchSet:
         return {group: records[0].reason for group, records in self._groups.items() if records[0].state == "failed"}
 
     def in_effect(self, name: str) -> bool:
-        """Whether calls reach this patch first: it is applied, and nobody has patched on top of it."""
+        """Whether calls reach this patch first, and then the host: nobody has patched on top of it, or before it."""
         record = self._by_name.get(name)
-        return record is not None and record.target is not None and record.target.is_on_top()
+        is_on_top = record is not None and record.target is not None and record.target.is_on_top()
+        return is_on_top and self.replaces_host(name)
+
+    def replaces_host(self, name: str) -> bool:
+        """Whether this patch stands in front of the host's own function, and not of one that was put there before."""
+        record = self._by_name[name]
+        return record.target is not None and packages_of(record.target.function) == {record.patch.host}
 
     @property
     def is_on(self) -> bool:

@@ -20,6 +20,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment, SequenceGenerator
 from torch import Tensor, nn
 
+from fastgen.ops.tracing import replaced_functions
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall
@@ -233,9 +234,11 @@ def loop_reasons_sync(
     if not comes_with(generator.finalize_hypos, SequenceGenerator):
         replaced.append(f"{type(generator).__name__}.finalize_hypos is not that of SequenceGenerator")
     # fairseq brings beams back that had ended where a prefix ends its sentence; their caches hold padding.
+    functions = replaced_functions()
     has_end = prefixes is not None and bool(prefixes.eq(generator.eos).any())
     reasons = that_hold(
         *(("METHOD_REPLACED", text, True) for text in replaced),
+        *(("FUNCTION_REPLACED", f"{name} is not that of torch", True) for name in functions),
         ("UNTESTED", "this version of fairseq is newer than any tested", "fairseq" in PATCH_SET.untested_hosts),
         ("ENSEMBLE_TYPE", f"models in a {type(ensemble).__name__} (supported: EnsembleModel)", is_unknown),
         ("GRADIENTS", "autograd records, but caches are written in place", torch.is_grad_enabled()),

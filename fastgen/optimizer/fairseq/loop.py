@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fastgen.optimizer.fairseq.checks import HostGenerator, computes_prompt_at_once
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
+from fastgen.provenance import comes_with
 
 # Log-probabilities of all words are needed at all positions of the prompt, but not at once.
 MAX_ELEMENTS = 1 << 25
@@ -140,8 +141,9 @@ class Loop:
 
     def skip_prompt(self) -> int:
         """Writes the prompt where the search draws nothing and keeps no state; returns the first step left to do."""
-        prompt, generator = self.prompt, self.generator
-        if prompt is None or type(generator.search) is not BeamSearch or generator.repeat_ngram_blocker is not None:
+        prompt, generator, search = self.prompt, self.generator, self.generator.search
+        is_librarys = type(search) is BeamSearch and comes_with(search.step, BeamSearch)
+        if prompt is None or not is_librarys or generator.repeat_ngram_blocker is not None:
             return 0
         self.tokens[:, 1 : prompt.length + 1] = prompt.tokens.repeat_interleave(self.num_beams, dim=0)
         self.scores[:, : prompt.length] = -torch.inf

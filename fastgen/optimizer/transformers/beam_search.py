@@ -52,8 +52,8 @@ def beam_search(
     **model_kwargs: Any,
 ) -> Any:
     processors = no_repeat_ngram.writing_processors(logits_processor, generation_config)
-    call = current_call()
-    if call is None or _reasons(call, self, stopping_criteria, generation_config, synced_gpus, model_kwargs):
+    call, called = current_call(), (logits_processor, stopping_criteria)
+    if call is None or _reasons(call, self, *called, generation_config, synced_gpus, model_kwargs):
         return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
     captures = checks.can_capture(call, self, generation_config, input_ids, model_kwargs)
     rows, num_beams = input_ids.shape[0], generation_config.num_beams
@@ -68,14 +68,20 @@ def beam_search(
 
 
 def _reasons(
-    call: GenerateCall, model: checks.HostModel, criteria: Any, config: Any, synced_gpus: bool, kwargs: dict
+    call: GenerateCall,
+    model: checks.HostModel,
+    processors: Any,
+    criteria: Any,
+    config: Any,
+    synced_gpus: bool,
+    kwargs: dict[str, Any],
 ) -> list[Reason]:
     """Why this search is left to the library, as the report tells."""
     reasons = [Reason("SAMPLED_BEAMS", "beams are sampled")] if config.do_sample else []
     if config.low_memory:
         reasons.append(Reason("LOW_MEMORY", "low_memory is set"))
     call.report.add_reasons(LOOP, reasons)
-    return reasons or checks.loop_reasons(call, model, criteria, config, synced_gpus, kwargs, METHODS)
+    return reasons or checks.loop_reasons(call, model, processors, criteria, config, synced_gpus, kwargs, METHODS)
 
 
 def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,10 +152,16 @@ class BeamSearch:
         """The best of all next tokens: their scores, the rows that they continue, and the tokens, `[B, C]` each."""
         logits = self.step.logits(self.input_ids)
         allowed = self.allowed_candidates(logits) if self.is_constrained else None
-        candidates, index = allowed or self.all_candidates(logits)
+        log_probs, width = None, logits.shape[1]
+        if allowed is None and self.step.processors:
+            log_probs = self.step.processors(self.input_ids, functional.log_softmax(logits, dim=-1))
+            by_beam = [*self.scores.shape, *log_probs.shape[1:]]
+            log_probs = torch.reshape(log_probs, by_beam).flatten(0, 1)  # as the library does, whose errors these are
+            width = log_probs.shape[1]  # a processor may cut tokens off, or add some
+        candidates, index = allowed or best_of_all(logits, self.scores, self.num_candidates, log_probs)
         if self.step.steps == 1:
             self.input_ids = self.prompt
-        beams, tokens = index // logits.shape[1], index % logits.shape[1]
+        beams, tokens = index // width, index % width
         first_rows = torch.arange(0, self.input_ids.shape[0], self.num_beams, device=logits.device)
         return candidates, first_rows[:, None] + beams, tokens
 
@@ -170,15 +182,6 @@ class BeamSearch:
         if found is not None:
             count(constrained.ALONE)
         return found
-
-    def all_candidates(self, logits: Tensor) -> Candidates:
-        """The scores and indices `[B, C]` of the best of all tokens, after the processors."""
-        log_probs = None
-        if self.step.processors:
-            log_probs = self.step.processors(self.input_ids, functional.log_softmax(logits, dim=-1))
-            by_beam = [*self.scores.shape, *log_probs.shape[1:]]
-            log_probs = torch.reshape(log_probs, by_beam).flatten(0, 1)  # as the library does, whose errors these are
-        return best_of_all(logits, self.scores, self.num_candidates, log_probs)
 
     def advance(
         self, candidates: Tensor, parents: Tensor, tokens: Tensor, stopping_criteria: Any

@@ -3,22 +3,25 @@
     row_reasons       one row of each group of equal rows may stand for the group: prompts, captured steps, compaction
     loop_reasons      the decoding loop is fastgen's
     can_capture       its steps are captured
-    by_batch_index    processors that prevent compaction
+    by_batch_index    processors that prevent compaction, as parameters_of_rows does
 
 What only looks at the arguments of a prefill is in prefill.py and row_groups.py, what looks at caches in kv_layers.py.
 
 Tests: tests/optimizer/transformers/test_foreign_code.py, tests/optimizer/transformers/test_replaced_code.py,
-tests/optimizer/transformers/test_training_mode.py, tests/optimizer/transformers/test_captured_steps.py
+tests/optimizer/transformers/test_training_mode.py, tests/optimizer/transformers/test_captured_steps.py,
+tests/optimizer/transformers/test_replaced_loop.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import NoneType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationMixin
 from transformers import __version__ as transformers_version
 from transformers.generation import logits_process as processors_of
@@ -27,15 +30,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen.models.cache_names import CACHE
-from fastgen.ops.tracing import is_watched
+from fastgen.ops.tracing import is_watched, replaced_functions
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.report import LOOP, REORDERS_ITSELF, USER_CACHE, Reason
-from fastgen.optimizer.decoding.user_code import KnownCode, named
+from fastgen.optimizer.decoding.user_code import KnownCode, is_user_code, named
 from fastgen.optimizer.transformers import TESTED, architectures, compat, kv_layers
 from fastgen.optimizer.transformers.constrained import treats_rows_alone
-from fastgen.provenance import PYTHON, comes_with
+from fastgen.provenance import PYTHON, comes_with, packages_of
 
 _REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, compat.EXPERTS_FUNCTIONS)
 _REGISTERED_AS = ("_attn_implementation", "_experts_implementation")
@@ -126,8 +129,7 @@ def row_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
         reasons.append(Reason("TRAINING", f"{named(name)}, of a class of the program's, is in training mode"))
     for _, hook in facts.hooks[:1]:
         reasons.append(Reason("HOOKS", f"the model has a forward hook, which would see fewer rows: {hook}"))
-    if is_watched() or torch._C._len_torch_dispatch_stack():
-        reasons.append(Reason("TORCH_MODE", "a mode of torch that the program has entered would see fewer rows"))
+    reasons += _mode_reasons()
     # Other classes than the library's are verified.
     user_code = facts.user_code if is_known_class(model) else [what for _, what in facts.replaced]
     for code in user_code[:1]:
@@ -137,6 +139,12 @@ def row_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
     if (kind := model.config.model_type) in architectures.COUPLED_ROWS:
         reasons.append(Reason("ROWS_COUPLED", f"{kind}: {architectures.COUPLED_ROWS[kind]}"))
     return reasons + (facts.row_states or [])
+
+
+def _mode_reasons() -> list[Reason]:
+    is_active = is_watched() or torch._C._len_torch_dispatch_stack()
+    text = "a mode of torch that the program has entered would see fewer rows, or other functions"
+    return [Reason("TORCH_MODE", text)] if is_active else []
 
 
 def row_state_reasons(
@@ -160,6 +168,7 @@ def row_state_reasons(
 def loop_reasons(
     call: GenerateCall,
     model: HostModel,
+    processors: Any,
     stopping_criteria: Any,
     generation_config: Any,
     synced_gpus: bool,
@@ -170,10 +179,7 @@ def loop_reasons(
 
     arguments: the `model_kwargs` of the loop. methods: those that the library's loop calls, and fastgen's does not.
     """
-    reasons: list[Reason] = []
-    for name in ("_has_unfinished_sequences", *methods):
-        if not comes_with(getattr(model, name, None), GenerationMixin):
-            reasons.append(Reason("METHOD_REPLACED", f"{name} is not that of GenerationMixin"))
+    reasons = _replaced_reasons(model, processors, stopping_criteria, methods) + _mode_reasons()
     if (cache := kv_layers.cache_of(arguments)) is not None:
         reasons += kv_layers.unsupported_types(cache)
     if untested := untested_reasons(model):
@@ -190,10 +196,35 @@ def loop_reasons(
         reasons.append(Reason("RETURN_DICT", "return_dict_in_generate is set"))
     if getattr(generation_config, "is_assistant", False):
         reasons.append(Reason("ASSISTANT", "the model is the assistant of another"))
-    if not {EosTokenCriteria, MaxLengthCriteria}.issuperset(map(type, stopping_criteria)):
+    supported = (EosTokenCriteria, MaxLengthCriteria)
+    if not all(type(criterion) in supported and _runs_library_code(criterion) for criterion in stopping_criteria):
         reasons.append(Reason("STOPPING_CRITERION", "a stopping criterion other than length and end tokens"))
     call.report.add_reasons(LOOP, reasons)
     return reasons
+
+
+def _replaced_reasons(
+    model: HostModel, processors: Any, stopping_criteria: Any, methods: tuple[str, ...]
+) -> list[Reason]:
+    """What the program has put in the place of what the library's loop calls, and fastgen's does not, or otherwise."""
+    reasons = []
+    for name in ("transformers.sample", "transformers.beam_search"):
+        if not PATCH_SET.replaces_host(name):
+            reasons.append(Reason("METHOD_REPLACED", f"{name}: another loop was there before fastgen"))
+    for name in ("_has_unfinished_sequences", *methods):
+        if not comes_with(getattr(model, name, None), GenerationMixin):
+            reasons.append(Reason("METHOD_REPLACED", f"{name} is not that of GenerationMixin"))
+    for called in (processors, stopping_criteria):
+        if not _runs_library_code(called):
+            reasons.append(Reason("METHOD_REPLACED", f"{type(called).__name__}.__call__ is not that of transformers"))
+    for name in replaced_functions():
+        reasons.append(Reason("FUNCTION_REPLACED", f"{name} is not that of torch"))
+    return reasons
+
+
+def _runs_library_code(called: object) -> bool:
+    """Whether a call of this object, of a class that the library has, runs the library's code."""
+    return packages_of(type(called).__call__) == {"transformers"}
 
 
 # Its steps.
@@ -263,9 +294,40 @@ BY_ROW = (
 )
 
 
+# The library's packages, and those of what it calls.
+_LIBRARY = PYTHON | {"transformers", "torch", "fastgen"}
+
+# What such processors hold that is not of the rows, whatever its size: tokens. Or what is taken along with the rows.
+_NOT_OF_ROWS = frozenset({
+    "eos_token_id", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "multi_token_biases", "bad_word_ids",
+    "prompt_ignore_length",
+})  # fmt: skip
+
+
 def by_batch_index(processors: Iterable[Any]) -> list[Reason]:
     """The processors that may know rows by their batch index, and not only by what each holds."""
-    others = (one for one in processors if type(one) not in BY_ROW and not treats_rows_alone(one))
+    others = (one for one in processors if not (_is_by_row(one) or treats_rows_alone(one)))
     return [
         Reason("PROCESSOR_BY_ROW", f"{type(one).__name__} may know the rows by their batch index") for one in others
     ]
+
+
+def parameters_of_rows(processors: Iterable[Any], rows: int) -> list[Reason]:
+    """What processors hold that may have an entry for each of these rows: a temperature for each prompt."""
+    reasons = []
+    for processor in filter(_is_by_row, processors):
+        for name, value in vars(processor).items():
+            if name not in _NOT_OF_ROWS and any(_may_be_of_rows(leaf, rows) for leaf in tree_leaves(value)):
+                text = f"{type(processor).__name__}.{name} may have an entry for each row"
+                reasons.append(Reason("PROCESSOR_BY_ROW", text))
+    return reasons
+
+
+def _is_by_row(processor: Any) -> bool:
+    return type(processor) in BY_ROW and not is_user_code(processor, _LIBRARY)
+
+
+def _may_be_of_rows(value: Any, rows: int) -> bool:
+    if type(value) is Tensor:
+        return value.shape[:1] == (rows,)
+    return not isinstance(value, (bool, int, float, str, NoneType))

@@ -29,7 +29,7 @@ ALL_ROWS, ALONE = "prefix trie: all rows at once", "prefix trie: allowed tokens 
 def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
     """`__call__`: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
     trie = self._prefix_allowed_tokens_fn
-    if type(trie) is not PrefixTrie:
+    if type(trie) is not PrefixTrie or not PATCH_SET.replaces_host(NAME):
         return original(self, input_ids, scores)
     if reasons := _reasons(trie, self._num_beams, input_ids, scores):
         add_reasons(ALLOWED, reasons)

@@ -194,7 +194,8 @@ class TransformersDecodeStep(DecodeStep):
     @cached_property
     def compaction_reasons(self) -> list[Reason]:
         """Why finished inputs have to stay in the batch; empty if what remains does not depend on them."""
-        reasons = checks.by_batch_index(self.processors)[:1]
+        reasons = checks.by_batch_index(self.processors) + checks.parameters_of_rows(self.processors, self.rows)
+        reasons = reasons[:1]
         if hasattr(self.model, "_reorder_cache"):
             reasons.append(REORDERS_ITSELF)
         reasons = reasons or checks.row_reasons(self.call, self.model)

@@ -131,11 +131,15 @@ class EncoderNGrams(UserList):
 
 def _reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Reason]:
     """Why this call is left to transformers."""
+    is_of_encoder = isinstance(processor, EncoderNoRepeatNGramLogitsProcessor)
+    kind = EncoderNoRepeatNGramLogitsProcessor if is_of_encoder else NoRepeatNGramLogitsProcessor
+    if not PATCH_SET.replaces_host(PATCH_NAMES[kind]):
+        return [Reason("METHOD_REPLACED", f"{kind.__name__}.__call__ is not that of transformers")]
     if type(processor.ngram_size) is not int or processor.ngram_size < 1:
         return [Reason("NGRAM_SIZE", f"ngram_size is {processor.ngram_size!r} (supported: int of 1 or more)")]
     if texts := op.unsupported_reasons(input_ids, scores):
         return with_code("SHAPES", texts)
-    if not isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+    if not is_of_encoder:
         return []
     ngrams = processor.generated_ngrams
     if not isinstance(ngrams, EncoderNGrams):

@@ -61,7 +61,7 @@ def sample(
         unwanted = unwanted_reasons(call, input_ids.device, steps)
         call.report.add_reasons(STEPS, unwanted)
         fits = (compacts or not unwanted) and not checks.loop_reasons(
-            call, self, stopping_criteria, generation_config, synced_gpus, model_kwargs
+            call, self, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs
         )
         compacts = compacts and fits
         captures = fits and checks.can_capture(call, self, generation_config, input_ids, model_kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from argparse import Namespace
 from unittest import mock
@@ -16,7 +17,7 @@ from fairseq.models.transformer.transformer_decoder import TransformerDecoderBas
 from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
-from fairseq_models import CASES, Case
+from fairseq_models import CASES, Case, prompts
 
 import fastgen
 
@@ -121,6 +122,41 @@ def test_what_the_user_put_around_the_decoder_sees_all_rows(case, monkeypatch):
     monkeypatch.setattr(TransformerDecoderBase, "extract_features", extract_features)
     compare(case, accelerated=False)
     assert rows and all(tokens == encoded for tokens, encoded in rows)
+
+
+@pytest.mark.parametrize("on_class", (False, True))
+def test_step_of_the_search_that_is_replaced_sees_the_prompt(on_class):
+    case = CASES["transformer_lm"]()
+    sample, steps = prompts(case.task.dictionary, (6, 6, 6)), []
+    original = search.BeamSearch.step
+
+    def step(self, step, lprobs, *args, **kwargs):
+        steps.append(step)
+        return original(self, step, lprobs, *args, **kwargs)
+
+    def call() -> list:
+        generator = case.task.build_generator(case.models, Namespace(beam=2, max_len_b=12))
+        if not on_class:
+            generator.search.step = functools.partial(step, generator.search)
+        return case.task.inference_step(generator, case.models, sample)
+
+    with mock.patch.object(search.BeamSearch, "step", step) if on_class else contextlib.nullcontext():
+        both = run_both(call)
+    assert_same_hypotheses(both.stock, both.fast)
+    assert len(steps) > 6 and steps[: len(steps) // 2] == steps[len(steps) // 2 :]
+
+
+def test_function_of_torch_that_is_replaced_is_called(case):
+    original, calls = torch.topk, []
+
+    def topk(*args, **kwargs):
+        calls.append([list(value.shape) for value in args if isinstance(value, torch.Tensor)])
+        return original(*args, **kwargs)
+
+    with mock.patch.object(torch, "topk", topk):
+        compare(case, accelerated=False)
+    assert calls and calls[: len(calls) // 2] == calls[len(calls) // 2 :]
+    assert "FUNCTION_REPLACED" in fastgen.explain().codes()
 
 
 def test_error_of_the_search_comes_through_and_the_next_call_works(case):

@@ -33,6 +33,7 @@ from capturing import capturing
 from cost_models import ANY_SIZE, costs
 from fuzz_cases import Case, draw, model_of
 from fuzz_changes import PROGRAMS
+from fuzz_loops import PROGRAMS_OF_LOOPS
 from parity import assert_equal_outputs
 from sharing import sharing
 from torch import nn
@@ -112,7 +113,7 @@ def own_loop(model: Any, input_ids: torch.Tensor, *processing: Any, generation_c
 
 def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock: bool) -> tuple:
     """What generate returns, and the states of all random numbers afterwards."""
-    program = PROGRAMS.get(case.program)
+    program = (PROGRAMS | PROGRAMS_OF_LOOPS).get(case.program)
     if case.keeps_state or program:
         model = copy.deepcopy(model)
     torch.manual_seed(case.seed)

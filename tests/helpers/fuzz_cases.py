@@ -78,7 +78,26 @@ CONTEXTS = {
     "captured, flags of an own class": 2,
     "weights that are not finite": 3,
     "captured, weights that are not finite": 1,
+    "replaced calls": 3,
+    "captured, replaced calls": 1,
+    "values of each row": 3,
+    "captured, values of each row": 1,
+    "other scores of a processor": 2,
+    "captured, other scores of a processor": 1,
+    "replaced functions": 3,
+    "captured, replaced functions": 1,
+    "padding that is not finite": 3,
+    "captured, padding that is not finite": 1,
+    "refused calls": 2,
 }
+# In these, programs change decoding loops, which are the library's where more than tokens is returned.
+OF_LOOPS = (
+    "replaced calls",
+    "values of each row",
+    "other scores of a processor",
+    "replaced functions",
+    "padding that is not finite",
+)
 
 
 @dataclass
@@ -159,7 +178,7 @@ def draw(seed: int) -> Case:
     _draw_decoding(random, case)
     _draw_options(random, case)
     _draw_inputs(random, case)
-    case.tokens_only = random.random() < 0.4
+    case.tokens_only = random.random() < (0.9 if case.program in OF_LOOPS else 0.4)
     if case.tokens_only and not case.is_half:  # rows end at many different steps
         case.arguments |= {
             "eos_token_id": random.sample(range(2, 90), 10),

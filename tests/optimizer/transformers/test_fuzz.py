@@ -11,6 +11,7 @@ from fastgen.ops import shared_attention
 from fastgen.optimizer.decoding import kv_cache, user_code
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import ModelFacts
+from fastgen.optimizer.transformers import checks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,3 +66,19 @@ def test_fuzzer_finds_an_own_class_that_is_trusted_with_other_flags(monkeypatch)
 def test_fuzzer_finds_a_model_that_is_not_looked_at_within_a_call(monkeypatch):
     monkeypatch.setattr(GenerateCall, "has_changed", lambda self, model: False)
     assert finds_a_difference("captured, changes in a call")
+
+
+def test_fuzzer_finds_functions_of_torch_that_go_unnoticed(monkeypatch):
+    monkeypatch.setattr(checks, "replaced_functions", list)
+    assert finds_a_difference("replaced functions")
+
+
+def test_fuzzer_finds_values_of_each_row_that_go_unnoticed(monkeypatch):
+    monkeypatch.setattr(checks, "parameters_of_rows", lambda *args: [])
+    assert finds_a_difference("values of each row")
+
+
+def test_fuzzer_finds_calls_that_are_taken_for_the_librarys(monkeypatch):
+    monkeypatch.setattr(checks, "_runs_library_code", lambda called: True)
+    monkeypatch.setattr(checks, "is_user_code", lambda *args: False)
+    assert finds_a_difference("replaced calls")

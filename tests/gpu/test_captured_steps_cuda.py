@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was captured on a GPU"),
 ]
 
-GRAPH = "decode step, CUDA graph"
+GRAPH = graphs.CudaCapture.name
 LONG = {"min_new_tokens": 12, "max_new_tokens": 40}  # some tiny models end immediately otherwise
 BEAMS = {"num_beams": 4, **LONG}
 GREEDY = {"do_sample": False, **LONG}

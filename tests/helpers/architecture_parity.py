@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 from architectures import ARCHITECTURES, REAL, Architecture
+from parity import is_materialized
 from sharing import sharing
 
 import fastgen
@@ -37,8 +38,7 @@ def shares(report: Report) -> str:
     """What the report says was shared, in a few words."""
     words = {"prefill": "prefill", "cross-attention": "cross-attention", "the prompt": "prompt"}
     found = [word for start, word in words.items() if any(item.startswith(start) for item in report.shared)]
-    materialized = any(name.startswith("materialized") for name in report.kernels)
-    return (", ".join(found) or "nothing") + (" (until materialized)" if materialized else "")
+    return (", ".join(found) or "nothing") + (" (until materialized)" if is_materialized(report) else "")
 
 
 def generate(

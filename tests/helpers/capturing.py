@@ -10,9 +10,10 @@ from cost_models import costs
 
 from fastgen.config import CONFIG
 from fastgen.optimizer.decoding import kv_cache
+from fastgen.optimizer.decoding.graphs import CpuCapture
 from fastgen.optimizer.decoding.report import STEPS, Report
 
-CAPTURED = "decode step, captured"
+CAPTURED = CpuCapture.name
 
 
 @contextmanager

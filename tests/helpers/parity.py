@@ -24,7 +24,8 @@ from transformers.cache_utils import (
 
 import fastgen
 from fastgen.models.cache_names import CACHE
-from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.report import MATERIALIZED, Report
+from fastgen.optimizer.decoding.segmented_kv import OPERATIONS
 
 PREFILL = "prefill: one row per input"
 PROMPT = "the prompt's keys and values: once per input"
@@ -188,8 +189,13 @@ def assert_equal_caches(stock: Cache, fast: Cache, tolerance: float = 1e-4) -> N
 def is_shared(report: Report, *what: str) -> bool:
     """Whether the prefill ran once per input and each of `what` (PROMPT, CROSS) is kept once, and used in segments."""
     kept = all(any(item.startswith(wanted) for item in report.shared) for wanted in what)
-    kernels = [name for name in report.kernels if not name.startswith("whole")]
-    return PREFILL in report.shared and kept and (not what or bool(kernels))
+    is_used = not report.kernels.keys().isdisjoint(OPERATIONS) and not is_materialized(report)
+    return PREFILL in report.shared and kept and (not what or is_used)
+
+
+def is_materialized(report: Report) -> bool:
+    """Whether something needed shared keys in one piece."""
+    return any(name.startswith(MATERIALIZED) for name in report.kernels)
 
 
 def left_alone_because(report: Report, code: str, names: str = "") -> bool:

@@ -31,7 +31,8 @@ NGRAMS = "n-gram blocking"
 ALLOWED = "allowed tokens"
 VOCODER = "vocoder"
 
-REPLAY = "decode step, "  # how the names of replayed steps begin among the kernels
+# How names among the kernels begin: of replayed steps, and of what needed shared keys in one piece.
+REPLAY, MATERIALIZED = "decode step, ", "materialized: "
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Report:
 
     inputs, rows: 0 until the prefill has run. shared: what was computed or stored once per input, in words. not_done:
     what was not done, as pairs of a part of the call and a `Reason`. kernels: calls of each kernel of fastgen, and of
-    what materialized shared keys (`materialized: NAME`). stages: its parts, where they are known. has_steps: it
+    what materialized shared keys (`MATERIALIZED` and its name). stages: its parts, where they are known. has_steps: it
     generates, and does not only look at texts.
     """
 

@@ -29,6 +29,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
+from fastgen.optimizer.decoding.report import MATERIALIZED
 
 # The forms in which a model holds its keys on the way into the product with the queries.
 PLAIN = "plain"  # [rows, kv_heads, length, head_dim]
@@ -37,6 +38,9 @@ UNSQUEEZED = "unsqueezed"  # [rows, kv_heads, 1, length, head_dim]: repeat_kv, f
 EXPANDED = "expanded"  # [rows, kv_heads, groups, length, head_dim]: repeat_kv, second step
 FLAT = "flat"  # [rows * kv_heads, length, head_dim]: for a product of three dimensions
 FLAT_TRANSPOSED = "flat, transposed"  # [rows * kv_heads, head_dim, length]
+
+# The products that work on segments, as `usage` calls them.
+OPERATIONS = SDPA, MATMUL, BMM = "scaled_dot_product_attention", "matmul", "bmm"
 
 _TRANSPOSES = {PLAIN: TRANSPOSED, TRANSPOSED: PLAIN, FLAT: FLAT_TRANSPOSED, FLAT_TRANSPOSED: FLAT}
 
@@ -47,7 +51,7 @@ class SegmentedKV(Tensor):
     segments: one or more, of lengths that sum up to `length`; each `[copies, kv_heads, segment_length, head_dim]`, of
         which copy `c` belongs to the `rows // copies` rows from `c * rows // copies` on.
     usage: counts which operation worked on the segments, and which needed the tensor in one piece
-        (`materialized: NAME`).
+        (`MATERIALIZED` and its name).
     groups: how often each head is repeated.
     base: the tensor of which this is a view in another form; None where it stands for memory of its own.
     bounds: for kernels, see `shared_attention`; None where no spare room has to be hidden.
@@ -158,7 +162,7 @@ class SegmentedKV(Tensor):
 
 def _on_materialized(func: Callable, args: tuple, kwargs: dict) -> Any:
     def materialize(states: SegmentedKV) -> Tensor:
-        states.usage[f"materialized: {getattr(func, '__name__', func)}"] += 1
+        states.usage[f"{MATERIALIZED}{getattr(func, '__name__', func)}"] += 1
         return states.materialize()
 
     args, kwargs = tree_map_only(SegmentedKV, materialize, (args, kwargs))
@@ -194,14 +198,14 @@ def _sdpa(
     for keys, values in zip_longest(key.segments, value.segments):
         if keys is None or values is None or keys.shape[:3] != values.shape[:3]:
             return NotImplemented
-    key.usage["scaled_dot_product_attention"] += 1
+    key.usage[SDPA] += 1
     return shared_attention(query, key.segments, value.segments, attn_mask, scale, key.bounds)
 
 
 def _matmul(input: Tensor, other: SegmentedKV) -> Tensor:
     if not _rows_fit(input, other) or input.shape[3] != other.shape[2] or other.shape[1] not in (1, input.shape[1]):
         return NotImplemented
-    other.usage["matmul"] += 1
+    other.usage[MATMUL] += 1
     return (query_key_scores if other.form == TRANSPOSED else weighted_values)(input, other.segments)
 
 
@@ -210,7 +214,7 @@ def _bmm(input: Tensor, mat2: SegmentedKV) -> Tensor:
         return NotImplemented
     if input.dim() != 3 or input.shape[0] != mat2.shape[0] or input.shape[2] != mat2.shape[1]:
         return NotImplemented
-    mat2.usage["bmm"] += 1
+    mat2.usage[BMM] += 1
     multiply = query_key_scores if mat2.form == FLAT_TRANSPOSED else weighted_values
     return multiply(input.unflatten(0, (mat2.rows, -1)), mat2.segments).flatten(0, 1)
 

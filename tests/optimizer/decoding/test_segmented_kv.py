@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from fastgen.optimizer.decoding.report import MATERIALIZED
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 
 
@@ -71,7 +72,7 @@ SEGMENTED = {
     ),
     "names in methods": lambda tensor: QUERY.matmul(other=tensor.transpose(dim0=-1, dim1=-2)),
 }
-MATERIALIZED = {
+ELSEWHERE = {
     "slice": lambda tensor: tensor[:, :, :3],
     "row": lambda tensor: tensor[1],
     "add": lambda tensor: tensor + 1,
@@ -114,16 +115,16 @@ def test_attention_works_on_the_segments(name, copies):
     found, expected = SEGMENTED[name](tensor), SEGMENTED[name](tensor.materialize())
     torch.testing.assert_close(found, expected)
     assert type(found) is torch.Tensor
-    assert not any(use.startswith("materialized") for use in tensor.usage) and tensor.usage
+    assert not any(use.startswith(MATERIALIZED) for use in tensor.usage) and tensor.usage
 
 
-@pytest.mark.parametrize("name", MATERIALIZED)
+@pytest.mark.parametrize("name", ELSEWHERE)
 def test_everything_else_materializes_the_tensor_and_is_counted(name):
     tensor = states(copies=(1, 2, 6))
-    found, expected = MATERIALIZED[name](tensor), MATERIALIZED[name](tensor.materialize())
+    found, expected = ELSEWHERE[name](tensor), ELSEWHERE[name](tensor.materialize())
     torch.testing.assert_close(found, expected)
     assert type(found) is torch.Tensor
-    assert any(use.startswith("materialized") for use in tensor.usage)
+    assert any(use.startswith(MATERIALIZED) for use in tensor.usage)
 
 
 def test_shapes_and_types_are_those_of_the_whole_tensor_and_cost_nothing():

@@ -14,7 +14,7 @@ import torch
 from cost_models import costs
 from fuzz_changes import steered
 from own_models import FORMS, ODD, OddModel, by_einsum, odd_model, repeated, weigh
-from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_shared, padded
+from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_materialized, is_shared, padded
 from sharing import sharing
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def trusted(monkeypatch):
 def test_odd_use_of_keys_gets_them_whole(attend, arguments):
     report = assert_same(odd_model(attend), padded(9, 5), **arguments)
     assert is_shared(report) and PROMPT in str(report)
-    assert any(name.startswith("materialized: ") for name in report.kernels), report
+    assert is_materialized(report), report
 
 
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))

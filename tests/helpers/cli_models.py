@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import torch
+from parity import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BartConfig,
@@ -80,6 +81,13 @@ def save_gpt2(folder: Path) -> Path:
     return _save(folder, GPT2LMHeadModel(config), tokenizer, max_new_tokens=6)
 
 
+def save_llama(folder: Path) -> Path:
+    """Its outputs end after other numbers of tokens, and their scores depend on how steps are computed."""
+    tokenizer = _tokenizer(pad_token="<pad>", ends_inputs=False)
+    model = tiny("llama", vocab_size=len(tokenizer))
+    return _save(folder, model, tokenizer, bos_token_id=0, pad_token_id=1, eos_token_id=[2, 5])
+
+
 def _tokenizer(pad_token: str | None, ends_inputs: bool) -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + WORDS)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -93,7 +101,9 @@ def _tokenizer(pad_token: str | None, ends_inputs: bool) -> PreTrainedTokenizerF
     )
 
 
-def _save(folder: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, **generation: int) -> Path:
+def _save(
+    folder: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, **generation: int | list[int]
+) -> Path:
     model.generation_config.update(**generation)
     model.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -213,6 +213,18 @@ def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
         torch.set_num_threads(threads)
 
 
+def test_of_two_processes_that_measure_at_once_the_first_one_counts(timed, monkeypatch):
+    """Whose workers and shards start together compute the same bits."""
+    measure = cpu_linear._measured
+
+    def other_is_first(shape, *tensors):
+        cpu_linear.store(shape, "skinny GEMM", timed[2])
+        return measure(shape, *tensors)
+
+    monkeypatch.setattr(cpu_linear, "_measured", other_is_first)
+    assert fastest() == fastest() == "skinny GEMM"
+
+
 def test_where_there_are_other_ways_it_is_measured_again(timed):
     _, measured, found = timed
     assert fastest() == "oneDNN"

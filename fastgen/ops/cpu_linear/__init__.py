@@ -141,8 +141,9 @@ def fastest(rows: Tensor, weight: Tensor, bias: Tensor | None, others: Callable[
     if shape not in MEASURED:
         with _disable_current_modes():  # nobody is to note what is only measured
             found = _measured(shape, weight, bias, others())
-        if MEASURED.setdefault(shape, found) is found:  # unless another thread was first
+        if shape not in MEASURED:  # unless another thread was first
             store(shape, found, gemm_backends(weight.dtype))
+            MEASURED.setdefault(shape, next((way for other, way in stored() if other == shape), found))
     return MEASURED[shape]
 
 

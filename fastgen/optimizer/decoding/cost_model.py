@@ -157,8 +157,8 @@ class CostModel:
         return leaving >= self.min_leaving * rows and self.should_prefill_once(size, leaving * steps)
 
 
-# Of calls that begin; REPEATABLE: with FASTGEN_REPEATABLE=1. There a call goes over to a static cache at the same step
-# whatever was called before, since attention over its padding differs from attention without in the last bits.
+# Of calls that begin; REPEATABLE: with FASTGEN_REPEATABLE=1. There a call goes over to a static cache, and to replays,
+# at the same steps whatever was called before: attention over padding and fused kernels differ in the last bits.
 DEFAULT = CostModel()
 REPEATABLE = CostModel(looks_back=False)
 

@@ -44,8 +44,6 @@ from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.patching import SwitchedOff, make_final, warn
 from fastgen.provenance import is_from_elsewhere
 
-INPUTS_CHANGED = Reason("INPUTS_CHANGED", "the arguments of the forward are not those of earlier calls")
-
 
 class CannotPad(Exception):
     """No mask among the inputs can hide the padding of a cache."""
@@ -59,6 +57,9 @@ class DecodeStep(AbstractContextManager):
     the prefill, or since inputs left. graph: the one in use, whose static cache holds the loop's keys and values; None
     while steps are eager. most: positions that a row can generate. variant: what else a graph is captured for. known:
     the host's code.
+
+    The path of a step (the loop's cache or a static one, the forward or a replay) decides its last bits. If the cost
+    model does not look back, nothing that earlier calls have left chooses it.
     """
 
     host: str  # the package
@@ -83,6 +84,8 @@ class DecodeStep(AbstractContextManager):
         self._holds_graphs = False  # no other call does
         self._key: tuple = ()
         self.variant: Hashable = None
+        self._has_exact_lengths = False  # this call's inputs cannot be padded
+        self._is_unused = False  # the graph was not captured or replayed since its cache was filled
         if captures:
             call.on_exit.callback(self.end)  # what is registered later, the return of caches, is called before
 
@@ -225,17 +228,20 @@ class DecodeStep(AbstractContextManager):
             reasons = self._first_capture(graphs, left, tokens, expected, wants_new)
         except Exception as error:  # the loop's own cache is as it was
             self.graph = None
-            graphs.entries.clear()
-            reasons = graphs.refused = [self._reason_of(error)]
+            self._stop_capturing(graphs, error)
+            reasons = graphs.refused
         self.call.report.add_reasons(STEPS, reasons)
         if self.graph is None:
             self.end()
 
-    def _reason_of(self, error: Exception) -> Reason:
-        """Why steps stay eager after this error: hosts may compute for static caches what nobody else asks for."""
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            return Reason("OUT_OF_MEMORY", "out of memory while allocating static buffers")
-        return Reason("CAPTURE_REFUSED", f"{type(self.model).__name__}: {type(error).__name__}: {error}")
+    def _reason_of(self, cause: Exception | str) -> Reason:
+        """Why steps stay eager: hosts may compute for static caches what nobody else asks for."""
+        if isinstance(cause, torch.cuda.OutOfMemoryError):
+            return Reason("OUT_OF_MEMORY", "out of memory for static buffers")
+        code = cause.code if isinstance(cause, NotRepeatable) else "CAPTURE_REFUSED"
+        is_known = isinstance(cause, (str, NotRepeatable, Diverged))
+        text = str(cause) if is_known else f"{type(cause).__name__}: {cause}"
+        return Reason(code, f"{type(self.model).__name__}: {text}")
 
     def _first_capture(
         self, graphs: GraphCache, left: int, tokens: Tensor, expected: Tensor, wants_new: bool
@@ -263,7 +269,8 @@ class DecodeStep(AbstractContextManager):
         try:
             inputs = self.inputs(tokens, graph.view)
         except CannotPad:
-            graphs.has_exact_lengths = True
+            self._has_exact_lengths = True
+            graphs.has_exact_lengths |= self.call.costs.looks_back
             graph = self._fill(content)
             inputs = self.inputs(tokens, graph.view)
         outputs = self._captured(graph, inputs)
@@ -271,7 +278,7 @@ class DecodeStep(AbstractContextManager):
             self._refuse(graph, "logits with static buffers differ from eager")
         if outputs is None or graphs.refused:
             self.graph = None
-            return graphs.refused or [INPUTS_CHANGED]
+            return graphs.refused
         graph.cache.advance()
         self.use(graph.cache)
         return []
@@ -295,7 +302,8 @@ class DecodeStep(AbstractContextManager):
             return self.forward(self.model, self.inputs(tokens, None), None)
         self.since += 1
         outputs = None
-        if graph.structure is not None or self._wants_new_graph(self.most - graph.cache.generated_length):
+        in_use = graph.structure is not None and (self.call.costs.looks_back or not self._is_unused)
+        if in_use or self._wants_new_graph(self.most - graph.cache.generated_length):
             outputs = self._captured(graph, inputs)
         if outputs is None:
             outputs = graph.function(inputs)
@@ -312,10 +320,11 @@ class DecodeStep(AbstractContextManager):
     def _captured(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
         """The outputs of a replay, or of the forward that is captured or cannot be; None if they cannot be trusted."""
         graphs = self._graphs
+        is_earlier, self._is_unused = self._is_unused and graph.structure is not None, False
         if graphs.refused or (graph.structure is not None and not graph.is_captured):
             return None
         try:
-            if graph.structure is None:
+            if graph.structure is None or (is_earlier and not graph.fits(inputs)):
                 return graph.capture(inputs, graphs.capture)
             expected = None
             if not graph.is_proven:
@@ -323,17 +332,21 @@ class DecodeStep(AbstractContextManager):
                 graph.cache.advance(0)
             outputs = graph.replay(inputs)
         except torch.cuda.OutOfMemoryError as error:
-            self._refuse(graph, str(error), is_expected=True, code="OUT_OF_MEMORY")
+            self._refuse(graph, error)
             return None
         except (NotRepeatable, Diverged) as reason:
             graph.drop()
-            if isinstance(reason, NotRepeatable) or not graph.is_proven:  # what diverges at once does so at every step
-                self._refuse(graph, str(reason), is_expected=True, code=reason.code)
+            if is_earlier and isinstance(reason, Diverged):  # that call took another way
+                graph.structure = None
+                return self._captured(graph, inputs)
+            # What diverges at once does so at every step; whether an earlier call has proven it must not count.
+            if not (graph.is_proven and self.call.costs.looks_back):
+                self._refuse(graph, reason)
             return None
         except Exception as error:
             graph.drop()
             outputs = graph.function(inputs)  # where it raises, too, the error is the caller's
-            self._refuse(graph, f"{type(error).__name__}: {error}")
+            self._refuse(graph, error)
             return outputs
         if outputs is not None and expected is not None and differs_sync(self.logits_of(outputs), expected):
             self._refuse(graph, "a replay gave other logits than the forward")
@@ -343,15 +356,20 @@ class DecodeStep(AbstractContextManager):
             self.call.report.kernels[graphs.capture.name] += 1
         return outputs
 
-    def _refuse(
-        self, graph: CapturedGraph, reason: str, is_expected: bool = False, code: str = "CAPTURE_REFUSED"
-    ) -> None:
-        """Captures this model's steps no more; is_expected: nothing is wrong, and a report tells it."""
+    def _refuse(self, graph: CapturedGraph, cause: Exception | str) -> None:
+        """Drops the graph, and captures this model's steps no more; if nothing is wrong, there is no warning."""
         graph.drop()
-        self._graphs.entries.clear()
-        self._graphs.refused = [Reason(code, f"{type(self.model).__name__}: {reason}")]
-        if not is_expected:
+        self._stop_capturing(self._graphs, cause)
+        if not isinstance(cause, (NotRepeatable, Diverged, torch.cuda.OutOfMemoryError)):
             warn(f"fastgen does not capture the decode steps of a model: {self._graphs.refused[0]}")
+
+    def _stop_capturing(self, graphs: GraphCache, cause: Exception | str) -> None:
+        """Captures this model's steps no more; if the cost model does not look back, in this call, unless the model's
+        code is the cause, whatever its data."""
+        graphs.entries.clear()
+        refused = graphs.refused = [self._reason_of(cause)]
+        if not (self.call.costs.looks_back or isinstance(cause, NotRepeatable)):
+            self.call.on_exit.callback(refused.clear)
 
     def _change_to(self, content: KVCache) -> CapturedGraph:
         """Goes on with this content in a static cache for it, a larger one or one of fewer rows."""
@@ -368,10 +386,12 @@ class DecodeStep(AbstractContextManager):
             view, model, forward = self.view_of(static), ref(self.model), type(self).forward
             graph = CapturedGraph(lambda inputs: forward(model(), inputs, view), static, view)
         graph.cache.load(content)
+        self._is_unused = True
         if self.graph is not None:
             self._graphs.put(self._key, self.graph)
         self._key, self.graph = key, graph
         return graph
 
     def _key_of(self, content: KVCache) -> tuple:
-        return self.variant, torch_settings(), content.spec(self.most, self._graphs.has_exact_lengths)
+        exact = self._has_exact_lengths or self._graphs.has_exact_lengths
+        return self.variant, torch_settings(), content.spec(self.most, exact)

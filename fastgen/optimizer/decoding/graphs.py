@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fastgen.config import CONFIG
 from fastgen.ops import cpu_graph
@@ -160,13 +160,14 @@ class CapturedGraph:
         self.nbytes = 0
 
     def capture(self, inputs: Any, capture: CpuCapture | CudaCapture) -> Any:
-        """Captures the function with inputs like these; returns what it gives for them."""
+        """Captures the function with inputs like these, anew if it was before; returns what it gives for them."""
         leaves, self.structure = tree_flatten(inputs)
+        self._unread, self._copied = set(), {}
         self.buffers = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         output, self._replay, bytes_of_replay, reads = capture.capture(
             lambda: self.function(tree_unflatten(self.buffers, self.structure)), partial(self.cache.advance, 0)
         )
-        self.is_captured = True
+        self.is_captured, self.is_proven = True, False
         of_inputs = 0
         for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers)):
             if isinstance(buffer, Tensor) and reads(buffer):
@@ -182,16 +183,20 @@ class CapturedGraph:
         self.is_captured, self._replay = False, None
         self.cache.advance(0)
 
+    def fits(self, inputs: Any) -> bool:
+        """Whether it was captured with inputs of these kinds."""
+        leaves, structure = tree_flatten(inputs)
+        return structure == self.structure and all(map(_are_alike, leaves, self.buffers))
+
     def replay(self, inputs: Any) -> Any:
         """The output for these inputs, which the next replay overwrites; None if it was captured with other kinds."""
-        leaves, structure = tree_flatten(inputs)
-        fits = structure == self.structure
-        for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers) if fits else ()):
-            if not isinstance(leaf, Tensor) or not isinstance(buffer, Tensor):
-                fits = fits and type(leaf) is type(buffer) and leaf == buffer
-            elif leaf.shape != buffer.shape or leaf.dtype != buffer.dtype or leaf.device != buffer.device:
-                fits = False
-            elif index in self._unread:
+        if self._replay is None or not self.fits(inputs):
+            self.drop()
+            return None
+        for index, (leaf, buffer) in enumerate(zip(tree_leaves(inputs), self.buffers)):
+            if not isinstance(leaf, Tensor):
+                continue
+            if index in self._unread:
                 buffer.set_(leaf)
             elif leaf.is_inference():  # does not tell whether it was written since
                 buffer.copy_(leaf)
@@ -200,9 +205,6 @@ class CapturedGraph:
                 if known is None or known[1] != leaf._version or known[0]() is not leaf:
                     self._copied[index] = ref(leaf), leaf._version
                     buffer.copy_(leaf)
-        if self._replay is None or not fits:
-            self.drop()
-            return None
         return self._replay()
 
     def end_call(self) -> None:
@@ -210,6 +212,12 @@ class CapturedGraph:
         for index in self._unread:
             buffer = self.buffers[index]
             buffer.set_(buffer.new_empty(1).expand(buffer.shape))
+
+
+def _are_alike(leaf: Any, buffer: Any) -> bool:
+    if not isinstance(leaf, Tensor) or not isinstance(buffer, Tensor):
+        return type(leaf) is type(buffer) and bool(leaf == buffer)
+    return leaf.shape == buffer.shape and leaf.dtype == buffer.dtype and leaf.device == buffer.device
 
 
 class GraphCache:

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_models import WORDS, save_bart, save_gpt2, sentences
+from cli_models import WORDS, save_bart, save_gpt2, save_llama, sentences
+from sharing import sharing
 
 from fastgen.cli.exits import InputError
 from fastgen.cli.transformers.args import parse_arguments
 from fastgen.cli.transformers.command import main
+from fastgen.cli.transformers.journal import Journal
 from fastgen.cli.transformers.shards import of_launcher, output_of, place
 from fastgen.cli.transformers.tasks import Task
 
@@ -238,3 +240,28 @@ def test_a_shard_without_lines_loads_no_model(
     assert (tmp_path / "out-00003-of-00004").read_bytes() == b""
     source.write_bytes(b"")
     assert run(bart, source, tmp_path / "none") == 0 and (tmp_path / "none").read_bytes() == b""
+
+
+def test_scores_of_shards_and_of_a_resumed_run_are_those_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, where captured steps that batches before have left could be replayed sooner."""
+    llama, source, out = save_llama(tmp_path / "llama"), tmp_path / "in.txt", tmp_path / "out"
+    source.write_text("".join(f"{line}\n" for line in sentences(48, longest=9)))
+    flags = ("--causal_lm", *FLAGS[:2], "--window", 4, "--beam", 3, "--max_new_tokens", 100, *FLAGS[4:])
+    with sharing("always"):
+        run(llama, source, tmp_path / "one", *flags)
+        for shard in range(3):
+            run(llama, source, out, *flags, "--num_shards", 3, "--shard_id", shard)
+        assert run(llama, source, out, *flags, "--num_shards", 3, "--merge") == 0
+        assert out.read_bytes() == (tmp_path / "one").read_bytes()
+        with monkeypatch.context() as patch:
+            write, left = Journal.write, iter(range(5))
+            patch.setattr(Journal, "write", lambda *args: write(*args) if next(left, None) is not None else interrupt())
+            assert run(llama, source, tmp_path / "resumed", *flags) == 130
+        assert run(llama, source, tmp_path / "resumed", *flags, "--resume") == 0
+    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "one").read_bytes()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt

@@ -18,8 +18,9 @@ import pytest
 import soundfile
 import transformers
 from cli_language_models import save_whisper
-from cli_models import WORDS, save_bart, save_gpt2, sentences
+from cli_models import WORDS, save_bart, save_gpt2, save_llama, sentences
 from ray_runs import POISON, Cluster, changed, left_behind, of_runs, titles
+from sharing import sharing
 
 from fastgen.cli import own_ray
 from fastgen.cli.transformers.command import main
@@ -199,6 +200,18 @@ def test_samples_of_workers_are_those_of_one_process(source: Path, tmp_path: Pat
     run(gpt2, source, tmp_path / "one.txt", *flags)
     run(gpt2, source, tmp_path / "out.txt", *flags, "--workers", "2")
     assert (tmp_path / "out.txt").read_bytes() == (tmp_path / "one.txt").read_bytes()
+
+
+def test_scores_of_workers_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, although each worker has captured other steps before; shards have the same test."""
+    monkeypatch.setenv("FASTGEN_SHARE", "always")
+    (tmp_path / "in").write_text("".join(f"{line}\n" for line in sentences(32, longest=9)))
+    llama = save_llama(tmp_path / "llama")
+    flags = ("--causal_lm", "--beam", "3", "--max_new_tokens", "100", "--bs", "4", "--output_format", "jsonl")
+    with sharing("always"):
+        assert run(llama, tmp_path / "in", tmp_path / "one", *flags) == 0
+        assert run(llama, tmp_path / "in", tmp_path / "out", *flags, "--workers", "2") == 0
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()
 
 
 def test_speech_of_workers_is_that_of_one_process(tmp_path: Path) -> None:

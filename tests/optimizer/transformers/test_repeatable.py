@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -11,7 +12,11 @@ from parity import padded, tiny
 
 import fastgen
 from fastgen.config import CONFIG
+from fastgen.ops.tracing import Diverged
+from fastgen.optimizer.decoding import decode_step, graphs
+from fastgen.optimizer.decoding.decode_step import CannotPad
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
+from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
 from fastgen.optimizer.transformers.generate import SEQUENCES_SCORES, only_outputs
 
 pytestmark = pytest.mark.skipif(
@@ -19,30 +24,91 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def scores_of_beams(name: str, calls_before: tuple[int, ...]) -> torch.Tensor:
-    """Of a call of 40 steps that follows calls with so many steps each."""
+def scores_of_beams(name: str, calls_before: tuple[int, ...], eos: list[int] | None = None) -> torch.Tensor:
+    """Of a call of 40 steps, or 120 that inputs leave at these ends, that follows calls with so many steps each."""
     model = tiny(name, "seq2seq" if name == "t5" else "causal")
-    side = "right" if name == "t5" else "left"
-    for seed, steps in enumerate((*calls_before, 40), start=8 - len(calls_before)):
-        with only_outputs(SEQUENCES_SCORES):
-            outputs = model.generate(
-                **padded(3, 7, 5, side=side, seed=seed),
-                num_beams=4,
-                max_new_tokens=steps,
-                eos_token_id=None,
-                output_scores=True,
-                return_dict_in_generate=True,
-            )
+    for seed, steps in enumerate((*calls_before, 40 if eos is None else 120), start=8 - len(calls_before)):
+        scores = beams(model, seed, steps, eos)
     assert replays(fastgen.explain())
+    return scores
+
+
+def beams(
+    model: torch.nn.Module, seed: int = 8, steps: int = 40, eos: list[int] | None = None, **options
+) -> torch.Tensor:
+    side = "right" if model.config.is_encoder_decoder else "left"
+    with only_outputs(SEQUENCES_SCORES):
+        outputs = model.generate(
+            **padded(3, 7, 5, 9, 4, side=side, seed=seed),
+            num_beams=4,
+            max_new_tokens=steps,
+            eos_token_id=eos,
+            pad_token_id=1,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **options,
+        )
     return outputs.sequences_scores
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_scores_do_not_depend_on_calls_before(name):
+@pytest.fixture
+def repeatable() -> Iterator[None]:
     with mock.patch.object(CONFIG, "repeatable", True):
-        alone = scores_of_beams(name, ())
-        for calls_before in ((40,), (12, 60)):
-            assert torch.equal(scores_of_beams(name, calls_before), alone)
+        yield
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_scores_do_not_depend_on_calls_before(name, repeatable):
+    alone = scores_of_beams(name, ())
+    for calls_before in ((40,), (12, 60)):
+        assert torch.equal(scores_of_beams(name, calls_before), alone)
+
+
+@pytest.mark.usefixtures("repeatable", "share_always")
+def test_scores_do_not_depend_on_calls_that_inputs_left():
+    alone = scores_of_beams("llama", (), [5, 7])
+    assert "finished inputs: removed from the batch" in fastgen.explain().shared
+    assert torch.equal(scores_of_beams("llama", (120, 120, 120), [5, 7]), alone)
+
+
+def capture_other_arguments(model: torch.nn.Module) -> None:
+    beams(model, logits_to_keep=2)
+
+
+def fail_to_pad(model: torch.nn.Module) -> None:
+    with mock.patch.object(TransformersDecodeStep, "_pad", side_effect=CannotPad):
+        beams(model)
+
+
+def differ(model: torch.nn.Module) -> None:
+    with (
+        mock.patch.object(decode_step, "differs_sync", lambda *logits: True),
+        pytest.warns(RuntimeWarning, match="does not capture the decode steps"),
+    ):
+        beams(model)
+
+
+def diverge(model: torch.nn.Module) -> None:
+    """The next call replays a step that takes another way."""
+    beams(model)
+    (graph,) = graphs._known[model].entries.values()
+    graph._replay = mock.Mock(side_effect=Diverged("a scalar has changed"))
+
+
+@pytest.mark.usefixtures("repeatable", "share_always")
+@pytest.mark.parametrize("before", [capture_other_arguments, fail_to_pad, differ, diverge])
+def test_scores_do_not_depend_on_what_calls_before_could_not_do(before):
+    expected, replayed = beams(alone := tiny("llama")), replays(fastgen.explain())
+    before(model := tiny("llama"))
+    assert torch.equal(beams(model), expected)
+    assert graphs._known[alone].entries.keys() <= graphs._known[model].entries.keys()
+    assert replays(fastgen.explain()) >= replayed - 1
+
+
+def test_a_graph_of_other_arguments_is_captured_anew():
+    capture_other_arguments(model := tiny("llama"))
+    beams(model)
+    assert replays(fastgen.explain()) > 35
 
 
 def test_without_the_switch_captured_steps_are_used_sooner():

@@ -12,6 +12,10 @@ NEWEST := 5.24.0
 # Errors of the CUDA interface are left out: torch asks it for what older drivers do not have.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
+# Runs a command that says nothing, and prints a dot every five seconds as long as it runs.
+WITH_DOTS = while sleep 5 && kill -0 $$$$ 2> /dev/null; do printf .; done & dots=$$!; \
+	$(1); status=$$?; kill $$dots; echo; exit $$status
+
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
 .PHONY: demo test test-all test-both test-fairseq matrix fuzz soak test-gpu sanitize lint table bench bench-gpu clean
@@ -40,7 +44,7 @@ test-both: $(VENV)/test.installed
 test-fairseq: $(VENV)/test.installed
 	rm -rf $(WITH_EXTRA) && cp -r $(VENV) $(WITH_EXTRA)
 	$(WITH_EXTRA)/bin/python -m pip uninstall --quiet --yes ve-fairseq $(FAIRSEQ_NEEDS)
-	$(WITH_EXTRA)/bin/python $(INSTALL) --editable ".[fairseq]"
+	$(WITH_EXTRA)/bin/python $(INSTALL) "fastgen-generate[fairseq]"
 	$(WITH_EXTRA)/bin/python -m pip uninstall --quiet --yes torchaudio
 	$(WITH_EXTRA)/bin/python -m pip install --quiet --no-deps transformers==$(NEWEST)
 	$(WITH_EXTRA)/bin/python -m pip list | grep -iE "^(numpy|ve-fairseq|torch|transformers) "
@@ -78,12 +82,12 @@ table: $(VENV)/test.installed
 
 # The tables of the papers: docs/papers.md, in parts; what this commit has measured is skipped.
 bench: $(VENV)/test.installed
-	$(PIP) --editable ".[bench]"
+	$(PIP) "fastgen-generate[bench]"
 	$(BIN)/python benchmarks/papers.py
 
 # The same on a GPU; says so where there is none.
 bench-gpu: $(VENV)/test.installed
-	$(PIP) --editable ".[bench]"
+	$(PIP) "fastgen-generate[bench]"
 	$(BIN)/python benchmarks/papers.py --device cuda
 
 $(VENV)/pip.installed: constraints.txt
@@ -91,20 +95,25 @@ $(VENV)/pip.installed: constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) pip setuptools wheel
 	@echo "Installing torch 2.13.0, the largest download: this takes some minutes"
-	@$(PIP) torch==2.13.0
+	@$(call WITH_DOTS,$(PIP) torch==2.13.0)
 	@touch $@
 
-$(VENV)/demo.installed: $(VENV)/pip.installed pyproject.toml setup.py
-	@echo "Installing transformers, and fastgen with its kernels"
-	@$(PIP) --editable ".[transformers]"
+# The only place that compiles: what an extra needs is installed for the fastgen that is there, by its name.
+$(VENV)/fastgen.installed: $(VENV)/pip.installed pyproject.toml setup.py $(wildcard csrc/*)
+	@echo "Installing fastgen; its kernels are compiled, which takes some minutes, once"
+	@$(call WITH_DOTS,$(PIP) --editable .)
 	@touch $@
 
-$(VENV)/test.installed: $(VENV)/pip.installed pyproject.toml setup.py
-	@echo "Installing transformers, what the tests need, and fastgen with its kernels"
-	@$(PIP) --editable ".[test]"
+$(VENV)/demo.installed: $(VENV)/fastgen.installed
+	@echo "Installing transformers, and what it needs"
+	@$(call WITH_DOTS,$(PIP) "fastgen-generate[transformers]")
+	@touch $@
+
+$(VENV)/test.installed: $(VENV)/fastgen.installed
+	@echo "Installing transformers, and what the tests need"
+	@$(call WITH_DOTS,$(PIP) "fastgen-generate[test]")
 	@echo "Installing fairseq, and what it needs"
-	@$(PIP) --no-deps $(FAIRSEQ)
-	@$(PIP) $(FAIRSEQ_NEEDS)
+	@$(call WITH_DOTS,$(PIP) --no-deps $(FAIRSEQ) && $(PIP) $(FAIRSEQ_NEEDS))
 	@touch $@
 
 clean:

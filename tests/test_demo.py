@@ -21,7 +21,8 @@ def test_it_ends_with_pairs_a_sentence_and_where_the_output_lies(
     sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert demo.main(sample, tmp_path / "output.txt") == 0
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
+    assert progress.count("running ") == 3 and progress.count("| 0/1 ") == 2 and "6 lines in " in progress
     lines, outputs = sample.read_text().splitlines(), (tmp_path / "output.txt").read_text().splitlines()
     for name in demo.WAYS:
         assert re.search(rf"^  {name} +[\d.]+ s +[\d.]+ lines/s$", said, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import shutil
 import sys
@@ -9,8 +10,10 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
+from tqdm import tqdm
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -28,7 +31,7 @@ def user_loop(source: Path, output: Path) -> None:
     model = AutoModelForSeq2SeqLM.from_pretrained(demo_path()).eval()
     lines = source.read_text(encoding="utf-8").splitlines()
     with output.open("w", encoding="utf-8") as file:
-        for start in range(0, len(lines), BS):
+        for start in tqdm(range(0, len(lines), BS), leave=False, mininterval=1):
             batch = tokenizer(lines[start : start + BS], padding=True, return_tensors="pt")
             sequences = model.generate(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
             file.writelines(text + "\n" for text in tokenizer.batch_decode(sequences, skip_special_tokens=True))
@@ -43,8 +46,7 @@ fastgen_loop = fastgen.enabled()(user_loop)
 
 
 def run_command(source: Path, output: Path) -> None:
-    flags = ("--bs", str(BS), "--device", "cpu", "--quiet")
-    if status := command(["demo", str(source), str(output), *flags]):
+    if status := command(["demo", str(source), str(output), "--bs", str(BS), "--device", "cpu"]):
         sys.exit(status)
 
 
@@ -65,14 +67,15 @@ def main(source: Path, output: Path) -> int:
         first, written = Path(folder, "first.txt"), Path(folder, "output.txt")
         first.write_text("\n".join(lines[:BS]), encoding="utf-8")
         for name, way in WAYS.items():
-            print(f"  {name:<34}", end="", flush=True)
-            way(first, Path(folder, "warm-up.txt"))
+            print(f"running {name}", file=sys.stderr, flush=True)
+            with redirect_stderr(io.StringIO()):
+                way(first, Path(folder, "warm-up.txt"))
             Path(folder, "warm-up.txt").unlink()
             begun = time.perf_counter()
             way(source, written)
             seconds.append(time.perf_counter() - begun)
             outputs.append(written.read_text(encoding="utf-8").splitlines())
-            print(f"{seconds[-1]:6.1f} s {len(lines) / seconds[-1]:8.1f} lines/s", flush=True)
+            print(f"  {name:<34}{seconds[-1]:6.1f} s {len(lines) / seconds[-1]:8.1f} lines/s", flush=True)
             shutil.move(written, output)
     equal = sum(len(set(texts)) == 1 for texts in itertools.zip_longest(*outputs))
     plain, loop, whole = seconds

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What is measured on this machine stays out of the user's folder, and fastgen reads that when it is imported.
+    """What is measured on this machine, and what the hub's library writes, stays out of the user's folders, which
+    fastgen and that library read when they are imported.
 
     Shells start jobs in the background with Ctrl-C ignored; the commands that tests interrupt would inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "FASTGEN_CACHE" not in os.environ:
-        os.environ["FASTGEN_CACHE"] = tempfile.mkdtemp(prefix="fastgen-tests-")
-        config.add_cleanup(partial(shutil.rmtree, os.environ["FASTGEN_CACHE"], ignore_errors=True))
+    for name in ("FASTGEN_CACHE", "HF_HOME"):
+        if name not in os.environ:
+            os.environ[name] = tempfile.mkdtemp(prefix="fastgen-tests-")
+            config.add_cleanup(partial(shutil.rmtree, os.environ[name], ignore_errors=True))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,6 +11,7 @@ import argparse
 import builtins
 import importlib
 import io
+import logging
 import os
 import pkgutil
 import platform
@@ -150,15 +151,21 @@ def _source_tree(tree: Path) -> list[str]:
 
 
 def _import_hosts() -> dict[str, str]:
-    """Imports the modules of all patches; for each patch whose module cannot be imported, why."""
-    errors = {}
-    for patch in PATCHES:
-        if not find_spec(patch.host):
-            continue
-        try:
-            importlib.import_module(patch.module)
-        except Exception as error:
-            errors[patch.name] = f"import {patch.module}: {type(error).__name__}: {error}"
+    """Imports the modules of all patches; for each patch whose module cannot be imported, why.
+
+    fairseq logs which packages for training are not installed: whoever asks for the report is not told."""
+    errors, disabled = {}, logging.root.manager.disable
+    logging.disable(max(disabled, logging.INFO))
+    try:
+        for patch in PATCHES:
+            if not find_spec(patch.host):
+                continue
+            try:
+                importlib.import_module(patch.module)
+            except Exception as error:
+                errors[patch.name] = f"import {patch.module}: {type(error).__name__}: {error}"
+    finally:
+        logging.disable(disabled)
     return errors
 
 

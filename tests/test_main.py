@@ -111,7 +111,7 @@ def test_help_and_version():
 def test_the_report_shows_versions_patches_and_kernels_in_one_screen():
     transformers = pytest.importorskip("transformers")
     done = run_python("-m", "fastgen")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stderr == "", done.stderr  # nor what the hosts log at their import
     lines = done.stdout.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 120
     assert lines[0].startswith(f"fastgen {fastgen.__version__}, Python ")

@@ -14,7 +14,7 @@ from fastgen.cli.exits import InputError
 from fastgen.cli.transformers.args import STREAM, parse_arguments
 from fastgen.cli.transformers.files import Line, raw_lines
 from fastgen.cli.transformers.flag_values import whole
-from fastgen.cli.transformers.signature import model_folder
+from fastgen.cli.transformers.signature import misspelt, model_folder
 from fastgen.cli.transformers.tasks import task_for
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _verify(args: argparse.Namespace, words: list[str]) -> Verification:
     try:
         config = AutoConfig.from_pretrained(model_folder(args.model) or args.model)
     except (OSError, ValueError) as error:
-        raise InputError(f"MODEL {args.model}: {error}") from error
+        raise InputError(misspelt(args.model) or f"MODEL {args.model}: {error}") from error
     task = task_for(replace(given, causal_lm=not config.is_encoder_decoder))
     task.load()
     items = task.prepare([Line(number, line) for number, line in enumerate(lines, start=1)])

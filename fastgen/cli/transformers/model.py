@@ -19,7 +19,7 @@ from transformers.utils import logging as library_logging
 
 from fastgen.cli.exits import InputError, reason
 from fastgen.cli.transformers.args import RunConfig, check_several_outputs
-from fastgen.cli.transformers.signature import model_folder
+from fastgen.cli.transformers.signature import misspelt, model_folder
 
 LONGEST_LIST = 100  # characters of names of weights in a message
 # Their positions are computed, for as many tokens as there are; what the config says is no limit.
@@ -85,7 +85,7 @@ def load(args: RunConfig, asked: str, processor: str) -> Loaded:
         # from_pretrained raises almost anything for a broken folder: OSError, ValueError, KeyError, SafetensorError, …
         flags = map(args.given, ("device", "dtype", "attn_implementation"))
         what = " ".join(filter(None, [f"MODEL {args.model}", *flags]))
-        raise InputError(f"{what}: cannot be loaded ({reason(error)})") from error
+        raise InputError(misspelt(args.model) or f"{what}: cannot be loaded ({reason(error)})") from error
     if not model.can_generate():
         raise InputError(f"MODEL {args.model}: {type(model).__name__} cannot generate")
     parameters = dict(model.named_parameters())

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ FLAGS_WITHOUT_EFFECT_ON_RECORDS = (
     *("model", "input", "output", "resume", "overwrite", "quiet", "preprocess_workers", "postprocess_workers"),
     *("reference_path", "reference_field", "score_path", "merge", "workers", "ray", "verbose"),
 )
+BUILT_IN = "demo"  # the model in the package, as MODEL
 DIGEST = "sha256:"  # of values that say nothing to a reader
 IGNORED_FILES = (".md", ".gitattributes", ".lock", ".py", ".png", ".jpg")
 LARGE_FILE = 64 << 20
@@ -51,7 +53,7 @@ def signature(args: RunConfig, survey: Survey | None) -> dict[str, Any]:
 
 def model_folder(model: str) -> Path | None:
     """The folder that MODEL names, None for a name on the hub; raises InputError where there is no such folder."""
-    if model == "demo":
+    if model == BUILT_IN:
         from fastgen.models.demo import demo_path
 
         return demo_path()
@@ -63,6 +65,13 @@ def model_folder(model: str) -> Path | None:
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise InputError(f"MODEL {model}: there is no such folder")
     return None
+
+
+def misspelt(model: str) -> str:
+    """The message for a MODEL that could not be loaded, is no folder and is nearly `demo`; empty for others."""
+    if model_folder(model) is not None or not get_close_matches(model, [BUILT_IN]):
+        return ""
+    return f"MODEL {model}: is no folder, and was not found on the hub (did you mean {BUILT_IN}?)"
 
 
 def with_commit(signed: dict[str, Any], config: Any) -> dict[str, Any]:

@@ -157,6 +157,8 @@ def test_a_hub_name_that_does_not_exist_is_refused(
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", not_on_the_hub)
     command = ["no-such-model", str(files / "input.txt"), str(files / "output.txt")]
     check_refused(capsys, files, command, "MODEL no-such-model", "not a valid model identifier")
+    command = ["dem", str(files / "input.txt"), str(files / "output.txt")]
+    check_refused(capsys, files, command, "MODEL dem: is no folder", "did you mean demo?")
 
 
 UNFIT_FLAGS = [

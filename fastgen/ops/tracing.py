@@ -35,8 +35,6 @@ class UnderAutocast(NotRepeatable):
 class Diverged(Exception):
     """A scalar read on the host (`.item()`) changed since the capture, so that control flow may differ."""
 
-    code = "CAPTURE_REFUSED"
-
 
 class TracedCall(NamedTuple):
     """A call of an operation. read: the tensors among its arguments; made: those among its results.

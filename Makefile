@@ -18,7 +18,7 @@ WITH_DOTS = while sleep 5 && kill -0 $$$$ 2> /dev/null; do printf .; done & dots
 
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
-.PHONY: demo test test-all test-both test-fairseq matrix fuzz soak test-gpu sanitize lint table bench bench-gpu clean
+.PHONY: demo test test-all test-both test-fairseq matrix fuzz soak test-gpu gpu-check sanitize lint table bench bench-gpu clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -65,6 +65,10 @@ soak: $(VENV)/test.installed
 # Says so where there is no GPU.
 test-gpu: $(VENV)/test.installed
 	FASTGEN_STRICT=1 $(BIN)/python -m pytest -rs -m gpu tests/gpu
+
+# What only a GPU can show, in about ten minutes; says so where there is none. gpu-check.json has what was measured.
+gpu-check: $(VENV)/test.installed
+	$(BIN)/python tools/gpu_check.py
 
 # The kernels under compute-sanitizer, which comes with CUDA: accesses outside of buffers, races in shared memory.
 sanitize: $(VENV)/test.installed

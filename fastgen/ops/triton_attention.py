@@ -5,7 +5,7 @@ head of one copy into a tile of a tensor-core product (FastSeq §4.1, Hydragen),
 length (split-KV, as in Flash-Decoding); scores and sums are fp32. Padding and spare room of a static cache are not read
 where `bounds` tells on the device what a step sees.
 
-H200, µs in a CUDA graph; torch's products, this, and stock's attention: see docs/gpu-checks.md.
+docs/gpu-checks.md has its times beside those of torch's products and stock's attention.
 
 Tests: tests/ops/test_triton_attention.py, tests/gpu/test_triton_attention_cuda.py
 """

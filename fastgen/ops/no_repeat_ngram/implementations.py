@@ -176,7 +176,7 @@ def _reasons(implementation: Implementation, cuda_kernels: bool) -> list[str]:
     if found := implementation.machine_reasons():
         return found
     if "cuda" in implementation.device_types and not cuda_kernels:
-        return ["not yet run on a GPU (FASTGEN_CUDA_KERNELS=1 switches it on)"]
+        return ["FASTGEN_CUDA_KERNELS=0"]
     try:
         wrong = [device_type for device_type in implementation.device_types if _differs(implementation, device_type)]
     except Exception as error:

@@ -12,7 +12,7 @@
 
 Each call runs one step eagerly, and compares its logits with the graph's for the same tokens before it trusts a replay.
 A new graph is compared at the next step once more, which has other tokens (Seamless, "CUDA Graph"). Inputs are prepared
-at each step by the host; only the model's forward is captured. Not yet run on a GPU. Knows no host library.
+at each step by the host; only the model's forward is captured. Knows no host library.
 
 A host gives, besides a cheap answer to `runs_user_code`:
 

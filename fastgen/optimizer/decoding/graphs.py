@@ -2,7 +2,7 @@
 after the other.
 
 Seamless, "CUDA Graph": one launch for all kernels of the text decoder's step. On a CPU the kernels are called without
-the Python in between (fastgen/ops/cpu_graph.py). Not yet run on a GPU. Knows no host library.
+the Python in between (fastgen/ops/cpu_graph.py). Knows no host library.
 
 Tests: tests/optimizer/transformers/test_captured_steps.py
 """

@@ -102,9 +102,9 @@ def status() -> PatchStates:
 def explain() -> Report:
     """What the last `generate` of this thread that went through fastgen shared, which kernels ran, what was not done.
 
-    Print it to read it; `as_dict()` is for JSON. Where there was none (a call inside `disabled()` is not seen), the
-    report says so with the code NO_CALL, and where patches are not active, with the code NO_PATCH, why. It names the
-    groups of patches that are switched off because they have failed, and why.
+    Print it to read it; `as_dict()` is for JSON. Before the first call the report has the code NO_CALL, and NO_PATCH
+    with the reason if patches are not active; a call inside `disabled()` is not seen. It names the groups of patches
+    that are switched off because they have failed, and why.
     """
     from fastgen.optimizer.decoding.call import last_report
     from fastgen.optimizer.decoding.report import without_call
@@ -183,7 +183,7 @@ def reusing_prefix(model: Any, check_weights: bool = True) -> Iterator[None]:
 def _check_transformers() -> None:
     """Raises ImportError with the versions wanted and found where transformers is too old."""
     if why := older_than(models.LOWEST["transformers"], "transformers"):
-        raise ImportError(why)
+        raise ImportError(f"{why}: pip install 'transformers>={models.LOWEST['transformers']}'")
 
 
 def __getattr__(name: str) -> Any:

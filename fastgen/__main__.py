@@ -153,7 +153,8 @@ def _source_tree(tree: Path) -> list[str]:
 def _import_hosts() -> dict[str, str]:
     """Imports the modules of all patches; for each patch whose module cannot be imported, why.
 
-    fairseq logs which packages for training are not installed: whoever asks for the report is not told."""
+    Silences what hosts log at import, such as fairseq's packages for training that are missing.
+    """
     errors, disabled = {}, logging.root.manager.disable
     logging.disable(max(disabled, logging.INFO))
     try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -67,17 +68,17 @@ def attention() -> dict[str, Any]:
             [random(inputs, kv_heads, prompt, width), random(rows, kv_heads, generated, width)] for _ in range(2)
         )
         mask = torch.ones(rows, 1, 1, prompt + generated, dtype=torch.bool, device="cuda") if masked else None
-        whole = [
+        repeated = [
             torch.cat([parts[0].repeat_interleave(rows_per_input, 0), parts[1]], 2).repeat_interleave(groups, 1)
             for parts in (keys, values)
         ]
         scale, few = width**-0.5, slice(0, 16)
         ways = {
-            "stock": partial(functional.scaled_dot_product_attention, query, *whole, mask),
+            "stock": partial(functional.scaled_dot_product_attention, query, *repeated, mask),
             "torch": partial(attention_by_products, query, keys, values, mask, scale),
             "triton": partial(triton_attention.attention, query, keys, values, mask, scale),
         }
-        doubles = (one[few].double() for one in (query, *whole))
+        doubles = (one[few].double() for one in (query, *repeated))
         exact = functional.scaled_dot_product_attention(*doubles, None if mask is None else mask[few])
         results[name] = {
             way: {"us": _graph_us(call), "error": float((call()[few].double() - exact).norm() / exact.norm())}
@@ -188,8 +189,7 @@ def _times(case: Model) -> dict[str, Any]:
 def tests() -> dict[str, Any]:
     """Runs tests/gpu; returns the last lines and the status."""
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:randomly", "tests/gpu"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return {"status": done.returncode, "end": done.stdout.splitlines()[-15:]}
+    return _ended(command, 15, FASTGEN_STRICT="1")
 
 
 def sanitize() -> dict[str, Any]:
@@ -197,20 +197,29 @@ def sanitize() -> dict[str, Any]:
     if not shutil.which(SANITIZER[0]):
         return {"status": None, "end": [f"{SANITIZER[0]} is not on the PATH"]}
     command = [*SANITIZER, sys.executable, "tests/gpu/sanitize_no_repeat_ngram.py"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return {"status": done.returncode, "end": done.stdout.splitlines()[-5:]}
+    return _ended(command, 5, PYTHONPATH=str(REPOSITORY / "tests" / "helpers"))
+
+
+def _ended(command: list[str], lines: int, **environment: str) -> dict[str, Any]:
+    process = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    return {"status": process.returncode, "end": (process.stdout + process.stderr).splitlines()[-lines:]}
 
 
 PARTS = {part.__name__: part for part in (environment, attention, generate, tests, sanitize)}
 
 
 def failures(results: dict[str, Any]) -> list[str]:
-    """What is not as it has to be, in words."""
-    found = [part for part in ("tests", "sanitize") if results.get(part, {}).get("status")]
+    """Returns a message for each failed part, and for each kernel that is less exact than stock's attention."""
+    statuses = {part: results.get(part, {}).get("status") for part in ("tests", "sanitize")}
+    messages = [f"{part} ended with status {status}" for part, status in statuses.items() if status]
     for name, ways in results.get("attention", {}).items():
         if ways["triton"]["error"] > 1.1 * ways["stock"]["error"] + 1e-6:
-            found.append(f"attention, {name}: error {ways['triton']['error']:.1e}, stock {ways['stock']['error']:.1e}")
-    return found
+            messages.append(
+                f"attention, {name}: error {ways['triton']['error']:.1e}, stock {ways['stock']['error']:.1e}"
+            )
+    return messages
 
 
 def main() -> int:
@@ -229,15 +238,17 @@ def main() -> int:
     if results.get("environment", environment()) != environment():
         results = {}
     for name in flags.parts or PARTS:
-        if name not in results:
+        if name in results and not results[name].get("status"):
+            print(f"{name}: already in {flags.json}")
+        else:
             begun = time.perf_counter()
             results[name] = PARTS[name]()
             flags.json.write_text(json.dumps(results, indent=2))
             print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
     print(json.dumps(results, indent=2))
-    for failure in (found := failures(results)):
-        print(f"not as it has to be: {failure}", file=sys.stderr)
-    return bool(found)
+    for message in (messages := failures(results)):
+        print(f"FAILED: {message}", file=sys.stderr)
+    return bool(messages)
 
 
 if __name__ == "__main__":

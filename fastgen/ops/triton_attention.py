@@ -158,7 +158,7 @@ def attention(
     scale: float,
     bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As `shared_attention`; a launch for each segment, and one, on the current stream of the device of `query`."""
+    """Computes `shared_attention` with a launch for each segment and one that merges, on the current stream."""
     rows, heads, positions, width = query.shape
     kv_heads, value_width = keys[0].shape[1], values[0].shape[3]
     width_2, value_width_2 = _power_of_two(width), _power_of_two(value_width)
@@ -177,7 +177,7 @@ def attention(
         mask = mask if mask.stride(3) == 1 else mask.contiguous()
         kind = _BOOL if mask.dtype == torch.bool else _ADDED
         mask_arguments = (mask.view(torch.uint8) if kind == _BOOL else mask, *mask.stride()[:3])
-    by_row = positions == 1 and mask_arguments[2] == 0  # the mask is
+    by_row = positions == 1 and mask_arguments[2] == 0  # the mask depends on the row only
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         for index, (k, v) in enumerate(zip(keys, values)):
             length, rows_per_copy = k.shape[2], rows // k.shape[0]
@@ -204,7 +204,7 @@ def _power_of_two(number: int, least: int = 16) -> int:
 
 
 def _tile(queries: int, width: int, dtype: torch.dtype) -> int:
-    """How many of so many queries a program has."""
+    """Returns the number of queries in a program's tile."""
     return min(_power_of_two(queries), 16 if dtype == torch.float32 else 32 if width > 128 else 64)
 
 
@@ -215,7 +215,7 @@ def _tuning(tile: int, width: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _chunk(work: int, device: torch.device) -> int:
-    """Keys of a program, so that there are enough programs for so many keys of all tiles."""
+    """Returns how many keys a program takes, so that all multiprocessors are busy; work: keys times tiles."""
     return max(SHORTEST_CHUNK, -(-work // (PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device)) // 64) * 64)
 
 

@@ -102,7 +102,7 @@ class PatchSet:
             self._groups.setdefault(patch.group, []).append(record)
         self._modules: dict[str, ModuleType] = {}
         self._hooked: set[str] = set()
-        self._said: set[str] = set()  # which hosts are too old
+        self._warned_versions: set[str] = set()  # messages about hosts that are too old
         self._armed = False
         self._everywhere = False  # outside of `switched`, too
 
@@ -237,8 +237,8 @@ class PatchSet:
             for record in records:
                 record.set("skipped", why)
             versions = why.partition(" (tested: ")[0]
-            if versions not in self._said:
-                self._said.add(versions)
+            if versions not in self._warned_versions:
+                self._warned_versions.add(versions)
                 logger.warning("fastgen leaves %s alone: %s", patch.host, versions)
             return
         missing = {r.patch.module for r in records if not self._is_imported(r.patch.module)}
@@ -320,12 +320,15 @@ class PatchSet:
                     replacement = _load(record.patch.replacement)
                 return replacement(original, *args, **kwargs)
             except Exception as error:
-                if called or self._is_strict() or is_final(error) or is_from_elsewhere(error, *own):
+                if called or is_final(error) or is_from_elsewhere(error, *own):
                     raise
-                traceback.clear_frames(error.__traceback__)  # frees what the replacement had allocated
+                if not self._is_strict():
+                    traceback.clear_frames(error.__traceback__)  # frees what the replacement had allocated
                 ours = error
             with disabled():
-                result = function(*args, **kwargs)  # where it refuses this call as well, the error is the caller's
+                result = function(*args, **kwargs)  # if it refuses this call as well, the error is the caller's
+            if self._is_strict():
+                raise ours
             if not isinstance(ours, SwitchedOff):
                 self._replacement_failed(record, ours)
             return result

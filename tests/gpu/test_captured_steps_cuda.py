@@ -104,14 +104,14 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
 
 
 class Reading(graphs.CudaCapture):
-    """As if the forward read the device."""
+    """Reads the device after the forward."""
 
     def capture(self, run, rewind):
         return super().capture(lambda: (run(), torch.ones(1, device="cuda").item())[0], rewind)
 
 
 class Failing(graphs.CudaCapture):
-    """As if the forward did what a capture cannot hold, and nothing had told before."""
+    """Synchronises inside the capture, which no check has foreseen."""
 
     def capture(self, run, rewind):
         def failing():
@@ -163,15 +163,15 @@ def test_a_pool_whose_graphs_are_gone_is_made_anew():
     assert replays(model, inputs_of("llama"), **BEAMS)
 
 
-def test_two_models_capture_in_two_threads():
+def test_four_models_capture_in_four_threads():
     models = [model_of("llama") for _ in range(4)]
     expected = models[0].generate(**inputs_of("llama"), **BEAMS)
     for model in models:
         graphs._known.pop(model, None)
     results = []
     threads = [
-        threading.Thread(target=lambda one=one: results.append(one.generate(**inputs_of("llama"), **BEAMS)))
-        for one in models
+        threading.Thread(target=lambda model=model: results.append(model.generate(**inputs_of("llama"), **BEAMS)))
+        for model in models
     ]
     for thread in threads:
         thread.start()

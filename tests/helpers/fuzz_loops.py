@@ -39,7 +39,7 @@ def other_ends(self: Any, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tens
 
 
 def replaced_calls(random: Random, model: nn.Module, generate: Generate) -> Any:
-    """Of a processor, a criterion, or one of their lists; an ordinary call before and after."""
+    """Replaces `__call__` of a processor, a criterion or one of their lists for one call, between two others."""
     processor = random.choice(PROCESSORS)()
     owner, call = random.choice(
         (
@@ -117,7 +117,7 @@ def other_scores_of_a_processor(random: Random, model: nn.Module, generate: Gene
 
 
 def replaced_functions(random: Random, model: nn.Module, generate: Generate) -> Any:
-    """Of torch, that choose tokens; sometimes the model has been used before."""
+    """Replaces functions of torch that choose tokens; the model may have been used before."""
     of_functional = [(functional, name) for name in ("softmax", "log_softmax")]
     owner, name = random.choice([(torch, name) for name in ("argmax", "multinomial", "topk", "sort")] + of_functional)
     original, calls = getattr(owner, name), []

@@ -213,7 +213,7 @@ def test_each_kind_of_product_is_measured_once_in_all_processes(timed):
         torch.set_num_threads(threads)
 
 
-def test_of_two_processes_that_measure_at_once_the_first_one_counts(timed, monkeypatch):
+def test_first_of_two_processes_that_measure_decides(timed, monkeypatch):
     """Whose workers and shards start together compute the same bits."""
     measure = cpu_linear._measured
 

@@ -94,7 +94,7 @@ def test_what_has_failed_is_tried_again_if_asked_for(write):
     assert host.function(2) == (1.0, 2) and only_state(patch_set).state == "applied" and not patch_set.switched_off
 
 
-def test_a_final_error_reaches_the_caller_and_switches_nothing_off(write):
+def test_final_errors_reach_callers_and_switch_nothing_off(write):
     host = importlib.import_module(write("calls = []\ndef function(x):\n    calls.append(x)"))
     source = """
 from fastgen.patching import make_final

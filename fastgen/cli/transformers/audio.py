@@ -138,7 +138,7 @@ def _read(path: Path, rate: int, most_samples: int | None) -> np.ndarray:
 
 
 def _frames_of_header(frames: int, log: str) -> int:
-    """How many frames a header says there are, of which libsndfile has found so many; log: its own, of the opening.
+    """Returns the header's number of frames. frames: libsndfile's number; log: libsndfile's notes on opening the file.
 
     libsndfile corrects a header by the size of the file, and notes it. Programs that write to a pipe say a size that
     no file has.
@@ -159,13 +159,13 @@ def _mp3_has_length(path: Path) -> bool:
     return frame.startswith(b"\xff") and any(mark in frame for mark in (b"Xing", b"Info", b"VBRI"))
 
 
-def _warn_of_estimate(path: Path, read: int, estimated: int, rate: int) -> None:
+def _warn_of_estimate(path: Path, frames_read: int, estimated: int, rate: int) -> None:
     """Says where an MP3 is not as long as it was taken for; an estimate that is too short ends the reading there."""
-    is_cut = read == estimated and read % MP3_GRANULE > 0
-    if is_cut or read < estimated:
+    is_cut = frames_read == estimated and frames_read % MP3_GRANULE > 0
+    if is_cut or frames_read < estimated:
         logger.warning(
-            "%s: does not say in its header how long it is; libsndfile estimates %g s, and reads %g s%s",
-            *(path, estimated / rate, read / rate, ", behind which it goes on" if is_cut else ""),
+            "%s: its header has no length; libsndfile estimates %g s, and reads %g s%s",
+            *(path, estimated / rate, frames_read / rate, "; the sound goes on after that" if is_cut else ""),
         )
 
 

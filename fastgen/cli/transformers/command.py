@@ -78,7 +78,11 @@ def _run(args: RunConfig, stop: Stop) -> int:
         signed = signature(args, surveyed)
         if made if args.merge else output.check(signed):
             if not args.quiet:
-                why = "no line of it is to be retried" if args.retry_failed else "the same command has made it"
+                why = (
+                    "none of its lines failed, so nothing is retried"
+                    if args.retry_failed
+                    else "the same command has made it"
+                )
                 print(f"{PROG}: {args.output} is complete: {why}", file=sys.stderr)
             output.records, output.failures = made["records"], made["failures"]
         elif args.merge and isinstance(output, Journal):
@@ -149,7 +153,7 @@ def _with_first_record(args: RunConfig) -> RunConfig:
 
 
 def _with_first_checked(chunks: Iterator[list[files.Line]], args: RunConfig) -> Iterator[list[files.Line]]:
-    """The lines of a stream, whose first is looked at here."""
+    """Yields the lines of a stream; raises InputError if the first is of a kind that is not read."""
     for lines in chunks:
         if lines and lines[0].number == 1:
             _check_first(lines[0], args)
@@ -205,7 +209,7 @@ def _go_through(
         if args.resume:
             progress.note(f"goes on after {output.records} of {total} lines")
         if output.changes:
-            progress.note(f"flags are others than those that made OUTPUT: {'; '.join(output.changes)}")
+            progress.note(f"flags differ from those of the run that made OUTPUT: {'; '.join(output.changes)}")
         notes, planner = task.notes()
         for note in notes:
             progress.note(note)
@@ -268,7 +272,7 @@ def check_files(args: RunConfig) -> files.Survey | None:
             why = f"{flag} needs {name} to be a file, and {path} can be gone through only once"
             raise InputError(f"{name} {path}: {why}")
     surveyed = None if files.is_stream(args.input) else files.survey(args.input)
-    if surveyed is not None and not args.reads_records:  # records are looked at first of all
+    if surveyed is not None and not args.reads_records:  # the first record was checked by `_with_first_record`
         for line in next(files.read_chunks(args.input, 1, longest=records.LONGEST_RECORD), []):
             _check_first(line, args)
     sources = {"INPUT": args.input, "--reference_path": args.reference_path}

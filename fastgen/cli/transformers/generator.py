@@ -165,7 +165,7 @@ def _line(number: int, value: Any, takes_paths: bool) -> Line:
 
 
 def _refuse(value: Any) -> None:
-    raise TypeError(f"{type(value).__name__} is neither text nor in JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def _kind_of_output(task: Task) -> Kind:

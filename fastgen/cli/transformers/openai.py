@@ -55,45 +55,45 @@ class Bodies:
         """Names and values of settings, as JSON, sorted; raises RecordError for what cannot be done."""
         body = records.parse(records.decode(line))["body"]
         self.unused.update(name for name in body if name not in ("model", "messages", *FIELDS))
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for name, (setting, accepts, accepted) in FIELDS.items():
             value = body.get(name)
             if value is None or value == []:
                 continue
             if not accepts(value):
                 raise _refused(name, value, accepted)
-            found[setting] = value
-        if "temperature" in found:
-            found["do_sample"] = found["temperature"] > 0
-            found["temperature"] = float(found["temperature"]) or 1.0
+            settings[setting] = value
+        if "temperature" in settings:
+            settings["do_sample"] = settings["temperature"] > 0
+            settings["temperature"] = float(settings["temperature"]) or 1.0
         for setting in ("max_new_tokens", "num_return_sequences", "seed"):
-            if setting in found:
-                found[setting] = int(found[setting])
-        if isinstance(found.get("stop_strings"), str):
-            found["stop_strings"] = [found["stop_strings"]]
-        self._check(found)
-        if (seed := found.pop("seed", None)) is not None and self._samples(found):
-            found["seed"] = [seed, line.number]
-        return [list(each) for each in sorted(found.items())] or None
+            if setting in settings:
+                settings[setting] = int(settings[setting])
+        if isinstance(settings.get("stop_strings"), str):
+            settings["stop_strings"] = [settings["stop_strings"]]
+        self._check(settings)
+        if (seed := settings.pop("seed", None)) is not None and self._samples(settings):
+            settings["seed"] = [seed, line.number]
+        return [list(each) for each in sorted(settings.items())] or None
 
     def input_limit(self, settings: list[list[Any]] | None) -> tuple[int, str] | None:
         """The most tokens that a prompt with these settings may have, and what sets the number."""
-        asked = dict(settings or ()).get("max_new_tokens")
-        return None if asked is None else input_limit(self._loaded, asked)
+        max_new_tokens = dict(settings or ()).get("max_new_tokens")
+        return None if max_new_tokens is None else input_limit(self._loaded, max_new_tokens)
 
-    def _samples(self, found: dict[str, Any]) -> bool:
-        return bool(found.get("do_sample", self._loaded.value("do_sample")))
+    def _samples(self, settings: dict[str, Any]) -> bool:
+        return bool(settings.get("do_sample", self._loaded.value("do_sample")))
 
-    def _check(self, found: dict[str, Any]) -> None:
+    def _check(self, settings: dict[str, Any]) -> None:
         """Raises RecordError for numbers of tokens and of outputs that this model, or this run, cannot give."""
         loaded, args = self._loaded, self._loaded.args
-        number, asked = positions(loaded.model.config, "decoder"), found.get("max_new_tokens", 0)
-        if number is not None and asked >= number:
-            raise _refused("max_tokens", asked, f"up to {number - 1}, of MODEL's {number} positions")
-        outputs, beams = found.get("num_return_sequences", 1), loaded.value("num_beams") or 1
+        number, max_new_tokens = positions(loaded.model.config, "decoder"), settings.get("max_new_tokens", 0)
+        if number is not None and max_new_tokens >= number:
+            raise _refused("max_tokens", max_new_tokens, f"up to {number - 1}, of MODEL's {number} positions")
+        outputs, beams = settings.get("num_return_sequences", 1), loaded.value("num_beams") or 1
         if beams > 1 and outputs > beams:
             raise _refused("n", outputs, f"up to {beams}, the beams of the run")
-        if beams == 1 and outputs > 1 and not self._samples(found):
+        if beams == 1 and outputs > 1 and not self._samples(settings):
             raise _refused("n", outputs, '1, or a "temperature" above 0')
         if outputs > 1 and not (args.writes_records or args.join_outputs):
             raise _refused("n", outputs, "1 for text; others with --output_format openai or jsonl, or --join_outputs")
@@ -106,7 +106,7 @@ def _refused(name: str, value: Any, accepted: str) -> records.RecordError:
 
 
 def stop_strings(item: Item) -> list[str]:
-    """Those of the request that an item is, if it is one."""
+    """Returns the stop strings of an item's request; none for other items."""
     return dict(item.group).get("stop_strings", []) if isinstance(item.group, list) else []
 
 

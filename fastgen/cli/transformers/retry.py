@@ -40,19 +40,22 @@ class Retry(Journal):
 
     def _check(self, resume: bool) -> None:
         self._overwrite = True  # once all is there
-        there, made = os.path.lexists(self.path), self._completed()
+        has_journal, completed_run = os.path.lexists(self.path), self._completed()
         if not self._exists():
             raise InputError(f"--retry_failed: OUTPUT {self._output} is not complete (accepted: --resume completes it)")
-        if made is None or len(made.get("failed", ())) != made["failures"]:
-            unknown = f"no run is known that made OUTPUT {self._output} as it is"
-            raise InputError(f"--retry_failed: {unknown} (accepted: a complete OUTPUT, with its {self._made.name})")
-        if there and not resume:
+        if completed_run is None or len(completed_run.get("failed", ())) != completed_run["failures"]:
+            why = (
+                f"OUTPUT {self._output} was changed since its run, or {self._made.name} does not list its failed lines"
+            )
+            raise InputError(f"--retry_failed: {why} (accepted: an unchanged OUTPUT with its {self._made.name})")
+        if has_journal and not resume:
             hint = "--resume goes on from it; remove it to start again"
             raise InputError(f"--retry_failed: there is {self.path} ({hint})")
-        self.completed, self.failed = made, {int(number): place for number, place in made["failed"].items()}
-        if there:
+        self.completed = completed_run
+        self.failed = {int(number): place for number, place in completed_run["failed"].items()}
+        if has_journal:
             self._load()
-            if (self.signature or {}).get(CONTENT) == _content(made.get("before", {})):
+            if (self.signature or {}).get(CONTENT) == _content(completed_run.get("before", {})):
                 self.path.unlink()  # killed between the name of OUTPUT and its end
                 self.signature, self.failed = None, {}
 
@@ -76,9 +79,9 @@ class Retry(Journal):
 
     def complete(self, records: Iterable[bytes] | None = None, failed: dict[int, int] | None = None) -> None:
         """Puts the new records into OUTPUT."""
-        again = {number: place for number, place in self.failed.items() if number in self._failed}
-        super().complete(self._in_place(), again)
-        self.records, self.failures = self.completed["records"], len(again)
+        still_failed = {number: place for number, place in self.failed.items() if number in self._failed}
+        super().complete(self._in_place(), still_failed)
+        self.records, self.failures = self.completed["records"], len(still_failed)
 
     def _completes(self, digest: str, failed: dict[int, int]) -> dict[str, Any]:
         """Also what OUTPUT.run.json held before, which holds until OUTPUT is replaced."""

@@ -64,8 +64,8 @@ def _with_numbers(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
     index, count = launched
     said = ", ".join(f"{name}={environ[name]}" for name in (*JOBS, *chain(*IN_A_JOB)) if name in environ)
     if args.num_shards == "auto" and count is None:
-        why = f"how many shards there are is not said by {said}"
-        raise InputError(f"--num_shards auto: {why} (accepted: --num_shards N, or all of an --array=0-M of Slurm)")
+        why = f"{said} does not say how many shards there are"
+        raise InputError(f"--num_shards auto: {why} (accepted: --num_shards N, or a whole Slurm array, --array=0-M)")
     shards = count if args.num_shards == "auto" else args.num_shards
     if args.shard_id == "auto" and shards is not None and index >= shards:
         why = f"auto takes it from {said}; an array of Slurm counts from 0 on with --array=0-{shards - 1}"

@@ -37,7 +37,7 @@ class CostModel:
     steps_before_capture: of a call, because many end early. looks_back: earlier calls count as well, which had too few
     steps for a graph, or have left one. capture_steps: that a new graph takes.
     On a GPU a replay saves two thirds of a step, and a new graph costs what 12 eager steps do (H200, 8 layers):
-    steps_before_capture_on_gpu, min_capture_steps_on_gpu: for a new graph; min_replays_on_gpu: for one that there is.
+    steps_before_capture_on_gpu, min_capture_steps_on_gpu: for a new graph; min_replays_on_gpu: for an existing graph.
     saved_per_module: work that a replayed step saves, in Python, per module (ops/cpu_graph.py). rows_of_one_read: steps
     of fewer rows take as long, since they read all weights.
 
@@ -157,8 +157,8 @@ class CostModel:
         return leaving >= self.min_leaving * rows and self.should_prefill_once(size, leaving * steps)
 
 
-# Of calls that begin; REPEATABLE: with FASTGEN_REPEATABLE=1. There a call goes over to a static cache, and to replays,
-# at the same steps whatever was called before: attention over padding and fused kernels differ in the last bits.
+# The cost models of new calls. REPEATABLE: with FASTGEN_REPEATABLE=1. There a call goes over to a static cache, and to
+# replays, at the same steps whatever was called before: attention over padding, and fused kernels, round differently.
 DEFAULT = CostModel()
 REPEATABLE = CostModel(looks_back=False)
 

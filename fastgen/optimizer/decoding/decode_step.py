@@ -58,8 +58,8 @@ class DecodeStep(AbstractContextManager):
     while steps are eager. most: positions that a row can generate. variant: what else a graph is captured for. known:
     the host's code.
 
-    The path of a step (the loop's cache or a static one, the forward or a replay) decides its last bits. If the cost
-    model does not look back, nothing that earlier calls have left chooses it.
+    The path of a step (the loop's cache or a static one, the forward or a replay) decides its last bits. With the cost
+    model's `looks_back` off it never depends on earlier calls.
     """
 
     host: str  # the package
@@ -142,9 +142,9 @@ class DecodeStep(AbstractContextManager):
         return ()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: Any) -> None:
-        """After an error the host may begin anew, if nothing has been used up but what can be put back.
+        """After an error the host begins anew if everything can be put back.
 
-        Code of the program has been called, as it is to be called once: then the error is the caller's.
+        User code must run only once: if any ran, the error reaches the caller.
         """
         if not isinstance(error, Exception):
             return
@@ -186,7 +186,7 @@ class DecodeStep(AbstractContextManager):
 
     @abstractmethod
     def compact_cache(self, batch_index: Tensor, rows: Tensor) -> None:
-        """As `compact`, for the loop's own cache."""
+        """Compacts the loop's own cache; arguments as for `compact`."""
 
     @abstractmethod
     def undo(self) -> None:
@@ -235,13 +235,13 @@ class DecodeStep(AbstractContextManager):
             self.end()
 
     def _reason_of(self, cause: Exception | str) -> Reason:
-        """Why steps stay eager: hosts may compute for static caches what nobody else asks for."""
+        """Returns why steps stay eager, for an error of the capture or of the host's code for static caches."""
         if isinstance(cause, torch.cuda.OutOfMemoryError):
             return Reason("OUT_OF_MEMORY", "out of memory for static buffers")
-        code = cause.code if isinstance(cause, NotRepeatable) else "CAPTURE_REFUSED"
-        is_known = isinstance(cause, (str, NotRepeatable, Diverged))
-        text = str(cause) if is_known else f"{type(cause).__name__}: {cause}"
-        return Reason(code, f"{type(self.model).__name__}: {text}")
+        is_expected = isinstance(cause, (str, NotRepeatable, Diverged))
+        text = str(cause) if is_expected else f"{type(cause).__name__}: {cause}"
+        text = f"{type(self.model).__name__}: {text}"
+        return Reason(cause.code, text) if isinstance(cause, NotRepeatable) else Reason("CAPTURE_REFUSED", text)
 
     def _first_capture(
         self, graphs: GraphCache, left: int, tokens: Tensor, expected: Tensor, wants_new: bool
@@ -318,7 +318,7 @@ class DecodeStep(AbstractContextManager):
         return costs.should_capture(size, self.rows, left, False, self.device.type)
 
     def _captured(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
-        """The outputs of a replay, or of the forward that is captured or cannot be; None if they cannot be trusted."""
+        """Returns the outputs of a replay, or of the forward if capturing failed; None if the caller has to run it."""
         graphs = self._graphs
         is_earlier, self._is_unused = self._is_unused and graph.structure is not None, False
         if graphs.refused or (graph.structure is not None and not graph.is_captured):
@@ -339,7 +339,8 @@ class DecodeStep(AbstractContextManager):
             if is_earlier and isinstance(reason, Diverged):  # that call took another way
                 graph.structure = None
                 return self._captured(graph, inputs)
-            # What diverges at once does so at every step; whether an earlier call has proven it must not count.
+            # A graph that diverges before it is proven does so at every step. With `looks_back` off, proof by an
+            # earlier call does not count.
             if not (graph.is_proven and self.call.costs.looks_back):
                 self._refuse(graph, reason)
             return None
@@ -364,8 +365,8 @@ class DecodeStep(AbstractContextManager):
             warn(f"fastgen does not capture the decode steps of a model: {self._graphs.refused[0]}")
 
     def _stop_capturing(self, graphs: GraphCache, cause: Exception | str) -> None:
-        """Captures this model's steps no more; if the cost model does not look back, in this call, unless the model's
-        code is the cause, whatever its data."""
+        """Stops capturing this model's steps; with `looks_back` off only in this call, except for NotRepeatable, whose
+        cause is the model's code."""
         graphs.entries.clear()
         refused = graphs.refused = [self._reason_of(cause)]
         if not (self.call.costs.looks_back or isinstance(cause, NotRepeatable)):

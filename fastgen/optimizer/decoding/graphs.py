@@ -288,7 +288,7 @@ def torch_settings() -> tuple:
 
 
 def _precisions() -> tuple:
-    """Those of fp32. Where torch has a switch for each kind of operation, reading the common one may raise."""
+    """Returns torch's precisions of fp32, one per operation: to read the common switch may raise if they differ."""
     backends: Any = torch.backends
     if not hasattr(backends, "fp32_precision"):  # before torch 2.9
         return (torch.get_float32_matmul_precision(),)

@@ -3,7 +3,7 @@
     row_reasons       one row of each group of equal rows may stand for the group: prompts, captured steps, compaction
     loop_reasons      the decoding loop is fastgen's
     can_capture       its steps are captured
-    by_batch_index    processors that prevent compaction, as parameters_of_rows does
+    by_batch_index    processors that prevent compaction, as does parameters_of_rows
 
 What only looks at the arguments of a prefill is in prefill.py and row_groups.py, what looks at caches in kv_layers.py.
 
@@ -297,7 +297,8 @@ BY_ROW = (
 # The library's packages, and those of what it calls.
 _LIBRARY = PYTHON | {"transformers", "torch", "fastgen"}
 
-# What such processors hold that is not of the rows, whatever its size: tokens. Or what is taken along with the rows.
+# Attributes that have no entry per row although their size may equal the number of rows: token ids, and what compaction
+# takes along itself.
 _NOT_OF_ROWS = frozenset({
     "eos_token_id", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "multi_token_biases", "bad_word_ids",
     "prompt_ignore_length",

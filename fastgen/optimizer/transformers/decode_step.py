@@ -235,16 +235,16 @@ def _undo_of(device: torch.device, processors: Iterable[Any]) -> Callable[[], No
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index])
     random = [(generator, generator.get_state()) for generator in generators]
-    held = []
+    processor_states = []
     for processor in processors:
         attributes = getattr(processor, "__dict__", {})
         copies = {name: copy.copy(value) for name, value in attributes.items() if type(value) in (dict, list)}
-        held.append((attributes, attributes | copies))
+        processor_states.append((attributes, attributes | copies))
 
     def undo() -> None:
         for generator, state in random:
             generator.set_state(state)
-        for attributes, before in held:
+        for attributes, before in processor_states:
             attributes.clear()
             attributes.update(before)
 

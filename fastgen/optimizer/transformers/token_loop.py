@@ -89,7 +89,7 @@ class TokenLoop:
     input_ids: of the rows that are there, `[rows, length]`; going_on: those that have not ended; row_index: which of
     all_rows rows they are. finished: before rows left, the indices and tokens of those that were there. late_stop:
     where the end is read one step late, because the host is not to wait for the device. draws_itself: with `_draw`.
-    drew_for_padding: whether tokens were drawn from what the model makes of padding.
+    drew_for_padding: whether a padding token was fed and its logits were drawn from.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, step: TransformersDecodeStep, compacts: bool) -> None:

@@ -180,7 +180,7 @@ def test_a_seed_gives_the_samples_of_the_library_in_any_file(chat: Path, tmp_pat
         )
 
 
-def test_requests_without_sampling_share_batches_whatever_their_seeds(chat: Path, tmp_path: Path) -> None:
+def test_greedy_requests_share_batches_whatever_their_seeds(chat: Path, tmp_path: Path) -> None:
     requests = [request(str(number), "word1", seed=number, temperature=0) for number in range(3)]
     assert texts(run(chat, tmp_path, requests, "--output_format", "openai")) == [[plain(chat, "word1")[0]]] * 3
 

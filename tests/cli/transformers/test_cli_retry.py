@@ -86,13 +86,14 @@ def test_flags_that_make_lines_fail_may_differ(
     failed = [number for number, line in enumerate(LINES) if line == TOO_LONG]
     assert [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old != new] == failed
     assert (
-        "flags are others than those that made OUTPUT: --truncation was not given, is given" in capsys.readouterr().err
+        "flags differ from those of the run that made OUTPUT: --truncation was not given, is given"
+        in capsys.readouterr().err
     )
     written = made(tmp_path / "out.txt")
     assert (written["failures"], written["failed"], written["signature"]["--truncation"]) == (0, {}, False)
     assert written["retries"] == [{"lines": 2, "changes": ["--truncation was not given, is given"]}]
     assert run("out.txt", "--retry_failed") == 0
-    assert "is complete: no line of it is to be retried" in capsys.readouterr().err
+    assert "is complete: none of its lines failed, so nothing is retried" in capsys.readouterr().err
 
 
 def test_nothing_but_failures_leaves_output_and_says_so(
@@ -183,8 +184,8 @@ def test_shards_and_what_is_merged_are_retried(
         ("begun.txt", (), "begun.txt is not complete (accepted: --resume completes it)"),
         ("out.txt", ("--overwrite",), "--retry_failed and --overwrite contradict each other"),
         ("out.txt", ("--merge", "--num_shards", "2"), "--retry_failed and --merge contradict each other"),
-        ("foreign.txt", (), "no run is known that made OUTPUT"),
-        ("changed.txt", (), "no run is known that made OUTPUT"),
+        ("foreign.txt", (), "was changed since its run"),
+        ("changed.txt", (), "was changed since its run"),
         ("out.txt", ("--n_obs", "3"), "was made differently: --n_obs was not given, is 3"),
         ("out.txt", ("--output_format", "jsonl"), 'was made differently: --output_format was "text", is "jsonl"'),
     ],

@@ -197,13 +197,13 @@ def test_launchers_are_asked_with_auto_only() -> None:
         (
             ("--num_shards", "auto", "--shard_id", "auto"),
             array(3, 3, 6),
-            "is not said by SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MIN=3",
+            "SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MIN=3",
         ),
         (("--num_shards", "auto", "--shard_id", "0"), array(1, 1, 2, 3), "accepted: --num_shards N, or all of an"),
         (
             ("--num_shards", "auto", "--shard_id", "auto"),
             {"JOB_COMPLETION_INDEX": "4"},
-            "is not said by JOB_COMPLETION_INDEX=4",
+            "JOB_COMPLETION_INDEX=4 does not say how many shards there are",
         ),
         (("--num_shards", "2", "--shard_id", "1", "--reference_path", "r"), {}, "--reference_path r does not go with"),
     ],

@@ -148,7 +148,7 @@ def test_what_is_no_text_is_its_rows_error_in_any_batch(bart: Path) -> None:
     )
     assert expected[0]["error"] == 'has null in its field "text" (accepted: a string)'
     accepted = "accepted: a string, or with chat=True a list of messages"
-    assert expected[8]["error"] == f"is no input (TypeError: bytes is neither text nor in JSON; {accepted})"
+    assert expected[8]["error"] == f"is no input (TypeError: bytes cannot be written as JSON; {accepted})"
     for size in (1, 2, 3):
         assert of_rows(generator, rows, size) == expected
     assert [record.get("error") for record in generator(rows)] == [record["error"] for record in expected]

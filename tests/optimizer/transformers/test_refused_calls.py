@@ -112,7 +112,7 @@ def test_positions_that_the_model_has_not(options):
     assert "CAPTURE_REFUSED" not in fastgen.explain().codes()
 
 
-def test_random_numbers_are_put_back_before_the_library_begins_anew(monkeypatch):
+def test_random_numbers_are_put_back_before_a_second_try(monkeypatch):
     model, input_ids = tiny("llama"), token_ids(3, 9)
     compact = mock.Mock(side_effect=[None, None, KeyError("ours")])  # in the third step
     monkeypatch.setattr(token_loop.TokenLoop, "compact", compact)

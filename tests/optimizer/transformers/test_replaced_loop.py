@@ -125,7 +125,7 @@ def test_call_of_a_criterion_that_is_replaced_gets_all_tokens(monkeypatch, way, 
 
 
 @WAYS
-def test_call_of_the_list_of_criteria_that_is_replaced_gets_all_tokens(monkeypatch, way):
+def test_replaced_call_of_criteria_list_gets_all_tokens(monkeypatch, way):
     def ends(self: Any, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return (input_ids[:, -3:].sum(dim=1) % 7 == 0) | (input_ids.shape[1] > 30)
 

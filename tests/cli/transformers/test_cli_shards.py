@@ -199,7 +199,11 @@ def test_launchers_are_asked_with_auto_only() -> None:
             array(3, 3, 6),
             "SLURM_ARRAY_TASK_ID=3, SLURM_ARRAY_TASK_MIN=3",
         ),
-        (("--num_shards", "auto", "--shard_id", "0"), array(1, 1, 2, 3), "accepted: --num_shards N, or a whole Slurm array"),
+        (
+            ("--num_shards", "auto", "--shard_id", "0"),
+            array(1, 1, 2, 3),
+            "accepted: --num_shards N, or a whole Slurm array",
+        ),
         (
             ("--num_shards", "auto", "--shard_id", "auto"),
             {"JOB_COMPLETION_INDEX": "4"},

@@ -400,6 +400,44 @@ def test_where_buffers_cannot_grow_eager_steps_go_on(monkeypatch, name, argument
     assert torch.equal(stock, fast) and 0 < replays(report) < 39 and "CAPTURE_REFUSED" in report.codes()
 
 
+@pytest.mark.parametrize("arguments", [BEAMS, GREEDY], ids=("beams", "greedy"))
+def test_growth_without_memory_means_eager_steps(monkeypatch, arguments):
+    monkeypatch.setattr(decode_step.DecodeStep, "_change_to", mock.Mock(side_effect=torch.cuda.OutOfMemoryError))
+    model, arguments = model_of("gpt2"), {**arguments, "max_new_tokens": 40, "eos_token_id": None}
+    stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **arguments))
+    assert torch.equal(stock, fast) and 0 < replays(report) < 39 and "OUT_OF_MEMORY" in report.codes()
+
+
+@pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_compaction_without_memory_means_eager_steps(monkeypatch, name, arguments):
+    change = mock.Mock(side_effect=torch.cuda.OutOfMemoryError)
+    monkeypatch.setattr(decode_step.DecodeStep, "_change_to", change)
+    model, arguments = model_of(name), {**arguments, "max_new_tokens": 40, **ENDS}
+    with capturing(smallest_capacity=64), costs(min_leaving=0.0, min_steps_expected=1, prefill_cost=-(1 << 40)):
+        for seed in range(4):
+            stock, fast, _ = run_both(lambda seed=seed: model.generate(**inputs_of(name, seed=seed), **arguments))
+            assert torch.equal(stock, fast)
+    assert change.called
+
+
+def test_a_later_capture_without_memory_means_eager_steps(monkeypatch):
+    capture, calls = graphs.CpuCapture.capture, []
+
+    def failing(self, run, rewind):
+        calls.append(1)
+        if len(calls) > 1:
+            raise torch.cuda.OutOfMemoryError
+        return capture(self, run, rewind)
+
+    monkeypatch.setattr(graphs.CpuCapture, "capture", failing)
+    model = model_of("gpt2")
+    arguments = {**BEAMS, "max_new_tokens": 40, "eos_token_id": None}
+    stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **arguments))
+    assert torch.equal(stock, fast) and 0 < replays(report) < 39
+    assert [one.code for one in graphs._known[model].refused] == ["OUT_OF_MEMORY"]
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
     failed = []

@@ -280,3 +280,36 @@ def test_a_processor_that_returns_nothing_is_the_librarys_error(monkeypatch, way
         errors.append((caught.type, str(caught.value)))
     assert errors[0] == errors[1]
     assert all(state.state != "failed" for state in fastgen.status())
+
+
+class WithDimension(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores[:, None]
+
+
+class WithoutTokens(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores[:, 0]
+
+
+class InList(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> list[torch.Tensor]:
+        return [scores]
+
+
+@pytest.mark.parametrize(
+    "way", [{"num_beams": 3}, {"num_beams": 4}, {}, SAMPLE], ids=("as many", "beams", "greedy", "sample")
+)
+@pytest.mark.parametrize("kind", [WithDimension, WithoutTokens, InList])
+def test_scores_of_another_shape_do_what_they_do_in_the_library(kind, way):
+    """With as many beams as inputs such scores broadcast, and give tokens; else the error is the library's."""
+    outcomes = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        with fastgen.enabled() if on else fastgen.disabled():
+            try:
+                outcomes.append(llama().generate(token_ids(3, 5), **ENDS | way, logits_processor=[kind()]).tolist())
+            except Exception as error:
+                outcomes.append((type(error), str(error)))
+    assert outcomes[0] == outcomes[1]
+    assert all(state.state != "failed" for state in fastgen.status())

@@ -20,9 +20,12 @@ IS_WINDOWS = sys.platform == "win32"
 
 
 def nvcc():
-    """The path of NVIDIA's compiler, or None."""
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
+    """Returns the path of NVIDIA's compiler, or None: that of CUDA_HOME if it is set, else where installers put it."""
+    if home := os.environ.get("CUDA_HOME"):
+        return shutil.which("nvcc", path=str(Path(home, "bin")))
+    of_pip = sorted(Path(sysconfig.get_path("purelib"), "nvidia").glob("*/bin"))
+    places = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin", *map(str, of_pip)]
+    return shutil.which("nvcc", path=os.pathsep.join(places))
 
 
 class BuildKernels(build_ext):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import setuptools
 from host_compiler import CSRC, compile_cpp, needs_compiler
-from python_process import REPOSITORY
+from python_process import REPOSITORY, run_code
 
 from fastgen.ops.no_repeat_ngram import implementations
 
@@ -75,6 +79,31 @@ def test_python_and_c_agree_on_the_problem(tmp_path):
         name: (getattr(struct, name).offset, getattr(struct, name).size) for name in fields
     }
     assert size == (ctypes.sizeof(struct),)
+
+
+def test_nvcc_is_looked_for_where_installers_put_it(tmp_path, monkeypatch):
+    of_pip, searched = tmp_path / "nvidia" / "cu13" / "bin", []
+    of_pip.mkdir(parents=True)
+    monkeypatch.setattr(setuptools, "setup", lambda **keywords: None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name, path: searched.append(path.split(os.pathsep)))
+    monkeypatch.setenv("PATH", "/first")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    runpy.run_path(str(REPOSITORY / "setup.py"))
+    monkeypatch.setenv("CUDA_HOME", "/chosen")
+    runpy.run_path(str(REPOSITORY / "setup.py"))
+    assert searched == [["/first", "/usr/local/cuda/bin", str(of_pip)], ["/chosen/bin"]]
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
+def test_triton_kernel_is_compiled_once_while_texts_grow():
+    """Numbers that are specialised are compiled anew, where they become divisible by 16, say."""
+    code = """
+from fastgen.ops.no_repeat_ngram.triton_kernel import GROWING, _ban_kernel
+kept = {parameter.name for parameter in _ban_kernel.params if parameter.do_not_specialize}
+assert kept == set(GROWING), kept
+"""
+    run_code(code, TRITON_INTERPRET="0")
 
 
 @pytest.fixture

@@ -13,7 +13,11 @@ from torch import Tensor
 BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["ngram_size", "width", "source_width"])
+# Numbers that change while a text grows: the kernel is not compiled again for another one.
+GROWING = ("ngram_size", "width", "source_width", "token_row_stride", "source_row_stride")
+
+
+@triton.jit(do_not_specialize=list(GROWING))
 def _ban_kernel(
     scores,
     tokens,

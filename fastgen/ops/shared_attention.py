@@ -12,6 +12,8 @@ Tests: tests/ops/test_shared_attention.py
 from __future__ import annotations
 
 import functools
+import logging
+import math
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,6 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.config import CONFIG
 from fastgen.ops import few_queries, flash_attention
+
+logger = logging.getLogger("fastgen")
 
 FEW_QUERIES = 8
 MANY_KEYS = 256
@@ -130,7 +134,8 @@ def shared_attention(
     mask hides keys of the first segment before `first` and of the last segment after `last`; kernels may skip them.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.is_cuda and (kernels := _triton_attention()) and kernels.can_attend(query, keys, values, attn_mask):
+    kernels = _triton_attention(query.device) if query.is_cuda and CONFIG.cuda_kernels else None
+    if kernels is not None and kernels.can_attend(query, keys, values, attn_mask):
         return kernels.attention(query, keys, values, attn_mask, scale, bounds)
     if few_queries.can_attend(query, keys, values, attn_mask):
         return few_queries.attention(query, keys, values, attn_mask, scale)
@@ -139,14 +144,31 @@ def shared_attention(
     return attention_by_products(query, keys, values, attn_mask, scale)
 
 
-def _triton_attention() -> Any:
-    """The module of kernels in Triton, or None where they are switched off or Triton is missing."""
-    return _import_triton_attention() if CONFIG.cuda_kernels else None
-
-
 @functools.cache
-def _import_triton_attention() -> Any:
-    return import_module("fastgen.ops.triton_attention") if find_spec("triton") else None
+def _triton_attention(device: torch.device) -> Any:
+    """Returns the module of kernels in Triton, or None where it is missing, cannot compile, or gives other results.
+
+    The first call on a device must not be captured in a graph.
+    """
+    if not find_spec("triton"):
+        return None
+    try:
+        kernels = import_module("fastgen.ops.triton_attention")
+        return kernels if _are_right(kernels, device) else None
+    except Exception as error:  # Triton needs a C compiler, and raises what its driver raises
+        logger.warning("fastgen attends without Triton on %s: %s: %s", device, type(error).__name__, error)
+        return None
+
+
+def _are_right(kernels: Any, device: torch.device) -> bool:
+    """Whether these kernels give what torch's products give for a small case, without random numbers."""
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        sizes = (4, 4, 1, 32), (2, 2, 40, 32), (4, 2, 7, 32)
+        query, *segments = (torch.arange(math.prod(size), device=device).sin().half().view(size) for size in sizes)
+        exact = [segment.float() for segment in segments]
+        expected = attention_by_products(query.float(), exact, exact, None, 0.2)
+        found = kernels.attention(query, segments, segments, None, 0.2).float()
+    return torch.allclose(found, expected, atol=0.01, rtol=0.01)
 
 
 def attention_by_products(

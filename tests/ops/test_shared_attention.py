@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from fastgen.ops import shared_attention as module
 from fastgen.ops.shared_attention import (
+    attention_by_products,
     fold,
     fold_mask,
     query_key_scores,
@@ -165,3 +168,21 @@ def test_many_queries_get_their_scores_in_parts(mask_of, monkeypatch):
     monkeypatch.setattr(module, "_softmax", lambda *args: at_once.append(args[0].shape[2]) or softmax(*args))
     torch.testing.assert_close(shared_attention(query, keys, values, mask), expected)
     assert at_once == [3, 3, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("attention", "is_used"),
+    [
+        (lambda query, *others: attention_by_products(query, *others), True),
+        (lambda query, *others: torch.zeros_like(query), False),
+        (lambda *arguments: 1 / 0, False),
+    ],
+    ids=("right", "wrong", "raises"),
+)
+def test_triton_attention_is_used_where_it_is_right(monkeypatch, attention, is_used):
+    kernels = SimpleNamespace(attention=attention)
+    monkeypatch.setattr(module, "find_spec", lambda name: True)
+    monkeypatch.setattr(module, "import_module", lambda name: kernels)
+    state = torch.get_rng_state()
+    assert (module._triton_attention.__wrapped__(torch.device("cpu")) is kernels) is is_used
+    assert torch.equal(state, torch.get_rng_state())

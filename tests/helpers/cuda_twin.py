@@ -1,0 +1,190 @@
+"""A twin of a GPU, for machines without one: `torch.cuda` as far as fastgen and its tests use it.
+
+Tensors say `cuda:0`, and torch's kernels for the CPU compute them (cuda_twin.cpp). Launches and waits of the host are
+counted; graphs are recorded kernel by kernel and replayed into the same memory; what waits raises within a capture.
+It shows neither the order of streams nor the allocator's pools, the rounding of a GPU's kernels, or several devices.
+fastgen's own CUDA and Triton kernels do not run on it.
+
+It changes torch for the whole process: `python -m pytest -p cuda_twin tests/gpu/...` with this folder in PYTHONPATH.
+CUDA_TWIN is the compiled library, if there is one.
+
+Tests: tests/optimizer/test_cuda_twin.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+
+DEVICE = torch.device("cuda", 0)
+
+_library: Any = None
+
+
+def pytest_configure(config: Any) -> None:
+    """Installs the twin before the tests are imported: they ask whether there is a GPU."""
+    if "CUDA_TWIN" in os.environ:
+        install(os.environ["CUDA_TWIN"])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            install(compiled(Path(folder)))
+
+
+def compiled(folder: Path) -> Path:
+    """Compiles cuda_twin.cpp for this build of torch; returns the library."""
+    from host_compiler import compile_cpp  # which imports fastgen
+
+    root = Path(torch.__file__).parent
+    flags = ("-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-shared", "-fPIC")
+    libraries = ("-isystem", root / "include", f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu")
+    return compile_cpp(folder / "libcuda_twin.so", *flags, Path(__file__).with_suffix(".cpp"), *libraries)
+
+
+def install(path: Path | str) -> None:
+    """Makes the twin this process's only GPU. path: of the compiled cuda_twin.cpp."""
+    global _library
+    _library = ctypes.CDLL(str(path))
+    _library.twin_counts.restype = ctypes.c_char_p
+    for name, value in _of_torch_cuda().items():
+        setattr(torch.cuda, name, _as_of_torch(value) if isinstance(value, FunctionType) else value)
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor.clone()
+    torch.Tensor.__deepcopy__ = _copying(torch.Tensor.__deepcopy__)
+
+    from fastgen.ops import shared_attention  # after torch.cuda is changed
+
+    shared_attention._triton_attention = lambda device: None  # its kernels need a real GPU
+
+
+def counts(of: str) -> Counter[str]:
+    """Returns how often each kernel was launched, or the host waited for each reason: "launches" or "waits"."""
+    lines = _library.twin_counts(of.encode()).decode().splitlines()
+    return Counter({name: int(number) for name, number in (line.rsplit(" ", 1) for line in lines)})
+
+
+def _as_of_torch(function: FunctionType) -> FunctionType:
+    """The same function of a module of torch: what runs code of the program is left to the library."""
+    names = {**function.__globals__, "__name__": "torch.cuda"}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+def _copying(deepcopy: Callable[[Any, dict], Any]) -> Callable[[Any, dict], Any]:
+    """As `deepcopy` of a tensor, but without a storage made for the device, of which torch knows nothing."""
+
+    def copy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if not tensor.is_cuda:
+            return deepcopy(tensor, memo)
+        return memo.setdefault(id(tensor), tensor.detach().clone())
+
+    return copy
+
+
+def synchronize(device: Any = None) -> None:
+    """Waits for the device, as far as counts and captures are concerned."""
+    if _library.twin_is_capturing():
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing (synchronize)")
+
+
+class Stream:
+    """A stream that has done what it was told."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device, self.cuda_stream = DEVICE, next(_numbers)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Leaves the order as it is: that of the calls."""
+
+    def synchronize(self) -> None:
+        synchronize()
+
+
+class Event:
+    """An event that has happened: a host that asks for that of the step before does not hold the device up."""
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Records nothing."""
+
+    def synchronize(self) -> None:
+        """Returns immediately."""
+
+
+class CUDAGraph:
+    """A graph, whose kernels are called one after the other."""
+
+    def __init__(self) -> None:
+        self._number = ctypes.c_int64(next(_numbers))
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        if _library.twin_is_capturing() or not current_stream().cuda_stream:
+            raise RuntimeError("CUDA error: a capture begins within another, or on the default stream")
+        _library.twin_begin_capture()
+
+    def capture_end(self) -> None:
+        _library.twin_end_capture(self._number)
+
+    def replay(self) -> None:
+        _library.twin_replay(self._number)
+
+    def __del__(self) -> None:
+        _library.twin_drop(self._number)
+
+
+_numbers = itertools.count(1)  # of streams and graphs
+_default_stream = Stream()
+_default_stream.cuda_stream = 0
+_current = threading.local()
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Returns that of this thread."""
+    return getattr(_current, "stream", _default_stream)
+
+
+@contextmanager
+def stream(other: Stream) -> Iterator[None]:
+    """Calls inside are those of the other stream."""
+    before, _current.stream = current_stream(), other
+    try:
+        yield
+    finally:
+        _current.stream = before
+
+
+def _of_torch_cuda() -> dict[str, Any]:
+    """What replaces the attributes of `torch.cuda`, by their names."""
+    generator = torch.default_generator
+    nothing, zero = lambda *args, **kwargs: None, lambda *args, **kwargs: 0
+    return {
+        **dict.fromkeys(("_lazy_init", "empty_cache", "reset_peak_memory_stats"), nothing),
+        **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), zero),
+        **dict.fromkeys(("memory_reserved", "memory_allocated", "max_memory_allocated"), zero),
+        **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
+        "current_device": lambda: DEVICE,  # by its number torch does not find it
+        "device_count": lambda: 1,
+        "get_device_capability": lambda device=None: (9, 0),
+        "mem_get_info": lambda device=None: (1 << 36, 1 << 36),
+        "default_generators": (generator,),
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state_all": lambda states: generator.set_state(states[0]),
+        "synchronize": synchronize,
+        "set_sync_debug_mode": lambda mode: _library.twin_waiting_is_an_error(mode == "error"),
+        "is_current_stream_capturing": lambda: bool(_library.twin_is_capturing()),
+        "current_stream": current_stream,
+        "stream": stream,
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": CUDAGraph,
+        "graph_pool_handle": lambda: (0, next(_numbers)),
+    }

@@ -1,0 +1,85 @@
+"""Prints what the steps of decoding loops launch on a GPU, and how often the host waits, as JSON; counted on the twin.
+
+`python cuda_twin_steps.py LIBRARY`, the compiled cuda_twin.cpp. For each loop: the library alone, fastgen with captured
+steps switched off, and with them. The numbers are those of a step: the difference of a longer call and a shorter one.
+
+Tests: tests/optimizer/test_cuda_twin.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from typing import Any
+
+import cuda_twin
+import torch
+from capturing import capturing
+from parity import tiny
+
+import fastgen
+
+SHORT, LONG = 40, 60
+WAYS: dict[str, Callable[[], AbstractContextManager]] = {
+    "stock": fastgen.disabled,
+    "off": lambda: capturing("off", smallest_capacity=128),
+    "on": lambda: capturing("on", smallest_capacity=128),
+}
+LOOPS = {
+    "BART, beam 4": ("bart", "seq2seq", {"num_beams": 4}),
+    "Llama, beam 4": ("llama", "causal", {"num_beams": 4}),
+    "Llama, 16 samples": ("llama", "causal", {"do_sample": True, "num_return_sequences": 16}),
+    "Llama, greedy": ("llama", "causal", {"do_sample": False}),
+}
+
+
+def main() -> None:
+    """Counts all loops in all ways."""
+    cuda_twin.install(sys.argv[1])
+    calls: dict[str, Callable[[int], Any]] = {name: of_transformers(*loop) for name, loop in LOOPS.items()}
+    if find_spec("fairseq"):
+        calls["fairseq, beam 4"] = of_fairseq()
+    print(json.dumps({name: {way: counts(call, way) for way in WAYS} for name, call in calls.items()}))
+
+
+def of_transformers(name: str, kind: str, arguments: dict[str, Any]) -> Callable[[int], Any]:
+    """A call that generates so many tokens for three prompts of one length."""
+    model = tiny(name, kind).cuda()
+    input_ids = torch.randint(5, 90, (3, 24), generator=torch.Generator().manual_seed(1)).cuda()
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    return lambda steps: model.generate(**inputs, **arguments, max_new_tokens=steps, eos_token_id=None)
+
+
+def of_fairseq() -> Callable[[int], Any]:
+    """As `of_transformers`, of a batch of fairseq's transformer."""
+    from fairseq.utils import move_to_cuda
+    from fairseq_generation import generate
+    from fairseq_models import CASES
+
+    case = CASES["transformer"]()
+    for model in case.models:
+        model.cuda()
+    sample = move_to_cuda(case.sample)
+    return lambda steps: generate(case, sample, beam=4, min_len=steps - 1, max_len_a=0, max_len_b=steps)
+
+
+def counts(call: Callable[[int], Any], way: str) -> dict[str, float]:
+    """Launches and waits of a step, those of captured ones not included, and how many steps a call replays."""
+    with WAYS[way]():
+        for steps in (SHORT, LONG):  # captures, and what is made once
+            call(steps)
+        before = {of: cuda_twin.counts(of).total() for of in ("launches", "waits")}
+        call(SHORT)
+        between = {of: cuda_twin.counts(of).total() for of in before}
+        call(LONG)
+        after = {of: cuda_twin.counts(of).total() for of in before}
+    report = fastgen.explain()
+    replayed = report.kernels["decode step, CUDA graph"] if way != "stock" else 0
+    return {of: (after[of] - 2 * between[of] + before[of]) / (LONG - SHORT) for of in before} | {"replayed": replayed}
+
+
+if __name__ == "__main__":
+    main()

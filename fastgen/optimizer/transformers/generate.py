@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial, wraps
-from types import BuiltinFunctionType, CodeType, FunctionType, NoneType
+from types import BuiltinFunctionType, NoneType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +45,6 @@ _used: ContextVar[tuple[str, ...] | None] = ContextVar("fastgen_used_outputs", d
 # Arguments that are called between steps.
 _CALLBACKS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 
-# By function: the code of it and of what it wraps, and its signature.
-_signatures: WeakKeyDictionary[FunctionType, tuple[list[CodeType], inspect.Signature]] = WeakKeyDictionary()
-
 # Values of cache_implementation for which no version of transformers compiles.
 _NEVER_COMPILED = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
 
@@ -63,10 +59,6 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
         call.user_code = not checks.is_known_class(self)
         call.has_callbacks = bool(args[2:]) or {*map(type, map(kwargs.get, _CALLBACKS))} != {NoneType}
         call.to_verify = verification.call_to_verify(original, self, args, kwargs)
-        _remember_signature(type(self).forward, call)
-        _remember_signature(type(self).prepare_inputs_for_generation, call)
-        if self.config.is_encoder_decoder and hasattr(self, "get_encoder"):
-            _remember_signature(type(self.get_encoder()).forward, call)
         if any(map(callable, (kwargs.get("custom_generate"), *args[8:]))):
             call.user_code, call.share = True, False
             text = "custom_generate may read the cache: plain layers, keys and values stored for each row"
@@ -81,25 +73,6 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
         if not call.rows:
             call.report.add_reasons(PREFILL, [Reason("NO_PREFILL", "this decoding method does not call _prefill")])
     return result
-
-
-def _remember_signature(function: Any, call: GenerateCall) -> None:
-    """Until the call ends, `inspect.signature` finds the signature of this function where it looks first.
-
-    It takes 20 µs otherwise, seven times in a call: a tenth of what a call takes on a model of two small layers.
-    """
-    codes: list[CodeType] = []
-    inner = function
-    while isinstance(inner, FunctionType) and not hasattr(inner, "__signature__"):
-        codes.append(inner.__code__)
-        inner = getattr(inner, "__wrapped__", None)
-    if inner is not None or not codes:
-        return
-    found = _signatures.get(function)
-    if found is None or found[0] != codes:
-        found = _signatures[function] = codes, inspect.signature(function)
-    function.__signature__ = found[1]
-    call.on_exit.callback(vars(function).pop, "__signature__", None)
 
 
 def _faster_forwards(

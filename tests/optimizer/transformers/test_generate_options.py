@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from architectures import VOCABULARY
@@ -323,44 +321,3 @@ def test_error_of_a_processor_comes_through_and_the_next_call_works(models, name
     states = {state.state for state in fastgen.status() if state.name.startswith("transformers.")}
     assert states <= {"applied", "pending"}  # pending: of models that nobody has imported
     assert is_shared(assert_same(models[name], padded(9, 5), **BEAMS), *what_is_shared(name))
-
-
-def test_signatures_are_remembered_while_a_call_runs(models):
-    """`inspect.signature` finds those of forwards at once within the call, and nothing of it stays behind."""
-    model, found = models["bart"], []
-    functions = [type(model).forward, type(model.get_encoder()).forward, type(model).prepare_inputs_for_generation]
-
-    class Look(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            found.extend(vars(function).get("__signature__") for function in functions)
-            if len(found) > len(functions):
-                raise InterruptedError
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    before = [inspect.signature(function) for function in functions]
-    with pytest.raises(InterruptedError):
-        model.generate(token_ids(2, 6), stopping_criteria=[Look()], max_new_tokens=4)
-    assert found[: len(functions)] == before
-    assert not any("__signature__" in vars(function) for function in functions)
-
-
-def test_a_signature_is_that_of_the_code_of_now(models, monkeypatch):
-    """Arguments of a call that the forward does not take are refused, also where its code has changed since."""
-    model = models["llama"]
-    original, marks = type(model).forward, []
-
-    def forward(self, input_ids, **kwargs):
-        marks.append(None)
-        return original(self, input_ids, **kwargs)
-
-    def with_mark(self, input_ids, mark, **kwargs):
-        marks.append(mark)
-        return original(self, input_ids, **kwargs)
-
-    monkeypatch.setattr(type(model), "forward", forward)
-    with pytest.raises(ValueError, match="mark"):
-        model.generate(token_ids(2, 6), max_new_tokens=2, mark=3)
-    assert not marks
-    forward.__code__ = with_mark.__code__
-    model.generate(token_ids(2, 6), max_new_tokens=2, mark=3)
-    assert marks == [3, 3]

@@ -36,7 +36,7 @@ from show_seamless import END_TO_END, REST, STAGES, draw, table
 import fastgen
 from fastgen.config import CONFIG
 from fastgen.optimizer.decoding.report import Report
-from fastgen.optimizer.transformers.models import seamless, vocoders
+from fastgen.optimizer.transformers.models import seamless
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.05, torch.bfloat16: 0.05}  # of waveforms
 
@@ -61,7 +61,7 @@ def without_capture() -> Iterator[None]:
 
 @contextmanager
 def without_vocoder() -> Iterator[None]:
-    with mock.patch.object(vocoders, "faster_waveform", lambda forward, *_: forward()):
+    with mock.patch.object(seamless, "faster_waveform", lambda forward, *_: forward()):
         yield
 
 

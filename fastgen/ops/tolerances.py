@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import torch
 
-# As a part of the largest number; a waveform lies between -1 and 1.
+# As a part of the largest number.
 _LOGITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-_WAVEFORM = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}
 _PRODUCT = {torch.float32: 1e-4, torch.float16: 0.002, torch.bfloat16: 0.01}
 _SCORE = {torch.float32: 1e-4}  # as a number: a log-probability of a token
 
-TOLERANCES = {"logits": _LOGITS, "waveform": _WAVEFORM, "product": _PRODUCT, "score": _SCORE}
+TOLERANCES = {"logits": _LOGITS, "product": _PRODUCT, "score": _SCORE}
 
 
 def tolerance(kind: str, dtype: torch.dtype) -> float:

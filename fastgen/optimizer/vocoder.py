@@ -1,19 +1,19 @@
-"""Vocoders on a CPU: HiFi-GAN generators (Kong et al., 2020), which make a waveform of a spectrogram or of units, and
-SEANet decoders (EnCodec, Défossez et al., 2022), which make one of a codec's states. Knows no host.
+"""Vocoders on a CPU: HiFi-GAN generators (Kong et al., 2020), which make a waveform of a spectrogram or of units.
 
-The library's own forward runs, with other forwards on its convolutions (`decoding/faster_forwards.py`): torch gives
-oneDNN a sequence with all steps of a channel next to each other, which it reorders before and after each convolution.
-Here sequences are channels last, which what lies between two convolutions preserves. A convolution reorders its weight
-in each call, which pays where the input is no smaller than the weight. Prepacked weights were not taken: made for 16,
-64 or 256 frames they made a convolution of 1792 to 512 channels twenty times slower with 150.
+It knows no host. The library's own forward runs, with other forwards on its convolutions
+(`decoding/faster_forwards.py`): torch gives oneDNN a sequence with all steps of a channel next to each other, which it
+reorders before and after each convolution. Here sequences are channels last, which what lies between two convolutions
+preserves. A convolution reorders its weight in each call, which pays where the input is no smaller than the weight.
+Prepacked weights were not taken: made for 16, 64 or 256 frames they made a convolution of 1792 to 512 channels twenty
+times slower with 150.
 
-Tests: tests/optimizer/vocoder/test_vocoders.py, tests/optimizer/vocoder/test_codecs.py,
+Tests: tests/optimizer/vocoder/test_vocoders.py, tests/optimizer/vocoder/test_fairseq_vocoders.py,
 tests/optimizer/vocoder/test_weight_norm.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import BuiltinFunctionType
 from typing import Any
@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import current_call, generate_call
-from fastgen.optimizer.decoding.faster_forwards import Call, Forward, ModuleForward, faster_forwards
+from fastgen.optimizer.decoding.faster_forwards import Call, ModuleForward, faster_forwards
 from fastgen.optimizer.decoding.report import VOCODER, Decision, Reason
 from fastgen.provenance import comes_with
 
@@ -37,44 +37,37 @@ MIN_FRAMES = 32
 # Elements of a layer's input for each element of its weight, from which on oneDNN pays.
 MIN_INPUT = 1.0
 
-# What forwards of these modules call.
-_METHODS = frozenset({"_conv_forward", "_pad1d"})
+_CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 
 
-def faster_waveform(
-    original: Callable[[], Tensor], owner: nn.Module, states: Tensor, forwards: Mapping[type, Forward]
-) -> Tensor:
-    """What the library's forward of `owner` makes of `states`, `[batch, channels, frames]` or the last two swapped.
+def faster_waveform(original: Callable[[], Tensor], owner: nn.Module, states: Tensor) -> Tensor:
+    """The waveform that the library's forward of `owner` makes of `states`, `[batch, channels, frames]`.
 
-    forwards: of the types of the owner's modules that may have another. What was done, or why not, goes to the report
-    of the `generate` that runs; of a call outside of one, `explain()` returns it.
+    What was done, or why not, goes to the report of the `generate` that runs; if none runs, `explain()` returns it.
     """
     outer = current_call()
     with generate_call(type(owner).__name__) if outer is None else nullcontext(outer) as call:
-        reasons, layers = unsupported_reasons(owner, states), {}
+        reasons, layers = unsupported_reasons(owner, states), []
         if not reasons:
-            layers = _layers(owner, forwards)
+            layers = _layers(owner)
             reasons = [] if layers else [Reason("LAYERS", "no layer is known")]
         if reasons:
             call.report.add_reasons(VOCODER, reasons)
             return original()
-        with faster_forwards(
-            {owner: layers}, {type(one): faster for one, faster in layers.items()}, call.report.kernels
-        ):
+        with faster_forwards({owner: layers}, dict.fromkeys(map(type, layers), convolve), call.report.kernels):
             waveform = original().contiguous()
         return waveform.view(waveform.shape)  # with the strides that the library gives a dimension of one
 
 
 def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
     """Why this call is left to the library, whatever the layers are; empty if it is not."""
-    if type(states) is not Tensor or states.layout != torch.strided or states.dim() not in (2, 3) or not states.numel():
+    if type(states) is not Tensor or states.layout != torch.strided or states.dim() != 3 or not states.numel():
         return [Reason("SHAPES", f"an input of shape {tuple(states.shape)} (supported: [batch, channels, frames])")]
     if not states.is_cpu or states.dtype != torch.float32:
         return [Reason("DTYPE", f"{states.dtype} on {states.device.type} (oneDNN: float32 on cpu)")]
     if not torch.backends.mkldnn.is_available():
         return [Reason("NO_ONEDNN", "this build of torch has no oneDNN")]
-    first = next((one for one in owner.modules() if isinstance(one, nn.Conv1d)), None)
-    frames = 0 if first is None else states.numel() // first.in_channels
+    frames = states.shape[0] * states.shape[2]
     if frames < MIN_FRAMES:
         return [Decision("FEW_FRAMES", f"{frames} frames are too few to gain")]
     weights = list(owner.parameters())
@@ -89,26 +82,29 @@ def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
     return []
 
 
-def _layers(owner: nn.Module, forwards: Mapping[type, Forward]) -> dict[nn.Module, Forward]:
+def _layers(owner: nn.Module) -> list[nn.Module]:
     """The modules that get another forward: none in which it would leave out a method of the program's or a graph."""
     functions = functional.conv1d, functional.conv_transpose1d
     is_torchs = all(isinstance(one, BuiltinFunctionType) for one in functions)
-    layers = {}
-    for module in owner.modules() if is_torchs and comes_with(nn.Conv1d._conv_forward, nn.Conv1d) else ():
-        faster = forwards.get(parametrize.type_before_parametrizations(module))
-        if faster is not None and _METHODS.isdisjoint(vars(module)) and module._compiled_call_impl is None:
-            layers[module] = faster
-    return layers
+    if not is_torchs or not comes_with(nn.Conv1d._conv_forward, nn.Conv1d):
+        return []
+    return [
+        module
+        for module in owner.modules()
+        if parametrize.type_before_parametrizations(module) in _CONVOLUTIONS
+        and "_conv_forward" not in vars(module)
+        and module._compiled_call_impl is None
+    ]
 
 
 def convolve(forward: ModuleForward, states: Tensor, call: Call) -> Tensor | None:
     """The output of a `Conv1d` or `ConvTranspose1d`, `[batch, channels, length]`; None where oneDNN does not pay."""
     layer = forward.module
     is_plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-    if not is_plain or states.dim() != 3 or states.shape[1] != layer.in_channels or not is_faster(states, layer):
+    if not is_plain or states.dim() != 3 or states.shape[1] != layer.in_channels or not _is_faster(states, layer):
         return None
     call.usage[ONEDNN] = 1  # waveform, of which this is a layer
-    given = channels_last(states), layer.weight.unsqueeze(2), layer.bias, (1, layer.stride[0]), (0, layer.padding[0])
+    given = _channels_last(states), layer.weight.unsqueeze(2), layer.bias, (1, layer.stride[0]), (0, layer.padding[0])
     dilation = 1, layer.dilation[0]
     if isinstance(layer, nn.ConvTranspose1d):
         output_padding = 0, layer.output_padding[0]
@@ -116,15 +112,12 @@ def convolve(forward: ModuleForward, states: Tensor, call: Call) -> Tensor | Non
     return functional.conv2d(*given, dilation, layer.groups).squeeze(2)
 
 
-CONVOLUTIONS: dict[type, Forward] = {nn.Conv1d: convolve, nn.ConvTranspose1d: convolve}
-
-
-def is_faster(states: Tensor, layer: Any) -> bool:
+def _is_faster(states: Tensor, layer: Any) -> bool:
     """Whether this layer is faster here than in its own forward, for these states."""
     weights = layer.in_channels * layer.out_channels * layer.kernel_size[0] // layer.groups
     return states.numel() >= MIN_INPUT * weights
 
 
-def channels_last(states: Tensor) -> Tensor:
+def _channels_last(states: Tensor) -> Tensor:
     """`[batch, channels, length]` to `[batch, channels, 1, length]`, with the channels of a step next to each other."""
     return states.unsqueeze(2).contiguous(memory_format=torch.channels_last)

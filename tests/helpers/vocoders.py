@@ -64,12 +64,8 @@ def make_loud(module: nn.Module) -> nn.Module:
     return module
 
 
-def _frames_last(batch: int, frames: int) -> tuple[Tensor, ...]:
+def _states(batch: int, frames: int) -> tuple[Tensor, ...]:
     return (torch.randn(batch, CHANNELS, frames),)
-
-
-def _channels_last(batch: int, frames: int) -> tuple[Tensor, ...]:
-    return (torch.randn(batch, frames, CHANNELS),)
 
 
 def _seamless() -> tuple[nn.Module, Callable]:
@@ -77,7 +73,7 @@ def _seamless() -> tuple[nn.Module, Callable]:
     from transformers.models.seamless_m4t.modeling_seamless_m4t import SeamlessM4THifiGan
 
     return SeamlessM4THifiGan(SeamlessM4TConfig(**SHAPE, unit_embed_dim=4, lang_embed_dim=2, spkr_embed_dim=2)), (
-        _frames_last
+        _states
     )
 
 
@@ -86,32 +82,8 @@ def _seamless_v2() -> tuple[nn.Module, Callable]:
     from transformers.models.seamless_m4t_v2.modeling_seamless_m4t_v2 import SeamlessM4Tv2HifiGan
 
     return SeamlessM4Tv2HifiGan(SeamlessM4Tv2Config(**SHAPE, unit_embed_dim=4, lang_embed_dim=2, spkr_embed_dim=2)), (
-        _frames_last
+        _states
     )
-
-
-def _speecht5() -> tuple[nn.Module, Callable]:
-    from transformers import SpeechT5HifiGan, SpeechT5HifiGanConfig
-
-    return SpeechT5HifiGan(SpeechT5HifiGanConfig(**SHAPE, model_in_dim=CHANNELS)), _channels_last
-
-
-def _fastspeech2() -> tuple[nn.Module, Callable]:
-    from transformers import FastSpeech2ConformerHifiGan, FastSpeech2ConformerHifiGanConfig
-
-    return FastSpeech2ConformerHifiGan(FastSpeech2ConformerHifiGanConfig(**SHAPE, model_in_dim=CHANNELS)), (
-        _channels_last
-    )
-
-
-def _vits() -> tuple[nn.Module, Callable]:
-    from transformers import VitsConfig
-    from transformers.models.vits.modeling_vits import VitsHifiGan
-
-    def inputs(batch: int, frames: int) -> tuple[Tensor, ...]:
-        return torch.randn(batch, CHANNELS, frames), torch.randn(batch, 3, 1)
-
-    return VitsHifiGan(VitsConfig(**SHAPE, flow_size=CHANNELS, speaker_embedding_size=3)), inputs
 
 
 def _fairseq() -> tuple[nn.Module, Callable]:
@@ -119,15 +91,12 @@ def _fairseq() -> tuple[nn.Module, Callable]:
 
     generator = Generator({**SHAPE, "model_in_dim": CHANNELS})
     generator.remove_weight_norm()
-    return generator, _frames_last
+    return generator, _states
 
 
 _BUILDERS = {
     "SeamlessM4THifiGan": _seamless,
     "SeamlessM4Tv2HifiGan": _seamless_v2,
-    "SpeechT5HifiGan": _speecht5,
-    "FastSpeech2ConformerHifiGan": _fastspeech2,
-    "VitsHifiGan": _vits,
     "fairseq Generator": _fairseq,
 }
 CLASSES = tuple(_BUILDERS)

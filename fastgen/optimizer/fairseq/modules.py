@@ -35,7 +35,7 @@ from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.report import NGRAMS, Reason, with_code
 from fastgen.optimizer.fairseq.checks import KNOWN, computes_whole
 from fastgen.optimizer.fairseq.decode_step import FILLED, DecodingState
-from fastgen.optimizer.vocoder import CONVOLUTIONS, faster_waveform
+from fastgen.optimizer.vocoder import faster_waveform
 
 
 def multihead_attention(
@@ -236,7 +236,7 @@ def _ngram_reasons(blocker: Any, tokens: Tensor, lprobs: Tensor, rows: int, step
 
 def vocode(original: Callable, self: Any, x: Tensor) -> Tensor:
     """Of a HiFi-GAN generator: states `[batch, channels, frames]` become a waveform `[batch, 1, samples]`."""
-    return faster_waveform(partial(original, self, x), self, x, CONVOLUTIONS)
+    return faster_waveform(partial(original, self, x), self, x)
 
 
 def vocode_without_gradients(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:

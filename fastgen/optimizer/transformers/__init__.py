@@ -45,30 +45,15 @@ _SCORES = "__call__(self, input_ids, scores)"
 _POSITIONS = (
     "SinusoidalPositionalEmbedding.forward(self, input_ids, inputs_embeds, cache_length|past_key_values_length)"
 )
-_HIFI_GAN, _SPECTROGRAM = "HifiGan.forward(self, inputs_embeds)", "HifiGan.forward(self, spectrogram)"
+_HIFI_GAN = "HifiGan.forward(self, inputs_embeds)"
 
 # Groups of one patch: their name, the model, the target, the replacement.
 _ALONE = (
     ("positions.m2m_100", "m2m_100", f"M2M100{_POSITIONS}", "seamless:positions"),
     ("positions.seamless_m4t", "seamless_m4t", f"SeamlessM4T{_POSITIONS}", "seamless:positions"),
     ("positions.seamless_m4t_v2", "seamless_m4t_v2", f"SeamlessM4Tv2{_POSITIONS}", "seamless:positions"),
-    ("seamless_vocoder", "seamless_m4t", f"SeamlessM4T{_HIFI_GAN}", "vocoders:vocode_units"),
-    ("seamless_v2_vocoder", "seamless_m4t_v2", f"SeamlessM4Tv2{_HIFI_GAN}", "vocoders:vocode_units"),
-    ("speecht5_vocoder", "speecht5", f"SpeechT5{_SPECTROGRAM}", "vocoders:vocode_spectrogram"),
-    (
-        "fastspeech2_conformer_vocoder",
-        "fastspeech2_conformer",
-        f"FastSpeech2Conformer{_SPECTROGRAM}",
-        "vocoders:vocode_spectrogram",
-    ),
-    (
-        "vits_vocoder",
-        "vits",
-        "VitsHifiGan.forward(self, spectrogram, global_conditioning)",
-        "vocoders:vocode_spectrogram",
-    ),
-    ("encodec_decoder", "encodec", "EncodecDecoder.forward(self, hidden_states)", "vocoders:decode_codes"),
-    ("mimi_decoder", "mimi", "MimiDecoder.forward(self, hidden_states)", "vocoders:decode_codes"),
+    ("seamless_vocoder", "seamless_m4t", f"SeamlessM4T{_HIFI_GAN}", "seamless:vocode_units"),
+    ("seamless_v2_vocoder", "seamless_m4t_v2", f"SeamlessM4Tv2{_HIFI_GAN}", "seamless:vocode_units"),
 )
 
 PATCHES = (

@@ -1,4 +1,4 @@
-"""Seamless M4T: its stages for `fastgen.explain()`, its speech encoder, and the positions of its decoders.
+"""Seamless M4T: its stages for `fastgen.explain()`, its speech encoder and vocoder, and the positions of its decoders.
 
 Encoder and text decoder are those of the call of `generate` inside; then come text-to-unit and vocoder. The library
 asks that call for the scores and hidden states of every step and uses only its sequences and the encoder's states
@@ -8,7 +8,8 @@ The decoders are M2M100's, with sinusoidal positions. At every step the library 
 enough, which waits for the device. In captured steps the number of positions is on the device and nothing reads it
 there: that is asked before a capture begins (checks.py).
 
-Tests: tests/optimizer/transformers/test_seamless.py, tests/optimizer/transformers/test_captured_steps.py
+Tests: tests/optimizer/transformers/test_seamless.py, tests/optimizer/transformers/test_captured_steps.py,
+tests/optimizer/vocoder/test_vocoders.py
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -27,6 +29,7 @@ from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import count, current_call, end_stage, generate_call
 from fastgen.optimizer.transformers import checks, compat
 from fastgen.optimizer.transformers.generate import ENCODER_STATES, only_outputs
+from fastgen.optimizer.vocoder import faster_waveform
 
 # The arguments with which the library calls the speech encoder the second time; it uses the first output only.
 _ARGUMENTS = ("input_features", "attention_mask")
@@ -89,6 +92,11 @@ def vocoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     waveform = original(self, *args, **kwargs)
     end_stage("vocoder")
     return waveform
+
+
+def vocode_units(original: Callable, self: Any, inputs_embeds: Tensor) -> Tensor:
+    """The vocoder's HiFi-GAN: states `[batch, channels, frames]` become a waveform `[batch, samples]`."""
+    return faster_waveform(partial(original, self, inputs_embeds), self, inputs_embeds)
 
 
 def positions(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -27,7 +27,7 @@ from fastgen.ops import cpu_linear, x86
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.transformers.checks import KNOWN
-from fastgen.optimizer.transformers.generate import forwards
+from fastgen.optimizer.transformers.faster_forwards import forwards
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
@@ -117,7 +117,7 @@ def test_other_machines_are_left_alone(everywhere, monkeypatch):
 def test_small_models_are_left_alone(monkeypatch):
     architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == "gpt2")
     # It looks at every module.
-    monkeypatch.setattr("fastgen.optimizer.transformers.generate.faster_forwards", pytest.fail)
+    monkeypatch.setattr("fastgen.optimizer.transformers.faster_forwards.faster_forwards", pytest.fail)
     architecture.model().generate(**architecture.inputs(), max_new_tokens=3)
 
 

@@ -149,7 +149,7 @@ class Task:
 
     def generate(self, batch: Batch) -> GeneratedBatch:
         """What the model makes of a batch of at least one item."""
-        from fastgen.optimizer.transformers.generate import SEQUENCES_SCORES, only_outputs
+        from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
 
         settings = self.loaded.settings | self.settings_of(batch.items[0])
         # Without scores for the command it may be the model's own generate that reads them.

@@ -20,7 +20,7 @@ from fastgen.optimizer.decoding.call import GenerateCall, count, current_call
 from fastgen.optimizer.decoding.report import LOOP, Reason
 from fastgen.optimizer.transformers import checks, constrained, no_repeat_ngram
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
-from fastgen.optimizer.transformers.generate import drop_unused_outputs
+from fastgen.optimizer.transformers.outputs import drop_unused_outputs
 
 # What the library adds to the score of a candidate that is out of the race, and gives to slots that are free.
 OUT = -1.0e9

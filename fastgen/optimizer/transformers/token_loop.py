@@ -25,7 +25,7 @@ from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import LOOP, STEPS, Reason
 from fastgen.optimizer.transformers import checks, compat, no_repeat_ngram
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
-from fastgen.optimizer.transformers.generate import drop_unused_outputs
+from fastgen.optimizer.transformers.outputs import drop_unused_outputs
 
 # Of a draw: random integers at a time, and how few torch draws faster where all rows go on.
 MOST_BITS = 1 << 20

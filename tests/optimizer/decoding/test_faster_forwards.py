@@ -19,7 +19,7 @@ from transformers.activations import NewGELUActivation
 import fastgen
 from fastgen.ops import cpu_linear, x86
 from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
-from fastgen.optimizer.transformers.generate import forwards
+from fastgen.optimizer.transformers.faster_forwards import forwards
 
 STATES = torch.cat([torch.linspace(-12, 12, 10001), torch.tensor([-1e4, -0.0, 0.0, 1e4])])
 
@@ -94,7 +94,7 @@ def test_generate_uses_it_and_says_so(gpt2):
 
 def test_small_models_are_not_looked_through(monkeypatch):
     model = tiny("gpt2")
-    monkeypatch.setattr("fastgen.optimizer.transformers.generate.faster_forwards", pytest.fail)
+    monkeypatch.setattr("fastgen.optimizer.transformers.faster_forwards.faster_forwards", pytest.fail)
     model.generate(**padded(9, 5), max_new_tokens=2)
 
 

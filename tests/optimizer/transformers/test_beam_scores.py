@@ -12,7 +12,7 @@ from parity import BEAMS, padded, run_both, tiny
 
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.report import LOOP
-from fastgen.optimizer.transformers.generate import SEQUENCES_SCORES, only_outputs
+from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
 
 ASKED = {"return_dict_in_generate": True, "output_scores": True}
 

@@ -17,7 +17,7 @@ from fastgen.optimizer.decoding import decode_step, graphs
 from fastgen.optimizer.decoding.decode_step import CannotPad
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
-from fastgen.optimizer.transformers.generate import SEQUENCES_SCORES, only_outputs
+from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
 
 pytestmark = pytest.mark.skipif(
     not LAYERS_ARE_KNOWN, reason="nothing is captured with the static caches of this transformers"

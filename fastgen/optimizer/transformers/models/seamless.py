@@ -2,7 +2,7 @@
 
 Encoder and text decoder are those of the call of `generate` inside; then come text-to-unit and vocoder. The library
 asks that call for the scores and hidden states of every step and uses only its sequences and the encoder's states
-(generate.py). For speech it then calls the encoder again, with the same input: its first output is reused.
+(outputs.py). For speech it then calls the encoder again, with the same input: its first output is reused.
 
 The decoders are M2M100's, with sinusoidal positions. At every step the library asks whether its table of them is long
 enough, which waits for the device. In captured steps the number of positions is on the device and nothing reads it
@@ -28,7 +28,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import count, current_call, end_stage, generate_call
 from fastgen.optimizer.transformers import checks, compat
-from fastgen.optimizer.transformers.generate import ENCODER_STATES, only_outputs
+from fastgen.optimizer.transformers.outputs import ENCODER_STATES, only_outputs
 from fastgen.optimizer.vocoder import faster_waveform
 
 # The arguments with which the library calls the speech encoder the second time; it uses the first output only.

@@ -36,8 +36,7 @@ _OUTSIDE = frozenset({"generate"})
 _OUTER = PYTHON | {"numpy"}
 _ENDS = _OUTER | {"torch", "fastgen"}
 
-_CALLABLE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, type)
-_WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
+_WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
 _CONSTANTS = (bool, int, float, str, type(None))
 
 # Python's own objects that hold what a program puts there. Bytes of an array that may be a switch.
@@ -81,6 +80,7 @@ class LibraryCode:
         self._names: list[str] = []
         self._values: list[Any] = []
         bases = sorted({base for kind in kinds for base in kind.__mro__ if base is not object}, key=qualified_name)
+        self._sizes = [(vars(base), len(vars(base))) for base in bases]  # a method may be added where one was inherited
         spaces: dict[str, list[type]] = {}
         for base in bases:
             for name in vars(base):
@@ -97,7 +97,7 @@ class LibraryCode:
                     expanded.add((value.__name__, mentioned))
                     for other in mentioned & vars(value).keys():
                         add(vars(value), value.__name__, other, mentioned)
-            elif not isinstance(value, (*_CALLABLE, *_CONSTANTS, *_WRAPPERS)):
+            elif not (isinstance(value, _CONSTANTS) or _is_code(value)):
                 return
             if (owner, name) in seen:
                 return
@@ -140,6 +140,8 @@ class LibraryCode:
         try:
             if not all(map(is_, map(getitem, self._spaces, self._names), self._values)):
                 return False
+            if any(len(space) != size for space, size in self._sizes):
+                return False
             for space, name, found in self._foreign:
                 if space[name] is not found():
                     return False
@@ -167,7 +169,7 @@ def is_user_code(called: object, packages: frozenset[str]) -> bool:
     """Whether an object that is called in each step runs code of the program: its class, methods or attributes are."""
     for space in (*map(vars, type(called).__mro__[:-1]), getattr(called, "__dict__", {})):
         for value in space.values():
-            if (callable(value) or isinstance(value, _WRAPPERS)) and not _is_from(value, packages):
+            if _is_code(value) and not _is_from(value, packages):
                 return True
     return not packages_of(type(called)) <= packages
 
@@ -298,10 +300,16 @@ def _names_in(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(_names_in, inner))
 
 
+def _is_code(value: object) -> bool:
+    """Whether it is called, or runs code where an attribute of this name is read."""
+    return callable(value) or hasattr(type(value), "__get__")
+
+
 def _is_from(value: Any, packages: frozenset[str]) -> bool:
     if isinstance(value, (*_CONSTANTS, ModuleType, BuiltinFunctionType)):  # functions in C are hardly the program's
         return True
-    return packages_of(_inside(value) if isinstance(value, _WRAPPERS) else value) <= packages
+    # Mocks are Python's own, but stand for what a program puts there.
+    return packages_of(_inside(value) if isinstance(value, _WRAPPERS) else value) <= packages - {"unittest"}
 
 
 def _ref(value: Any) -> Callable[[], Any]:

@@ -115,7 +115,7 @@ class BeamSearch:
         inputs, device, eos = rows // self.num_beams, input_ids.device, config._eos_token_tensor
         self.num_candidates = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.num_beams
         self.input_ids, self.prompt = input_ids, input_ids.clone()
-        self.scores = torch.zeros((inputs, self.num_beams), device=device)
+        self.scores = torch.zeros((inputs, self.num_beams), dtype=torch.float32, device=device)
         self.scores[:, 1:] = OUT  # all beams begin alike: only the first one's candidates count
         fill = (config._pad_token_tensor or eos[0]) if eos is not None else -1
         self.best = torch.full((inputs, self.num_beams, config.max_length), fill, dtype=torch.int64, device=device)

@@ -214,6 +214,8 @@ def _replaced_reasons(
     for name in ("_has_unfinished_sequences", *methods):
         if not comes_with(getattr(model, name, None), GenerationMixin):
             reasons.append(Reason("METHOD_REPLACED", f"{name} is not that of GenerationMixin"))
+    if "__call__" in vars(model):
+        reasons.append(Reason("METHOD_REPLACED", "__call__ of this model: some loops of the library call it"))
     for called in (processors, stopping_criteria):
         if not _runs_library_code(called):
             reasons.append(Reason("METHOD_REPLACED", f"{type(called).__name__}.__call__ is not that of transformers"))
@@ -317,7 +319,11 @@ def parameters_of_rows(processors: Iterable[Any], rows: int) -> list[Reason]:
     """What processors hold that may have an entry for each of these rows: a temperature for each prompt."""
     reasons = []
     for processor in filter(_is_by_row, processors):
-        for name, value in vars(processor).items():
+        of_classes = [vars(base).items() for base in type(processor).__mro__[:-1]]
+        held = {
+            name: value for items in of_classes for name, value in items if isinstance(value, (Tensor, list, tuple))
+        }
+        for name, value in (held | vars(processor)).items():
             if name not in _NOT_OF_ROWS and any(_may_be_of_rows(leaf, rows) for leaf in tree_leaves(value)):
                 text = f"{type(processor).__name__}.{name} may have an entry for each row"
                 reasons.append(Reason("PROCESSOR_BY_ROW", text))

@@ -1,0 +1,270 @@
+"""Hooks for tests: what fastgen has captured and compared, other settings for a block, and parts watched or replaced.
+
+Tests use these in place of fastgen's internals, which may then change: only this file names them. No hook is needed to
+use fastgen, and each context manager puts everything back when its block ends; none is for several threads at once.
+
+Tests: tests/test_testing.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+from fastgen.config import CONFIG
+from fastgen.optimizer import PATCH_SET
+
+_DECODING = "fastgen.optimizer.decoding"
+_TRANSFORMERS = "fastgen.optimizer.transformers"
+_FAIRSEQ = "fastgen.optimizer.fairseq"
+
+# The parts that tests watch, break or replace, by what they do; and where the code that uses them finds them.
+PARTS = {
+    # Captured steps.
+    "capture a step": f"{_DECODING}.graphs:CapturedGraph.capture",
+    "capture kernels": f"{_DECODING}.graphs:CpuCapture.capture",
+    "compare a replay": f"{_DECODING}.decode_step:differs_sync",
+    "fill a static cache": f"{_DECODING}.kv_cache:KVCache.load",
+    "grow a static cache": f"{_DECODING}.decode_step:DecodeStep._change_to",
+    "static step": f"{_DECODING}.decode_step:DecodeStep._static_step",
+    "pad inputs": f"{_TRANSFORMERS}.decode_step:TransformersDecodeStep._pad",
+    "wait for a flag": f"{_TRANSFORMERS}.decode_step:needs_sync",
+    "check for the end, a step late": f"{_TRANSFORMERS}.decode_step:LateStopCheck.exchange",
+    # Caches.
+    "make a cache": f"{_DECODING}.kv_cache:KVCache.__init__",
+    "copy a layer": f"{_DECODING}.kv_cache:KVCache.copy",
+    "read segments": f"{_DECODING}.kv_cache:KVCache.segments",
+    "reorder a cache": f"{_DECODING}.kv_cache:KVCache.reorder",
+    "use a cache": f"{_TRANSFORMERS}.decode_step:kv_layers.use",
+    # The loops.
+    "decode step": f"{_TRANSFORMERS}.decode_step:TransformersDecodeStep.logits",
+    "compact a step": f"{_TRANSFORMERS}.decode_step:TransformersDecodeStep.compact",
+    "compact a step's cache": f"{_DECODING}.decode_step:DecodeStep.compact",
+    "compact samples": f"{_TRANSFORMERS}.token_loop:TokenLoop.compact",
+    "compact beams": f"{_TRANSFORMERS}.beam_search:BeamSearch.compact",
+    "draw samples": f"{_TRANSFORMERS}.token_loop:_draw",
+    "draw as torch": f"{_TRANSFORMERS}.token_loop:_draws_as_torch",
+    "choose beams, fairseq": f"{_FAIRSEQ}.loop:Loop.propose",
+    "extend beams, fairseq": f"{_FAIRSEQ}.loop:Loop.go_on",
+    "read flags, fairseq": f"{_FAIRSEQ}.loop:_flags_sync",
+    "reorder, fairseq": f"{_FAIRSEQ}.decode_step:FairseqDecodeStep.reorder",
+    # Prompts and prefixes.
+    "expand a prefill": f"{_TRANSFORMERS}.prefill:expand",
+    "take a row of each group": f"{_TRANSFORMERS}.row_groups:take",
+    "compare rows": f"{_TRANSFORMERS}.row_groups:_equal_to_row_before_sync",
+    "arguments of a prefix": f"{_TRANSFORMERS}.prefixes:CommonPrefix.of_prefix",
+    "keep a prefix": f"{_TRANSFORMERS}.kept_prefix:PrefixReuse.keep",
+    "find a prefix": f"{_TRANSFORMERS}.kept_prefix:PrefixReuse.found_sync",
+    "read weights": f"{_TRANSFORMERS}.kept_prefix:checksums_sync",
+    "score tokens": f"{_TRANSFORMERS}.log_likelihoods:Scorer._forward",
+    # What is known of a model.
+    "walk through a model": f"{_DECODING}.model_facts:ModelFacts",
+    "compare a model": f"{_DECODING}.model_facts:_fingerprint",
+    "measure a model": f"{_DECODING}.model_facts:_measured",
+    "verify a class": f"{_TRANSFORMERS}.verification:_compare_first_steps",
+    "faster forwards": f"{_TRANSFORMERS}.generate:faster_forwards",
+    # Ops.
+    "shared attention": f"{_DECODING}.segmented_kv:shared_attention",
+    "attention, few queries": "fastgen.ops.few_queries:attention",
+    "attention, many queries": "fastgen.ops.flash_attention:attention",
+    "fastest GEMM backend": "fastgen.ops.cpu_linear:fastest",
+    "no-repeat n-gram": "fastgen.ops.no_repeat_ngram:no_repeat_ngram",
+    "no-repeat n-gram, in place": "fastgen.ops.no_repeat_ngram:no_repeat_ngram_",
+}
+
+# Bounds that tests lower, so that small inputs reach them.
+LIMITS = {
+    "smallest_capacity": f"{_DECODING}.kv_cache:SMALLEST_CAPACITY",
+    "most_graphs": f"{_DECODING}.graphs:MOST_GRAPHS",
+    "min_elements_of_product": "fastgen.ops.cpu_linear:MIN_ELEMENTS",
+    "min_elements_to_draw": f"{_TRANSFORMERS}.token_loop:MIN_ELEMENTS_TO_DRAW",
+}
+
+# For `costs`: every model is so large that its products are looked at.
+ANY_SIZE = {"min_large_per_module": 0, "min_large": 0}
+
+
+class PartCall(NamedTuple):
+    """One call of a part. args: of a method, its object comes first. result: None for one that has raised an error."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    result: Any
+
+
+@contextmanager
+def replaced(part: str, by: Callable) -> Iterator[None]:
+    """Calls `by` in place of one of `PARTS`; as a patch's replacement, it gets the original first, then the arguments.
+
+    An error that `by` raises is the program's, not fastgen's: see `broken`.
+    """
+    owner, name = _place(PARTS[part])
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return by(original, *args, **kwargs)
+
+    if not isinstance(original, type):
+        functools.update_wrapper(call, original)
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+@contextmanager
+def watched(part: str) -> Iterator[list[PartCall]]:
+    """Yields a list that gets each call of one of `PARTS` when it ends."""
+    calls: list[PartCall] = []
+
+    def noting(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        result = None
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            calls.append(PartCall(args, kwargs, result))
+        return result
+
+    with replaced(part, noting):
+        yield calls
+
+
+@contextmanager
+def broken(part: str, error: BaseException | type[BaseException], after: int = 0) -> Iterator[list[PartCall]]:
+    """Raises an error in one of `PARTS`, as if it were fastgen's own; after: so many calls go on to the original."""
+    calls: list[PartCall] = []
+
+    def failing(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        calls.append(PartCall(args, kwargs, None))
+        if len(calls) > after:
+            raise error
+        return original(*args, **kwargs)
+
+    with replaced(part, failing):
+        yield calls
+
+
+@contextmanager
+def limits(**values: int) -> Iterator[None]:
+    """Sets some of `LIMITS`."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(mock.patch.object(*_place(LIMITS[name]), value))
+        yield
+
+
+@contextmanager
+def configured(**settings: Any) -> Iterator[None]:
+    """Sets fields of the configuration, such as `share="never"`, for calls in all threads."""
+    with mock.patch.multiple(CONFIG, **settings):
+        yield
+
+
+@contextmanager
+def costs(kind: type | None = None, **thresholds: float) -> Iterator[None]:
+    """Gives calls that begin inside, in any thread, a cost model with these thresholds; kind: of another class."""
+    from fastgen.optimizer.decoding import cost_model
+
+    settings = dataclasses.asdict(cost_model.DEFAULT) | thresholds
+    with mock.patch.object(cost_model, "DEFAULT", (kind or cost_model.CostModel)(**settings)):
+        yield
+
+
+@contextmanager
+def force(backend: str) -> Iterator[list[int]]:
+    """Takes all products for large, and computes them by one GEMM backend: "BLAS", "oneDNN" or "skinny GEMM".
+
+    Yields a list that gets the rows of each product for which the backend is asked.
+    """
+    asked: list[int] = []
+
+    def fastest(original: Callable, rows: Any, *others: Any) -> str:
+        asked.append(len(rows))
+        return backend
+
+    with limits(min_elements_of_product=0), replaced("fastest GEMM backend", fastest):
+        yield asked
+
+
+def captured_graphs(model: Any) -> dict[Any, Any]:
+    """Returns the captured steps that a model has between two calls, by their keys, the latest last."""
+    from fastgen.optimizer.decoding import graphs
+
+    cache = graphs._known.get(model)
+    return {} if cache is None else dict(cache.entries)
+
+
+def holds_graphs(model: Any) -> bool:
+    """Whether a call holds the captured steps of a model, so that no other may use them."""
+    from fastgen.optimizer.decoding import graphs
+
+    return graphs._known[model].in_use.locked()
+
+
+def verified() -> set[object]:
+    """Returns the keys of what was compared with the library on first use and did not differ."""
+    from fastgen.optimizer.decoding import verify
+
+    return set(verify._verified)
+
+
+def refused_classes() -> set[type]:
+    """Returns the model classes that differed from the library on first use."""
+    from fastgen.optimizer.transformers import verification
+
+    return set(verification._refused)
+
+
+@contextmanager
+def forget_verified() -> Iterator[None]:
+    """Forgets what was compared on first use, and afterwards what is compared inside."""
+    from fastgen.optimizer.decoding import verify
+    from fastgen.optimizer.transformers import verification
+
+    state = mock.patch.multiple(verification, _compared=Counter(), _refused={})
+    with mock.patch.object(verify, "_verified", set()), state:
+        yield
+
+
+@contextmanager
+def as_untested(host: str = "transformers") -> Iterator[list[tuple[str, str]]]:
+    """Takes the version of a host for newer than any tested, so that everything is compared on first use.
+
+    Yields a list that gets the groups of patches that would be switched off, and why; they stay on.
+    """
+    failures: list[tuple[str, str]] = []
+    note = mock.patch.object(PATCH_SET, "fail", lambda group, reason: failures.append((group, reason)))
+    with mock.patch.object(PATCH_SET, "untested_hosts", {host}), note:
+        yield failures
+
+
+@contextmanager
+def as_tested() -> Iterator[None]:
+    """Takes every model class for one of the library's, which are trusted without a comparison."""
+    from fastgen.optimizer.transformers import verification
+
+    with mock.patch.object(verification, "untested_reasons", lambda model: []):
+        yield
+
+
+@contextmanager
+def errors_noted() -> Iterator[list[str]]:
+    """Leaves calls to the library after an error of fastgen's own, as without FASTGEN_STRICT=1; patches stay on.
+
+    Yields a list that gets the errors.
+    """
+    errors: list[str] = []
+    note = mock.patch.object(PATCH_SET, "_replacement_failed", lambda record, error: errors.append(str(error)))
+    with configured(strict=False), note:
+        yield errors
+
+
+def _place(path: str) -> tuple[Any, str]:
+    """Returns the class or module, and the name of its attribute."""
+    module, _, names = path.partition(":")
+    *owners, name = names.split(".")
+    return functools.reduce(getattr, owners, importlib.import_module(module)), name

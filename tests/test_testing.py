@@ -1,0 +1,55 @@
+"""The hooks of fastgen.testing: each names what is there, changes what it says, and puts it back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from parity import tiny, token_ids
+
+import fastgen
+from fastgen import testing
+from fastgen.config import CONFIG
+from fastgen.testing import LIMITS, PARTS
+
+BEAMS = {"num_beams": 3, "max_new_tokens": 4}
+
+
+@pytest.mark.parametrize("path", [*PARTS.values(), *LIMITS.values()])
+def test_hooks_name_what_is_there(path):
+    if ".fairseq" in path:
+        pytest.importorskip("fairseq")
+    owner, name = testing._place(path)
+    assert hasattr(owner, name)
+
+
+def test_a_watched_part_is_put_back():
+    before = testing._place(PARTS["decode step"])[0].logits
+    with testing.watched("decode step") as calls:
+        tiny("llama").generate(token_ids(2, 9), **BEAMS)
+    assert calls and all(len(call.result) == 6 for call in calls)
+    assert testing._place(PARTS["decode step"])[0].logits is before
+
+
+def test_a_broken_part_is_an_error_of_fastgen():
+    model = tiny("llama")
+    with fastgen.disabled():
+        expected = model.generate(token_ids(2, 9), **BEAMS)
+    with testing.broken("decode step", KeyError("ours"), after=2) as calls, testing.errors_noted() as errors:
+        assert torch.equal(model.generate(token_ids(2, 9), **BEAMS), expected)
+    assert errors == ["'ours'"] and len(calls) == 3
+
+
+def test_settings_hold_inside_of_a_block():
+    before = vars(CONFIG).copy()
+    with testing.configured(share="never", cuda_kernels=False), pytest.raises(LookupError):
+        assert (CONFIG.share, CONFIG.cuda_kernels) == ("never", False)
+        raise LookupError
+    assert vars(CONFIG) == before
+
+
+def test_the_hooks_import_no_torch():
+    code = "import sys, fastgen.testing; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

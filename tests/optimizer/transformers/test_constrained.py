@@ -20,11 +20,11 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 import fastgen
 from fastgen.ops import beam_top_k
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import verify
 from fastgen.optimizer.decoding.report import ALLOWED
 from fastgen.optimizer.transformers import constrained
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.optimizer.transformers.constrained import ALL_ROWS, ALONE
+from fastgen.testing import as_untested, forget_verified
 
 EOS, VOCABULARY = 2, 300
 MODELS = ("llama", "t5")
@@ -311,27 +311,23 @@ def test_a_processor_of_the_program_sees_what_the_library_gives_it(models):
     compare(models["t5"], padded(6, 3), names, [EOS], num_beams=5, max_new_tokens=5, logits_processor=[Doubles()])
 
 
-def test_a_newer_transformers_is_verified_first(monkeypatch):
+def test_a_newer_transformers_is_verified_first():
     names = [[*sequence, EOS] for sequence in semantic_ids(300)]
-    monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
-    monkeypatch.setattr(verify, "_verified", set())
     processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie(names, [EOS]), 2)
     calls, asked = [], fastgen.PrefixTrie.__call__
-    with mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: calls.append(1) or asked(*given)):
+    counted = mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: calls.append(1) or asked(*given))
+    with counted, forget_verified(), as_untested():
         for _ in range(2):
             processor(token_ids(4, 2), torch.randn(4, VOCABULARY))
     assert len(calls) == 4
 
 
-def test_a_newer_transformers_that_allows_other_tokens_switches_it_off(monkeypatch):
-    failed = mock.Mock()
-    monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
-    monkeypatch.setattr(PATCH_SET, "fail", failed)
-    monkeypatch.setattr(verify, "_verified", set())
+def test_a_newer_transformers_that_allows_other_tokens_switches_it_off():
     processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie([[5, 6]], [EOS]).after(2), 2)
-    with mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: [7]):
+    other = mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: [7])
+    with other, forget_verified(), as_untested() as failures:
         found = processor(token_ids(4, 2), torch.randn(4, VOCABULARY))
-    assert failed.call_args.args[0] == constrained.NAME and found.isfinite().nonzero()[:, 1].tolist() == [7] * 4
+    assert failures[0][0] == constrained.NAME and found.isfinite().nonzero()[:, 1].tolist() == [7] * 4
 
 
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["alone", "with a processor"])

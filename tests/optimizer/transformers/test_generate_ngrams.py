@@ -21,27 +21,24 @@ from transformers import (
 from versions import needs
 
 import fastgen
-from fastgen.ops import no_repeat_ngram as op
-from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import verify
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.transformers import no_repeat_ngram as patch
+from fastgen.testing import as_untested, forget_verified, replaced, verified
 
 VOCABULARY = 12
 BAN = {"no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2, "max_new_tokens": 14}
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls():
     """The names of the forms that ran, one for each call of the op."""
     calls = []
 
-    def counted(name, form):
-        return lambda *args, **kwargs: calls.append(name) or form(*args, **kwargs)
+    def counted(name):
+        return lambda form, *args, **kwargs: calls.append(name) or form(*args, **kwargs)
 
-    monkeypatch.setattr(op, "no_repeat_ngram", counted("copy", op.no_repeat_ngram))
-    monkeypatch.setattr(op, "no_repeat_ngram_", counted("in place", op.no_repeat_ngram_))
-    return calls
+    with replaced("no-repeat n-gram", counted("copy")), replaced("no-repeat n-gram, in place", counted("in place")):
+        yield calls
 
 
 def rows(count: int, length: int, seed: int = 0, vocabulary: int = 4) -> torch.Tensor:
@@ -393,22 +390,20 @@ class TestNewerThanTested:
     """On a version of transformers that nobody has tested, the first call of each class is compared."""
 
     @pytest.fixture(autouse=True)
-    def newer(self, monkeypatch):
-        monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
-        monkeypatch.setattr(verify, "_verified", set())
+    def failed(self):
+        with as_untested() as failures, forget_verified():
+            yield failures
 
     def test_the_first_call_is_the_original_s(self, calls):
         processor, input_ids, scores = NoRepeatNGramLogitsProcessor(2), rows(2, 6), torch.randn(2, VOCABULARY)
         expected = stock(lambda: processor(input_ids, scores))
         for _ in range(2):
             assert torch.equal(processor(input_ids, scores), expected)
-        assert calls == ["copy", "copy"] and verify._verified == {NoRepeatNGramLogitsProcessor}
+        assert calls == ["copy", "copy"] and verified() == {NoRepeatNGramLogitsProcessor}
 
-    def test_a_difference_switches_the_patches_off(self, monkeypatch):
-        failed = []
-        monkeypatch.setattr(PATCH_SET, "fail", lambda group, reason: failed.append((group, reason)))
-        monkeypatch.setattr(op, "no_repeat_ngram", lambda input_ids, scores, *args, **kwargs: scores)
+    def test_a_difference_switches_the_patches_off(self, failed):
         processor, input_ids, scores = NoRepeatNGramLogitsProcessor(1), rows(2, 6), torch.randn(2, VOCABULARY)
-        assert torch.equal(processor(input_ids, scores), stock(lambda: processor(input_ids, scores)))
+        with replaced("no-repeat n-gram", lambda ban, input_ids, scores, *args, **kwargs: scores):
+            assert torch.equal(processor(input_ids, scores), stock(lambda: processor(input_ids, scores)))
         assert failed == [(patch.GROUP, "NoRepeatNGramLogitsProcessor bans other tokens than fastgen")]
         assert patch.GROUP in {state.group for state in fastgen.status()}

@@ -18,15 +18,16 @@ from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_materialized, is_shar
 from sharing import sharing
 from torch import Tensor
 
-from fastgen.optimizer.transformers import verification
+from fastgen.testing import as_tested
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
 
 @pytest.fixture
-def trusted(monkeypatch):
+def trusted():
     """Takes the model for one of the library's, which are not compared with the original before their first use."""
-    monkeypatch.setattr(verification, "untested_reasons", lambda model: [])
+    with as_tested():
+        yield
 
 
 @pytest.mark.parametrize("attend", ODD)

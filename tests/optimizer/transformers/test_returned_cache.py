@@ -35,8 +35,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
-from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.transformers import verification
+from fastgen.testing import as_tested, watched
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 SEQ2SEQ = ("bart", "t5")
@@ -207,9 +206,10 @@ def test_decoding_method_of_the_caller_sees_plain_layers_only(models, name, argu
 
 
 @pytest.fixture
-def trusted(monkeypatch):
+def trusted():
     """Takes every model for one of the library's, which are not compared with the original before their first use."""
-    monkeypatch.setattr(verification, "untested_reasons", lambda model: [])
+    with as_tested():
+        yield
 
 
 def give_own_forward(model, forward):
@@ -265,10 +265,8 @@ def test_nothing_keeps_the_cache_alive(models, name):
 @pytest.mark.parametrize("cuda_graphs", ("off", "on"))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
-def test_a_cache_that_nobody_holds_is_not_copied_when_the_call_ends(models, name, arguments, cuda_graphs, monkeypatch):
-    copied, copy_of = [], KVCache.copy
-    monkeypatch.setattr(KVCache, "copy", lambda self, layer: copied.append(layer) or copy_of(self, layer))
-    with capturing(cuda_graphs):
+def test_a_cache_that_nobody_holds_is_not_copied_when_the_call_ends(models, name, arguments, cuda_graphs):
+    with capturing(cuda_graphs), watched("copy a layer") as copied:
         models[name].generate(**padded(9, 5), **arguments | {"return_dict_in_generate": False, "output_scores": False})
     assert (fastgen.explain().replays > 0) == (cuda_graphs == "on") and not copied
 

@@ -11,7 +11,6 @@ import sys
 import types
 import warnings
 import weakref
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -23,10 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import segmented_kv, verify
 from fastgen.optimizer.decoding.report import PREFILL
 from fastgen.optimizer.transformers import TESTED, checks, verification
+from fastgen.testing import as_untested, forget_verified, refused_classes, replaced, verified
 
 CONFIG = LlamaConfig(
     vocab_size=99,
@@ -41,24 +39,21 @@ INPUT_IDS = torch.randint(5, 99, (2, 9), generator=torch.Generator().manual_seed
 
 
 @pytest.fixture(autouse=True)
-def _share_small_prompts_and_forget_afterwards(monkeypatch, share_always):
-    monkeypatch.setattr(verify, "_verified", set())
-    monkeypatch.setattr(verification, "_compared", Counter())
-    monkeypatch.setattr(verification, "_refused", {})
+def _share_small_prompts_and_forget_afterwards(share_always):
+    with forget_verified():
+        yield
 
 
 @pytest.fixture
-def newer_transformers(monkeypatch):
-    monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
-    failures = []
-    monkeypatch.setattr(PATCH_SET, "fail", lambda group, reason: failures.append((group, reason)))
-    return failures
+def newer_transformers():
+    with as_untested() as failures:
+        yield failures
 
 
 @pytest.fixture
-def wrong_attention(monkeypatch):
-    attention = segmented_kv.shared_attention
-    monkeypatch.setattr(segmented_kv, "shared_attention", lambda *args, **kwargs: attention(*args, **kwargs) * 1.5)
+def wrong_attention():
+    with replaced("shared attention", lambda attention, *args, **kwargs: attention(*args, **kwargs) * 1.5):
+        yield
 
 
 def make(model_class: type = LlamaForCausalLM) -> LlamaForCausalLM:
@@ -155,13 +150,13 @@ def test_a_prompt_too_short_to_share_shows_what_will_be_wrong_with_long_ones(rep
     model = make(own_class()).to(dtype)
     with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
         model.generate(INPUT_IDS[:, :2], num_beams=3, max_new_tokens=6)
-    assert not verify._verified
+    assert not verified()
 
 
 def test_half_precision_is_compared_in_all_steps_and_trusted():
     model = make(own_class()).to(torch.bfloat16)
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
-    assert "prefill: one row per input" in fastgen.explain().shared and verify._verified
+    assert "prefill: one row per input" in fastgen.explain().shared and verified()
 
 
 def test_another_dtype_or_attention_is_compared_again():
@@ -170,13 +165,13 @@ def test_another_dtype_or_attention_is_compared_again():
     model.config._attn_implementation = "eager"
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     model.double().generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
-    assert len(verify._verified) == 3
+    assert len(verified()) == 3
 
 
 def test_too_few_new_tokens_verify_nothing(rows):
     model = make(own_class())
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=1)
-    assert rows == [6] and not verify._verified
+    assert rows == [6] and not verified()
     assert fastgen.explain().codes(PREFILL) == {"UNVERIFIED"} and "fewer than 4 new" in str(fastgen.explain())
 
 
@@ -184,7 +179,7 @@ def test_a_call_that_shares_nothing_verifies_nothing_and_costs_nothing(rows):
     model = make(own_class()).train()
     model.model.layers[0].self_attn.attention_dropout = 0.1
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
-    assert rows == [6] * 6 and not verify._verified
+    assert rows == [6] * 6 and not verified()
     assert fastgen.explain().codes(PREFILL) == {"TRAINING"} and "training mode" in str(fastgen.explain())
 
 
@@ -200,7 +195,7 @@ def test_a_model_whose_own_modules_keep_rows_is_left_alone_and_its_class_not_ver
         expected = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     for _ in range(2):
         assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
-        assert not verify._verified and not fastgen.explain().shared
+        assert not verified() and not fastgen.explain().shared
 
 
 def test_an_end_in_the_first_steps_does_not_hide_what_is_wrong(wrong_attention):
@@ -217,7 +212,7 @@ def test_an_error_of_the_program_is_raised_and_blames_no_class():
     model = make(own_class())
     with pytest.raises(IndexError):
         model.generate(torch.full((2, 9), 1000), num_beams=3, max_new_tokens=6)
-    assert not verification._refused
+    assert not refused_classes()
     model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     assert "prefill: one row per input" in fastgen.explain().shared
 
@@ -327,11 +322,11 @@ def test_a_program_that_makes_errors_of_warnings_gets_its_output(wrong_attention
         assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
 
 
-def test_a_report_names_the_class_or_version_that_no_test_covers(monkeypatch):
+def test_a_report_names_the_class_or_version_that_no_test_covers():
     model = tiny("llama")
     assert checks.untested_reasons(model) == []
-    monkeypatch.setattr(PATCH_SET, "untested_hosts", {"transformers"})
-    (newer,) = checks.untested_reasons(model)
+    with as_untested():
+        (newer,) = checks.untested_reasons(model)
     assert newer.text == f"transformers {transformers.__version__} is newer than the newest tested {TESTED[1]}"
     model.__class__ = type("Mine", (type(model),), {"__module__": "program"})
     (foreign,) = checks.untested_reasons(model)

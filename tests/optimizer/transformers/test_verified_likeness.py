@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastgen
-from fastgen.optimizer.decoding import verify
+from fastgen import testing
 from fastgen.optimizer.transformers import verification
 
 CONFIG = LlamaConfig(
@@ -52,9 +51,8 @@ def forgotten(monkeypatch, share_always):
     # transformers reads the file of a class's module
     sys.modules.setdefault("own_package", types.ModuleType("own_package")).__file__ = __file__
     monkeypatch.setattr(OwnLlama, "__module__", "own_package")
-    monkeypatch.setattr(verify, "_verified", set())
-    monkeypatch.setattr(verification, "_compared", Counter())
-    monkeypatch.setattr(verification, "_refused", {})
+    with testing.forget_verified():
+        yield
 
 
 def make(**config: Any) -> OwnLlama:
@@ -64,9 +62,9 @@ def make(**config: Any) -> OwnLlama:
     return lively(OwnLlama(changed)).eval()
 
 
-def verified(model: OwnLlama) -> OwnLlama:
+def compared(model: OwnLlama) -> OwnLlama:
     both = run_both(lambda: model.generate(INPUT_IDS, **BEAMS))
-    assert torch.equal(both.stock, both.fast) and both.report.shared and verify._verified
+    assert torch.equal(both.stock, both.fast) and both.report.shared and testing.verified()
     return model
 
 
@@ -99,7 +97,7 @@ def make_another(model: OwnLlama) -> OwnLlama:
 )
 def test_a_class_that_was_verified_is_not_trusted_after_a_change(monkeypatch, change):
     monkeypatch.setattr(OwnLlama, "couples", False)
-    model = change(verified(make()))
+    model = change(compared(make()))
     both = run_both(lambda: model.generate(INPUT_IDS, **BEAMS))
     assert torch.equal(both.stock, both.fast) and not both.report.shared
 
@@ -107,14 +105,15 @@ def test_a_class_that_was_verified_is_not_trusted_after_a_change(monkeypatch, ch
 def test_a_class_of_the_program_in_training_mode_is_left_alone_without_a_comparison():
     model = make().train()
     model.generate(INPUT_IDS, **BEAMS)
-    assert not verify._verified and not verification._refused
+    assert not testing.verified() and not testing.refused_classes()
     assert any("is in training mode" in reason.text for _, reason in fastgen.explain().not_done)
 
 
-def test_models_that_are_alike_are_compared_once(monkeypatch):
-    verified(make())
-    monkeypatch.setattr(verification, "_compare_first_steps", pytest.fail)
-    verified(make())
+def test_models_that_are_alike_are_compared_once():
+    compared(make())
+    with testing.watched("verify a class") as comparisons:
+        compared(make())
+    assert not comparisons
 
 
 def test_a_model_that_differs_in_every_call_is_not_compared_for_ever():

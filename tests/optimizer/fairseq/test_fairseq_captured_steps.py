@@ -25,8 +25,8 @@ from sharing import sharing
 from torch import nn
 
 import fastgen
-from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.report import STEPS
+from fastgen.testing import captured_graphs, holds_graphs
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "beams": {},
@@ -44,10 +44,6 @@ CAPTURED = ("transformer", "bart", "transformer_lm")
 def captured():
     with capturing():
         yield
-
-
-def graphs_of(model: nn.Module) -> graphs.GraphCache:
-    return graphs._known[model]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,10 +71,10 @@ def test_prompt_lies_before_the_generated_keys(share):
 def test_a_graph_serves_sources_of_other_lengths():
     case, options = CASES["transformer"](), {"min_len": 6, "max_len_b": 6}  # all sentences stay to the end
     compare(case, source_sample(case.task, (7, 5, 6)), **options)
-    made = list(graphs_of(case.models[0]).entries)
+    made = list(captured_graphs(case.models[0]))
     assert len(made) == 1
     report = compare(case, source_sample(case.task, (6, 4, 4), seed=5), **options).report
-    assert replays(report) == 7 and list(graphs_of(case.models[0]).entries) == made
+    assert replays(report) == 7 and list(captured_graphs(case.models[0])) == made
 
 
 def test_when_sentences_leave_the_others_go_on():
@@ -201,7 +197,7 @@ def test_two_threads_replay_steps_of_one_model():
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(lambda _: token_lists(generate(case, max_len_b=30)), range(6)))
     assert all(one == expected for one in found)
-    assert not graphs_of(case.models[0]).in_use.locked()
+    assert not holds_graphs(case.models[0])
 
 
 def test_a_second_language_model_is_asked_in_each_step():
@@ -244,14 +240,13 @@ def test_after_an_error_fairseq_does_the_work_and_nothing_is_kept(monkeypatch):
         expected = generate(case)
     with pytest.raises(RuntimeError) if fastgen.config.CONFIG.strict else pytest.warns(RuntimeWarning):
         assert len(generate(case)) == len(expected)
-    cached = graphs_of(case.models[0])
-    assert not cached.entries and not cached.in_use.locked()
+    assert not captured_graphs(case.models[0]) and not holds_graphs(case.models[0])
 
 
 def test_a_model_of_fairseq_that_is_gone_leaves_nothing_behind():
     case = CASES["transformer"]()
     generate(case)
-    buffers = weakref.ref(next(iter(graphs_of(case.models[0]).entries.values())).cache)
+    buffers = weakref.ref(next(iter(captured_graphs(case.models[0]).values())).cache)
     alive = weakref.ref(case.models[0])
     del case
     gc.collect()

@@ -13,17 +13,14 @@ from unittest import mock
 import pytest
 import torch
 from capturing import capturing, not_captured_because, replays
-from cost_models import costs
 from parity import padded, run_both, tiny, token_ids, whisper
 from sharing import sharing
 from torch import nn
 from transformers import LogitsProcessor
 from versions import needs_peft
 
-from fastgen.config import CONFIG
 from fastgen.ops.tracing import Diverged
-from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import graphs, model_facts
+from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache
@@ -33,6 +30,7 @@ from fastgen.optimizer.transformers import decode_step
 from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.optimizer.transformers.decode_step import LateStopCheck
+from fastgen.testing import broken, captured_graphs, costs, errors_noted, holds_graphs, limits, replaced, watched
 
 MODELS = ("gpt2", "llama", "llama-eager", "t5", "bart", "whisper")
 BEAMS = {"num_beams": 4, "max_new_tokens": 14}
@@ -94,8 +92,8 @@ def test_every_step_after_the_first_is_a_replay_and_buffers_are_outgrown(name, a
     model = model_of(name)
     arguments = {**arguments, "max_new_tokens": 40, "eos_token_id": None}
     replayed = captured(model, inputs_of(name), **arguments)
-    assert len(graphs._known[model].entries) > 1
-    assert replayed == 39 - len(graphs._known[model].entries)  # the steps from which they were made
+    assert len(captured_graphs(model)) > 1
+    assert replayed == 39 - len(captured_graphs(model))  # the steps from which they were made
 
 
 @pytest.mark.parametrize(
@@ -119,14 +117,13 @@ def test_inputs_end_at_different_steps(name, options):
 
 
 @pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
-def test_the_end_is_seen_one_step_late_and_that_step_undone(monkeypatch, arguments):
-    seen, exchange = [], LateStopCheck.exchange
-    monkeypatch.setattr(LateStopCheck, "exchange", lambda self, flag: seen.append(exchange(self, flag)) or seen[-1])
-    monkeypatch.setattr(decode_step, "needs_sync", lambda device: True)  # as on a GPU
+def test_the_end_is_seen_one_step_late_and_that_step_undone(arguments):
     model = model_of("llama")
-    for seed in range(8):
-        captured(model, inputs_of("llama", seed=seed), **{**arguments, **ENDS, "early_stopping": True})
-    assert any(seen)
+    as_on_a_gpu = replaced("wait for a flag", lambda original, device: True)
+    with watched("check for the end, a step late") as checks, as_on_a_gpu:
+        for seed in range(8):
+            captured(model, inputs_of("llama", seed=seed), **{**arguments, **ENDS, "early_stopping": True})
+    assert any(check.result for check in checks)
 
 
 class Counting(LogitsProcessor):
@@ -158,17 +155,15 @@ def test_a_processor_of_the_program_sees_no_step_too_many(arguments):
     assert len(set(calls)) > 1
 
 
-def test_later_calls_use_the_recordings_of_earlier_ones(monkeypatch):
-    made, capture = [], CapturedGraph.capture
-    monkeypatch.setattr(CapturedGraph, "capture", lambda self, *given: made.append(self) or capture(self, *given))
+def test_later_calls_use_the_recordings_of_earlier_ones():
     for name in ("gpt2", "t5"):
         model = model_of(name)
-        for seed in range(3):
-            assert captured(model, inputs_of(name, seed=seed), **BEAMS)
-            if not seed:
-                first = len(made)
-        assert len(made) == first and first
-        made.clear()
+        with watched("capture a step") as captures:
+            for seed in range(3):
+                assert captured(model, inputs_of(name, seed=seed), **BEAMS)
+                if not seed:
+                    first = len(captures)
+        assert len(captures) == first and first
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart", "t5"])
@@ -179,7 +174,7 @@ def test_inputs_of_other_lengths_use_them_too(name, shared):
             inputs = padded(*lengths, side="right" if name in ("t5", "bart") else "left")
             for arguments in (BEAMS, SAMPLES):
                 assert captured(model, inputs, **arguments, min_new_tokens=8)
-        assert len(graphs._known[model].entries) == 2  # of other numbers of rows
+        assert len(captured_graphs(model)) == 2  # of other numbers of rows
 
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
@@ -212,7 +207,7 @@ def test_each_precision_of_products_has_its_own_captures(monkeypatch, switch):
     assert captured(model, inputs_of("gpt2"), **GREEDY)
     monkeypatch.undo()
     assert graphs.torch_settings() == before and captured(model, inputs_of("gpt2"), **GREEDY)
-    assert len({key[1] for key in graphs._known[model].entries}) == 2
+    assert len({key[1] for key in captured_graphs(model)}) == 2
 
 
 @pytest.mark.parametrize("change", [in_place, through_data, other_data])
@@ -262,11 +257,11 @@ def test_recordings_of_another_state_are_dropped(change):
     model = model_of("llama")
     inputs = inputs_of("llama")
     captured(model, inputs, **BEAMS)
-    before = set(map(id, graphs._known[model].entries.values()))
-    kept = list(graphs._known[model].entries.values())
+    before = set(map(id, captured_graphs(model).values()))
+    kept = list(captured_graphs(model).values())
     change(model)
     captured(model, inputs, **BEAMS)
-    assert kept and before.isdisjoint(map(id, graphs._known[model].entries.values()))
+    assert kept and before.isdisjoint(map(id, captured_graphs(model).values()))
 
 
 @needs_peft
@@ -274,10 +269,10 @@ def test_an_adapter_that_is_switched_off_drops_them_too():
     model = model_of("llama")
     add_an_adapter(model)
     captured(model, inputs_of("llama"), **BEAMS)
-    kept = list(graphs._known[model].entries.values())
+    kept = list(captured_graphs(model).values())
     model.disable_adapters()
     captured(model, inputs_of("llama"), **BEAMS)
-    assert kept and not set(map(id, kept)) & set(map(id, graphs._known[model].entries.values()))
+    assert kept and not set(map(id, kept)) & set(map(id, captured_graphs(model).values()))
 
 
 def test_training_and_foreign_hooks_leave_the_steps_to_the_library():
@@ -293,49 +288,43 @@ def test_training_and_foreign_hooks_leave_the_steps_to_the_library():
     assert captured(model, inputs_of("gpt2"), **GREEDY)
 
 
-class WrongCapture(CpuCapture):
+def wrong_capture(capture, self, run, rewind):
     """Replays give what the function gives, and one more."""
+    output, replay, *others = capture(self, run, rewind)
 
-    def __init__(self, right: int = 0) -> None:
-        self.right = right  # so many captures are right before
+    def wrong_replay():
+        outputs = replay()
+        outputs.logits = outputs.logits + torch.arange(outputs.logits.shape[-1])
+        return outputs
 
-    def capture(self, run, rewind):
-        output, replay, *others = super().capture(run, rewind)
-        self.right -= 1
-        if self.right >= 0:
-            return output, replay, *others
-
-        def wrong_replay():
-            outputs = replay()
-            outputs.logits = outputs.logits + torch.arange(outputs.logits.shape[-1])
-            return outputs
-
-        return output, wrong_replay, *others
+    return output, wrong_replay, *others
 
 
-class FailingCapture(WrongCapture):
+def failing_capture(capture, self, run, rewind):
     """As where the forward reads the device."""
-
-    def capture(self, run, rewind):
-        if self.right > 0:
-            return super().capture(run, rewind)
-        run()
-        raise RuntimeError("operation not permitted when stream is capturing")
+    run()
+    raise RuntimeError("operation not permitted when stream is capturing")
 
 
 @pytest.mark.parametrize("right", [0, 1], ids=("first capture", "second capture"))
-@pytest.mark.parametrize("capture", [WrongCapture, FailingCapture])
+@pytest.mark.parametrize("by", [wrong_capture, failing_capture])
 @pytest.mark.parametrize("arguments", [BEAMS, SAMPLES], ids=("beams", "samples"))
-def test_a_capture_that_fails_is_said_once_and_the_tokens_are_right(monkeypatch, capture, arguments, right):
-    monkeypatch.setattr(graphs, "CpuCapture", lambda: capture(right))
-    model = model_of("gpt2")
-    inputs = inputs_of("gpt2")
-    with pytest.warns(RuntimeWarning, match="fastgen does not capture the decode steps of a model: GPT2LMHeadModel: "):
+def test_a_capture_that_fails_is_said_once_and_the_tokens_are_right(by, arguments, right):
+    model, inputs, captures = model_of("gpt2"), inputs_of("gpt2"), []
+
+    def capture(original, *args):
+        captures.append(args)
+        return original(*args) if len(captures) <= right else by(original, *args)
+
+    with (
+        replaced("capture kernels", capture),
+        pytest.warns(RuntimeWarning, match="fastgen does not capture the decode steps of a model: GPT2LMHeadModel: "),
+    ):
         replayed = captured(model, inputs, **arguments)
     assert bool(replayed) == bool(right)
     stock, fast, report = run_both(lambda: model.generate(**inputs, **arguments))  # a second warning would raise
     assert torch.equal(stock, fast) and not_captured_because(report, "CAPTURE_REFUSED", "GPT2LMHeadModel: ")
-    assert not len(graphs._known[model].entries)
+    assert not captured_graphs(model)
 
 
 @pytest.mark.parametrize("arguments", [BEAMS, SAMPLES], ids=("beams", "samples"))
@@ -347,7 +336,7 @@ def test_hosts_that_refuse_static_caches_leave_steps_eager(name, arguments, shar
         stock, fast, report = run_both(lambda: model.generate(**inputs_of(name), **arguments))
         assert torch.equal(stock, fast)
         assert not_captured_because(report, "CAPTURE_REFUSED", "TypeError: 'NoneType' object is not iterable")
-    assert not graphs._known[model].in_use.locked()
+    assert not holds_graphs(model)
 
 
 @pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
@@ -393,72 +382,61 @@ def test_autocast_that_begins_inside_a_forward_is_told(name, arguments):
 
 @pytest.mark.parametrize("arguments", [BEAMS, GREEDY], ids=("beams", "greedy"))
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_where_buffers_cannot_grow_eager_steps_go_on(monkeypatch, name, arguments):
-    monkeypatch.setattr(decode_step.DecodeStep, "_change_to", None)  # is called when the first buffers are full
+def test_where_buffers_cannot_grow_eager_steps_go_on(name, arguments):
     model, arguments = model_of(name), {**arguments, "max_new_tokens": 40, "eos_token_id": None}
-    stock, fast, report = run_both(lambda: model.generate(**inputs_of(name), **arguments))
+    with broken("grow a static cache", TypeError):  # when the first buffers are full
+        stock, fast, report = run_both(lambda: model.generate(**inputs_of(name), **arguments))
     assert torch.equal(stock, fast) and 0 < replays(report) < 39 and "CAPTURE_REFUSED" in report.codes()
 
 
 @pytest.mark.parametrize("arguments", [BEAMS, GREEDY], ids=("beams", "greedy"))
-def test_growth_without_memory_means_eager_steps(monkeypatch, arguments):
-    monkeypatch.setattr(decode_step.DecodeStep, "_change_to", mock.Mock(side_effect=torch.cuda.OutOfMemoryError))
+def test_growth_without_memory_means_eager_steps(arguments):
     model, arguments = model_of("gpt2"), {**arguments, "max_new_tokens": 40, "eos_token_id": None}
-    stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **arguments))
+    with broken("grow a static cache", torch.cuda.OutOfMemoryError):
+        stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **arguments))
     assert torch.equal(stock, fast) and 0 < replays(report) < 39 and "OUT_OF_MEMORY" in report.codes()
 
 
 @pytest.mark.parametrize("arguments", [BEAMS, GREEDY, SAMPLES], ids=("beams", "greedy", "samples"))
 @pytest.mark.parametrize("name", ["llama", "bart"])
-def test_compaction_without_memory_means_eager_steps(monkeypatch, name, arguments):
-    change = mock.Mock(side_effect=torch.cuda.OutOfMemoryError)
-    monkeypatch.setattr(decode_step.DecodeStep, "_change_to", change)
+def test_compaction_without_memory_means_eager_steps(name, arguments):
     model, arguments = model_of(name), {**arguments, "max_new_tokens": 40, **ENDS}
-    with capturing(smallest_capacity=64), costs(min_leaving=0.0, min_steps_expected=1, prefill_cost=-(1 << 40)):
+    at_once = costs(min_leaving=0.0, min_steps_expected=1, prefill_cost=-(1 << 40))
+    failing = broken("grow a static cache", torch.cuda.OutOfMemoryError)
+    with capturing(smallest_capacity=64), at_once, failing as changes:
         for seed in range(4):
             stock, fast, _ = run_both(lambda seed=seed: model.generate(**inputs_of(name, seed=seed), **arguments))
             assert torch.equal(stock, fast)
-    assert change.called
+    assert changes
 
 
-def test_a_later_capture_without_memory_means_eager_steps(monkeypatch):
-    capture, calls = graphs.CpuCapture.capture, []
-
-    def failing(self, run, rewind):
-        calls.append(1)
-        if len(calls) > 1:
-            raise torch.cuda.OutOfMemoryError
-        return capture(self, run, rewind)
-
-    monkeypatch.setattr(graphs.CpuCapture, "capture", failing)
+def test_a_later_capture_without_memory_means_eager_steps():
     model = model_of("gpt2")
     arguments = {**BEAMS, "max_new_tokens": 40, "eos_token_id": None}
-    stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **arguments))
+    with broken("capture kernels", torch.cuda.OutOfMemoryError, after=1):
+        stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **arguments))
     assert torch.equal(stock, fast) and 0 < replays(report) < 39
-    assert [one.code for one in graphs._known[model].refused] == ["OUT_OF_MEMORY"]
+    report = run_both(lambda: model.generate(**inputs_of("gpt2"), **arguments)).report
+    assert not_captured_because(report, "OUT_OF_MEMORY")  # it is not tried again
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_after_an_error_the_library_begins_anew(monkeypatch, num_beams):
-    failed = []
-    monkeypatch.setattr(CONFIG, "strict", False)
-    monkeypatch.setattr(PATCH_SET, "_replacement_failed", lambda record, error: failed.append(str(error)))
-    monkeypatch.setattr(decode_step.DecodeStep, "_static_step", None)
+def test_after_an_error_the_library_begins_anew(num_beams):
     model = model_of("llama")
-    for _ in range(2):
-        assert not captured(model, inputs_of("llama"), **{**GREEDY, "num_beams": num_beams})
-    recordings = graphs._known[model]
-    assert failed == 2 * ["'NoneType' object is not callable"]
-    assert not recordings.in_use.locked() and not recordings.entries
+    with broken("static step", TypeError("ours")), errors_noted() as errors:
+        for _ in range(2):
+            assert not captured(model, inputs_of("llama"), **{**GREEDY, "num_beams": num_beams})
+    assert errors == ["ours", "ours"]
+    assert not holds_graphs(model) and not captured_graphs(model)
 
 
-def test_without_memory_for_the_buffers_the_call_goes_on_with_its_own_cache(monkeypatch):
-    monkeypatch.setattr(KVCache, "load", mock.Mock(side_effect=torch.cuda.OutOfMemoryError))
+def test_without_memory_for_the_buffers_the_call_goes_on_with_its_own_cache():
     model = model_of("gpt2")
-    for _ in range(2):
-        stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS))
-        assert torch.equal(stock, fast) and not_captured_because(report, "OUT_OF_MEMORY")
-    assert KVCache.load.call_count == 1 and not graphs._known[model].in_use.locked()
+    with broken("fill a static cache", torch.cuda.OutOfMemoryError) as attempts:
+        for _ in range(2):
+            stock, fast, report = run_both(lambda: model.generate(**inputs_of("gpt2"), **BEAMS))
+            assert torch.equal(stock, fast) and not_captured_because(report, "OUT_OF_MEMORY")
+    assert len(attempts) == 1 and not holds_graphs(model)
 
 
 def test_other_models_are_left_as_they_are():
@@ -519,8 +497,8 @@ def test_in_half_precision_steps_are_captured_without_padding(name, options, dty
     inputs = {key: value[:1, -7:] for key, value in inputs_of(name).items()}
     stock, fast, report = run_both(lambda: model.generate(**inputs, **options))
     assert replays(report) and torch.equal(stock, fast)
-    found = graphs.graphs_of(model, next(model.parameters()))
-    assert found.entries and not any(graph.cache.padding for graph in found.entries.values())
+    found = captured_graphs(model).values()
+    assert found and not any(graph.cache.padding for graph in found)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -531,8 +509,9 @@ def test_later_calls_look_at_no_module_of_a_model_that_is_as_it_was(name, shared
         model.generate(**inputs, **BEAMS)
     with costs(min_large_per_module=0, min_large=0):
         model.generate(**inputs, **BEAMS)
-        with mock.patch.object(model_facts, "ModelFacts", side_effect=AssertionError("the model is walked again")):
+        with watched("walk through a model") as walks:
             model.generate(**inputs, **BEAMS)
+    assert not walks
 
 
 def test_a_new_recording_waits_for_a_call_that_is_not_short():
@@ -574,20 +553,12 @@ def test_a_forward_that_depends_on_numbers_is_replayed_as_long_as_they_lead_the_
         made.replay({"number": torch.full((3,), 6.0)})
 
 
-def test_a_cache_that_somebody_has_kept_is_plain_afterwards_and_holds_every_position(monkeypatch):
-    kept, use = [], decode_step.kv_layers.use
-
-    def remember(cache, *args):
-        kept.append(cache)
-        return use(cache, *args)
-
-    monkeypatch.setattr(decode_step.kv_layers, "use", remember)
+def test_a_cache_that_somebody_has_kept_is_plain_afterwards_and_holds_every_position():
     model = model_of("llama")
     for share in ("always", "never"):
-        with sharing(share):
+        with sharing(share), watched("use a cache") as uses:
             tokens = model.generate(**inputs_of("llama"), **{**SAMPLES, "eos_token_id": None})
-        cache = kept.pop()
-        kept.clear()
+        cache = uses[-1].args[0]
         with torch.no_grad():
             mask = inputs_of("llama")["attention_mask"].repeat_interleave(3, dim=0)
             mask = torch.cat([mask, torch.ones(9, 13, dtype=torch.int64)], dim=1)
@@ -614,13 +585,13 @@ def test_a_second_thread_on_the_same_model_goes_on_without_recordings():
     for thread in threads:
         thread.join()
     assert all(torch.equal(result, expected) for result in results)
-    assert not graphs._known[model].in_use.locked()
+    assert not holds_graphs(model)
 
 
 def test_a_model_that_is_gone_leaves_nothing_behind():
     model = model_of("gpt2")
     captured(model, inputs_of("gpt2"), **BEAMS)
-    buffers = weakref.ref(next(iter(graphs._known[model].entries.values())).cache)
+    buffers = weakref.ref(next(iter(captured_graphs(model).values())).cache)
     alive = weakref.ref(model)
     del model
     gc.collect()
@@ -664,13 +635,13 @@ def test_inputs_that_a_replay_does_not_read_are_not_copied():
     assert alive() is None
 
 
-def test_recordings_that_were_not_used_for_longest_are_dropped(monkeypatch):
+def test_recordings_that_were_not_used_for_longest_are_dropped():
     recordings = GraphCache(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 3)
-    for key in range(3):
-        recordings.put(key, graph_of())
-    recordings.put(0, recordings.entries.pop(0))
-    recordings.put(3, graph_of())
+    with limits(most_graphs=3):
+        for key in range(3):
+            recordings.put(key, graph_of())
+        recordings.put(0, recordings.entries.pop(0))
+        recordings.put(3, graph_of())
     assert list(recordings.entries) == [2, 0, 3]
     recordings.most_bytes = 2 * graph_of().nbytes
     recordings.put(4, graph_of())
@@ -754,10 +725,10 @@ def test_logits_of_tokens_that_a_model_rules_out_do_not_hide_differences():
 def test_recordings_of_another_type_are_let_go():
     model = model_of("gpt2")
     captured(model, inputs_of("gpt2"), **BEAMS)
-    before = graphs._known[model]
+    before = list(captured_graphs(model).values())
     model.double()
     captured(model, inputs_of("gpt2"), **BEAMS)
-    assert graphs._known[model] is not before
+    assert before and not set(map(id, before)) & set(map(id, captured_graphs(model).values()))
 
 
 def test_what_stays_the_same_is_padded_once_for_each_padding():

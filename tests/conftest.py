@@ -103,8 +103,9 @@ def share_always() -> Iterator[None]:
 @pytest.fixture(params=("copied", "in place"))
 def repeated(request: pytest.FixtureRequest) -> Iterator[None]:
     """Prompts are computed once, and their keys repeated for each row: as plain layers, or written in place."""
-    from cost_models import costs
     from sharing import sharing
+
+    from fastgen.testing import costs
 
     in_place = {"min_elements_in_place": 0} if request.param == "in place" else {}
     with sharing("auto"), costs(prefill_cost=0, prefill_cost_per_module=0, **in_place):

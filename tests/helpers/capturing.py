@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
-from cost_models import costs
-
-from fastgen.config import CONFIG
-from fastgen.optimizer.decoding import kv_cache
 from fastgen.optimizer.decoding.graphs import CpuCapture
 from fastgen.optimizer.decoding.report import STEPS, Report
+from fastgen.testing import configured, costs, limits
 
 CAPTURED = CpuCapture.name
 
@@ -19,16 +15,13 @@ CAPTURED = CpuCapture.name
 @contextmanager
 def capturing(cuda_graphs: str = "on", smallest_capacity: int = 8, steps_before: int = 1) -> Iterator[None]:
     """As under FASTGEN_CUDA_GRAPHS; buffers begin so small that calls outgrow them."""
-    with (
-        mock.patch.object(CONFIG, "cuda_graphs", cuda_graphs),
-        costs(
-            min_capture_steps=1,
-            min_replays_on_gpu=1,
-            steps_before_capture=steps_before,
-            steps_before_capture_on_gpu=steps_before,
-        ),
-        mock.patch.object(kv_cache, "SMALLEST_CAPACITY", smallest_capacity),
-    ):
+    thresholds = {
+        "min_capture_steps": 1,
+        "min_replays_on_gpu": 1,
+        "steps_before_capture": steps_before,
+        "steps_before_capture_on_gpu": steps_before,
+    }
+    with configured(cuda_graphs=cuda_graphs), costs(**thresholds), limits(smallest_capacity=smallest_capacity):
         yield
 
 

@@ -30,7 +30,6 @@ import torch
 import transformers
 from accelerate import hooks as accelerate_hooks
 from capturing import capturing
-from cost_models import ANY_SIZE, costs
 from fuzz_cases import Case, draw, model_of
 from fuzz_changes import PROGRAMS
 from fuzz_loops import PROGRAMS_OF_LOOPS
@@ -42,6 +41,7 @@ import fastgen
 from fastgen.models.cache_names import CACHE
 from fastgen.ops import cpu_linear
 from fastgen.optimizer.transformers import kv_layers
+from fastgen.testing import ANY_SIZE, costs, force
 
 HALF_TOLERANCE = 0.25
 TIE = 1e-4
@@ -159,10 +159,9 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
         if case.context.startswith("captured"):
             stack.enter_context(capturing())
         if case.context.endswith((cpu_linear.ONEDNN, cpu_linear.SKINNY_GEMM)):
-            stack.enter_context(patch.object(cpu_linear, "MIN_ELEMENTS", 0))
             way, backends = case.context.rpartition(", ")[2], list(cpu_linear.gemm_backends(case.dtype))
             way = way if way in backends else backends[-1]
-            stack.enter_context(patch.object(cpu_linear, "fastest", lambda *tensors: way))
+            stack.enter_context(force(way))
             stack.enter_context(costs(**ANY_SIZE))
         if case.context in ("replaced forward", "hook of accelerate"):
             _steer(stack, model, by_hook=case.context != "replaced forward")

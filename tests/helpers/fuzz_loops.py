@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation import logits_process, stopping_criteria
 
 import fastgen
-from fastgen.config import CONFIG
+from fastgen.testing import configured
 
 PROCESSORS: tuple[Callable[[], Any], ...] = (
     lambda: logits_process.TemperatureLogitsWarper(0.7),
@@ -112,7 +112,7 @@ def other_scores_of_a_processor(random: Random, model: nn.Module, generate: Gene
             lambda scores: scores.double(),
         )
     )
-    with mock.patch.object(CONFIG, "strict", False):  # the library refuses some of them
+    with configured(strict=False):  # the library refuses some of them
         return generate(model, logits_processor=[_Returning(function)]), _switched_off(), generate(model)
 
 
@@ -170,7 +170,7 @@ def refused_calls(random: Random, model: nn.Module, generate: Generate) -> Any:
     """Calls that the library refuses, or that are as odd; nothing is switched off by them."""
     edits = (_without_rows, _without_columns, _with_a_dimension_more, _with_half_a_mask)
     edit = random.choice((*edits, _with_tokens_beyond_the_vocabulary))
-    with mock.patch.object(CONFIG, "strict", False):  # which raises fastgen's errors
+    with configured(strict=False):  # which raises fastgen's errors
         return generate(model, edit=edit), _switched_off(), generate(model)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
-from fastgen.config import CONFIG
+from fastgen.testing import configured
 
 
 @contextmanager
 def sharing(share: str) -> Iterator[None]:
     """As under FASTGEN_SHARE: auto, always or never."""
-    with mock.patch.object(CONFIG, "share", share):
+    with configured(share=share):
         yield

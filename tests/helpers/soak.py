@@ -20,11 +20,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
-from unittest.mock import patch
 
 import torch
 import transformers
-from cost_models import ANY_SIZE, costs
 from fuzz import compare
 from fuzz_cases import draw, model_of
 from fuzz_changes import add_not_finite, replaced, steered
@@ -33,6 +31,7 @@ from torch import Tensor, nn
 from versions import has_peft
 
 from fastgen.ops import cpu_linear
+from fastgen.testing import ANY_SIZE, costs, force
 
 MODELS = ("gpt2", "llama", "bart", "t5", "mistral", "marian")
 CONTEXTS = (
@@ -162,10 +161,7 @@ def _for_one_call(random: Random, model: nn.Module) -> Iterator[None]:
 @contextmanager
 def onednn() -> Iterator[None]:
     """Every product goes through oneDNN."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(cpu_linear, "MIN_ELEMENTS", 0))
-        stack.enter_context(costs(**ANY_SIZE))
-        stack.enter_context(patch.object(cpu_linear, "fastest", lambda *_: cpu_linear.ONEDNN))
+    with force(cpu_linear.ONEDNN), costs(**ANY_SIZE):
         yield
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from architecture_parity import measure
 from architectures import ARCHITECTURES
-from cost_models import costs
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
@@ -28,6 +27,7 @@ from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.optimizer.transformers.faster_forwards import forwards
+from fastgen.testing import configured, costs, force, watched
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
@@ -36,11 +36,9 @@ no_skinny_gemm = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"skinny
 
 
 @pytest.fixture(params=[cpu_linear.ONEDNN, pytest.param(cpu_linear.SKINNY_GEMM, marks=no_skinny_gemm)])
-def everywhere(request, monkeypatch):
+def everywhere(request):
     """All products go this way; returns what they are counted as."""
-    monkeypatch.setattr(cpu_linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(cpu_linear, "fastest", lambda *product: request.param)
-    with costs(min_large_per_module=0):
+    with force(request.param), costs(min_large_per_module=0):
         yield f"cpu_linear, {request.param}"
 
 
@@ -60,14 +58,11 @@ def test_products_are_those_of_torch(rows, with_bias, kind, everywhere):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape(monkeypatch):
-    asked = []
-    monkeypatch.setattr(cpu_linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(cpu_linear, "fastest", lambda rows, *rest: asked.append(len(rows)) or cpu_linear.BLAS)
+def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape():
     module, short, long = nn.Linear(8, 16), torch.randn(1, 8), torch.randn(3, 8)
     with torch.no_grad():
         expected = [module(states) for states in (short, long)]
-        with faster_forwards({module: [module]}, forwards(), usage := Counter()):
+        with force(cpu_linear.BLAS) as asked, faster_forwards({module: [module]}, forwards(), usage := Counter()):
             for _ in range(3):
                 assert all(map(torch.equal, map(module, (short, long)), expected))
     assert asked == [1, 3] and usage == {}
@@ -114,11 +109,11 @@ def test_other_machines_are_left_alone(everywhere, monkeypatch):
     assert measure(architecture.model(), architecture.inputs(), "greedy").report.kernels[everywhere] == 0
 
 
-def test_small_models_are_left_alone(monkeypatch):
+def test_small_models_are_left_alone():
     architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == "gpt2")
-    # It looks at every module.
-    monkeypatch.setattr("fastgen.optimizer.transformers.faster_forwards.faster_forwards", pytest.fail)
-    architecture.model().generate(**architecture.inputs(), max_new_tokens=3)
+    with watched("faster forwards") as looks:  # at every module
+        architecture.model().generate(**architecture.inputs(), max_new_tokens=3)
+    assert not looks
 
 
 def test_small_products_other_types_gradients_autocast_and_strided_rows_are_left_alone():
@@ -164,8 +159,8 @@ def timed(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_linear, "gemm_backends", lambda dtype: found)
     monkeypatch.setattr(cpu_linear, "seconds_of", timed)
     later_process()
-    monkeypatch.setattr(CONFIG, "cache", str(tmp_path / "new folder"))
-    yield seconds, measured, found
+    with configured(cache=str(tmp_path / "new folder")):
+        yield seconds, measured, found
     later_process()
 
 
@@ -309,13 +304,13 @@ def test_answers_are_kept_where_the_switch_says_or_in_the_cache_of_the_user(monk
     assert cpu_linear.path().parent == Path.home() / ".cache" / "fastgen"
 
 
-def test_a_folder_that_cannot_be_written_only_means_that_nothing_is_kept(timed, monkeypatch, tmp_path):
+def test_a_folder_that_cannot_be_written_only_means_that_nothing_is_kept(timed, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(CONFIG, "cache", str(tmp_path / "file" / "folder"))
-    assert fastest() == "oneDNN"
-    later_process()
-    timed[1].clear()
-    assert fastest() == "oneDNN" and timed[1]
+    with configured(cache=str(tmp_path / "file" / "folder")):
+        assert fastest() == "oneDNN"
+        later_process()
+        timed[1].clear()
+        assert fastest() == "oneDNN" and timed[1]
 
 
 def is_measured_again(timed) -> bool:
@@ -355,18 +350,21 @@ def test_a_file_of_measurements_that_has_grown_too_large_is_left_alone(timed):
 @pytest.mark.parametrize("cache", [None, "~nobody-has-this-name/x"])
 def test_a_user_without_a_home_folder_measures_again(timed, monkeypatch, tmp_path, cache):
     """As in containers: HOME is not set, and the number of the user has no name."""
-    monkeypatch.setattr(CONFIG, "cache", cache)
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError("uid not found")))
     monkeypatch.chdir(tmp_path)
-    assert is_measured_again(timed) and not os.listdir(tmp_path)
+    with configured(cache=cache):
+        assert is_measured_again(timed) and not os.listdir(tmp_path)
 
 
-def test_the_slower_product_is_not_used(everywhere, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "fastest", lambda *product: cpu_linear.BLAS)
+def test_the_slower_product_is_not_used(everywhere):
     states, module = torch.randn(4, 48), nn.Linear(48, 1003)
-    with torch.no_grad(), faster_forwards({module: module.modules()}, forwards(), usage := Counter()):
+    with (
+        force(cpu_linear.BLAS),
+        torch.no_grad(),
+        faster_forwards({module: module.modules()}, forwards(), usage := Counter()),
+    ):
         found = module(states)
     assert not usage and torch.equal(found, functional.linear(states, module.weight, module.bias))
 
@@ -410,9 +408,9 @@ def test_a_backend_that_has_no_product_in_bf16_is_left_out(tmp_path):
     assert process.stdout.split("\n")[0] in ("BLAS", "BLAS, skinny GEMM")
 
 
-def test_all_ways_are_measured_for_real(monkeypatch, tmp_path):
+def test_all_ways_are_measured_for_real(tmp_path):
     later_process()
-    monkeypatch.setattr(CONFIG, "cache", str(tmp_path))
-    found = fastest(weight=torch.ones(1024, 512))
-    assert dict(cpu_linear.stored()) == {KIND: found}
+    with configured(cache=str(tmp_path)):
+        found = fastest(weight=torch.ones(1024, 512))
+        assert dict(cpu_linear.stored()) == {KIND: found}
     later_process()

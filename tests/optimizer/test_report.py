@@ -8,7 +8,6 @@ import re
 
 import pytest
 from capturing import capturing
-from cost_models import ANY_SIZE, costs
 from parity import BEAMS, PREFILL, padded, tiny
 from python_process import REPOSITORY
 from sharing import sharing
@@ -20,6 +19,7 @@ from fastgen.ops import Kernel
 from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for
 from fastgen.optimizer.decoding.call import GenerateCall, add_reasons, count, current_call, generate_call, last_report
 from fastgen.optimizer.decoding.report import Decision, Reason, Report
+from fastgen.testing import ANY_SIZE, costs
 
 LOOPS = needs("transformers", "5.3", "loops prepare their steps in another way")
 CAPTURES = needs("transformers", "5.17", "steps are not captured")

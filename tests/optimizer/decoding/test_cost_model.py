@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cost_models import costs
 from parity import BEAMS, PREFILL, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, padded, tiny, token_ids
 from python_process import run_code
 from sharing import sharing
@@ -19,6 +18,7 @@ from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.model_facts import ModelSize, size_of
 from fastgen.optimizer.transformers import row_groups
 from fastgen.optimizer.transformers.checks import KNOWN
+from fastgen.testing import costs
 
 COSTS = CostModel()
 REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}

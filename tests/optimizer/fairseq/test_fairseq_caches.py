@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import torch
-from cost_models import costs
+
+from fastgen.testing import costs
 
 pytest.importorskip("fairseq")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from architecture_parity import MODES, expected_sharing, measure, shares
 from architectures import ARCHITECTURES, Scale
-from cost_models import ANY_SIZE, costs
 from python_process import REPOSITORY
 
 from fastgen.ops import x86
 from fastgen.optimizer.decoding import kv_cache
+from fastgen.testing import ANY_SIZE, costs
 
 LONG = Scale(length=45, positions=512, frames=160)  # so many queries have flash attention
 # They attend by other functions than torch's, or to fewer pieces of an image.

@@ -10,7 +10,6 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from capturing import capturing
-from cost_models import costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import compared, padded, tiny, tiny_encoder, token_ids
@@ -20,6 +19,7 @@ import fastgen
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import PREFIX
 from fastgen.optimizer.transformers import prefixes
+from fastgen.testing import costs
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

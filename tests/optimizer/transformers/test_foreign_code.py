@@ -29,12 +29,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastgen.ops import cpu_linear
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
+from fastgen.testing import force
 
 
 @pytest.fixture(autouse=True)
-def everywhere(monkeypatch, share_always):
-    monkeypatch.setattr(cpu_linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(cpu_linear, "fastest", lambda *product: cpu_linear.ONEDNN)
+def everywhere(share_always):
+    with force(cpu_linear.ONEDNN):
+        yield
 
 
 class Steering(nn.Module):

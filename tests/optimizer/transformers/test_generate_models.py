@@ -8,7 +8,6 @@ import numpy
 import pytest
 import torch
 from architectures import ARCHITECTURES, Architecture
-from cost_models import ANY_SIZE, costs
 from parity import (
     BEAMS,
     CROSS,
@@ -35,6 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 from versions import needs
 
 import fastgen
+from fastgen.testing import ANY_SIZE, costs
 
 NAMES = ("llama", "gpt2", "bart", "t5")
 SEQ2SEQ = ("bart", "t5")

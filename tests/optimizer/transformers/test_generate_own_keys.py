@@ -11,12 +11,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from cost_models import costs
 from own_models import odd_model, repeated, weigh
 from parity import BEAMS, PROMPT, SAMPLES, assert_equal_outputs, is_shared, padded, run_both
 from sharing import sharing
 
-from fastgen.testing import as_tested
+from fastgen.testing import as_tested, costs
 
 BOTH_DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 

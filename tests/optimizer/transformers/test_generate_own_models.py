@@ -11,14 +11,13 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from cost_models import costs
 from fuzz_changes import steered
 from own_models import FORMS, ODD, OddModel, by_einsum, odd_model, repeated, weigh
 from parity import BEAMS, PROMPT, SAMPLES, assert_same, is_materialized, is_shared, padded
 from sharing import sharing
 from torch import Tensor
 
-from fastgen.testing import as_tested
+from fastgen.testing import as_tested, costs
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

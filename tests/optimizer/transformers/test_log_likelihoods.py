@@ -8,7 +8,6 @@ from random import Random
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from cost_models import costs
 from parity import tiny, tiny_encoder
 from sharing import sharing
 from tokenizers.processors import TemplateProcessing
@@ -20,6 +19,7 @@ import fastgen
 from fastgen.models.demo import demo_path
 from fastgen.optimizer.decoding.report import PREFILL
 from fastgen.optimizer.transformers import log_likelihoods
+from fastgen.testing import costs
 
 pytestmark = pytest.mark.usefixtures("share_always")
 

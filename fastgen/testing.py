@@ -67,9 +67,17 @@ PARTS = {
     "walk through a model": f"{_DECODING}.model_facts:ModelFacts",
     "compare a model": f"{_DECODING}.model_facts:_fingerprint",
     "measure a model": f"{_DECODING}.model_facts:_measured",
+    "likeness of a model": f"{_DECODING}.model_facts:ModelFacts.likeness",
+    "changes in a call": f"{_DECODING}.call:GenerateCall.has_changed",
+    "replaced functions": f"{_TRANSFORMERS}.checks:replaced_functions",
+    "reasons of rows": f"{_TRANSFORMERS}.checks:row_reasons",
+    "states of rows": f"{_TRANSFORMERS}.checks:row_state_reasons",
+    "values of rows": f"{_TRANSFORMERS}.checks:parameters_of_rows",
     "verify a class": f"{_TRANSFORMERS}.verification:_compare_first_steps",
     "faster forwards": f"{_TRANSFORMERS}.generate:faster_forwards",
     # Ops.
+    "reasons against x86 kernels": "fastgen.ops.x86:machine_reasons",
+    "top k in one stage": "fastgen.ops.beam_top_k:best_in_one_stage",
     "shared attention": f"{_DECODING}.segmented_kv:shared_attention",
     "attention, few queries": "fastgen.ops.few_queries:attention",
     "attention, many queries": "fastgen.ops.flash_attention:attention",
@@ -83,6 +91,8 @@ LIMITS = {
     "smallest_capacity": f"{_DECODING}.kv_cache:SMALLEST_CAPACITY",
     "most_graphs": f"{_DECODING}.graphs:MOST_GRAPHS",
     "min_elements_of_product": "fastgen.ops.cpu_linear:MIN_ELEMENTS",
+    "beams_of_part": "fastgen.ops.beam_top_k:PART",
+    "min_elements_of_thread": "fastgen.ops.rms_norm:MIN_ELEMENTS_OF_THREAD",
     "min_elements_to_draw": f"{_TRANSFORMERS}.token_loop:MIN_ELEMENTS_TO_DRAW",
 }
 
@@ -104,7 +114,7 @@ def replaced(part: str, by: Callable) -> Iterator[None]:
 
     An error that `by` raises is the program's, not fastgen's: see `broken`.
     """
-    owner, name = _place(PARTS[part])
+    owner, name = place_of(PARTS[part])
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +163,7 @@ def limits(**values: int) -> Iterator[None]:
     """Sets some of `LIMITS`."""
     with ExitStack() as stack:
         for name, value in values.items():
-            stack.enter_context(mock.patch.object(*_place(LIMITS[name]), value))
+            stack.enter_context(mock.patch.object(*place_of(LIMITS[name]), value))
         yield
 
 
@@ -263,8 +273,8 @@ def errors_noted() -> Iterator[list[str]]:
         yield errors
 
 
-def _place(path: str) -> tuple[Any, str]:
-    """Returns the class or module, and the name of its attribute."""
+def place_of(path: str) -> tuple[Any, str]:
+    """Returns the class or module of one of `PARTS` or `LIMITS`, and the name of its attribute."""
     module, _, names = path.partition(":")
     *owners, name = names.split(".")
     return functools.reduce(getattr, owners, importlib.import_module(module)), name

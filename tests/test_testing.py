@@ -21,16 +21,16 @@ BEAMS = {"num_beams": 3, "max_new_tokens": 4}
 def test_hooks_name_what_is_there(path):
     if ".fairseq" in path:
         pytest.importorskip("fairseq")
-    owner, name = testing._place(path)
+    owner, name = testing.place_of(path)
     assert hasattr(owner, name)
 
 
 def test_a_watched_part_is_put_back():
-    before = testing._place(PARTS["decode step"])[0].logits
+    before = testing.place_of(PARTS["decode step"])[0].logits
     with testing.watched("decode step") as calls:
         tiny("llama").generate(token_ids(2, 9), **BEAMS)
     assert calls and all(len(call.result) == 6 for call in calls)
-    assert testing._place(PARTS["decode step"])[0].logits is before
+    assert testing.place_of(PARTS["decode step"])[0].logits is before
 
 
 def test_a_broken_part_is_an_error_of_fastgen():

@@ -12,6 +12,7 @@ from x86_kernels import needs_library, torch_threads, use_wide_registers
 
 from fastgen.ops import beam_top_k
 from fastgen.ops.beam_top_k import best_in_one_stage, best_of_all, best_of_allowed
+from fastgen.testing import limits
 
 SHAPES = {"inputs": st.integers(1, 3), "beams": st.integers(1, 12), "seed": st.integers(0, 10**6)}
 
@@ -84,13 +85,13 @@ def test_of_scores_that_are_not_finite(value):
 
 @pytest.mark.parametrize("has_processors", [False, True])
 @pytest.mark.parametrize("digits", [0, None])
-def test_best_of_all_are_those_of_one_stage_also_in_parts(has_processors, digits, monkeypatch):
-    monkeypatch.setattr(beam_top_k, "PART", 9000)
+def test_best_of_all_are_those_of_one_stage_also_in_parts(has_processors, digits):
     logits, beam_scores = 5 * torch.randn(28, 1001), scores_of_beams(7, 4, 4)
     logits = logits if digits is None else logits.round(decimals=digits)
     log_probs = functional.log_softmax(logits, dim=-1)
     expected = best_in_one_stage(log_probs, beam_scores, 8)
-    found = best_of_all(logits, beam_scores, 8, log_probs if has_processors else None)
+    with limits(beams_of_part=9000):
+        found = best_of_all(logits, beam_scores, 8, log_probs if has_processors else None)
     assert all(map(torch.equal, found, expected))
 
 

@@ -21,7 +21,6 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 import fastgen
-from fastgen.config import CONFIG
 from fastgen.ops import cpu_linear, x86
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
@@ -295,13 +294,13 @@ def test_damaged_lines_are_measured_again(timed, damage):
 
 
 def test_answers_are_kept_where_the_switch_says_or_in_the_cache_of_the_user(monkeypatch):
-    monkeypatch.setattr(CONFIG, "cache", "/here")
-    assert cpu_linear.path().parent == Path("/here")
-    monkeypatch.setattr(CONFIG, "cache", None)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/there")
-    assert cpu_linear.path().parent == Path("/there/fastgen")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cpu_linear.path().parent == Path.home() / ".cache" / "fastgen"
+    with configured(cache="/here"):
+        assert cpu_linear.path().parent == Path("/here")
+    with configured(cache=None):
+        monkeypatch.setenv("XDG_CACHE_HOME", "/there")
+        assert cpu_linear.path().parent == Path("/there/fastgen")
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert cpu_linear.path().parent == Path.home() / ".cache" / "fastgen"
 
 
 def test_a_folder_that_cannot_be_written_only_means_that_nothing_is_kept(timed, tmp_path):

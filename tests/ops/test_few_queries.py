@@ -15,6 +15,7 @@ from x86_kernels import needs_library, torch_threads, use_wide_registers
 
 from fastgen.ops import few_queries, x86
 from fastgen.ops.shared_attention import attention_by_products, shared_attention
+from fastgen.testing import watched
 
 LENGTHS = st.sampled_from((1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100, 257))
 
@@ -118,11 +119,8 @@ def test_large_and_small_scores_keep_their_weights():
 
 
 @needs_library
-def test_it_is_used_for_few_queries_only(monkeypatch):
-    calls = []
-    attention = few_queries.attention
-    monkeypatch.setattr(few_queries, "attention", lambda *args: calls.append(args) or attention(*args))
-    with torch.no_grad():
+def test_it_is_used_for_few_queries_only():
+    with torch.no_grad(), watched("attention, few queries") as calls:
         for queries, is_used in ((few_queries.MOST_QUERIES, True), (few_queries.MOST_QUERIES + 1, False)):
             case = random_case((queries,), (64,), 1, 2, 1, 64, 64, "added", torch.float32)
             expected = attention_by_products(*case, 0.125)

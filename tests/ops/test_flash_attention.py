@@ -19,6 +19,7 @@ from x86_kernels import needs_library, torch_threads, use_wide_registers
 from fastgen.ops import flash_attention, x86
 from fastgen.ops.flash_attention import FlashAttention
 from fastgen.ops.shared_attention import attention_by_products, shared_attention
+from fastgen.testing import watched
 
 QUERIES = st.sampled_from((32, 33, 47, 96, 130))
 LENGTHS = st.sampled_from((32, 33, 63, 128, 129, 300))
@@ -157,13 +158,12 @@ def test_a_mode_of_the_program_sees_torch_s_function():
 
 
 @needs_library
-def test_shared_attention_uses_it_for_many_queries(monkeypatch):
+def test_shared_attention_uses_it_for_many_queries():
     case = random_case((4, 1), (64, 48), 1, 2, 40, 64, 64, "added", torch.float32)
     with torch.no_grad():
         expected = attention_by_products(*case, 0.125)
-        calls, attention = [], flash_attention.attention
-        monkeypatch.setattr(flash_attention, "attention", lambda *args: calls.append(args) or attention(*args))
-        torch.testing.assert_close(shared_attention(*case), expected, rtol=0, atol=1e-5)
+        with watched("attention, many queries") as calls:
+            torch.testing.assert_close(shared_attention(*case), expected, rtol=0, atol=1e-5)
     assert calls
 
 

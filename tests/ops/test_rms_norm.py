@@ -14,6 +14,7 @@ from x86_kernels import needs_library, torch_threads
 from fastgen.ops import rms_norm, x86
 from fastgen.ops.cpu_graph import capture
 from fastgen.ops.tolerances import tolerance
+from fastgen.testing import limits
 
 pytestmark = needs_library
 
@@ -192,14 +193,13 @@ def test_the_numbers_of_the_kernel(rows, width, scale, dtype, seed):
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol.item())
 
 
-def test_the_bits_do_not_depend_on_rows_and_threads(monkeypatch):
-    monkeypatch.setattr(rms_norm, "MIN_ELEMENTS_OF_THREAD", 1)
+def test_the_bits_do_not_depend_on_rows_and_threads():
     states, weight = torch.randn(33, 100), torch.randn(100)
     found = []
     for threads in (1, 2, 5):
-        with torch_threads(threads):
+        with limits(min_elements_of_thread=1), torch_threads(threads):
             found.append(torch.ops.fastgen.rms_norm(states, weight, EPSILON))
-    with torch_threads(5):
+    with limits(min_elements_of_thread=1), torch_threads(5):
         found.append(torch.cat([torch.ops.fastgen.rms_norm(row[None], weight, EPSILON) for row in states]))
     assert all(torch.equal(one, found[0]) for one in found)
 

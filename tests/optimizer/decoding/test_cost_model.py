@@ -11,23 +11,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastgen
-from fastgen.config import CONFIG
-from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.model_facts import ModelSize, size_of
-from fastgen.optimizer.transformers import row_groups
 from fastgen.optimizer.transformers.checks import KNOWN
-from fastgen.testing import costs
+from fastgen.testing import configured, costs, watched
 
 COSTS = CostModel()
 REPEATED = {"input_ids": token_ids(1, 9).expand(6, 9).contiguous()}
 
 
 @pytest.fixture
-def nothing_is_looked_through(monkeypatch):
-    monkeypatch.setattr(model_facts, "_fingerprint", pytest.fail)
-    monkeypatch.setattr(row_groups, "_equal_to_row_before_sync", pytest.fail)
+def nothing_is_looked_through():
+    with watched("compare a model") as models, watched("compare rows") as rows:
+        yield
+    assert not models and not rows
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "causal"), ("gpt2", "causal"), ("bart", "seq2seq")])
@@ -86,11 +84,10 @@ print(fastgen.explain().shared)
     assert run_code(code, FASTGEN_SHARE="auto").strip().endswith("[]")
 
 
-def test_rows_that_the_caller_repeated_are_compared_once(share_always, monkeypatch):
-    compare, calls = row_groups._equal_to_row_before_sync, []
-    monkeypatch.setattr(row_groups, "_equal_to_row_before_sync", lambda *args: calls.append(args) or compare(*args))
-    tiny("llama").generate(**REPEATED, max_new_tokens=3)
-    assert len(calls) == 1
+def test_rows_that_the_caller_repeated_are_compared_once(share_always):
+    with watched("compare rows") as comparisons:
+        tiny("llama").generate(**REPEATED, max_new_tokens=3)
+    assert len(comparisons) == 1
 
 
 def test_the_size_counts_what_every_token_is_multiplied_with():
@@ -137,11 +134,10 @@ def fake_keys(*shape: int, **kind) -> torch.Tensor:
     ],
     ids=("eager", "captured", "captured, without kernels"),
 )
-def test_bytes_that_are_not_read_decide_on_a_gpu(monkeypatch, dtype, size, is_cross, part, steps, least):
-    monkeypatch.setattr(CONFIG, "cuda_kernels", steps.get("kernels", True))
+def test_bytes_that_are_not_read_decide_on_a_gpu(dtype, size, is_cross, part, steps, least):
     length, gpu = least[size] // part // (2 * 3 * 2 * 5 * 10 * size), {"dtype": dtype, "device": "cuda"}
     call = {"rows_per_input": 4, "is_cross": is_cross, "is_captured": steps.get("is_captured", False)}
-    with sharing("auto"):
+    with configured(share="auto", cuda_kernels=steps.get("kernels", True)):
         assert COSTS.should_share(fake_keys(2, 5, length + 1, 10, **gpu), **call)
         assert not COSTS.should_share(fake_keys(2, 5, length - 1, 10, **gpu), **call)
 

@@ -19,7 +19,7 @@ import fastgen
 from fastgen.ops import cpu_linear, x86
 from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
 from fastgen.optimizer.transformers.faster_forwards import forwards
-from fastgen.testing import ANY_SIZE, costs, watched
+from fastgen.testing import ANY_SIZE, costs, force, watched
 
 STATES = torch.cat([torch.linspace(-12, 12, 10001), torch.tensor([-1e4, -0.0, 0.0, 1e4])])
 
@@ -238,10 +238,15 @@ def test_models_that_are_compiled_or_will_be_are_left_alone(gpt2, how):
     assert not fastgen.explain().kernels
 
 
-def test_shapes_for_which_blas_is_the_fastest_are_asked_for_once(monkeypatch):
+@pytest.fixture
+def by_blas():
+    with force(cpu_linear.BLAS) as asked:
+        yield asked
+
+
+def test_shapes_for_which_blas_is_the_fastest_are_asked_for_once(by_blas):
     """Also in later calls, until the weight is another one or the number of threads."""
-    asked, module = [], torch.nn.Linear(1024, 1024)
-    monkeypatch.setattr(cpu_linear, "fastest", lambda rows, *others: asked.append(len(rows)) or cpu_linear.BLAS)
+    asked, module = by_blas, torch.nn.Linear(1024, 1024)
 
     def product(rows):
         with torch.no_grad(), faster_forwards({module: [module]}, forwards(), Counter()):

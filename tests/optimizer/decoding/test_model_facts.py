@@ -17,6 +17,7 @@ from fastgen.optimizer.decoding import model_facts, user_code
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.provenance import PYTHON
+from fastgen.testing import watched
 
 KNOWN = KnownCode(packages=PYTHON | {"torch", __name__.partition(".")[0]}, hooks=frozenset({"torch"}))
 FACTOR = 2.0
@@ -276,9 +277,9 @@ def test_plain_values_in_collections_count():
 
 def test_size_is_measured_anew_for_another_type_only():
     model = Model()
-    with mock.patch.object(model_facts, "_measured", side_effect=model_facts._measured) as measured:
+    with watched("measure a model") as measurements:
         for _ in range(2):
             model_facts.size_of(model, KNOWN)
         model.double()
         model_facts.size_of(model, KNOWN)
-    assert measured.call_count == 2
+    assert len(measurements) == 2

@@ -17,15 +17,14 @@ from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate,
 from fairseq_models import CASES, RECURRENT, Case, build, source_sample, translation, translation_task
 
 import fastgen
+from fastgen.testing import configured
 
 
 @pytest.fixture
-def lenient(monkeypatch):
+def lenient():
     """As users run it: an error of fastgen's own leaves the work to fairseq."""
-
-    from fastgen.config import CONFIG
-
-    monkeypatch.setattr(CONFIG, "strict", False)
+    with configured(strict=False):
+        yield
 
 
 def states():

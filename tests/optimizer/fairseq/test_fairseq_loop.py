@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgen
 from fastgen.optimizer.fairseq import loop
+from fastgen.testing import replaced, watched
 
 
 def test_ended_candidates_are_passed_over_in_order():
@@ -43,9 +44,9 @@ def test_places_for_which_nothing_is_left_are_ignored():
 
 def test_a_sentence_collects_no_more_hypotheses_than_beams():
     """In the last step all beams end, whatever has ended before."""
-    ends, read_flags = [], loop._flags_sync
-    with mock.patch.object(loop, "_flags_sync", lambda ended: ends.append(int(ended.sum())) or read_flags(ended)):
+    with watched("read flags, fairseq") as reads:
         found = compare(CASES["transformer"](), max_len_b=6).fast
+    ends = [int(read.args[0].sum()) for read in reads]
     assert [len(sentence) for sentence in found] == [BEAMS["beam"]] * len(found)
     assert sum(ends) > BEAMS["beam"] * len(found)
 
@@ -83,26 +84,19 @@ class HostReads(TorchDispatchMode):
 @pytest.mark.parametrize("name", ("pre-norm, learned positions", "bart"))
 def test_each_step_reads_the_device_once(name):
     """Which candidates have ended; nothing else, from the second step on, waits for what was computed."""
-    case, flags, reads = CASES[name](), [], []
-    read_flags, propose, go_on = loop._flags_sync, loop.Loop.propose, loop.Loop.go_on
+    case, reads = CASES[name](), []
 
-    def counted(function):
-        def call(self, step, *args):
-            with HostReads() as mode:
-                result = function(self, step, *args)
-            reads.extend(mode.found if step > 0 else ())
-            return result
+    def counted(function, self, step, *args):
+        with HostReads() as mode:
+            result = function(self, step, *args)
+        reads.extend(mode.found if step > 0 else ())
+        return result
 
-        return call
-
-    with (
-        mock.patch.object(loop, "_flags_sync", lambda ended: flags.append(ended.shape) or read_flags(ended)),
-        mock.patch.object(loop.Loop, "propose", counted(propose)),
-        mock.patch.object(loop.Loop, "go_on", counted(go_on)),
-    ):
+    beams = replaced("choose beams, fairseq", counted), replaced("extend beams, fairseq", counted)
+    with watched("read flags, fairseq") as flags, beams[0], beams[1]:
         generate(case)
     assert reads == []
-    assert len(flags) > 5 and all(len(shape) == 2 for shape in flags)
+    assert len(flags) > 5 and all(read.args[0].dim() == 2 for read in flags)
     with fastgen.disabled(), HostReads() as mode:
         generate(case)
     assert len(mode.found) > 3 * len(flags), "a claim about the count: upstream waits several times in each step"

@@ -9,8 +9,7 @@ from architectures import ARCHITECTURES, Scale
 from python_process import REPOSITORY
 
 from fastgen.ops import x86
-from fastgen.optimizer.decoding import kv_cache
-from fastgen.testing import ANY_SIZE, costs
+from fastgen.testing import ANY_SIZE, costs, watched
 
 LONG = Scale(length=45, positions=512, frames=160)  # so many queries have flash attention
 # They attend by other functions than torch's, or to fewer pieces of an image.
@@ -87,20 +86,16 @@ def test_prefill_sees_one_row_per_input(rows, share_always):
 def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeypatch, share_always):
     architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == name)
     model, inputs = architecture.model(), architecture.inputs()
-    caches, reordered = [], []
-    init, index_select = kv_cache.KVCache.__init__, torch.Tensor.index_select
-
-    def remember(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        caches.append(self)
+    reordered, index_select = [], torch.Tensor.index_select
 
     def record(tensor, dim, index):
         reordered.append(tensor)
         return index_select(tensor, dim, index)
 
-    monkeypatch.setattr(kv_cache.KVCache, "__init__", remember)
     monkeypatch.setattr(torch.Tensor, "index_select", record)
-    model.generate(**inputs, num_beams=3, max_new_tokens=6)
+    with watched("make a cache") as made:
+        model.generate(**inputs, num_beams=3, max_new_tokens=6)
+    caches = [call.args[0] for call in made]
     shared = [states for cache in caches for layer in cache.layers for pair in layer.prompt for states in pair]
     assert shared, "nothing was shared"
     for states in shared:

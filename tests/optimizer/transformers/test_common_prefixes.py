@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +16,9 @@ from parity import compared, padded, tiny, tiny_encoder, token_ids
 from sharing import sharing
 
 import fastgen
-from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import PREFIX
 from fastgen.optimizer.transformers import prefixes
-from fastgen.testing import costs
+from fastgen.testing import costs, replaced, watched
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -87,13 +86,12 @@ def test_padded_prompts_whose_cache_is_returned_are_left_alone(llama):
 
 def test_one_row_goes_through_the_model_for_the_prefix_and_all_rows_for_the_rest(llama):
     prefills = []
-    real = prefixes.CommonPrefix.of_prefix
 
-    def of_prefix(self: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        prefills.append(real(self, arguments))
+    def of_prefix(original: Callable, *args: Any) -> dict[str, Any]:
+        prefills.append(original(*args))
         return dict(prefills[-1])
 
-    with mock.patch.object(prefixes.CommonPrefix, "of_prefix", of_prefix):
+    with replaced("arguments of a prefix", of_prefix):
         report = compared(llama, prompts(12, 9, 11), max_new_tokens=3, do_sample=False, **TOKENS_ONLY).report
     assert prefills[-1]["input_ids"].shape == (1, 7) and prefills[-1]["attention_mask"].all()
     assert "common prefix: 7 tokens of all inputs, 14 not computed" in report.shared
@@ -105,15 +103,9 @@ def test_one_row_goes_through_the_model_for_the_prefix_and_all_rows_for_the_rest
     ("way", "copies"), (("greedy", [1, 3]), ("beams", [1, 3, 9]), ("samples", [1, 3, 6])), ids=("two", "three", "3")
 )
 def test_a_prefix_is_stored_once_a_rest_per_input_and_what_is_generated_per_row(llama, way, copies):
-    seen, real = [], KVCache.segments
-
-    def segments(self: KVCache, layer: int, **options: bool) -> Any:
-        seen.append([keys.shape[0] for keys, _ in real(self, layer, **options)])
-        return real(self, layer, **options)
-
-    with mock.patch.object(KVCache, "segments", segments):
+    with watched("read segments") as reads:
         compared(llama, prompts(12, 11, 12), max_new_tokens=4, **WAYS[way], **TOKENS_ONLY)
-    assert seen[-1] == copies
+    assert [keys.shape[0] for keys, _ in reads[-1].result] == copies
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from random import Random
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,10 @@ from sharing import sharing
 from transformers import LogitsProcessor
 
 import fastgen
-from fastgen.config import CONFIG
-from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.report import COMPACTION, LOOP
-from fastgen.optimizer.transformers import decode_step, token_loop
-from fastgen.optimizer.transformers.beam_search import BeamSearch
+from fastgen.optimizer.transformers import token_loop
+from fastgen.testing import broken, errors_noted, limits, replaced, watched
 
 LEFT = "finished inputs: removed from the batch"
 MODELS = ("bart", "t5", "marian", "gpt2", "llama", "gemma2", "bloom")
@@ -56,15 +55,9 @@ def test_outputs_are_those_of_all_inputs_together(name, num_beams):
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_steps_get_fewer_rows(num_beams):
-    rows, logits = [], decode_step.TransformersDecodeStep.logits
-
-    def counted(self: decode_step.TransformersDecodeStep, input_ids: torch.Tensor) -> torch.Tensor:
-        found = logits(self, input_ids)
-        rows.append(len(found))
-        return found
-
-    with mock.patch.object(decode_step.TransformersDecodeStep, "logits", counted):
+    with watched("decode step") as steps:
         tiny("llama").generate(**inputs_of("llama"), **ENDS, num_beams=num_beams)
+    rows = [len(step.result) for step in steps]
     assert rows[0] == 5 * num_beams and rows[-1] < rows[0] and rows == sorted(rows, reverse=True)
 
 
@@ -114,13 +107,13 @@ def test_samples_leave_one_by_one_and_a_seed_gives_the_same(name, options, captu
 
 
 def test_steps_get_as_many_samples_of_each_input_as_one_has_left():
-    rows, compacted = [], decode_step.TransformersDecodeStep.compact
+    rows = []
 
-    def counted(self: decode_step.TransformersDecodeStep, batch_index: torch.Tensor, kept: torch.Tensor) -> None:
-        compacted(self, batch_index, kept)
-        rows.append((self.rows, self.rows_per_input, len(batch_index)))
+    def counted(compact: Callable, step: Any, batch_index: torch.Tensor, kept: torch.Tensor) -> None:
+        compact(step, batch_index, kept)
+        rows.append((step.rows, step.rows_per_input, len(batch_index)))
 
-    with mock.patch.object(decode_step.TransformersDecodeStep, "compact", counted):
+    with replaced("compact a step", counted):
         stock, fast, _ = run_both(
             lambda: tiny("llama").generate(**inputs_of("llama"), **ENDS | {"do_sample": True}, num_return_sequences=8)
         )
@@ -144,35 +137,31 @@ def test_tokens_are_drawn_as_torch_draws_them(most_bits, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("eos", (None, 2))
-def test_large_vocabularies_are_drawn_from_on_all_threads(eos, monkeypatch):
-    drawn, draw = [], token_loop._draw
-    monkeypatch.setattr(token_loop, "_draw", lambda *args: drawn.append(len(args[0])) or draw(*args))
-    monkeypatch.setattr(token_loop, "MIN_ELEMENTS_TO_DRAW", 0)
+def test_large_vocabularies_are_drawn_from_on_all_threads(eos):
     arguments = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 30, "eos_token_id": eos}
-    with capturing():
+    with capturing(), limits(min_elements_to_draw=0), watched("draw samples") as draws:
         stock, fast, _ = run_both(lambda: tiny("llama").generate(**inputs_of("llama"), **arguments, pad_token_id=0))
-    assert torch.equal(stock, fast) and len(drawn) > 20
+    assert torch.equal(stock, fast) and len(draws) > 20
 
 
-def test_where_torch_draws_in_another_way_all_samples_stay(monkeypatch):
-    monkeypatch.setattr(token_loop, "_draws_as_torch", lambda: False)
+def test_where_torch_draws_in_another_way_all_samples_stay():
     model = tiny("llama")
     arguments = {**ENDS, "do_sample": True, "num_return_sequences": 4}
-    stock, fast, report = run_both(lambda: model.generate(**inputs_of("llama"), **arguments))
+    with replaced("draw as torch", lambda original: False):
+        stock, fast, report = run_both(lambda: model.generate(**inputs_of("llama"), **arguments))
     assert torch.equal(stock, fast) and LEFT not in report.shared
 
 
-def test_a_library_that_refuses_to_draw_raises_its_error_after_rows_have_left(monkeypatch):
+def test_a_library_that_refuses_to_draw_raises_its_error_after_rows_have_left():
     model = tiny("llama")
-    real = token_loop.TokenLoop.compact
 
-    def broken(self: token_loop.TokenLoop) -> None:
-        real(self)
-        if self.finished:
+    def refused(compact: Callable, loop: Any) -> None:
+        compact(loop)
+        if loop.finished:
             model.lm_head.weight.data[5] = torch.nan
 
-    monkeypatch.setattr(token_loop.TokenLoop, "compact", broken)
-    with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan` or element < 0"):
+    message = "probability tensor contains either `inf`, `nan` or element < 0"
+    with replaced("compact samples", refused), pytest.raises(RuntimeError, match=message):
         model.generate(**inputs_of("llama"), **ENDS | {"do_sample": True}, num_return_sequences=8)
 
 
@@ -237,24 +226,20 @@ def test_one_row_and_what_returns_more_than_tokens_stay_with_the_library(others,
     model = tiny("gpt2")
     arguments = {**ENDS, "num_beams": 3, **others}
     input_ids = token_ids(4 if arguments["num_beams"] > 1 else 1, 5)
-    with capturing("off"), mock.patch.object(decode_step.TransformersDecodeStep, "logits", side_effect=AssertionError):
+    with capturing("off"), watched("decode step") as steps:
         report = run_both(lambda: model.generate(input_ids, **arguments)).report
-    assert report.codes(LOOP) == codes
+    assert not steps and report.codes(LOOP) == codes
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_after_an_error_of_a_leaving_input_the_library_begins_anew(monkeypatch, num_beams):
-    failed = []
-    monkeypatch.setattr(CONFIG, "strict", False)
-    monkeypatch.setattr(PATCH_SET, "_replacement_failed", lambda record, error: failed.append(str(error)))
-    monkeypatch.setattr(
-        decode_step.DecodeStep, "compact", None
-    )  # fails when the first input leaves, with caches full of keys
+def test_after_an_error_of_a_leaving_input_the_library_begins_anew(num_beams):
     model, arguments = tiny("llama"), {**ENDS, "num_beams": num_beams}
     if num_beams > 1:
         arguments["early_stopping"] = True
-    stock, fast, report = run_both(lambda: model.generate(**inputs_of("llama"), **arguments))
-    assert torch.equal(stock, fast) and LEFT in report.shared and failed == ["'NoneType' object is not callable"]
+    # When the first input leaves, with caches full of keys.
+    with broken("compact a step's cache", TypeError("ours")), errors_noted() as errors:
+        stock, fast, report = run_both(lambda: model.generate(**inputs_of("llama"), **arguments))
+    assert torch.equal(stock, fast) and LEFT in report.shared and errors == ["ours"]
 
 
 @pytest.mark.parametrize("owner", ["model", "class"])
@@ -284,11 +269,10 @@ def test_a_model_that_moves_its_cache_itself_is_given_it():
 
 def test_all_of_a_search_are_left_in_their_places():
     """Of the inputs that left first the results stand where they belong."""
-    model, kept = tiny("llama"), []
-    compact = BeamSearch.compact
-    with mock.patch.object(BeamSearch, "compact", lambda self, left: kept.append(left) or compact(self, left)):
+    model = tiny("llama")
+    with watched("compact beams") as compactions:
         _, fast, _ = run_both(lambda: model.generate(**inputs_of("llama"), **ENDS, num_beams=2, early_stopping=True))
-    assert len(fast) == 5 and len(kept) > 1
+    assert len(fast) == 5 and len(compactions) > 1
 
 
 def test_scores_that_become_nan_after_inputs_have_left_are_those_of_all_inputs_together():

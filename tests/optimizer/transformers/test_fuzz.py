@@ -7,11 +7,9 @@ from collections import Counter
 import pytest
 from fuzz import run
 
-from fastgen.ops import shared_attention
-from fastgen.optimizer.decoding import kv_cache, user_code
-from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.model_facts import ModelFacts
+from fastgen.optimizer.decoding import user_code
 from fastgen.optimizer.transformers import checks
+from fastgen.testing import replaced
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,20 +26,14 @@ def are_different_and_shared(counts: Counter[str]) -> bool:
     return counts["different, shared"] > 2
 
 
-def test_fuzzer_finds_rows_that_are_not_reordered(monkeypatch):
-    monkeypatch.setattr(kv_cache.KVCache, "reorder", lambda self, *args: None)
-    assert are_different_and_shared(run(first=0, comparisons=100, is_enough=are_different_and_shared)[0])
+def test_fuzzer_finds_rows_that_are_not_reordered():
+    with replaced("reorder a cache", lambda *args: None):
+        assert are_different_and_shared(run(first=0, comparisons=100, is_enough=are_different_and_shared)[0])
 
 
-def test_fuzzer_finds_scores_that_are_a_little_off(monkeypatch):
-    exact = shared_attention._softmax
-
-    def inexact(*args):
-        weights, hidden = exact(*args)
-        return 1.01 * weights, hidden
-
-    monkeypatch.setattr(shared_attention, "_softmax", inexact)
-    assert are_different_and_shared(run(first=0, comparisons=100, is_enough=are_different_and_shared)[0])
+def test_fuzzer_finds_scores_that_are_a_little_off():
+    with replaced("shared attention", lambda exact, *args, **kwargs: 1.01 * exact(*args, **kwargs)):
+        assert are_different_and_shared(run(first=0, comparisons=100, is_enough=are_different_and_shared)[0])
 
 
 def are_different(counts: Counter[str]) -> bool:
@@ -58,24 +50,24 @@ def test_fuzzer_finds_helpers_of_the_program_that_go_unnoticed(monkeypatch):
     assert finds_a_difference("replaced helper")
 
 
-def test_fuzzer_finds_an_own_class_that_is_trusted_with_other_flags(monkeypatch):
-    monkeypatch.setattr(ModelFacts, "likeness", lambda self: ())
-    assert finds_a_difference("flags of an own class")
+def test_fuzzer_finds_an_own_class_that_is_trusted_with_other_flags():
+    with replaced("likeness of a model", lambda *args: ()):
+        assert finds_a_difference("flags of an own class")
 
 
-def test_fuzzer_finds_a_model_that_is_not_looked_at_within_a_call(monkeypatch):
-    monkeypatch.setattr(GenerateCall, "has_changed", lambda self, model: False)
-    assert finds_a_difference("captured, changes in a call")
+def test_fuzzer_finds_a_model_that_is_not_looked_at_within_a_call():
+    with replaced("changes in a call", lambda *args: False):
+        assert finds_a_difference("captured, changes in a call")
 
 
-def test_fuzzer_finds_functions_of_torch_that_go_unnoticed(monkeypatch):
-    monkeypatch.setattr(checks, "replaced_functions", list)
-    assert finds_a_difference("replaced functions")
+def test_fuzzer_finds_functions_of_torch_that_go_unnoticed():
+    with replaced("replaced functions", lambda *args: []):
+        assert finds_a_difference("replaced functions")
 
 
-def test_fuzzer_finds_values_of_each_row_that_go_unnoticed(monkeypatch):
-    monkeypatch.setattr(checks, "parameters_of_rows", lambda *args: [])
-    assert finds_a_difference("values of each row")
+def test_fuzzer_finds_values_of_each_row_that_go_unnoticed():
+    with replaced("values of rows", lambda *args: []):
+        assert finds_a_difference("values of each row")
 
 
 def test_fuzzer_finds_calls_that_are_taken_for_the_librarys(monkeypatch):

@@ -19,10 +19,10 @@ from peft import LoraConfig, get_peft_model
 from sharing import sharing
 
 import fastgen
+from fastgen import testing
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.report import KEPT, PREFIX, Decision
 from fastgen.optimizer.transformers import checks, kept_prefix
-from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -142,7 +142,7 @@ def test_forwards_see_only_what_was_not_kept(llama):
     with fastgen.reusing_prefix(llama):
         llama.generate(**prompts(5), **SHORT)
         with (
-            mock.patch.object(checks, "row_reasons", return_value=[]),
+            testing.replaced("reasons of rows", lambda *args: []),
             mock.patch.object(type(llama.model), "forward", forward),
         ):
             for seed in (1, 2, 3):  # with this forward the model is another, and is tried once more
@@ -240,13 +240,10 @@ def test_adapters_that_are_switched_are_computed_anew():
 
 def test_weights_that_nobody_writes_need_not_be_read():
     model = tiny("llama")
-    with (
-        mock.patch.object(kept_prefix, "checksums_sync") as checksums,
-        fastgen.reusing_prefix(model, check_weights=False),
-    ):
+    with testing.watched("read weights") as checksums, fastgen.reusing_prefix(model, check_weights=False):
         compared(model, prompts(5), **SHORT)
         report = compared(model, prompts(5, seed=1), **SHORT).report
-    assert report.prefix_tokens_kept == 9 and not checksums.called
+    assert report.prefix_tokens_kept == 9 and not checksums
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.uint8, torch.bool))
@@ -298,9 +295,9 @@ def test_a_cache_of_the_callers_is_not_kept(llama):
     with fastgen.reusing_prefix(llama):
         first = llama.generate(**prompts(5), **SHORT, return_dict_in_generate=True)
         longer = torch.cat([first.sequences, token_ids(1, 3, seed=4)], dim=1)
-        with mock.patch.object(PrefixReuse, "keep") as keep:
+        with testing.watched("keep a prefix") as kept:
             llama.generate(input_ids=longer, past_key_values=first.past_key_values, **SHORT)
-        assert all(call.args[0].user_cache for call in keep.call_args_list)
+        assert all(call.args[1].user_cache for call in kept)
         assert compared(llama, prompts(5, seed=1), **SHORT).report.prefix_tokens_kept == 9
 
 
@@ -317,16 +314,15 @@ def test_what_is_returned_may_be_written_into(llama):
 
 def test_a_call_in_another_thread_may_keep_another_prefix_meanwhile(llama):
     """The context of a thread may be copied to others, as `asyncio.to_thread` does."""
-    real = PrefixReuse.found_sync
 
-    def found_sync(self: PrefixReuse, *args: Any) -> Any:
-        found = real(self, *args)
-        self.kept = self._state = None
+    def found_sync(original: Callable, reuse: Any, *args: Any) -> Any:
+        found = original(reuse, *args)
+        reuse.kept = reuse._state = None
         return found
 
     with fastgen.reusing_prefix(llama):
         compared(llama, prompts(5), **SHORT)
-        with mock.patch.object(PrefixReuse, "found_sync", found_sync):
+        with testing.replaced("find a prefix", found_sync):
             assert compared(llama, prompts(5, seed=1), **SHORT).report.prefix_tokens_kept == 9
 
 
@@ -358,13 +354,12 @@ def test_left_padding_of_one_row_is_not_kept(llama):
 
 def test_nothing_is_kept_outside_of_the_block(llama):
     kept = []
-    real = PrefixReuse.keep
 
-    def keep(self: Any, *args: Any) -> None:
-        real(self, *args)
-        kept.append(weakref.ref(self))
+    def keep(original: Callable, reuse: Any, *args: Any) -> None:
+        original(reuse, *args)
+        kept.append(weakref.ref(reuse))
 
-    with mock.patch.object(PrefixReuse, "keep", keep), fastgen.reusing_prefix(llama):
+    with testing.replaced("keep a prefix", keep), fastgen.reusing_prefix(llama):
         compared(llama, prompts(5), **SHORT)
     gc.collect()
     assert kept and all(reuse() is None for reuse in kept)

@@ -21,8 +21,8 @@ from parity import (
 )
 from torch import nn
 
-from fastgen.optimizer.decoding.graphs import CapturedGraph
 from fastgen.optimizer.transformers.models.latent_attention import expanding_in_parts
+from fastgen.testing import watched
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -73,15 +73,13 @@ def test_layers_with_an_index_share_the_prefill(name, arguments):
 
 
 @BOTH
-def test_captured_steps_serve_the_next_call(arguments, monkeypatch):
-    model, made = latent("deepseek_v3"), []
-    capture = CapturedGraph.capture
-    monkeypatch.setattr(CapturedGraph, "capture", lambda self, *args: made.append(self) or capture(self, *args))
-    with capturing():
+def test_captured_steps_serve_the_next_call(arguments):
+    model = latent("deepseek_v3")
+    with capturing(), watched("capture a step") as captures:
         for _ in range(2):
             both = run_both(lambda: model.generate(**padded(9, 5), **arguments))
             assert torch.equal(both.stock, both.fast) and replays(both.report) and is_shared(both.report, PROMPT)
-    assert len(made) == 1
+    assert len(captures) == 1
 
 
 def test_the_model_is_as_before_afterwards():

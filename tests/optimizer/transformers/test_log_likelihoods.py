@@ -19,7 +19,7 @@ import fastgen
 from fastgen.models.demo import demo_path
 from fastgen.optimizer.decoding.report import PREFILL
 from fastgen.optimizer.transformers import log_likelihoods
-from fastgen.testing import costs
+from fastgen.testing import costs, watched
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -118,13 +118,9 @@ def test_a_window_holds_the_padding_between_a_prefix_and_the_rest_of_a_context()
     assert fastgen.explain().codes(PREFILL) == {"SLIDING_WINDOW"}
 
 
-def test_a_prefix_is_computed_once_for_all_batches(monkeypatch):
-    model, seen = tiny("llama"), []
-    real = log_likelihoods.Scorer._forward
-    monkeypatch.setattr(
-        log_likelihoods.Scorer, "_forward", lambda self, *args: seen.append(tuple(args[0].shape)) or real(self, *args)
-    )
-    fastgen.log_likelihoods(model, *questions(model, prefix=9, longest=1), tokens_per_batch=8)
+def test_a_prefix_is_computed_once_for_all_batches():
+    model = tiny("llama")
+    _, seen = shapes_of_forwards(model, *questions(model, prefix=9, longest=1), tokens_per_batch=8)
     assert seen[0] == (1, 9) and len(seen) > 3 and all(length < 9 for _, length in seen[1:])
 
 
@@ -191,16 +187,9 @@ def test_no_token_is_put_before_a_text_that_begins_with_it():
 
 def shapes_of_forwards(model, *args, **kwargs):
     """What `log_likelihoods` returns, and the shapes of the tokens that the model gets for it."""
-    shapes, forward = [], log_likelihoods.Scorer._forward
-
-    def noted(self, tokens, *args):
-        shapes.append(tuple(tokens.shape))
-        return forward(self, tokens, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_likelihoods.Scorer, "_forward", noted)
+    with watched("score tokens") as forwards:
         found = fastgen.log_likelihoods(model, *args, **kwargs)
-    return found, shapes
+    return found, [tuple(forward.args[1].shape) for forward in forwards]
 
 
 def test_no_forward_has_more_tokens_than_a_batch_may():

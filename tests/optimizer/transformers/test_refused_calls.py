@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import fastgen
-from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.transformers import prefill, token_loop
+from fastgen.testing import broken, configured, replaced
 
 GREEDY = {"do_sample": False}
 SAMPLES = {"do_sample": True, "num_return_sequences": 3}
@@ -27,9 +25,8 @@ pytestmark = pytest.mark.usefixtures("share_always")
 
 
 @pytest.fixture(autouse=True, params=("off", "on"))
-def _not_strict(monkeypatch, request):
-    monkeypatch.setattr(CONFIG, "strict", False)
-    with capturing(request.param):
+def _not_strict(request):
+    with configured(strict=False), capturing(request.param):
         yield
     fastgen.enable()
 
@@ -112,46 +109,45 @@ def test_positions_that_the_model_has_not(options):
     assert "CAPTURE_REFUSED" not in fastgen.explain().codes()
 
 
-def test_random_numbers_are_put_back_before_a_second_try(monkeypatch):
+def test_random_numbers_are_put_back_before_a_second_try():
     model, input_ids = tiny("llama"), token_ids(3, 9)
-    compact = mock.Mock(side_effect=[None, None, KeyError("ours")])  # in the third step
-    monkeypatch.setattr(token_loop.TokenLoop, "compact", compact)
     arguments = {**SAMPLES, "max_new_tokens": 12, "eos_token_id": list(range(3, 90, 6))}
     with fastgen.disabled():
         torch.manual_seed(3)
         stock, state = model.generate(input_ids, **arguments), torch.get_rng_state()
-    torch.manual_seed(3)
-    assert torch.equal(model.generate(input_ids, **arguments), stock) and compact.call_count == 3
-    assert torch.equal(torch.get_rng_state(), state)
-    reason = "transformers.sample raised KeyError: 'ours'"
-    assert PATCH_SET.switched_off == {"transformers.loops": reason}
-    model.generate(input_ids, **arguments)
-    assert compact.call_count == 3
-    assert f"transformers.loops is switched off until fastgen.enable(): {reason}" in str(fastgen.explain())
-    assert "SWITCHED_OFF" in fastgen.explain().codes()
+    with broken("compact samples", KeyError("ours"), after=2) as compactions:  # in the third step
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(input_ids, **arguments), stock) and len(compactions) == 3
+        assert torch.equal(torch.get_rng_state(), state)
+        reason = "transformers.sample raised KeyError: 'ours'"
+        assert PATCH_SET.switched_off == {"transformers.loops": reason}
+        model.generate(input_ids, **arguments)
+        assert len(compactions) == 3
+        assert f"transformers.loops is switched off until fastgen.enable(): {reason}" in str(fastgen.explain())
+        assert "SWITCHED_OFF" in fastgen.explain().codes()
     fastgen.enable()
-    monkeypatch.undo()
     model.generate(input_ids, **arguments)
     assert not PATCH_SET.switched_off and "SWITCHED_OFF" not in fastgen.explain().codes()
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_the_library_is_asked_before_sharing_is_switched_off(monkeypatch, refused):
+def test_the_library_is_asked_before_sharing_is_switched_off(refused):
     model, input_ids = tiny("llama"), token_ids(2, 9)
 
-    def fail(model: Any, *others: Any) -> None:
+    def fail(expand: Callable, model: Any, *others: Any) -> None:
         if refused:
             model.lm_head = None
         raise KeyError("ours")
 
-    monkeypatch.setattr(prefill, "expand", fail)
     if refused:
-        with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        error = pytest.raises(TypeError, match="'NoneType' object is not callable")
+        with replaced("expand a prefill", fail), error:
             model.generate(input_ids, **BEAMS, max_new_tokens=5)
         assert not PATCH_SET.switched_off
         return
     with fastgen.disabled():
         stock = model.generate(input_ids, **BEAMS, max_new_tokens=5)
-    with pytest.warns(RuntimeWarning, match="fastgen leaves transformers.shared_caches to the originals: Llama"):
+    warning = pytest.warns(RuntimeWarning, match="fastgen leaves transformers.shared_caches to the originals: Llama")
+    with replaced("expand a prefill", fail), warning:
         assert torch.equal(model.generate(input_ids, **BEAMS, max_new_tokens=5), stock)
     assert PATCH_SET.switched_off == {"transformers.shared_caches": "LlamaForCausalLM: KeyError: 'ours'"}

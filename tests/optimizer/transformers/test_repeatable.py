@@ -11,13 +11,11 @@ from capturing import replays
 from parity import padded, tiny
 
 import fastgen
-from fastgen.config import CONFIG
 from fastgen.ops.tracing import Diverged
-from fastgen.optimizer.decoding import decode_step, graphs
 from fastgen.optimizer.decoding.decode_step import CannotPad
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
-from fastgen.optimizer.transformers.decode_step import TransformersDecodeStep
 from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
+from fastgen.testing import broken, captured_graphs, configured, replaced
 
 pytestmark = pytest.mark.skipif(
     not LAYERS_ARE_KNOWN, reason="nothing is captured with the static caches of this transformers"
@@ -53,7 +51,7 @@ def beams(
 
 @pytest.fixture
 def repeatable() -> Iterator[None]:
-    with mock.patch.object(CONFIG, "repeatable", True):
+    with configured(repeatable=True):
         yield
 
 
@@ -76,13 +74,13 @@ def capture_other_arguments(model: torch.nn.Module) -> None:
 
 
 def fail_to_pad(model: torch.nn.Module) -> None:
-    with mock.patch.object(TransformersDecodeStep, "_pad", side_effect=CannotPad):
+    with broken("pad inputs", CannotPad):
         beams(model)
 
 
 def differ(model: torch.nn.Module) -> None:
     with (
-        mock.patch.object(decode_step, "differs_sync", lambda *logits: True),
+        replaced("compare a replay", lambda original, *logits: True),
         pytest.warns(RuntimeWarning, match="does not capture the decode steps"),
     ):
         beams(model)
@@ -91,7 +89,7 @@ def differ(model: torch.nn.Module) -> None:
 def diverge(model: torch.nn.Module) -> None:
     """The next call replays a step that takes another way."""
     beams(model)
-    (graph,) = graphs._known[model].entries.values()
+    (graph,) = captured_graphs(model).values()
     graph._replay = mock.Mock(side_effect=Diverged("a scalar has changed"))
 
 
@@ -101,7 +99,7 @@ def test_scores_do_not_depend_on_what_calls_before_could_not_do(before):
     expected, replayed = beams(alone := tiny("llama")), replays(fastgen.explain())
     before(model := tiny("llama"))
     assert torch.equal(beams(model), expected)
-    assert graphs._known[alone].entries.keys() <= graphs._known[model].entries.keys()
+    assert captured_graphs(alone).keys() <= captured_graphs(model).keys()
     assert replays(fastgen.explain()) >= replayed - 1
 
 

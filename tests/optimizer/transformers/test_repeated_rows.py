@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from architectures import SPECIAL
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from parity import CROSS, PREFILL, PROMPT, compared, is_shared, padded, tiny
 
 from fastgen.optimizer.decoding.report import KV_CACHE, Report
-from fastgen.optimizer.transformers import row_groups
+from fastgen.testing import watched
 
 GROUPS = "prefill: one of each group of equal rows"
 KINDS = {"bart": "seq2seq", "t5": "seq2seq"}
@@ -54,12 +52,9 @@ def test_keys_are_shared_by_as_many_rows_as_divide_all_groups(models, name):
 
 
 def test_one_row_of_each_group_goes_through_the_model(models):
-    given = []
-
-    real = row_groups.take
-    with mock.patch.object(row_groups, "take", lambda *args: given.append(real(*args)) or given[-1]):
+    with watched("take a row of each group") as taken:
         compared(models["llama"], rows("llama", 5, 3), max_new_tokens=3, do_sample=False)
-    assert [arguments["input_ids"].shape for arguments in given] == [(2, 9)]
+    assert [call.result["input_ids"].shape for call in taken] == [(2, 9)]
 
 
 def test_groups_of_one_size_are_inputs(models):

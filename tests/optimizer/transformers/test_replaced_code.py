@@ -14,7 +14,7 @@ from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.llama import modeling_llama
 
 import fastgen
-from fastgen.optimizer.decoding import model_facts
+from fastgen import testing
 
 ROWS = 8  # of `SAMPLES`, for two inputs
 
@@ -143,9 +143,9 @@ def test_code_of_the_program_outside_of_the_forward_changes_nothing(monkeypatch)
     assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
 
 
-def test_helpers_are_looked_up_once_as_long_as_nothing_is_replaced(monkeypatch):
+def test_helpers_are_looked_up_once_as_long_as_nothing_is_replaced():
     model = tiny("llama")
     model.generate(token_ids(2, 9), **SAMPLES)
-    monkeypatch.setattr(model_facts, "ModelFacts", pytest.fail)
-    model.generate(token_ids(2, 9), **SAMPLES)
-    assert is_shared(fastgen.explain())
+    with testing.watched("walk through a model") as walks:
+        model.generate(token_ids(2, 9), **SAMPLES)
+    assert not walks and is_shared(fastgen.explain())

@@ -16,6 +16,7 @@ from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, 
 from transformers.generation import logits_process, stopping_criteria
 
 import fastgen
+from fastgen.testing import configured
 
 LEFT = "finished inputs: removed from the batch"
 ENDS = {"eos_token_id": list(range(3, 90, 6)), "max_new_tokens": 40}
@@ -271,11 +272,11 @@ def test_scores_may_have_another_width_than_logits(kind, way, captures):
 
 @WAYS
 @pytest.mark.parametrize("strict", (False, True))
-def test_a_processor_that_returns_nothing_is_the_librarys_error(monkeypatch, way, strict):
-    monkeypatch.setattr(fastgen.config.CONFIG, "strict", strict)
+def test_a_processor_that_returns_nothing_is_the_librarys_error(way, strict):
     errors = []
     for on in (False, True):
-        with fastgen.enabled() if on else fastgen.disabled(), pytest.raises((AttributeError, TypeError)) as caught:
+        switch = fastgen.enabled() if on else fastgen.disabled()
+        with configured(strict=strict), switch, pytest.raises((AttributeError, TypeError)) as caught:
             llama().generate(token_ids(3, 5), **ENDS | way, logits_processor=LogitsProcessorList([Nothing()]))
         errors.append((caught.type, str(caught.value)))
     assert errors[0] == errors[1]

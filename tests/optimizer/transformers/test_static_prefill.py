@@ -27,7 +27,7 @@ from versions import needs
 
 import fastgen
 from fastgen.optimizer.decoding.report import Reason
-from fastgen.optimizer.transformers import checks
+from fastgen.testing import replaced
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -108,7 +108,7 @@ def test_rows_that_the_caller_repeated():
 
 @BOTH
 def test_a_model_found_to_keep_states_gets_an_empty_cache_and_all_rows(arguments):
-    with mock.patch.object(checks, "row_state_reasons", lambda *args: [Reason("MODEL_STATE", "found")]):
+    with replaced("states of rows", lambda *args: [Reason("MODEL_STATE", "found")]):
         assert left_alone_because(
             compared(build("llama"), padded(9, 5), **arguments, **STATIC).report, "MODEL_STATE", "found"
         )

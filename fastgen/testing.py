@@ -63,7 +63,9 @@ PARTS = {
     "find a prefix": f"{_TRANSFORMERS}.kept_prefix:PrefixReuse.found_sync",
     "read weights": f"{_TRANSFORMERS}.kept_prefix:checksums_sync",
     "score tokens": f"{_TRANSFORMERS}.log_likelihoods:Scorer._forward",
-    # What is known of a model.
+    "streams of ProphetNet": f"{_TRANSFORMERS}.models.prophetnet:_streams",
+    # What is known of a model, and said of a call.
+    "line of a report": f"{_DECODING}.report:Report.summary",
     "walk through a model": f"{_DECODING}.model_facts:ModelFacts",
     "compare a model": f"{_DECODING}.model_facts:_fingerprint",
     "measure a model": f"{_DECODING}.model_facts:_measured",
@@ -74,14 +76,14 @@ PARTS = {
     "states of rows": f"{_TRANSFORMERS}.checks:row_state_reasons",
     "values of rows": f"{_TRANSFORMERS}.checks:parameters_of_rows",
     "verify a class": f"{_TRANSFORMERS}.verification:_compare_first_steps",
-    "faster forwards": f"{_TRANSFORMERS}.generate:faster_forwards",
+    "faster forwards": f"{_TRANSFORMERS}.faster_forwards:faster_forwards",
     # Ops.
     "reasons against x86 kernels": "fastgen.ops.x86:machine_reasons",
+    "reasons against oneDNN": "fastgen.ops.cpu_linear:machine_reasons",
     "top k in one stage": "fastgen.ops.beam_top_k:best_in_one_stage",
     "shared attention": f"{_DECODING}.segmented_kv:shared_attention",
     "attention, few queries": "fastgen.ops.few_queries:attention",
     "attention, many queries": "fastgen.ops.flash_attention:attention",
-    "fastest GEMM backend": "fastgen.ops.cpu_linear:fastest",
     "no-repeat n-gram": "fastgen.ops.no_repeat_ngram:no_repeat_ngram",
     "no-repeat n-gram, in place": "fastgen.ops.no_repeat_ngram:no_repeat_ngram_",
 }
@@ -90,7 +92,6 @@ PARTS = {
 LIMITS = {
     "smallest_capacity": f"{_DECODING}.kv_cache:SMALLEST_CAPACITY",
     "most_graphs": f"{_DECODING}.graphs:MOST_GRAPHS",
-    "min_elements_of_product": "fastgen.ops.cpu_linear:MIN_ELEMENTS",
     "beams_of_part": "fastgen.ops.beam_top_k:PART",
     "min_elements_of_thread": "fastgen.ops.rms_norm:MIN_ELEMENTS_OF_THREAD",
     "min_elements_to_draw": f"{_TRANSFORMERS}.token_loop:MIN_ELEMENTS_TO_DRAW",
@@ -192,11 +193,11 @@ def force(backend: str) -> Iterator[list[int]]:
     """
     asked: list[int] = []
 
-    def fastest(original: Callable, rows: Any, *others: Any) -> str:
+    def fastest(rows: Any, *others: Any) -> str:
         asked.append(len(rows))
         return backend
 
-    with limits(min_elements_of_product=0), replaced("fastest GEMM backend", fastest):
+    with mock.patch.multiple("fastgen.ops.cpu_linear", MIN_ELEMENTS=0, fastest=fastest):
         yield asked
 
 

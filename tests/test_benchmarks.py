@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import fastgen
-from fastgen.config import CONFIG
+from fastgen.testing import configured
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -218,10 +218,9 @@ def test_the_ways_of_seamless_differ_in_what_fastgen_does(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     bench = importlib.import_module("bench_seamless")
     model, inputs = seamless("SeamlessM4Tv2", "ForSpeechToSpeech"), inputs_of("ForSpeechToSpeech", 1)
-    monkeypatch.setattr(CONFIG, "cuda_graphs", "on")
     done = {}
     for way, context in list(bench.WAYS.items())[1:]:
-        with context():
+        with configured(cuda_graphs="on"), context():
             model.generate(**inputs, tgt_lang="fra", text_num_beams=2, text_min_new_tokens=30, text_max_new_tokens=30)
         report = fastgen.explain()
         tries_vocoder = any("vocoder" in told for told in [*report.kernels, *report.fallbacks, *report.decisions])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,13 @@ def test_hooks_name_what_is_there(path):
         pytest.importorskip("fairseq")
     owner, name = testing.place_of(path)
     assert hasattr(owner, name)
+
+
+def test_each_part_and_limit_serves_a_test():
+    files = [path for path in Path(__file__).parent.rglob("*.py") if path != Path(__file__)]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    assert [part for part in PARTS if f'"{part}"' not in text] == []
+    assert [limit for limit in LIMITS if f"{limit}=" not in text] == []
 
 
 def test_a_watched_part_is_put_back():

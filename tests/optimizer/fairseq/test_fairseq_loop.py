@@ -173,9 +173,8 @@ print(report.shared, report.fallbacks)
 
 def test_after_an_error_of_fastgens_own_nothing_was_shared():
     """In a process of its own: fairseq does the work again, there and in all later calls."""
-    assert run_code(FAILS, path=REPOSITORY / "tests" / "helpers").endswith(
-        "[] ['decoding loop: TypeError: of the loop']\n"
-    )
+    told = run_code(FAILS, path=REPOSITORY / "tests" / "helpers").splitlines()[-1]
+    assert told.startswith("[] ['decoding loop: TypeError: of the loop', 'patches: fairseq.generation is switched off")
 
 
 def test_explain_tells_what_was_shared():

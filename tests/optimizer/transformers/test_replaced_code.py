@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from capturing import capturing, replays
 from parity import BEAMS, SAMPLES, assert_same, is_shared, left_alone_because, run_both, tiny, token_ids
+from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.gpt_neo import modeling_gpt_neo
@@ -149,3 +152,74 @@ def test_helpers_are_looked_up_once_as_long_as_nothing_is_replaced():
     with testing.watched("walk through a model") as walks:
         model.generate(token_ids(2, 9), **SAMPLES)
     assert not walks and is_shared(fastgen.explain())
+
+
+class Steering:
+    """An object that is called as a function is."""
+
+    def __init__(self, original: Any) -> None:
+        self.function = steering(original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class Descriptor:
+    """A method that is no function."""
+
+    def __init__(self, original: Any) -> None:
+        self.function = steering(original)
+
+    def __get__(self, module: Any, kind: type) -> Any:
+        return functools.partial(self.function, module)
+
+
+@pytest.mark.parametrize(
+    "kind", [Steering, lambda original: mock.Mock(wraps=steering(original))], ids=("object", "mock")
+)
+def test_object_in_place_of_a_function_is_user_code(monkeypatch, kind):
+    model = tiny("llama")
+    assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", kind(modeling_llama.apply_rotary_pos_emb))
+    same_and_left_alone(model, "apply_rotary_pos_emb")
+
+
+@pytest.mark.parametrize("kind", [Descriptor, lambda original: functools.partialmethod(steering(original))])
+def test_descriptor_in_place_of_a_forward_is_user_code(monkeypatch, kind):
+    model = tiny("llama")
+    assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", kind(modeling_llama.LlamaMLP.forward))
+    same_and_left_alone(model, "forward")
+
+
+def test_method_added_to_a_class_that_inherited_it_is_user_code(monkeypatch):
+    model = tiny("llama")
+    assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
+    assert "__call__" not in vars(modeling_llama.LlamaMLP)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "__call__", steering(nn.Module.__call__), raising=False)
+    same_and_left_alone(model, "__call__")
+
+
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True}], ids=("greedy", "samples"))
+def test_call_of_one_model_is_called_as_in_the_library(arguments):
+    model = tiny("llama")
+
+    def of_model(*args: Any, **kwargs: Any) -> Any:
+        outputs = type(model).__call__(model, *args, **kwargs)
+        outputs.logits = outputs.logits.roll(1, -1)
+        return outputs
+
+    vars(model)["__call__"] = of_model
+    arguments |= {"max_new_tokens": 20, "eos_token_id": list(range(3, 90, 6))}
+    stock, fast, report = run_both(lambda: model.generate(token_ids(3, 9), **arguments))
+    assert torch.equal(stock, fast) and "METHOD_REPLACED" in report.codes()
+
+
+def test_beams_under_half_precision_by_default():
+    model, default = tiny("llama"), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        stock, fast, _ = run_both(lambda: model.generate(token_ids(2, 9), **BEAMS))
+    finally:
+        torch.set_default_dtype(default)
+    assert torch.equal(stock, fast)

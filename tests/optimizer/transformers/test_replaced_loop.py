@@ -314,3 +314,18 @@ def test_scores_of_another_shape_do_what_they_do_in_the_library(kind, way):
                 outcomes.append((type(error), str(error)))
     assert outcomes[0] == outcomes[1]
     assert all(state.state != "failed" for state in fastgen.status())
+
+
+def rowwise(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores / torch.linspace(0.3, 3, len(scores))[:, None]
+
+
+@pytest.mark.parametrize("name", ["__call__", "temperature"])
+def test_what_the_class_of_a_processor_holds_keeps_rows(monkeypatch, name):
+    """A partialmethod in place of a method, and a temperature of each row for all processors of the class."""
+    value = functools.partialmethod(rowwise) if name == "__call__" else torch.linspace(0.3, 3, ROWS)[:, None]
+    processor = logits_process.TemperatureLogitsWarper(0.5)
+    vars(processor).pop(name, None)
+    monkeypatch.setattr(logits_process.TemperatureLogitsWarper, name, value, raising=False)
+    report = generate(SAMPLE | {"top_k": 0}, logits_processor=LogitsProcessorList([processor]))
+    assert LEFT not in report.shared

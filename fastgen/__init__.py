@@ -19,7 +19,7 @@ from fastgen.config import CONFIG, configure, start_logging
 from fastgen.optimizer import PATCH_SET
 from fastgen.patching import PatchState, PatchStates, disabled, switched
 from fastgen.patching.import_hooks import explain_failure
-from fastgen.patching.target import older_than
+from fastgen.patching.target import upgrade_reason
 
 TYPE_CHECKING = False  # type checkers take it for true; importing typing takes a quarter of `import fastgen`
 if TYPE_CHECKING:
@@ -182,8 +182,8 @@ def reusing_prefix(model: Any, check_weights: bool = True) -> Iterator[None]:
 
 def _check_transformers() -> None:
     """Raises ImportError with the versions wanted and found where transformers is too old."""
-    if why := older_than(models.LOWEST["transformers"], "transformers"):
-        raise ImportError(f"{why}: pip install 'transformers>={models.LOWEST['transformers']}'")
+    if why := upgrade_reason(models.LOWEST["transformers"], "transformers"):
+        raise ImportError(why)
 
 
 def __getattr__(name: str) -> Any:

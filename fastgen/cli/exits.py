@@ -21,7 +21,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from types import FrameType
 
-from fastgen.patching.target import older_than
+from fastgen.patching.target import upgrade_reason
 
 FAILED = 1
 UNUSABLE = 2
@@ -64,8 +64,8 @@ def check_packages(*names: str, flag: str = "") -> None:
 
 def check_version(package: str, lowest: str) -> None:
     """Raises InputError with the versions wanted and found where an older one is installed."""
-    if why := older_than(lowest, package):
-        raise InputError(f"{why}: pip install '{package}>={lowest}'")
+    if why := upgrade_reason(lowest, package):
+        raise InputError(why)
 
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str, before: str = "") -> str:

@@ -53,10 +53,15 @@ def can_read(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], ma
         return False
     if mask is not None and (type(mask) is not Tensor or mask.dtype not in (query.dtype, torch.float32, torch.bool)):
         return False
+    return are_plain(query, keys, values)
+
+
+def are_plain(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+    """Whether kernels that get addresses and strides can take these, and nobody waits for torch's own operations."""
     for segment in (query, *keys, *values):
         if type(segment) is not Tensor or segment.dtype != query.dtype or segment.stride(3) != 1 or not segment.numel():
             return False
-    is_left_alone = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or is_transformed()
+    is_left_alone = torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type) or is_transformed()
     return keys[0].shape[3] == query.shape[3] and not is_left_alone
 
 

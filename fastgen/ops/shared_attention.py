@@ -130,8 +130,8 @@ def shared_attention(
     query `[rows, H, L, D]`; keys and values: one segment `[copies, H_kv, N, D]` or more, of the same copies and lengths
     each; attn_mask boolean or additive, broadcasting to `[rows, H, L, sum of N]`; scale defaults to `D ** -0.5`. Result
     `[rows, H, L, D]`; zeros where all scores are -inf, by the mask or not, as in torch from 2.5 on, and where torch
-    takes NaN for hidden. bounds: (first, last), int64 `[1]` on the device: the
-    mask hides keys of the first segment before `first` and of the last segment after `last`; kernels may skip them.
+    takes NaN for hidden. bounds: (first, last), int64 `[1]` on the device: the mask hides keys of the first segment
+    before `first` and of the last segment after `last`; kernels may skip them.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     kernels = _triton_attention(query.device) if query.is_cuda and CONFIG.cuda_kernels else None

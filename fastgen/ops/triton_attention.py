@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastgen.ops.tracing import is_transformed
+from fastgen.ops.few_queries import are_plain
 
 DTYPES = (torch.float16, torch.bfloat16)  # fp32 is right as well, but torch's products are faster
 LARGEST_WIDTH = 256
@@ -139,15 +139,13 @@ def _merge(
 
 def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
     """Whether these kernels can and should do it, and nobody waits for torch's own; arguments as of `attention`."""
-    if query.dtype not in DTYPES or not query.numel() or (len(keys) == 1 and query.shape[2] > MOST_POSITIONS):
+    if query.dtype not in DTYPES or (len(keys) == 1 and query.shape[2] > MOST_POSITIONS):
         return False
     if mask is not None and (type(mask) is not Tensor or mask.device != query.device):
         return False
-    for segment in (query, *keys, *values):
-        fits = segment.dtype == query.dtype and segment.stride(3) == 1 and segment.shape[3] <= LARGEST_WIDTH
-        if type(segment) is not Tensor or not fits or not segment.numel():
-            return False
-    return not (torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type) or is_transformed())
+    if max(query.shape[3], values[0].shape[3]) > LARGEST_WIDTH:
+        return False
+    return are_plain(query, keys, values)
 
 
 def attention(
@@ -161,12 +159,12 @@ def attention(
     """Computes `shared_attention` with a launch for each segment and one that merges, on the current stream."""
     rows, heads, positions, width = query.shape
     kv_heads, value_width = keys[0].shape[1], values[0].shape[3]
-    width_2, value_width_2 = _power_of_two(width), _power_of_two(value_width)
+    width_2, value_width_2 = _padded(width), _padded(value_width)
     queries = [rows // segment.shape[0] * (heads // kv_heads) * positions for segment in keys]
     tiles = [_tile(count, width, query.dtype) for count in queries]
-    programs = [segment.shape[0] * -(-count // tile) for segment, count, tile in zip(keys, queries, tiles)]
+    programs = [segment.shape[0] * triton.cdiv(count, tile) for segment, count, tile in zip(keys, queries, tiles)]
     chunk = _chunk(kv_heads * sum(count * part.shape[2] for count, part in zip(programs, keys)), query.device)
-    splits = [-(-segment.shape[2] // chunk) for segment in keys]
+    splits = [triton.cdiv(segment.shape[2], chunk) for segment in keys]
     slots, first_slot, start = sum(splits), 0, 0
     sums = query.new_empty((rows * heads * positions, slots, value_width), dtype=torch.float32)
     maxima = query.new_empty((rows * heads * positions, slots, 2), dtype=torch.float32)
@@ -194,18 +192,19 @@ def attention(
             first_slot, start = first_slot + splits[index], start + length
         _merge[(rows * heads * positions,)](
             sums, maxima, output, *output.stride()[:3], heads, positions, slots,
-            VALUE_WIDTH=value_width, VALUE_WIDTH_2=value_width_2, BLOCK=min(_power_of_two(slots, 1), 32),
+            VALUE_WIDTH=value_width, VALUE_WIDTH_2=value_width_2, BLOCK=min(triton.next_power_of_2(slots), 32),
         )  # fmt: skip
     return output
 
 
-def _power_of_two(number: int, least: int = 16) -> int:
-    return max(least, 1 << (number - 1).bit_length())
+def _padded(number: int) -> int:
+    """Returns the power of two, 16 or more, that a dimension of a tensor-core product has for so many numbers."""
+    return max(16, triton.next_power_of_2(number))
 
 
 def _tile(queries: int, width: int, dtype: torch.dtype) -> int:
     """Returns the number of queries in a program's tile."""
-    return min(_power_of_two(queries), 16 if dtype == torch.float32 else 32 if width > 128 else 64)
+    return min(_padded(queries), 16 if dtype == torch.float32 else 32 if width > 128 else 64)
 
 
 def _tuning(tile: int, width: int, dtype: torch.dtype) -> dict[str, int]:

@@ -141,6 +141,12 @@ def older_than(lowest: str, host: str) -> str:
     return f"wanted {host} {lowest} or newer, found {version}" if is_older else ""
 
 
+def upgrade_reason(lowest: str, host: str) -> str:
+    """Returns the text of `older_than` with the command that installs a newer version; empty where none is needed."""
+    why = older_than(lowest, host)
+    return why and f"{why}: pip install '{host}>={lowest}'"
+
+
 def too_old(patch: Patch) -> str:
     """Why the installed versions are too old for `patch`; empty where they are not."""
     lowest, newest = patch.tested

@@ -324,7 +324,7 @@ class DecodeStep(AbstractContextManager):
         if graphs.refused or (graph.structure is not None and not graph.is_captured):
             return None
         try:
-            if graph.structure is None or (is_earlier and not graph.fits(inputs)):
+            if graph.structure is None or (is_earlier and graph.fitting_leaves(inputs) is None):
                 return graph.capture(inputs, graphs.capture)
             expected = None
             if not graph.is_proven:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastgen.config import CONFIG
 from fastgen.ops import cpu_graph
@@ -183,17 +183,18 @@ class CapturedGraph:
         self.is_captured, self._replay = False, None
         self.cache.advance(0)
 
-    def fits(self, inputs: Any) -> bool:
-        """Whether it was captured with inputs of these kinds."""
+    def fitting_leaves(self, inputs: Any) -> list[Any] | None:
+        """Returns the leaves of these inputs; None if it was captured with inputs of other kinds."""
         leaves, structure = tree_flatten(inputs)
-        return structure == self.structure and all(map(_are_alike, leaves, self.buffers))
+        return leaves if structure == self.structure and all(map(_are_alike, leaves, self.buffers)) else None
 
     def replay(self, inputs: Any) -> Any:
         """The output for these inputs, which the next replay overwrites; None if it was captured with other kinds."""
-        if self._replay is None or not self.fits(inputs):
+        leaves = self.fitting_leaves(inputs)
+        if self._replay is None or leaves is None:
             self.drop()
             return None
-        for index, (leaf, buffer) in enumerate(zip(tree_leaves(inputs), self.buffers)):
+        for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers)):
             if not isinstance(leaf, Tensor):
                 continue
             if index in self._unread:

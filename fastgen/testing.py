@@ -55,7 +55,7 @@ PARTS = {
     "read flags, fairseq": f"{_FAIRSEQ}.loop:_flags_sync",
     "reorder, fairseq": f"{_FAIRSEQ}.decode_step:FairseqDecodeStep.reorder",
     # Prompts and prefixes.
-    "expand a prefill": f"{_TRANSFORMERS}.prefill:expand",
+    "expand a prefill": f"{_TRANSFORMERS}.prefill:PrefillPlan._expand",
     "take a row of each group": f"{_TRANSFORMERS}.row_groups:take",
     "compare rows": f"{_TRANSFORMERS}.row_groups:_equal_to_row_before_sync",
     "arguments of a prefix": f"{_TRANSFORMERS}.prefixes:CommonPrefix.of_prefix",

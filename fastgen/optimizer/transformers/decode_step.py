@@ -10,7 +10,7 @@ tests/optimizer/transformers/test_refused_calls.py
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 from weakref import ref
@@ -27,6 +27,7 @@ from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import COMPACTION, REORDERS_ITSELF, Reason
+from fastgen.optimizer.decoding.rollback import Rollback, undo_of_attributes, undo_of_random_numbers
 from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.transformers import checks, compat, kv_layers, row_groups
 
@@ -60,18 +61,18 @@ class TransformersDecodeStep(DecodeStep):
         self.processors, self.arguments = processors, arguments
         self._dynamic: Any = None  # the cache before the capture, for eager steps after it
         self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: what was given, the padding, and what it gave
-        self._undo = [_undo_of(model.device, processors)]
-        if (cache := kv_layers.cache_of(arguments)) is not None:
-            self._undo.append(kv_layers.undo_of(cache))
+        cache = kv_layers.cache_of(arguments)
+        undos = [] if cache is None else [kv_layers.undo_of(cache)]
+        self._rollback = Rollback(undo_of_random_numbers(model.device), undo_of_attributes(processors), *undos)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         # Lets go of the cache: one that nobody else holds need not be given back when the call ends.
-        self.arguments, self._dynamic, self._undo = {}, None, []
+        self.arguments, self._dynamic = {}, None
+        self._rollback.keep()
 
     def undo(self) -> None:
-        for undo in self._undo:
-            undo()
+        self._rollback.restore()
 
     @property
     def stops_late(self) -> bool:
@@ -227,28 +228,6 @@ class TransformersDecodeStep(DecodeStep):
             if isinstance(lengths, Tensor):
                 self.processors[index] = copy.copy(processor)
                 self.processors[index].prompt_ignore_length = lengths.index_select(0, rows.to(lengths.device))
-
-
-def _undo_of(device: torch.device, processors: Iterable[Any]) -> Callable[[], None]:
-    """A function that puts back random numbers and what processors of the library hold, as they are now."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
-    random = [(generator, generator.get_state()) for generator in generators]
-    processor_states = []
-    for processor in processors:
-        attributes = getattr(processor, "__dict__", {})
-        copies = {name: copy.copy(value) for name, value in attributes.items() if type(value) in (dict, list)}
-        processor_states.append((attributes, attributes | copies))
-
-    def undo() -> None:
-        for generator, state in random:
-            generator.set_state(state)
-        for attributes, before in processor_states:
-            attributes.clear()
-            attributes.update(before)
-
-    return undo
 
 
 class LateStopCheck:

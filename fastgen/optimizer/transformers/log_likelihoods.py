@@ -36,7 +36,7 @@ from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import PREFILL, Decision, Reason
 from fastgen.optimizer.transformers import checks, prefixes
-from fastgen.optimizer.transformers.prefill import adopt
+from fastgen.optimizer.transformers.prefill import expand_cache
 
 Tokens = tuple[int, ...]
 Pair = tuple[Tokens, Tokens]
@@ -282,12 +282,12 @@ class Scorer:
         if length:
             for number, layer in enumerate(prefix.layers):
                 cache.update(layer.keys, layer.values, number)
-            adopt(self.model, cache, 1, len(batch), rests.shape[1] + longest, self.call, is_prefix=True)
+            expand_cache(self.model, cache, 1, len(batch), rests.shape[1] + longest, self.call, is_prefix=True)
         mask = torch.cat([torch.ones(len(batch), length), mask], dim=1)
         first = self._forward(rests, mask, cache, 1)[:, -1]  # [contexts, vocabulary_size]
         then = torch.empty(len(batch), 0, 0, first.shape[-1])
         if most:
-            adopt(self.model, cache, len(batch), most, longest, self.call)
+            expand_cache(self.model, cache, len(batch), most, longest, self.call)
             rows = [one for found in behind for one in (*found, *[(0,)] * (most - len(found)))]
             tokens, _ = _padded(rows, left=False)
             mask = torch.cat([mask.repeat_interleave(most, 0), torch.ones(tokens.shape)], dim=1)

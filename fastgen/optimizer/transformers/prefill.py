@@ -5,19 +5,25 @@ row of each group of equal rows goes through the model (decoder prompt, masks an
 rows inside a forward agree), then the cache and the last logits are given to all rows: what is equal stays stored once
 (FastSeq §4.1), the rest is repeated.
 
+    prefill                       the patch
+      plan_prefill                decides, and touches nothing: row groups, common prefix, all reasons against them
+      PrefillPlan.run             changes the cache, the outputs and the report, inside a `Rollback`
+      LeaveAlone(reasons)         raised by both; then the library's own prefill runs, with the reasons in the report
+
 Tests: tests/optimizer/transformers/test_repeated_rows.py, tests/optimizer/transformers/test_generate_models.py,
 tests/optimizer/transformers/test_static_prefill.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_outputs import ModelOutput
 
@@ -25,8 +31,9 @@ from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.kv_cache import KV
-from fastgen.optimizer.decoding.model_facts import size_of
+from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, PREFILL, PREFIX, USER_CACHE, Decision, Reason
+from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, undo_of_tensors
 from fastgen.optimizer.transformers import checks, kv_layers, prefixes, row_groups, verification
 from fastgen.optimizer.transformers.models import images, latent_attention
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
@@ -35,6 +42,7 @@ from fastgen.optimizer.transformers.row_groups import RowGroups
 STATIC_CACHE = Reason("STATIC_CACHE", "a StaticCache holds keys and values of each row")
 ONE_ROW = Decision("ONE_ROW_PER_INPUT", "one row per input")
 NAN = Reason("NAN", "logits are NaN behind a common prefix, and may not be without")
+NO_CACHE = Reason("NO_CACHE", "the model returns no cache")
 
 
 def prefill(
@@ -53,83 +61,218 @@ def prefill(
         call.end_stage("encoder")
     if call.has_callbacks:  # a streamer has seen the prompt
         call.has_changed(self)
+
+    def forward(arguments: dict[str, Any]) -> ModelOutput:
+        return original(self, arguments.pop("input_ids"), generation_config, arguments, *args, **kwargs)
+
     arguments = {"input_ids": input_ids, **model_kwargs}
-    limit = max((generation_config.max_length or 0) - input_ids.shape[1], 1)  # of tokens that can be generated
-    groups, compared, reasons = groups_of_equal_rows(call, self, arguments, generation_config)
-    call.set_rows(groups.inputs, groups.rows)
-    each_alone, prefix, given = len(groups) == groups.rows, None, arguments
-    if not each_alone and not reasons:
-        given = row_groups.take(arguments, groups.rows, groups.firsts)
-        if arguments.get(row_groups.IMAGES) is not None:
-            given[row_groups.IMAGES], reasons = images.of_first_rows_sync(arguments, self.config, groups)
-    if (each_alone or not reasons) and not self.config.is_encoder_decoder:
-        prefix = prefixes.common_prefix_sync(call, self, given, generation_config)
-    if each_alone and prefix is not None:
-        reasons, compared = [], True
-    # Looking at all modules of the model comes last: it takes longest.
-    reasons = reasons or unsupported_reasons(self, arguments, generation_config, groups, compared, call)
-    reasons = reasons or verification.first_use_reasons(self, generation_config, input_ids.shape[1], call)
-    if not reasons:
-        given_cache = kv_layers.cache_of(arguments)
-        empty = None if given_cache is None else kv_layers.undo_of(given_cache)
-        facts = call.facts_of(self, checks.KNOWN)
-        before = undo = None
-        if facts.row_states is None:  # the model may keep states of its rows, from which its next forward goes on
-            before, undo = facts.row_tensors(), undo_of_states(facts.modules.values())
-
-        def forward(arguments: dict[str, Any]) -> ModelOutput:
-            return original(self, arguments.pop("input_ids"), generation_config, arguments, *args, **kwargs)
-
-        if prefix is not None:
-            found = prefixes.model_reasons(facts, forward, prefix, given)
-            call.report.add_reasons(PREFIX, found)
-            if found:
-                if undo is not None:
-                    undo()
-                prefix, reasons = None, [ONE_ROW] if each_alone else []
-        used = dict(given) if prefix is None else prefix.of_rests(given)
-        if prefix is not None:
-            prefixes.fill_sync(call, self, forward, prefix, given)
-            reasons = _done_or_reasons(self, partial(expand_prefix, self, given_cache, prefix, groups, limit, call))
-        if not reasons:
-            try:
-                with filling_all_rows(given_cache, groups) if kv_layers.is_static(given_cache) else nullcontext():
-                    outputs = forward(used)
-            except Exception:  # the states of another call may be of more rows
-                if undo is None or not (reasons := checks.row_state_reasons(call, self, {groups.rows})):
-                    raise
-                facts.row_states = reasons
-        if not reasons:
-            if prefix is not None and outputs["logits"].isnan().any():  # torch hides NaN of few keys without a mask
-                reasons = [NAN]
-            elif len(groups) == 1:
-                prefixes.keep_prompt_sync(call, self, given, outputs)
-            if before is not None and not reasons:
-                reasons = facts.row_states = checks.row_state_reasons(call, self, {len(groups)}, before)
-        if not reasons and given_cache is None and arguments.get("use_cache", True):
-            made = kv_layers.cache_of(outputs)  # by the model, as all do in transformers 5.0
-            found = [Reason("NO_CACHE", "the model returns no cache")] if made is None else []
-            reasons = facts.row_states = found or kv_layers.unsupported_types(made)
-        reasons = reasons or _done_or_reasons(self, partial(expand, self, outputs, given_cache, groups, limit, call))
-        if prefix is not None and not reasons:
-            call.report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.kept, prefix.kept)
-        for restore in (empty, undo) if reasons else ():
-            if restore is not None:
-                restore()
-    if reasons:
-        call.report.add_reasons(PREFILL, reasons)
-        outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        if reasons[0].code == "ERROR":  # and the library had none
-            PATCH_SET.fail("transformers.shared_caches", reasons[0].text)
-        if groups.rows == 1:
-            prefixes.keep_prompt_sync(call, self, arguments, outputs)
+    try:
+        plan = plan_prefill(call, self, arguments, generation_config, forward)
+        outputs = plan.run()
+    except LeaveAlone as left_alone:
+        reasons = left_alone.reasons
+    else:
+        plan.update(model_kwargs)
         return outputs
-    for name in model_kwargs.keys() - used.keys():
-        del model_kwargs[name]
-    for name, value in used.items():  # what the prefill has set for the steps that follow
-        if (name not in given or value is not given[name]) and name != row_groups.IMAGES:
-            model_kwargs[name] = row_groups.repeat(name, value, groups)
+    call.report.add_reasons(PREFILL, reasons)
+    outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    if reasons[0].code == "ERROR":  # and the library had none
+        PATCH_SET.fail("transformers.shared_caches", reasons[0].text)
+    if call.rows == 1:
+        prefixes.keep_prompt_sync(call, self, arguments, outputs)
     return outputs
+
+
+def plan_prefill(
+    call: GenerateCall,
+    model: checks.HostModel,
+    arguments: dict[str, Any],
+    generation_config: Any,
+    forward: Callable[[dict[str, Any]], ModelOutput],
+) -> PrefillPlan:
+    """Returns how to compute this prefill with fewer rows or columns; raises LeaveAlone if nothing is gained.
+
+    arguments: `input_ids` and `model_kwargs`. forward: the library's prefill of other arguments of this kind. Whether
+    the model can compute a common prefix apart is tried once, and put back. Reads the device.
+    """
+    groups, are_equal, reasons = groups_of_equal_rows(call, model, arguments, generation_config)
+    call.set_rows(groups.inputs, groups.rows)
+    is_each_alone = len(groups) == groups.rows
+    first_rows, prefix = arguments, None
+    if not is_each_alone and not reasons:
+        first_rows = row_groups.take(arguments, groups.rows, groups.firsts)
+        if arguments.get(row_groups.IMAGES) is not None:
+            first_rows[row_groups.IMAGES] = images.of_first_rows_sync(arguments, model.config, groups)
+    if (is_each_alone or not reasons) and not model.config.is_encoder_decoder:
+        prefix = prefixes.common_prefix_sync(call, model, first_rows, generation_config)
+    if prefix is None:
+        LeaveAlone.for_any(reasons)
+    # Looking at all modules of the model comes last: it takes longest.
+    LeaveAlone.for_any(
+        unsupported_reasons(model, arguments, generation_config, groups, are_equal or is_each_alone, call)
+        or verification.first_use_reasons(model, generation_config, arguments["input_ids"].shape[1], call)
+    )
+    facts = call.facts_of(model, checks.KNOWN)
+    if prefix is not None and (reasons := prefixes.model_reasons(facts, forward, prefix, first_rows)):
+        call.report.add_reasons(PREFIX, reasons)
+        prefix = None
+        LeaveAlone.for_any([ONE_ROW] if is_each_alone else [])
+    limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
+    return PrefillPlan(call, model, groups, first_rows, prefix, limit, forward)
+
+
+@dataclass
+class PrefillPlan:
+    """One forward in place of the library's prefill, of one row per group and what follows a common prefix.
+
+    first_rows: the arguments of one row per group. limit: the number of tokens that can be generated, at least 1.
+    """
+
+    call: GenerateCall
+    model: checks.HostModel
+    groups: RowGroups
+    first_rows: dict[str, Any]
+    prefix: CommonPrefix | None
+    limit: int
+    forward: Callable[[dict[str, Any]], ModelOutput]
+
+    def run(self) -> ModelOutput:
+        """Returns the outputs of all rows; raises LeaveAlone, with everything put back, if they would not be equal."""
+        cache, facts = kv_layers.cache_of(self.first_rows), self.call.facts_of(self.model, checks.KNOWN)
+        undos = [] if cache is None else [kv_layers.undo_of(cache)]
+        tensors = None
+        if facts.row_states is None:  # the model may keep states of its rows, from which its next forward goes on
+            tensors = facts.row_tensors()
+            undos.append(undo_of_tensors(facts.modules.values()))
+        with Rollback(*undos) as rollback:
+            self.arguments = self._fill_prefix(cache)
+            outputs = self._forward(cache, facts)
+            self._check(outputs, cache, facts, tensors)
+            if len(self.groups) == 1:
+                prefixes.keep_prompt_sync(self.call, self.model, self.first_rows, outputs)
+            with _own_errors(self.model):
+                self._expand(outputs, cache)
+            rollback.keep()
+        return outputs
+
+    def update(self, model_kwargs: dict[str, Any]) -> None:
+        """Makes the `model_kwargs` of all rows what the prefill has set for the steps that follow."""
+        for name in model_kwargs.keys() - self.arguments.keys():
+            del model_kwargs[name]
+        for name, value in self.arguments.items():
+            if (name not in self.first_rows or value is not self.first_rows[name]) and name != row_groups.IMAGES:
+                model_kwargs[name] = row_groups.repeat(name, value, self.groups)
+
+    def _fill_prefix(self, cache: Any) -> dict[str, Any]:
+        """Returns the arguments of the forward; puts a common prefix into the cache, once for all groups."""
+        if self.prefix is None:
+            return dict(self.first_rows)
+        prefixes.fill_sync(self.call, self.model, self.forward, self.prefix, self.first_rows)
+        count = len(self.groups)
+        if count > 1:
+            limit = self.prefix.columns_behind + (self.limit if self.groups.rows_per_input == 1 else 0)
+            with _own_errors(self.model):
+                expand_cache(self.model, cache, 1, count, limit, self.call, is_prefix=True)
+        return self.prefix.of_rests(self.first_rows)
+
+    def _forward(self, cache: Cache | None, facts: ModelFacts) -> ModelOutput:
+        is_static = kv_layers.is_static(cache)
+        try:
+            with filling_all_rows(cache, self.groups) if is_static else nullcontext():
+                return self.forward(self.arguments)
+        except Exception:  # the states of another call may be of more rows
+            if facts.row_states is None:
+                facts.row_states = checks.row_state_reasons(self.call, self.model, {self.groups.rows}) or None
+                LeaveAlone.for_any(facts.row_states or [])
+            raise
+
+    def _check(
+        self,
+        outputs: ModelOutput,
+        cache: Cache | None,
+        facts: ModelFacts,
+        tensors: dict[tuple[int, str], Tensor] | None,
+    ) -> None:
+        """Raises LeaveAlone if the forward shows that one of all rows would have given others.
+
+        tensors: those on the model's modules before, None if it is known that none are of its rows.
+        """
+        if self.prefix is not None and outputs["logits"].isnan().any():  # torch hides NaN of few keys without a mask
+            raise LeaveAlone([NAN])
+        if tensors is not None:
+            sizes = {len(self.groups)}
+            facts.row_states = checks.row_state_reasons(self.call, self.model, sizes, tensors)
+            LeaveAlone.for_any(facts.row_states)
+        if cache is None and self.first_rows.get("use_cache", True):
+            new_cache = kv_layers.cache_of(outputs)  # by the model, as all do in transformers 5.0
+            facts.row_states = [NO_CACHE] if new_cache is None else kv_layers.unsupported_types(new_cache)
+            LeaveAlone.for_any(facts.row_states)
+
+    def _expand(self, outputs: ModelOutput, user_cache: Cache | None) -> None:
+        """Makes the outputs of one row per group those of all rows, and adds to the report.
+
+        user_cache: what the forward was given. Some fill it and do not return it (BERT with `is_decoder=False`).
+        """
+        call, groups, report = self.call, self.groups, self.call.report
+        call.is_accelerated = True
+        if len(groups) < groups.rows:
+            what = "one row per input" if groups.are_inputs else "one of each group of equal rows"
+            report.shared.append(f"prefill: {what}")
+        for cache in _caches_of(outputs, user_cache):
+            if kv_layers.is_static(cache):
+                report.add_reasons(KV_CACHE, [STATIC_CACHE])
+                continue
+            if not groups.are_inputs:
+                kv_layers.repeat(cache, groups.of_rows[:: groups.rows_per_input])
+            expand_cache(self.model, cache, groups.inputs, groups.rows_per_input, self.limit, call)
+        if not groups.are_inputs and groups.rows_per_input == 1:
+            sizes = ", ".join(map(str, groups.sizes[:8]))
+            text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"
+            report.add_reasons(KV_CACHE, [Reason("GROUP_SIZES_DIFFER", text)])
+        if (prefix := self.prefix) is not None:
+            report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.kept, prefix.kept)
+        for name, value in tuple(outputs.items()):
+            if not isinstance(value, Cache):
+                outputs[name] = row_groups.repeat(name, value[:, -1:] if name == "logits" else value, groups)
+
+
+def _caches_of(outputs: ModelOutput, user_cache: Cache | None) -> list[Cache]:
+    """The caches among the outputs, and the user's if it is none of these or of their parts."""
+    caches = [value for value in outputs.values() if isinstance(value, Cache)]
+    parts = [part for cache in caches for part in (cache, *kv_layers.parts(cache))]
+    return caches if user_cache is None or user_cache in parts else [*caches, user_cache]
+
+
+def expand_cache(
+    model: checks.HostModel,
+    cache: Cache,
+    inputs: int,
+    rows_per_input: int,
+    limit: int,
+    call: GenerateCall,
+    is_prefix: bool = False,
+) -> None:
+    """Gives a cache of `inputs` rows `rows_per_input` times as many, see `kv_layers.adopt`.
+
+    A model's latents in segments are expanded in parts until the call ends.
+    """
+    if kv_layers.adopt(cache, inputs, rows_per_input, limit, call, is_prefix):  # the library may compile other forwards
+        facts = call.facts_of(model, checks.KNOWN)
+        if latent_attention.NAME in facts.code.names:
+            call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
+
+
+@contextmanager
+def _own_errors(model: checks.HostModel) -> Iterator[None]:
+    """Turns errors of fastgen's own code, which changes caches and outputs in place, into LeaveAlone."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        raise  # the original would need more
+    except Exception as error:
+        if CONFIG.strict:
+            raise
+        raise LeaveAlone([Reason("ERROR", f"{type(model).__name__}: {type(error).__name__}: {error}")]) from error
 
 
 def groups_of_equal_rows(
@@ -179,86 +322,6 @@ def too_small_reasons(
     return [Decision("TOO_SMALL", "the model is too small to gain", detail)]
 
 
-def _done_or_reasons(model: checks.HostModel, change: Callable[[], None]) -> list[Reason]:
-    """Changes caches and outputs in place; returns why that failed, or nothing."""
-    try:
-        change()
-    except torch.cuda.OutOfMemoryError:
-        raise  # the original would need more
-    except Exception as error:
-        if CONFIG.strict:
-            raise
-        return [Reason("ERROR", f"{type(model).__name__}: {type(error).__name__}: {error}")]
-    return []
-
-
-def adopt(
-    model: checks.HostModel,
-    cache: Cache,
-    inputs: int,
-    rows_per_input: int,
-    limit: int,
-    call: GenerateCall,
-    is_prefix: bool = False,
-) -> None:
-    """As `kv_layers.adopt`; a model's latents in segments are expanded in parts until the call ends."""
-    if kv_layers.adopt(cache, inputs, rows_per_input, limit, call, is_prefix):  # the library may compile other forwards
-        facts = call.facts_of(model, checks.KNOWN)
-        if latent_attention.NAME in facts.code.names:
-            call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
-
-
-def expand_prefix(
-    model: checks.HostModel, cache: Cache, prefix: CommonPrefix, groups: RowGroups, limit: int, call: GenerateCall
-) -> None:
-    """Makes a cache with the prefix one of a row for each group, to which what follows can be added."""
-    rest = prefix.columns_behind + (limit if groups.rows_per_input == 1 else 0)
-    if len(groups) > 1:
-        adopt(model, cache, 1, len(groups), rest, call, is_prefix=True)
-
-
-def expand(
-    model: checks.HostModel,
-    outputs: ModelOutput,
-    given: Cache | None,
-    groups: RowGroups,
-    limit: int,
-    call: GenerateCall,
-) -> None:
-    """Makes the outputs of a forward of one row per group those of all rows, and adds to the report.
-
-    given: the cache that the forward was given. Some forwards fill it and do not return it (BERT with
-    `is_decoder=False`). limit: the number of tokens that can be generated, at least 1.
-    """
-    report = call.report
-    call.is_accelerated = True
-    if len(groups) < groups.rows:
-        what = "one row per input" if groups.are_inputs else "one of each group of equal rows"
-        report.shared.append(f"prefill: {what}")
-    caches: list[Cache] = []
-    returned: list[Cache] = []
-    for value in outputs.values():
-        if isinstance(value, Cache):
-            caches.append(value)
-            returned += value, *kv_layers.parts(value)
-    if given is not None and given not in returned:
-        caches.append(given)
-    for cache in caches:
-        if kv_layers.is_static(cache):
-            report.add_reasons(KV_CACHE, [STATIC_CACHE])
-            continue
-        if not groups.are_inputs:
-            kv_layers.repeat(cache, groups.of_rows[:: groups.rows_per_input])
-        adopt(model, cache, groups.inputs, groups.rows_per_input, limit, call)
-    if not groups.are_inputs and groups.rows_per_input == 1:
-        sizes = ", ".join(map(str, groups.sizes[:8]))
-        text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"
-        report.add_reasons(KV_CACHE, [Reason("GROUP_SIZES_DIFFER", text)])
-    for name, value in tuple(outputs.items()):
-        if not isinstance(value, Cache):
-            outputs[name] = row_groups.repeat(name, value[:, -1:] if name == "logits" else value, groups)
-
-
 def unsupported_reasons(
     model: checks.HostModel,
     arguments: dict[str, Any],
@@ -284,23 +347,6 @@ def unsupported_reasons(
     if not reasons and not compared and not row_groups.groups_are_equal_sync(arguments, groups):
         reasons.append(Reason("ROWS_DIFFER", "the rows of an input differ from each other"))
     return reasons
-
-
-def undo_of_states(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """A function that gives modules the tensors again that they hold now as plain attributes.
-
-    What a forward writes in place stays: states of another number of rows it has to make anew. Other attributes, too:
-    the library notes there where it has put hooks.
-    """
-    before = [(module, dict(vars(module))) for module in modules]
-
-    def undo() -> None:
-        for module, attributes in before:
-            for name, value in tuple(vars(module).items()):
-                if isinstance(value, Tensor) or isinstance(attributes.get(name), Tensor):
-                    vars(module)[name] = attributes.get(name)
-
-    return undo
 
 
 # The library's own static caches, which a prefill with one row per group fills for all rows. Their layers stay the

@@ -25,8 +25,9 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.report import KEPT, PREFIX, Decision, Reason
+from fastgen.optimizer.decoding.rollback import Rollback, undo_of_tensors
 from fastgen.optimizer.transformers import architectures, checks, compat, kv_layers
-from fastgen.optimizer.transformers.kept_prefix import reuse_of
+from fastgen.optimizer.transformers.kept_prefix import PrefixReuse, reuse_of
 from fastgen.optimizer.transformers.models import images
 from fastgen.optimizer.transformers.row_groups import IMAGES
 
@@ -109,7 +110,7 @@ def column_names(arguments: dict[str, Any]) -> list[str]:
 def common_prefix_sync(
     call: GenerateCall, model: checks.HostModel, arguments: dict[str, Any], generation_config: Any
 ) -> CommonPrefix | None:
-    """What the rows of a prefill begin with in common, if computing it once, or not at all, gains something.
+    """Returns what the rows of a prefill begin with in common if computing it once, or not at all, gains something.
 
     The last column of each row stays outside, because its logits are wanted. Adds to the report why a prefix is not
     used. Reads the device.
@@ -125,34 +126,53 @@ def common_prefix_sync(
     longest, padding = _longest_sync(arguments, model.config)
     if longest < 2:  # one may be the beginning of every text
         return None
-    layers: list[KV] = []
-    kept, head = 0, 0
+    prefix = CommonPrefix.after(longest, length, padding)
     if reuse is not None:
-        asked = longest if reuse.head is None else reuse.head if reuse.head <= longest else 0
-        columns = CommonPrefix.after(asked, length, padding).columns(arguments)
-        if asked > 1:
-            kept, layers = reuse.found_sync(call, model, columns, options_of(arguments))
-        head = asked if reuse.head is not None and gains(rows * asked) else 0
-        if reuse.kept is not None and not gains(rows * kept):
-            detail = f"{kept} of {asked} tokens were kept"
-            call.report.add_reasons(KEPT, [Decision("PREFIX_SHORT", "too short to gain", detail)])
-        kept = kept if kept > 1 and gains(rows * kept) and head in (0, kept) else 0
-    tokens = (rows - 1) * (longest - max(kept, head))
-    common = longest if gains(tokens) else max(kept, head)
-    if not common and rows == 1:
+        prefix = _with_kept_sync(call, model, reuse, prefix, arguments, gains)
+    reused = max(prefix.kept, prefix.head)
+    tokens = (rows - 1) * (longest - reused)
+    is_short = not gains(tokens)
+    if is_short and not reused and rows == 1:
         return None
-    prefix = CommonPrefix.after(common or longest, length, padding)
-    prefix = replace(prefix, kept=kept, kept_layers=layers, head=head)
+    if is_short and reused:
+        shorter = CommonPrefix.after(reused, length, padding)
+        prefix = replace(shorter, kept=prefix.kept, kept_layers=prefix.kept_layers, head=prefix.head)
     if arguments.get(IMAGES):
-        tokens_of_prefix = _first_tokens(arguments, prefix.length, padding)
-        prefix = replace(prefix, images=images.split_sync(arguments, model.config, tokens_of_prefix))
-    reasons: list[Reason] = []
-    if not common:
+        prefix_tokens = _first_tokens(arguments, prefix.length, padding)
+        prefix = replace(prefix, images=images.split_sync(arguments, model.config, prefix_tokens))
+    if is_short and not reused:
         detail = f"{longest} tokens of all inputs, {tokens} need not be computed"
-        reasons.append(Decision("PREFIX_SHORT", "too short to gain", detail))
-    reasons = reasons or unsupported_reasons(model, arguments, generation_config, prefix)
+        reasons: list[Reason] = [Decision("PREFIX_SHORT", "too short to gain", detail)]
+    else:
+        reasons = unsupported_reasons(model, arguments, generation_config, prefix)
     call.report.add_reasons(PREFIX, reasons)
     return None if reasons else prefix
+
+
+def _with_kept_sync(
+    call: GenerateCall,
+    model: checks.HostModel,
+    reuse: PrefixReuse,
+    longest: CommonPrefix,
+    arguments: dict[str, Any],
+    gains: Callable[[int], bool],
+) -> CommonPrefix:
+    """Returns the longest common prefix with what earlier calls have kept of it, and how much is to be kept of it.
+
+    gains: whether so many tokens that need not be computed are worth a forward of their own.
+    """
+    rows, columns = _prompt(arguments).shape[:2]
+    asked = longest.length if reuse.head is None else reuse.head if reuse.head <= longest.length else 0
+    kept, layers = 0, list[KV]()
+    if asked > 1:
+        part = replace(longest, length=asked, columns_behind=columns - asked)
+        kept, layers = reuse.found_sync(call, model, part.columns(arguments), options_of(arguments))
+    head = asked if reuse.head is not None and gains(rows * asked) else 0
+    if reuse.kept is not None and not gains(rows * kept):
+        detail = f"{kept} of {asked} tokens were kept"
+        call.report.add_reasons(KEPT, [Decision("PREFIX_SHORT", "too short to gain", detail)])
+    kept = kept if kept > 1 and gains(rows * kept) and head in (0, kept) else 0
+    return replace(longest, kept=kept, kept_layers=layers, head=head)
 
 
 def fill_sync(
@@ -198,46 +218,45 @@ def model_reasons(
     """Why this model cannot compute a prefix apart from the rest, tried once for each type that a token has.
 
     Encoders that serve as decoders cannot, nor can models that see a prompt, or what has one type, from both sides.
-    forward: a prefill, which fills the empty cache among the arguments.
+    forward: a prefill, which fills the empty cache among the arguments; it is empty again afterwards.
     """
     if facts.coupled is not None:
         return [Reason("ROWS_COUPLED", facts.coupled)]
-    types = arguments.get(TYPES)
+    types, cache = arguments.get(TYPES), kv_layers.cache_of(arguments)
     for kind in [None] if types is None else types.unique().tolist():
         if kind not in facts.prefix_reasons:
-            facts.prefix_reasons[kind] = _tried(forward, prefix, arguments, kind)
+            with Rollback(kv_layers.undo_of(cache), undo_of_tensors(facts.modules.values())):
+                forward(_two_rows(prefix, arguments, kind))
+                facts.prefix_reasons[kind] = _causality_reasons(cache)
         if reasons := facts.prefix_reasons[kind]:
             return reasons
     return []
 
 
-def _tried(
-    forward: Callable[[dict[str, Any]], Any], prefix: CommonPrefix, arguments: dict[str, Any], kind: int | None
-) -> list[Reason]:
-    """With two tokens of this type, and another second one."""
+def _two_rows(prefix: CommonPrefix, arguments: dict[str, Any], kind: int | None) -> dict[str, Any]:
+    """Returns a prefill of two rows of two tokens of this type, which differ in the second one."""
     names = column_names(arguments)
-    two = replace(prefix, length=2, images=None).of_prefix(arguments)
-    two.pop(IMAGES, None)
-    for name in {TOKENS, *names} & two.keys():
-        two[name] = torch.cat([two[name], two[name]])
+    rows = replace(prefix, length=2, images=None).of_prefix(arguments)
+    rows.pop(IMAGES, None)
+    for name in {TOKENS, *names} & rows.keys():
+        rows[name] = torch.cat([rows[name], rows[name]])
     if kind is not None:
-        two[TYPES] = torch.full_like(two[TYPES], kind)
-    prompt = two[names[0]]
+        rows[TYPES] = torch.full_like(rows[TYPES], kind)
+    prompt = rows[names[0]]
     prompt[1, 1] = prompt[1, 1] + 1 if names[0] == EMBEDS else torch.where(prompt[1, 1] > 0, prompt[1, 1] - 1, 1)
-    cache: Any = kv_layers.cache_of(arguments)
-    empty = kv_layers.undo_of(cache)
-    forward(two)
-    reasons = []
+    return rows
+
+
+def _causality_reasons(cache: Any) -> list[Reason]:
+    """Why the keys and values of the first token depend on more than itself, after a prefill of `_two_rows`."""
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
-        reasons.append(Reason("NO_CACHE", "the model fills no cache"))
-    elif cache.get_seq_length() != 2:
-        reasons.append(Reason("VIRTUAL_TOKENS", "the model puts tokens of its own before the prompt"))
-    else:
-        first = (states[:, :, 0] for layer in cache.layers for states in (layer.keys, layer.values))
-        if not all(torch.allclose(*rows, atol=1e-5, equal_nan=True) for rows in first):
-            reasons.append(Reason("NOT_CAUSAL", "what the model computes for a token depends on those behind it"))
-    empty()
-    return reasons
+        return [Reason("NO_CACHE", "the model fills no cache")]
+    if cache.get_seq_length() != 2:
+        return [Reason("VIRTUAL_TOKENS", "the model puts tokens of its own before the prompt")]
+    first = (states[:, :, 0] for layer in cache.layers for states in (layer.keys, layer.values))
+    if not all(torch.allclose(*rows, atol=1e-5, equal_nan=True) for rows in first):
+        return [Reason("NOT_CAUSAL", "what the model computes for a token depends on those behind it")]
+    return []
 
 
 def unsupported_reasons(

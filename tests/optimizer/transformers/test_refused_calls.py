@@ -134,9 +134,9 @@ def test_random_numbers_are_put_back_before_a_second_try():
 def test_the_library_is_asked_before_sharing_is_switched_off(refused):
     model, input_ids = tiny("llama"), token_ids(2, 9)
 
-    def fail(expand: Callable, model: Any, *others: Any) -> None:
+    def fail(expand: Callable, plan: Any, *others: Any) -> None:
         if refused:
-            model.lm_head = None
+            plan.model.lm_head = None
         raise KeyError("ours")
 
     if refused:

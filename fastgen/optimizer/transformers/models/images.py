@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.decoding.rollback import LeaveAlone
 from fastgen.optimizer.transformers.row_groups import IMAGES, RowGroups
 
 
@@ -54,24 +55,24 @@ def _chosen(output: ModelOutput, features: Tensor) -> ModelOutput:
     return type(output)(**{**output, **changed})
 
 
-def of_first_rows_sync(
-    arguments: dict[str, Any], config: Any, groups: RowGroups
-) -> tuple[dict[str, ModelOutput], list[Reason]]:
-    """The items of the first row of each group, and why rows of a group cannot do with them; empty if they can."""
+def of_first_rows_sync(arguments: dict[str, Any], config: Any, groups: RowGroups) -> dict[str, ModelOutput]:
+    """Returns the items of the first row of each group; raises LeaveAlone if the other rows cannot do with them."""
     rows, firsts, name = _rows_sync(arguments, config), groups.firsts[groups.of_rows].tolist(), f"argument {IMAGES}"
     if rows is None:
-        return {}, [Reason("IMAGES", f"{name}: they are not known to be those of the prompt's rows")]
+        raise LeaveAlone([Reason("IMAGES", f"{name}: they are not known to be those of the prompt's rows")])
     outputs = {}
     for modality, of_rows in rows.items():
         output = arguments[IMAGES][modality]
         deep = getattr(output, "deepstack_features", None)
         if deep is not None and not isinstance(deep[0][0], Tensor):
-            return {}, [Reason("IMAGES", f"{name}: the features of its {modality}s are in the model's own order")]
+            text = f"{name}: the features of its {modality}s are in the model's own order"
+            raise LeaveAlone([Reason("IMAGES", text)])
         features = _flat(output.pooler_output)
         if not all(torch.equal(features[of_rows[first]], features[row]) for first, row in zip(firsts, of_rows)):
-            return {}, [Reason("IMAGES_DIFFER", f"{name}: equal rows of the prompt have different {modality}s")]
+            text = f"{name}: equal rows of the prompt have different {modality}s"
+            raise LeaveAlone([Reason("IMAGES_DIFFER", text)])
         outputs[modality] = _chosen(output, torch.cat([of_rows[first] for first in groups.firsts.tolist()]))
-    return outputs, []
+    return outputs
 
 
 # Behind a common prefix.

@@ -1,0 +1,102 @@
+"""The way back to the library: `LeaveAlone` says why, `Rollback` puts back what a forward or a loop has changed.
+
+Each part of the state gives a function that restores it: tensors on modules, random numbers and attributes of objects
+have theirs here, caches in the folder of their host.
+
+Tests: tests/optimizer/decoding/test_rollback.py, tests/optimizer/transformers/test_refused_calls.py
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.optimizer.decoding.report import Reason
+
+Restore = Callable[[], None]
+
+
+class LeaveAlone(Exception):
+    """Raised if the library does the work. Each patch catches it in one place, reports `reasons`, and calls it."""
+
+    def __init__(self, reasons: Sequence[Reason]) -> None:
+        super().__init__(*map(str, reasons))
+        self.reasons = reasons
+
+    @classmethod
+    def for_any(cls, reasons: Sequence[Reason]) -> None:
+        """Raises if there are reasons."""
+        if reasons:
+            raise cls(reasons)
+
+
+class Rollback(AbstractContextManager["Rollback"]):
+    """Calls the functions that it is given when its context ends, whatever ended it, unless `keep` was called."""
+
+    def __init__(self, *restores: Restore) -> None:
+        self._restores = restores
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    def keep(self) -> None:
+        """Keeps what has changed, and lets go of the state before."""
+        self._restores = ()
+
+    def restore(self) -> None:
+        """Puts everything back, once."""
+        restores, self._restores = self._restores, ()
+        for restore in restores:
+            restore()
+
+
+def undo_of_tensors(modules: Iterable[nn.Module]) -> Restore:
+    """Returns a function that gives modules the tensors again that they hold now as plain attributes.
+
+    What a forward writes in place stays: states of another number of rows it has to make anew. Other attributes stay,
+    too: the library notes there where it has put hooks.
+    """
+    before = [(module, dict(vars(module))) for module in modules]
+
+    def restore() -> None:
+        for module, attributes in before:
+            for name, value in tuple(vars(module).items()):
+                if isinstance(value, Tensor) or isinstance(attributes.get(name), Tensor):
+                    vars(module)[name] = attributes.get(name)
+
+    return restore
+
+
+def undo_of_random_numbers(device: torch.device) -> Restore:
+    """Returns a function that sets torch's generators of the CPU and of this device to where they are now."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    states = [(generator, generator.get_state()) for generator in generators]
+
+    def restore() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+    return restore
+
+
+def undo_of_attributes(objects: Iterable[Any]) -> Restore:
+    """Returns a function that gives objects the attributes that they have now; dictionaries and lists are copied."""
+    states = []
+    for changed in objects:
+        attributes = getattr(changed, "__dict__", {})
+        copies = {name: copy.copy(value) for name, value in attributes.items() if type(value) in (dict, list)}
+        states.append((attributes, attributes | copies))
+
+    def restore() -> None:
+        for attributes, before in states:
+            attributes.clear()
+            attributes.update(before)
+
+    return restore

@@ -96,3 +96,11 @@ def test_the_table_of_versions_holds_what_the_matrix_ran(monkeypatch):
     assert {row["name"] for row in rows} <= {combination.name for combination in run.COMBINATIONS}
     assert run.BEGIN + run.table(rows) + run.END in run.PAGE.read_text(encoding="utf-8")
     sys.modules.pop("run")
+
+
+def test_the_page_of_reasons_holds_the_codes_that_are_declared(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "tools")
+    import reasons_page
+
+    assert reasons_page.PAGE.read_text(encoding="utf-8") == reasons_page.page(), "python tools/reasons_page.py"
+    sys.modules.pop("reasons_page")

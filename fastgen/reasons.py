@@ -1,0 +1,174 @@
+"""The codes of reasons, each with what it means to users: the tables of docs/reasons.md.
+
+A reason says why fastgen did not do a part of a call. A new code gets a line here, and nowhere else in words:
+`python tools/reasons_page.py` writes the page. The texts with the details of a call, and the conditions, are in the
+tables of each host's `CallChecks` (checks.py), which say where a call is left alone.
+
+Tests: tests/optimizer/test_report.py, tests/test_docs.py
+"""
+
+from __future__ import annotations
+
+# By the sections of the page. The first ones are decisions: fastgen could have done it, and chose not to.
+CHOSEN = "Chosen: there is nothing to gain, or a switch says so"
+
+CODES: dict[str, dict[str, str]] = {
+    CHOSEN: {
+        "CAPTURE_OFF": "decode steps are not captured under `FASTGEN_CUDA_GRAPHS=off`",
+        "DISABLED": "`fastgen.log_likelihoods` shares nothing where fastgen is disabled",
+        "ENDED_EARLY": "the call ended before a capture would have paid",
+        "FEW_FRAMES": "a vocoder's input is short: oneDNN would gain nothing",
+        "FEW_KEYS": "a layer holds few keys: stored for each row, they cost less than a second product",
+        "FEW_STEPS": "the call has fewer than 24 decode steps, on a GPU fewer than 4",
+        "NOT_WORTH_CAPTURING": "replays would save less than the capture costs, or too few steps are left",
+        "ONE_ROW_PER_INPUT": "neither beams nor samples, and the caller repeats no row",
+        "PREFIX_SHORT": (
+            "what prompts have in common, or what was kept of a prompt, is too short to be worth a forward of its own"
+        ),
+        "SHARE_NEVER": "nothing is shared under `FASTGEN_SHARE=never`",
+        "TOO_SMALL": "a prefill once per input saves less than it costs; the detail has both, in multiply-adds",
+    },
+    "The call": {
+        "NO_CALL": (
+            "no `generate` of this thread has gone through fastgen; one inside of `fastgen.disabled()` is not seen"
+        ),
+        "NO_PATCH": (
+            "no patch is active, or some of a library are not: its version, a switch, an error; `fastgen.status()` "
+            "lists all"
+        ),
+        "ASSISTANT": "the model is the assistant of an assisted generation",
+        "CHUNKED_PREFILL": "`prefill_chunk_size` with a static cache",
+        "CONSTRAINTS": "constraints that fairseq's search does not support",
+        "CUSTOM_GENERATE": "`custom_generate` may read the cache: it is a plain one",
+        "HARNESS": "lm-evaluation-harness answers itself: rolling log-likelihoods, autocast, texts that are too long",
+        "LOW_MEMORY": "beam search with `low_memory`",
+        "MIN_LEN": "fairseq's `min_len` is above the longest output",
+        "NO_PREFILL": "a decoding method that does not call `_prefill`",
+        "NOT_CAUSAL": "what the model computes for a token depends on later ones: no common prefix",
+        "NO_SOURCE": "fairseq's `net_input` has no source",
+        "OUTPUTS": "attentions or hidden states of all columns are asked for: no common prefix",
+        "PREFIX_ENDS": "a prefix in fairseq holds the end of the sentence",
+        "NAN": (
+            "logits are NaN after a common prefix: the library computes the prompt anew, because torch's attention "
+            "without a mask takes NaN among few keys for hidden. Or scores became NaN after inputs had left the "
+            "batch, which counts as their best, too: the search begins anew in the library's loop"
+        ),
+        "PREFIX_OUTDATED": (
+            "inside of `fastgen.reusing_prefix`, the model has changed since its prefix was kept: it is computed anew"
+        ),
+        "RETURN_DICT": "`return_dict_in_generate`: the library's loop collects the outputs",
+        "SAMPLED_BEAMS": "beams are sampled",
+        "STARTS_WITH_PADDING": "the first token is padding",
+        "STOPPING_CRITERION": "a stopping criterion other than length and end tokens",
+        "STREAMER": "a streamer is given",
+        "SYNCED_GPUS": "`synced_gpus` is set",
+        "TORCH_MODE": "a mode or transform of torch is active",
+        "AUTOCAST": (
+            "autocast is on, or begins inside the forward, as in models that accelerate has prepared with mixed "
+            "precision"
+        ),
+        "GRADIENTS": "autograd records",
+    },
+    "Rows and arguments": {
+        "ARGUMENT_COLUMNS": "which columns of an argument belong to a common prefix is not known",
+        "ARGUMENT_ROWS": "an argument of the model does not have the prompt's rows",
+        "ARGUMENT_TYPE": "an argument of the model is of a type whose rows are not known",
+        "GROUP_SIZES_DIFFER": (
+            "equal rows come in groups without a common size: one prefill per group, keys for each row"
+        ),
+        "IMAGES": "which input, or which tokens, an image or video belongs to is not known",
+        "IMAGES_DIFFER": "equal rows of the prompt have different images or videos",
+        "ROWS_DIFFER": "the rows of an input are not equal",
+        "ROWS_NOT_MULTIPLE": "the number of rows is no multiple of beams, samples or inputs",
+        "SHAPES": "an operation does not support these shapes or dtypes",
+    },
+    "The KV cache": {
+        "CACHE_LAYERS": "a cache with layers of classes that are not supported",
+        "CACHE_OFFLOADED": "a cache that is offloaded to the CPU",
+        "CACHE_NOT_EMPTY": "the cache held keys before the prefill",
+        "CACHE_TYPE": "a cache of a class that fastgen does not know",
+        "LAYERS_DIFFER": "the layers of the cache differ in kind, shape, dtype or device: no static cache",
+        "LAYER_EMPTY": "a layer of the cache is empty: no static cache",
+        "LAYER_TYPE": "layers of this class cannot be shared, and are stored for each row",
+        "MATERIALIZED": "the model materializes its keys: no static cache",
+        "MODEL_CACHE": "the model makes its own cache",
+        "NO_CACHE": "the model returns no cache, or the call uses none",
+        "REORDERS_ITSELF": "the model reorders its cache itself",
+        "SLIDING_WINDOW": "a sliding window that is shorter than the call: no static cache",
+        "STATIC_CACHE": "a static cache holds keys and values of each row",
+        "USER_CACHE": "the caller passed a cache",
+    },
+    "The model and user code": {
+        "COMPILED": "the model or a part of it is compiled, or `compile_config` is set",
+        "DECODER": "a decoder in fairseq, or layers of it, that fastgen does not know",
+        "DIFFERS": "on first use the model class gave other results than without fastgen: it is left alone",
+        "ENCODER_ROWS": "the decoder of a fairseq model gets the encoder's output for each row",
+        "ENSEMBLE": "steps of an ensemble of several models are not captured",
+        "ENSEMBLE_TYPE": "fairseq's models are in an ensemble of another class",
+        "HOOKS": "forward hooks would see fewer rows, or are not called by a replay",
+        "FUNCTION_REPLACED": (
+            "a function of torch that chooses tokens or moves rows (`torch.multinomial`, `torch.argmax`) is not "
+            "torch's: the loop is the library's"
+        ),
+        "METHOD_REPLACED": (
+            "a method that the loop calls is not the library's, or the `__call__` of a processor or a list"
+        ),
+        "MODEL_CHANGED": "user code that runs in each step has changed the model within the call",
+        "TEMPERATURE_CHANGED": "fairseq's search has changed the temperature within the call",
+        "MODEL_STATE": "the model keeps states of its rows in its modules",
+        "PROCESSOR_BY_ROW": (
+            "a logits processor may know the rows by their batch index, or holds a value for each row: finished "
+            "inputs stay"
+        ),
+        "ROWS_COUPLED": (
+            "the rows of a batch have an influence on each other: the model's experts have a capacity, or "
+            "its products are quantized dynamically by torch, with one scale for all rows"
+        ),
+        "TRAINING": "a module is in training mode and drops, or may drop",
+        "TRANSFORMERS_VERSION": "this version of transformers prepares its steps in another way",
+        "USER_CODE": (
+            "code that is not the library's runs in the forward or in each step: it may treat rows differently, or is"
+            " not called by a replay"
+        ),
+        "UNTESTED": "model code or a version of the library that no test covers",
+        "VIRTUAL_TOKENS": (
+            "the model puts tokens of its own before the prompt, as PEFT's prompt tuning does: no common prefix"
+        ),
+        "WEIGHTS_UNREADABLE": (
+            "inside of `fastgen.reusing_prefix`, weights are of a kind whose bits cannot be read: nothing is kept"
+        ),
+        "UNVERIFIED": "a model class that is compared before its first use, and this call cannot be repeated",
+    },
+    "Decode steps, operations and vocoders": {
+        "ATTENTION": "an attention that is not supported; in transformers other than sdpa and eager",
+        "CUDA_STREAM": "the program computes on a stream other than the default",
+        "CAPTURE_REFUSED": (
+            "an earlier capture of this model (under `FASTGEN_REPEATABLE=1`: of this call) failed, could not be "
+            "prepared (the text has the error) or gave other logits: steps stay eager"
+        ),
+        "DEVICE": "decode steps are captured on CPUs and NVIDIA GPUs",
+        "DTYPE": "oneDNN's convolutions take float32 on a CPU",
+        "ERROR": "an error in fastgen, after which the library did the work",
+        "GRAPHS_IN_USE": "another call uses the captured steps of the model",
+        "KV_CACHE_TOO_LARGE": "keys and values are larger than what captured graphs may hold",
+        "LAYERS": "a vocoder of which fastgen knows no layer, or whose every layer runs user code",
+        "MAY_SYNC": "the forward may synchronise with the device: transformers does not mark it as compilable",
+        "MIXED": "weights and inputs have several dtypes or devices",
+        "NGRAMS_READ": "the dictionaries of the encoder's n-grams were read, and may have been changed",
+        "NGRAM_SIZE": "the size of n-grams is no positive integer",
+        "NO_ONEDNN": "this build of torch has no oneDNN",
+        "OUT_OF_MEMORY": "no memory for static buffers",
+        "POSITIONS": "a table of positions that is too short, or of a kind that is not supported",
+        "PROCESSOR_CHANGED": "an n-gram processor was changed after it was made",
+        "PROCESSOR_MADE_ELSEWHERE": "an n-gram processor was made while fastgen was off",
+        "QUANTIZED": "a quantized model",
+        "SCORES_ON_OTHER_DEVICE": "scores and tokens lie on different devices",
+        "SEVERAL_DEVICES": "the model is on several devices",
+        "SHARDED": "parts of the model are sharded, and gathered in each step",
+        "SWITCHED_OFF": (
+            "a group of patches has failed, or its results differed: the text says how. `fastgen.enable()` switches "
+            "it on again"
+        ),
+        "TRIE_OUTSIDE_VOCABULARY": "a `PrefixTrie` has tokens that are not in the model's vocabulary",
+    },
+}

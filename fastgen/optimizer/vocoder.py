@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import current_call, generate_call
 from fastgen.optimizer.decoding.faster_forwards import Call, ModuleForward, faster_forwards
-from fastgen.optimizer.decoding.report import VOCODER, Decision, Reason
+from fastgen.optimizer.decoding.report import TORCH_MODE, VOCODER, Decision, Reason
 from fastgen.provenance import comes_with
 
 ONEDNN = "vocoder, oneDNN"
@@ -78,7 +78,7 @@ def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
     if torch.is_autocast_enabled("cpu"):
         return [Reason("AUTOCAST", "autocast is on")]
     if is_transformed() or is_watched():
-        return [Reason("TORCH_MODE", "a TorchDispatchMode, TorchFunctionMode or functorch transform is active")]
+        return [TORCH_MODE]
     return []
 
 

@@ -41,7 +41,7 @@ class GenerateCall:
     call ends: captured steps and caches are given back. has_stages: other calls of `generate` are stages of this one.
     beam_scores: of the best hypotheses that beam search has found, `[inputs, num_beams]`, the best first.
     staged_seconds: those of the stages that have ended. costs: decides what is worthwhile. facts: of the models that
-    the call has asked about.
+    the call has asked about. checks: the host's `CallChecks` of its last loop.
     """
 
     report: Report
@@ -61,6 +61,7 @@ class GenerateCall:
     staged_seconds: float = 0.0
     costs: CostModel = field(default_factory=cost_model.of_new_call)
     facts: dict[Any, ModelFacts] = field(default_factory=dict)
+    checks: Any = None
     _outer: GenerateCall | None = None
 
     def __enter__(self) -> GenerateCall:

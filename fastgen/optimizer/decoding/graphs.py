@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
@@ -30,8 +30,7 @@ from fastgen.ops.tracing import NoWaiting, is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.model_facts import first_weight, same, size_of
-from fastgen.optimizer.decoding.report import STEPS, Decision, Reason
-from fastgen.optimizer.decoding.user_code import KnownCode
+from fastgen.optimizer.decoding.report import STEPS, TORCH_MODE, Decision, Reason, that_hold
 
 # What the graphs of one model may hold between two calls, and the bytes of one: less in the memory of a CPU, of which
 # programs hold more for themselves.
@@ -320,41 +319,35 @@ def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> li
     if torch.is_autocast_enabled(device.type):
         return [Reason("AUTOCAST", "autocast keeps copies of weights that a capture would outlive")]
     if is_transformed() or is_watched():
-        return [Reason("TORCH_MODE", "a TorchDispatchMode, TorchFunctionMode or functorch transform is active")]
+        return [TORCH_MODE]
     if device.type == "cuda" and torch.cuda.current_stream(device).cuda_stream:
         return [Reason("CUDA_STREAM", "the program computes on a stream other than the default")]
     return []
 
 
-def can_capture(
-    call: GenerateCall,
-    model: nn.Module,
-    decoder: nn.Module,
-    rows: int,
-    steps: int,
-    known: KnownCode,
-    host_reasons: Callable[[], Sequence[Reason]],
-    row_reasons: Callable[[], Sequence[Reason]],
-) -> bool:
+def can_capture(checks: Any, rows: int, steps: int) -> bool:
     """Whether a loop of at most so many steps of so many rows should try to; adds to the report why not.
 
-    decoder: the model, or the part of it that a step calls. The cheap checks come first, those that look at all modules
-    last: host_reasons, of the call's arguments; row_reasons, of the model's code.
+    checks: the host's `CallChecks`. The cheap ones come first, those that look at all modules last: `capture` has what
+    the call's arguments tell, `rows` what the model's code tells. decoder: the model, or the part that a step calls.
     """
+    call, decoder = checks.call, checks.decoder
     if (weight := first_weight(decoder)) is None:  # it computes nothing
         return False
-    reasons = unwanted_reasons(call, weight.device, steps) or graphs_of(model, weight).refused or host_reasons()
-    sizes = size_of(decoder, known), rows, steps
-    if not reasons and not call.costs.should_capture(*sizes, is_captured=True, device_type=weight.device.type):
+    device = weight.device
+    reasons = unwanted_reasons(call, device, steps) or graphs_of(checks.model, weight).refused or checks.capture
+    size = size_of(decoder, checks.known)
+    if not reasons and not call.costs.should_capture(size, rows, steps, is_captured=True, device_type=device.type):
         text = f"{steps} steps of {rows} rows would save less than the capture costs"
         reasons = [Decision("NOT_WORTH_CAPTURING", text)]
-    reasons = reasons or row_reasons()
+    reasons = reasons or checks.rows
     if not reasons:
-        facts = call.facts_of(model, known)
-        if facts.is_sharded:
-            reasons = [Reason("SHARDED", "parts of the model are sharded, and gathered in each step")]
-        elif len(facts.devices) > 1:
-            reasons = [Reason("SEVERAL_DEVICES", "the model is on several devices")]
+        facts = call.facts_of(checks.model, checks.known)
+        is_split = len(facts.devices) > 1 and not facts.is_sharded
+        reasons = that_hold(
+            ("SHARDED", "parts of the model are sharded, and gathered in each step", facts.is_sharded),
+            ("SEVERAL_DEVICES", "the model is on several devices", is_split),
+        )
     call.report.add_reasons(STEPS, reasons)
     call.will_capture = not reasons
     return not reasons

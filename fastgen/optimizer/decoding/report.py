@@ -1,7 +1,7 @@
 """What `fastgen.explain()` returns: what one `generate` shared, which kernels ran, what was not done and why.
 
-A report describes; nothing reads it to decide. Reasons have a code for tests, programs and documentation, listed in
-docs/reasons.md, and a text for people.
+A report describes; nothing reads it to decide. Reasons have a code for tests, programs and documentation, declared in
+fastgen/reasons.py, and a text for people.
 
 Tests: tests/optimizer/test_report.py
 """
@@ -58,18 +58,28 @@ class Decision(Reason):
 CACHE_NOT_EMPTY = Reason("CACHE_NOT_EMPTY", "the cache is not empty")
 LAYER_EMPTY = Reason("LAYER_EMPTY", "a layer of the cache is empty")
 MODEL_CHANGED = Reason("MODEL_CHANGED", "the program has changed the model within the call")
+TORCH_MODE = Reason("TORCH_MODE", "a TorchDispatchMode, TorchFunctionMode or functorch transform is active")
 USER_CACHE = Reason("USER_CACHE", "the caller passed a cache")
 REORDERS_ITSELF = Reason("REORDERS_ITSELF", "the model reorders its cache itself")
 
 
-def with_code(code: str, texts: Iterable[str | Reason]) -> list[Reason]:
-    """Reasons of code that has no codes, such as a kernel's, under one; a `Reason` keeps its own."""
-    return [text if isinstance(text, Reason) else Reason(code, text) for text in texts]
+def that_hold(*rows: Any) -> list[Reason]:
+    """Returns the reasons of a table that hold: its rows are code, text and condition, or a `Reason` and a condition.
 
-
-def that_hold(*cases: tuple[str, str, object]) -> list[Reason]:
-    """The reasons of these cases, code, text and condition, whose condition is true."""
-    return [Reason(code, text) for code, text, is_so in cases if is_so]
+    A list as condition gives a reason for each item, which fills the `{}` of the text. A row may also be reasons, which
+    another table has.
+    """
+    reasons = []
+    for row in rows:
+        *reason, condition = row if isinstance(row, tuple) else (row,)
+        if not reason:
+            reasons += condition
+        elif isinstance(condition, list):
+            for item in condition:
+                reasons.append(Reason(reason[0], reason[1].format(item)))
+        elif condition:
+            reasons.append(reason[0] if len(reason) == 1 else Reason(*reason))
+    return reasons
 
 
 @dataclass

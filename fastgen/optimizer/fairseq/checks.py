@@ -1,4 +1,7 @@
-"""Checks of a call of fairseq: which modules get caches of fastgen, and why a part of it is left to fairseq.
+"""Where it is decided that a call of fairseq, or a part of it, is left alone: `CallChecks`, and `plan` for one model.
+
+Each part of a call has a table of reasons, code and text and condition; fastgen does the part if none holds. To add a
+reason, add a row. The codes are explained in fastgen/reasons.py.
 
 Tests: tests/optimizer/fairseq/test_fairseq_foreign_code.py, tests/optimizer/fairseq/test_fairseq_caches.py,
 tests/optimizer/fairseq/test_fairseq_limits.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py
@@ -6,8 +9,10 @@ tests/optimizer/fairseq/test_fairseq_limits.py, tests/optimizer/fairseq/test_fai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +27,6 @@ from torch import Tensor, nn
 
 from fastgen.ops.tracing import replaced_functions
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import ModelFacts
 from fastgen.optimizer.decoding.report import Reason, that_hold
@@ -31,6 +35,9 @@ from fastgen.provenance import PYTHON, comes_with, packages_of
 
 # What `net_input` may call the source, the first one that it has.
 SOURCES = ("src_tokens", "source", "features")
+
+# What the ensemble is asked for by fairseq's loop, and not by fastgen's.
+METHODS = ("reorder_incremental_state", "reorder_encoder_out")
 
 KNOWN_PACKAGES = PYTHON | {"fairseq", "fastgen", "torch"}
 
@@ -107,11 +114,12 @@ class ModelPlan:
 
 def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
     decoder: Any = getattr(model, "decoder", None)
-    result = ModelPlan(reasons=decoder_reasons(decoder))
-    if any(map(_is_in_decoder, facts.compiled)):
-        result.reasons.append(Reason("COMPILED", "layers of the decoder are compiled"))
-    for what in facts.code.foreign[:1]:
-        result.reasons.append(Reason("USER_CODE", f"{what} is not fairseq's, and may be left out"))
+    result = ModelPlan()
+    result.reasons = that_hold(
+        decoder_reasons(decoder),
+        ("COMPILED", "layers of the decoder are compiled", any(map(_is_in_decoder, facts.compiled))),
+        ("USER_CODE", "{} is not fairseq's, and may be left out", facts.code.foreign[:1]),
+    )
     if result.reasons:
         return result
     attentions, crosses = [layer.self_attn for layer in decoder.layers], _cross_attentions(decoder)
@@ -154,17 +162,12 @@ def decoder_reasons(decoder: Any) -> list[Reason]:
         return [Reason("DECODER", f"decoder {name} (supported: fairseq's Transformer decoders)")]
     if type(layers) is not nn.ModuleList:  # it would draw random numbers whenever it is looked through
         return [Reason("DECODER", f"layers of the decoder in a {type(layers).__name__} (supported: ModuleList)")]
-    if found := [method for method in methods if _is_replaced(decoder, TransformerDecoderBase, method)]:
-        return [Reason("METHOD_REPLACED", f"decoder {name} has a {found[0]} of its own")]
-    kind = TransformerDecoderLayerBase
-    others = [layer for layer in layers if not isinstance(layer, kind) and not supports_external_kv_cache(layer)]
-    others += [layer for layer in layers if _is_replaced(layer, kind, "forward")]
+    if replaced := [method for method in methods if _is_replaced(decoder, TransformerDecoderBase, method)]:
+        return [Reason("METHOD_REPLACED", f"decoder {name} has a {replaced[0]} of its own")]
+    others = [type(layer).__name__ for layer in layers if _is_replaced(layer, TransformerDecoderLayerBase, "forward")]
     return that_hold(
         ("DECODER", "layers of the decoder are used more than once", len(set(layers)) < len(layers)),
-        *(
-            ("DECODER", f"layer {type(layer).__name__} of the decoder (supported: fairseq's Transformer layer)", True)
-            for layer in others
-        ),
+        ("DECODER", "layer {} of the decoder (supported: fairseq's Transformer layer)", others),
         ("DECODER", "the decoder is prepared for ONNX", any(getattr(layer, "onnx_trace", False) for layer in layers)),
     )[:1]
 
@@ -206,94 +209,102 @@ def computes_prompt_at_once(generator: HostGenerator, plans: list[ModelPlan]) ->
     )
 
 
-def loop_reasons_sync(
-    call: GenerateCall,
-    generator: HostGenerator,
-    plans: list[ModelPlan],
-    max_len: int | None,
-    first_token: int,
-    prefixes: Tensor | None,
-    constraints: Tensor | None,
-) -> list[Reason]:
-    """Why this call is left to fairseq; empty if fastgen's loop gives the same.
+class CallChecks:
+    """Why parts of a call are left to fairseq: a table for each part, of which no row holds if fastgen does it.
 
-    max_len: None where the sample has no source.
+    max_len: None where the sample has no source. plans: of each model of the ensemble.
     """
-    ensemble, facts = generator.model, [call.facts_of(model, KNOWN) for model in generator.model.models]
-    dropouts = [one for found in facts for one in found.modules.values() if isinstance(one, FairseqDropout)]
-    is_in_training = ensemble.training or any(found.in_training for found in facts)
-    is_short = max_len is not None and max_len < generator.min_len
-    is_unknown = type(ensemble) not in (EnsembleModel, EnsembleModelWithAlignment)
-    keeps_dropout = any(one.p > 0 and one.apply_during_inference for one in dropouts)
-    cannot_constrain = constraints is not None and not generator.search.supports_constraints
-    replaced = [
-        f"{name} of the ensemble is not that of fairseq"
-        for name in ("reorder_incremental_state", "reorder_encoder_out")
-        if not comes_with(getattr(ensemble, name), SequenceGenerator)
-    ]
-    if not comes_with(generator.finalize_hypos, SequenceGenerator):
-        replaced.append(f"{type(generator).__name__}.finalize_hypos is not that of SequenceGenerator")
-    # fairseq brings beams back that had ended where a prefix ends its sentence; their caches hold padding.
-    functions = replaced_functions()
-    has_end = prefixes is not None and bool(prefixes.eq(generator.eos).any())
-    reasons = that_hold(
-        *(("METHOD_REPLACED", text, True) for text in replaced),
-        *(("FUNCTION_REPLACED", f"{name} is not that of torch", True) for name in functions),
-        ("UNTESTED", "this version of fairseq is newer than any tested", "fairseq" in PATCH_SET.untested_hosts),
-        ("ENSEMBLE_TYPE", f"models in a {type(ensemble).__name__} (supported: EnsembleModel)", is_unknown),
-        ("GRADIENTS", "autograd records, but caches are written in place", torch.is_grad_enabled()),
-        ("STARTS_WITH_PADDING", "the first token is padding", first_token == generator.pad),
-        ("TRAINING", "dropout stays on during inference", keeps_dropout),
-        ("TRAINING", "a model, or a module of one, is in training mode", is_in_training),
-        ("NO_SOURCE", f"net_input without a source (accepted: {', '.join(SOURCES)})", max_len is None),
-        ("MIN_LEN", f"min_len {generator.min_len} is above the longest output", is_short),
-        ("CONSTRAINTS", f"constraints, which {type(generator.search).__name__} does not support", cannot_constrain),
-        ("PREFIX_ENDS", "a prefix holds the end of the sentence", has_end),
-    )
-    return [*dict.fromkeys(reasons + [reason for one in plans for reason in one.reasons])]
+
+    known = KNOWN
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        generator: HostGenerator,
+        max_len: int | None,
+        first_token: int,
+        prefixes: Tensor | None,
+        constraints: Tensor | None,
+    ) -> None:
+        self.call, self.generator, self.model = call, generator, generator.model.single_model
+        self.decoder: Any = getattr(self.model, "decoder", None)
+        self.max_len, self.first_token, self.prefixes, self.constraints = max_len, first_token, prefixes, constraints
+        self.facts = [call.facts_of(model, KNOWN) for model in generator.model.models]
+        self.plans = [*map(plan, generator.model.models, self.facts)]
+
+    @cached_property
+    def loop(self) -> list[Reason]:
+        """Why the whole call is left to fairseq. Reads the prefixes."""
+        generator, ensemble, search = self.generator, self.generator.model, self.generator.search
+        modules = [module for facts in self.facts for module in facts.modules.values()]
+        dropouts = [module for module in modules if isinstance(module, FairseqDropout)]
+        keeps_dropout = any(module.p > 0 and module.apply_during_inference for module in dropouts)
+        is_in_training = ensemble.training or any(facts.in_training for facts in self.facts)
+        methods = [name for name in METHODS if not comes_with(getattr(ensemble, name), SequenceGenerator)]
+        finalizes = not comes_with(generator.finalize_hypos, SequenceGenerator)
+        text = f"{type(generator).__name__}.finalize_hypos is not that of SequenceGenerator"
+        is_unknown = type(ensemble) not in (EnsembleModel, EnsembleModelWithAlignment)
+        cannot_constrain = self.constraints is not None and not search.supports_constraints
+        is_short = self.max_len is not None and self.max_len < generator.min_len
+        # fairseq brings beams back that had ended where a prefix ends its sentence; their caches hold padding.
+        has_end = self.prefixes is not None and bool(self.prefixes.eq(generator.eos).any())
+        reasons = that_hold(
+            ("METHOD_REPLACED", "{} of the ensemble is not that of fairseq", methods),
+            ("METHOD_REPLACED", text, finalizes),
+            ("FUNCTION_REPLACED", "{} is not that of torch", replaced_functions()),
+            ("UNTESTED", "this version of fairseq is newer than any tested", "fairseq" in PATCH_SET.untested_hosts),
+            ("ENSEMBLE_TYPE", f"models in a {type(ensemble).__name__} (supported: EnsembleModel)", is_unknown),
+            ("GRADIENTS", "autograd records, but caches are written in place", torch.is_grad_enabled()),
+            ("STARTS_WITH_PADDING", "the first token is padding", self.first_token == generator.pad),
+            ("TRAINING", "dropout stays on during inference", keeps_dropout),
+            ("TRAINING", "a model, or a module of one, is in training mode", is_in_training),
+            ("NO_SOURCE", f"net_input without a source (accepted: {', '.join(SOURCES)})", self.max_len is None),
+            ("MIN_LEN", f"min_len {generator.min_len} is above the longest output", is_short),
+            ("CONSTRAINTS", f"constraints, which {type(search).__name__} does not support", cannot_constrain),
+            ("PREFIX_ENDS", "a prefix holds the end of the sentence", has_end),
+            *(plan.reasons for plan in self.plans),
+        )
+        return [*dict.fromkeys(reasons)]
+
+    @cached_property
+    def capture(self) -> list[Reason]:
+        """Why steps are not captured, as far as the models' layers tell; `graphs.can_capture` asks the rest."""
+        if len(self.plans) > 1:
+            return [Reason("ENSEMBLE", f"an ensemble of {len(self.plans)} models")]
+        plan, ensemble, decoder, positions = (
+            self.plans[0],
+            self.generator.model,
+            self.decoder,
+            self.decoder.embed_positions,
+        )
+        attentions, crosses = {*plan.self_attention, *plan.cross_attention}, _cross_attentions(decoder)
+        is_replaced = not comes_with(ensemble.forward_decoder, EnsembleModel)
+        keeps_states = bool(plan.others) or len(attentions) != len(decoder.layers) + len(crosses)
+        gets_all_rows = bool(crosses) and not plan.by_input
+        size, needed = _table_size(positions), (getattr(positions, "padding_idx", None) or 0) + (self.max_len or 0) + 2
+        is_short = size is not None and needed > size
+        return that_hold(
+            ("METHOD_REPLACED", "forward_decoder of the ensemble is not that of fairseq", is_replaced),
+            ("HOOKS", "the decoder has forward hooks", plan.watched),
+            ("MODEL_STATE", "attention of the decoder has states of its own, or is used more than once", keeps_states),
+            ("ENCODER_ROWS", "the decoder gets the encoder's output for each row", gets_all_rows),
+            ("POSITIONS", f"positions of a {type(positions).__name__}", size is None),
+            ("POSITIONS", f"positions up to {needed} in a table of {size}", is_short),
+        )
+
+    @property
+    def rows(self) -> list[Reason]:
+        return that_hold(("USER_CODE", "user code is called in each step: {}", self.plans[0].user_code[:1]))
 
 
-def can_capture(call: GenerateCall, generator: HostGenerator, plans: list[ModelPlan], rows: int, max_len: int) -> bool:
-    """Whether a loop of up to `max_len` steps should try to; adds to the report why not."""
-    model, user_code = generator.model.single_model, plans[0].user_code[:1]
-    called = [Reason("USER_CODE", f"user code is called in each step: {what}") for what in user_code]
-
-    def reasons() -> list[Reason]:
-        return _step_reasons(generator, plans, max_len)
-
-    return graphs.can_capture(call, model, model.decoder, rows, max_len, KNOWN, reasons, lambda: called)
-
-
-def _step_reasons(generator: HostGenerator, plans: list[ModelPlan], max_len: int) -> list[Reason]:
-    """Why steps of this generator are not captured, as far as its models tell."""
-    if len(plans) > 1:
-        return [Reason("ENSEMBLE", f"an ensemble of {len(plans)} models")]
-    plan, ensemble, decoder = plans[0], generator.model, generator.model.single_model.decoder
-    known, crosses = {*plan.self_attention, *plan.cross_attention}, _cross_attentions(decoder)
-    is_ours = comes_with(ensemble.forward_decoder, EnsembleModel)
-    keeps_states = bool(plan.others) or len(known) != len(decoder.layers) + len(crosses)
-    gets_all_rows = bool(crosses) and not plan.by_input
-    return that_hold(
-        ("METHOD_REPLACED", "forward_decoder of the ensemble is not that of fairseq", not is_ours),
-        ("HOOKS", "the decoder has forward hooks", plan.watched),
-        ("MODEL_STATE", "attention of the decoder has states of its own, or is used more than once", keeps_states),
-        ("ENCODER_ROWS", "the decoder gets the encoder's output for each row", gets_all_rows),
-    ) + _position_reasons(decoder.embed_positions, max_len)
-
-
-def _position_reasons(positions: Any, max_len: int) -> list[Reason]:
-    """Why positions cannot be looked up by a number on the device, see `modules.positions`; empty if they can."""
+def _table_size(positions: Any) -> float | None:
+    """How many positions can be looked up by a number on the device, see `modules.positions`; None if none can."""
     if positions is None:
-        return []
+        return math.inf
     if type(positions) is SinusoidalPositionalEmbedding:
-        most = positions.weights.shape[0]
-    elif type(positions) is LearnedPositionalEmbedding and positions.max_norm is None:
-        most = positions.num_embeddings
-    else:
-        return [Reason("POSITIONS", f"positions of a {type(positions).__name__}")]
-    needed = (positions.padding_idx or 0) + max_len + 2
-    text = f"positions up to {needed} in a table of {most}"
-    return [Reason("POSITIONS", text)] if needed > most else []
+        return len(positions.weights)
+    is_known = type(positions) is LearnedPositionalEmbedding and positions.max_norm is None
+    return positions.num_embeddings if is_known else None
 
 
 def _cross_attentions(decoder: Any) -> list[Any]:
@@ -312,6 +323,6 @@ def _is_in_decoder(name: str) -> bool:
 
 
 def _is_replaced(module: nn.Module, base: type, name: str) -> bool:
-    """Whether this method is another than that of `base`, or of a class that takes its keys from us."""
-    is_other = not supports_external_kv_cache(module) and getattr(type(module), name, None) is not getattr(base, name)
-    return is_other or name in vars(module)
+    """Whether this method is another than that of `base`, or of a class that takes its keys from a `DecodingState`."""
+    is_other = not isinstance(module, base) or getattr(type(module), name) is not getattr(base, name)
+    return name in vars(module) or (is_other and not supports_external_kv_cache(module))

@@ -14,18 +14,11 @@ from torch import Tensor
 
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
+from fastgen.optimizer.decoding.graphs import can_capture
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import LOOP, Reason, Report
 from fastgen.optimizer.decoding.verify import random_states
-from fastgen.optimizer.fairseq.checks import (
-    KNOWN,
-    SOURCES,
-    HostGenerator,
-    ModelPlan,
-    can_capture,
-    loop_reasons_sync,
-    plan,
-)
+from fastgen.optimizer.fairseq.checks import KNOWN, SOURCES, CallChecks, HostGenerator, ModelPlan
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.optimizer.fairseq.loop import Hypothesis, Loop, prefill_sync
 from fastgen.patching import is_final
@@ -42,26 +35,25 @@ def generate(
 ) -> list[list[Hypothesis]]:
     net_input, first_token = sample["net_input"], self.eos if bos_token is None else bos_token
     with generate_call(type(self.model.single_model).__name__) as call:
-        plans = [plan(model, call.facts_of(model, KNOWN)) for model in self.model.models]
-        found = source_of_sync(self, net_input)
-        limit = None if found is None else found[-1]
-        reasons = loop_reasons_sync(call, self, plans, limit, first_token, prefix_tokens, constraints)
-        if found is None or reasons:
-            call.report.add_reasons(LOOP, reasons)
+        source_and_lengths = source_of_sync(self, net_input)
+        limit = None if source_and_lengths is None else source_and_lengths[-1]
+        checks = CallChecks(call, self, limit, first_token, prefix_tokens, constraints)
+        if source_and_lengths is None or checks.loop:
+            call.report.add_reasons(LOOP, checks.loop)
             return original(self, sample, prefix_tokens, constraints, bos_token)
-        source, lengths, max_len = found
+        source, lengths, max_len = source_and_lengths
         inputs, device = source.shape[0], source.device
         call.set_rows(inputs, inputs * self.beam_size)
         call.is_accelerated = True
-        _describe(call.report, plans)
+        _describe(call.report, checks.plans)
         models = [model for model in (*self.model.models, self.lm_model) if model is not None]
         large = [model for model in models if call.costs.should_swap_forwards(size_of(model, KNOWN))]
         modules = {model: call.facts_of(model, KNOWN).modules.values() for model in large}
         with faster_forwards(modules, linears(), call.report.kernels), _undone(call):
             self.search.init_constraints(constraints, self.beam_size)
             row_inputs = torch.arange(inputs, device=device).repeat_interleave(self.beam_size)
-            captures = can_capture(call, self, plans, call.rows, max_len)
-            states = [DecodingState(one, inputs, self.beam_size, max_len + 1) for one in plans]
+            captures = can_capture(checks, call.rows, max_len)
+            states = [DecodingState(one, inputs, self.beam_size, max_len + 1) for one in checks.plans]
             outputs = self.model.forward_encoder(net_input)
             for model, state, output in zip(self.model.models, states, outputs or ()):
                 state.set_encoder_out(model.encoder, output, row_inputs)

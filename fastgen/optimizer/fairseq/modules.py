@@ -32,7 +32,7 @@ from fastgen.ops.shared_attention import fold, query_key_scores, shared_attentio
 from fastgen.optimizer.decoding.call import add_reasons, count, current_call
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
 from fastgen.optimizer.decoding.model_facts import facts_of
-from fastgen.optimizer.decoding.report import NGRAMS, Reason, with_code
+from fastgen.optimizer.decoding.report import NGRAMS, Reason, that_hold
 from fastgen.optimizer.fairseq.checks import KNOWN, computes_whole
 from fastgen.optimizer.fairseq.decode_step import FILLED, DecodingState
 from fastgen.optimizer.vocoder import faster_waveform
@@ -231,7 +231,7 @@ def _ngram_reasons(blocker: Any, tokens: Tensor, lprobs: Tensor, rows: int, step
     if not (tokens.shape[0] == rows == lprobs.shape[0] and 0 <= step < tokens.shape[1]):
         shapes = f"tokens {tuple(tokens.shape)} and lprobs {tuple(lprobs.shape)}"
         return [Reason("SHAPES", f"{shapes} at step {step} (supported: {rows} rows, of more tokens than steps)")]
-    return with_code("SHAPES", op.unsupported_reasons(tokens, lprobs))
+    return that_hold(("SHAPES", "{}", op.unsupported_reasons(tokens, lprobs)))
 
 
 def vocode(original: Callable, self: Any, x: Tensor) -> Tensor:

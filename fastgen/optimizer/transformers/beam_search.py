@@ -9,6 +9,7 @@ Tests: tests/optimizer/transformers/test_finished_inputs.py, tests/optimizer/tra
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastgen.ops.beam_top_k import Candidates, best_of_all, best_of_allowed, best_of_different
-from fastgen.optimizer.decoding.call import GenerateCall, count, current_call
+from fastgen.optimizer.decoding.call import count, current_call
+from fastgen.optimizer.decoding.graphs import can_capture
 from fastgen.optimizer.decoding.report import LOOP, Reason
-from fastgen.optimizer.transformers import checks, constrained, no_repeat_ngram
+from fastgen.optimizer.transformers import constrained, no_repeat_ngram
+from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
 from fastgen.optimizer.transformers.outputs import drop_unused_outputs
 
@@ -43,7 +46,7 @@ METHODS = (
 @drop_unused_outputs
 def beam_search(
     original: Callable,
-    self: checks.HostModel,
+    self: HostModel,
     input_ids: Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -52,36 +55,22 @@ def beam_search(
     **model_kwargs: Any,
 ) -> Any:
     processors = no_repeat_ngram.writing_processors(logits_processor, generation_config)
-    call, called = current_call(), (logits_processor, stopping_criteria)
-    if call is None or _reasons(call, self, *called, generation_config, synced_gpus, model_kwargs):
-        return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **model_kwargs)
-    captures = checks.can_capture(call, self, generation_config, input_ids, model_kwargs)
-    rows, num_beams = input_ids.shape[0], generation_config.num_beams
-    given = dict(model_kwargs)
-    step = TransformersDecodeStep(call, self, generation_config, processors, model_kwargs, rows, num_beams, captures)
+    arguments = input_ids, processors, stopping_criteria, generation_config, synced_gpus
+    theirs = partial(original, self, *arguments, **model_kwargs)
+    if (call := current_call()) is None:
+        return theirs()
+    given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs
+    call.checks = checks = CallChecks(call, self, LoopArguments(*given, methods=METHODS))
+    if reasons := checks.settings or checks.loop:
+        call.report.add_reasons(LOOP, reasons)
+        return theirs()
+    captures = can_capture(checks, len(input_ids), (generation_config.max_length or 0) - input_ids.shape[1])
     try:
-        with step:
+        with TransformersDecodeStep(checks, processors, generation_config.num_beams, captures) as step:
             return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
     except ScoresAreNaN:
         call.report.add_reasons(LOOP, [NAN])
-    return original(self, input_ids, processors, stopping_criteria, generation_config, synced_gpus, **given)
-
-
-def _reasons(
-    call: GenerateCall,
-    model: checks.HostModel,
-    processors: Any,
-    criteria: Any,
-    config: Any,
-    synced_gpus: bool,
-    kwargs: dict[str, Any],
-) -> list[Reason]:
-    """Why this search is left to the library, as the report tells."""
-    reasons = [Reason("SAMPLED_BEAMS", "beams are sampled")] if config.do_sample else []
-    if config.low_memory:
-        reasons.append(Reason("LOW_MEMORY", "low_memory is set"))
-    call.report.add_reasons(LOOP, reasons)
-    return reasons or checks.loop_reasons(call, model, processors, criteria, config, synced_gpus, kwargs, METHODS)
+    return theirs()
 
 
 def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,13 @@
-"""Checks of a call of transformers: why a part of it is left to the library. One function for each part.
+"""Where it is decided that a call of transformers, or a part of it, is left alone: `CallChecks`.
 
-    row_reasons       one row of each group of equal rows may stand for the group: prompts, captured steps, compaction
-    loop_reasons      the decoding loop is fastgen's
-    can_capture       its steps are captured
-    by_batch_index    processors that prevent compaction, as does parameters_of_rows
+Each part of a call has a table of reasons, code and text and condition; fastgen does the part if none holds. To add a
+reason, add a row. The codes are explained in fastgen/reasons.py.
+
+    rows         one row of each group of equal rows may stand for the group: prompts, captured steps, compaction
+    settings     the caller asks for nothing that only the library's loop does
+    loop         the decoding loop is fastgen's
+    capture      its steps are captured; what holds for every host is in `graphs.can_capture`
+    compaction   finished inputs leave the batch
 
 What only looks at the arguments of a prefill is in prefill.py and row_groups.py, what looks at caches in kv_layers.py.
 
@@ -14,17 +18,17 @@ tests/optimizer/transformers/test_replaced_loop.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from types import NoneType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationMixin
 from transformers import __version__ as transformers_version
-from transformers.generation import logits_process as processors_of
+from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -32,11 +36,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fastgen.models.cache_names import CACHE
 from fastgen.ops.tracing import is_watched, replaced_functions
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.report import LOOP, REORDERS_ITSELF, USER_CACHE, Reason
+from fastgen.optimizer.decoding.model_facts import ModelFacts
+from fastgen.optimizer.decoding.report import REORDERS_ITSELF, TORCH_MODE, USER_CACHE, Reason, that_hold
 from fastgen.optimizer.decoding.user_code import KnownCode, is_user_code, named
-from fastgen.optimizer.transformers import TESTED, architectures, compat, kv_layers
+from fastgen.optimizer.transformers import TESTED, architectures, compat, kv_layers, row_groups
 from fastgen.optimizer.transformers.constrained import treats_rows_alone
 from fastgen.provenance import PYTHON, comes_with, packages_of
 
@@ -105,123 +109,207 @@ def is_known_class(model: object) -> bool:
 
 def untested_reasons(model: HostModel) -> list[Reason]:
     """What no test covers: a class that is not of transformers or fastgen, or a newer transformers; else empty."""
+    text = f"transformers {transformers_version} is newer than the newest tested {TESTED[1]}"
     if not is_known_class(model):
         text = f"{type(model).__module__}.{type(model).__qualname__} is not a class of transformers"
-    elif "transformers" in PATCH_SET.untested_hosts:
-        text = f"transformers {transformers_version} is newer than the newest tested {TESTED[1]}"
-    else:
+    elif "transformers" not in PATCH_SET.untested_hosts:
         return []
     return [Reason("UNTESTED", text)]
 
 
-def row_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
-    """What in the model or around it lets rows depend on each other, or is made for its rows; empty if nothing is.
+# What fastgen's loops replace, and do not call: patches, methods, criteria whose answers depend on each row alone.
+LOOPS = ("transformers.sample", "transformers.beam_search")
+METHODS = ("_has_unfinished_sequences",)
+CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
 
-    Otherwise a forward of some of the rows gives them what a forward of all rows would.
+STEPS_DIFFER = Reason("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way")
+LAYERS_DIFFER = Reason("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches")
+
+
+class LoopArguments(NamedTuple):
+    """What the library calls one of its loops with. methods: those of its loop whose work is done by fastgen's."""
+
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    synced_gpus: bool
+    model_kwargs: dict[str, Any]
+    streamer: Any = None
+    methods: tuple[str, ...] = ()
+
+
+class CallChecks:
+    """Why parts of a call are left to the library: a table for each part, of which no row holds if fastgen does it.
+
+    The patch of a loop makes them, and the call holds them for the prefill. arguments: those of the loop, without which
+    there are only `rows` and `row_states`.
     """
-    facts = call.facts_of(model, KNOWN)
-    reasons: list[Reason] = []
-    if torch.is_grad_enabled():
-        reasons.append(Reason("GRADIENTS", "autograd records, but shared caches are written in place"))
-    if facts.training is not None:
-        reasons.append(Reason("TRAINING", facts.training))
-    elif (name := facts.foreign_in_training) is not None:
-        reasons.append(Reason("TRAINING", f"{named(name)}, of a class of the program's, is in training mode"))
-    for _, hook in facts.hooks[:1]:
-        reasons.append(Reason("HOOKS", f"the model has a forward hook, which would see fewer rows: {hook}"))
-    reasons += _mode_reasons()
-    # Other classes than the library's are verified.
-    user_code = facts.user_code if is_known_class(model) else [what for _, what in facts.replaced]
-    for code in user_code[:1]:
-        reasons.append(Reason("USER_CODE", f"{code} is not the library's, and may treat rows differently"))
-    for name in facts.compiled[:1]:
-        reasons.append(Reason("COMPILED", f"{named(name)} is compiled"))
-    if (kind := model.config.model_type) in architectures.COUPLED_ROWS:
-        reasons.append(Reason("ROWS_COUPLED", f"{kind}: {architectures.COUPLED_ROWS[kind]}"))
-    return reasons + (facts.row_states or [])
+
+    known = KNOWN
+
+    def __init__(self, call: GenerateCall, model: Any, arguments: Any = None) -> None:
+        self.call, self.model, self.decoder = call, model, model
+        self.arguments: LoopArguments = arguments
+        self._rows: tuple[ModelFacts | None, list[Reason]] = None, []
+
+    @classmethod
+    def of(cls, call: GenerateCall, model: HostModel) -> CallChecks:
+        """Returns those of the loop that runs; others if none does, or if it is not of this model."""
+        checks = call.checks
+        return checks if checks is not None and checks.model is model else cls(call, model)
+
+    @property
+    def rows(self) -> list[Reason]:
+        """What in the model or around it lets rows depend on each other, or is made for its rows.
+
+        If nothing does, a forward of some of the rows gives them what a forward of all rows would. The table is looked
+        at again if the model has changed.
+        """
+        facts = self.call.facts_of(self.model, KNOWN)
+        if self._rows[0] is not facts:
+            self._rows = facts, self._row_reasons(facts)
+        return self._rows[1] + (facts.row_states or [])
+
+    def _row_reasons(self, facts: ModelFacts) -> list[Reason]:
+        kind, switched_on = self.model.config.model_type, [] if facts.training is None else [facts.training]
+        if not switched_on and (name := facts.foreign_in_training) is not None:
+            switched_on = [f"{named(name)}, of a class of the program's, is in training mode"]
+        # Other classes than the library's are verified.
+        user_code = facts.user_code if is_known_class(self.model) else [what for _, what in facts.replaced]
+        hooks = [hook for _, hook in facts.hooks[:1]]
+        return that_hold(
+            ("GRADIENTS", "autograd records, but shared caches are written in place", torch.is_grad_enabled()),
+            ("TRAINING", "{}", switched_on),
+            ("HOOKS", "the model has a forward hook, which would see fewer rows: {}", hooks),
+            (TORCH_MODE, _is_in_mode()),
+            ("USER_CODE", "{} is not the library's, and may treat rows differently", user_code[:1]),
+            ("COMPILED", "{} is compiled", [named(name) for name in facts.compiled[:1]]),
+            ("ROWS_COUPLED", f"{kind}: {architectures.COUPLED_ROWS.get(kind)}", kind in architectures.COUPLED_ROWS),
+        )
+
+    def row_states(self, sizes: set[int], before: dict[tuple[int, str], Tensor] | None = None) -> list[Reason]:
+        """What the model's modules hold that may be of the rows: tensors that are as long as one of `sizes`.
+
+        Some models keep such states (RecurrentGemma's recurrent states, the rope_deltas of Qwen2-VL). before: what they
+        held at another time (`ModelFacts.row_tensors`), which does not count.
+        """
+        names = set()
+        for key, value in self.call.facts_of(self.model, KNOWN).row_tensors().items():
+            if (before is None or before.get(key) is not value) and sizes.intersection(value.shape[:2]):
+                names.add(key[1])
+        return that_hold(("MODEL_STATE", "the model keeps states of its rows in {}", sorted(names)))
+
+    @cached_property
+    def settings(self) -> list[Reason]:
+        """What the caller asks for that only the library's loops do: then nothing else is looked at."""
+        arguments, config = self.arguments, self.arguments.generation_config
+        is_beam_search = bool(arguments.methods)
+        return that_hold(
+            ("STREAMER", "a streamer is given", arguments.streamer is not None),
+            ("COMPILED", "compile_config is set", config.compile_config is not None and not is_beam_search),
+            ("SAMPLED_BEAMS", "beams are sampled", config.do_sample and is_beam_search),
+            ("LOW_MEMORY", "low_memory is set", config.low_memory and is_beam_search),
+        )
+
+    @cached_property
+    def loop(self) -> list[Reason]:
+        """Why the library's loop cannot be replaced by one of fastgen."""
+        call, arguments, config = self.call, self.arguments, self.arguments.generation_config
+        processors, criteria = arguments.logits_processor, arguments.stopping_criteria
+        cache, untested = kv_layers.cache_of(arguments.model_kwargs), untested_reasons(self.model)
+        loops = [name for name in LOOPS if not PATCH_SET.replaces_host(name)]
+        methods = {name: getattr(self.model, name, None) for name in (*METHODS, *arguments.methods)}
+        replaced = [name for name, method in methods.items() if not comes_with(method, GenerationMixin)]
+        calls = [type(one).__name__ for one in (processors, criteria) if not _runs_library_code(one)]
+        stops_otherwise = not all(type(one) in CRITERIA and _runs_library_code(one) for one in criteria)
+        is_own_call, is_assistant = "__call__" in vars(self.model), getattr(config, "is_assistant", False)
+        return that_hold(
+            ("METHOD_REPLACED", "{}: another loop was there before fastgen", loops),
+            ("METHOD_REPLACED", "{} is not that of GenerationMixin", replaced),
+            ("METHOD_REPLACED", "__call__ of this model: some loops of the library call it", is_own_call),
+            ("METHOD_REPLACED", "{}.__call__ is not that of transformers", calls),
+            ("FUNCTION_REPLACED", "{} is not that of torch", replaced_functions()),
+            (TORCH_MODE, _is_in_mode()),
+            [] if cache is None else kv_layers.unsupported_types(cache),
+            untested,
+            ("CUSTOM_GENERATE", "custom_generate may read the cache", call.user_code and not untested),
+            (USER_CACHE, call.user_cache and not (call.user_code or untested)),
+            (STEPS_DIFFER, not compat.STEPS_ARE_KNOWN),
+            ("SYNCED_GPUS", "synced_gpus is set", arguments.synced_gpus),
+            ("RETURN_DICT", "return_dict_in_generate is set", config.return_dict_in_generate),
+            ("ASSISTANT", "the model is the assistant of another", is_assistant),
+            ("STOPPING_CRITERION", "a stopping criterion other than length and end tokens", stops_otherwise),
+        )
+
+    @cached_property
+    def capture(self) -> list[Reason]:
+        """Why steps are not captured, as far as arguments and configuration tell; see `graphs.can_capture`."""
+        model, arguments, name = self.model, self.arguments.model_kwargs, type(self.model).__name__
+        most, cache = self.arguments.generation_config.max_length or 0, arguments.get(CACHE)
+        waits = not getattr(model, "_can_compile_fullgraph", False)
+        waits = waits and model.config.model_type not in architectures.SYNC_FREE
+        embedding: Any = getattr(model.get_decoder(), "embed_positions", None)
+        table = getattr(embedding, "weights", None)  # M2M100's would have to grow
+        positions = len(table) if isinstance(table, Tensor) else None
+        is_short = positions is not None and most + embedding.padding_idx + 1 > positions
+        return that_hold(
+            (LAYERS_DIFFER, not compat.LAYERS_ARE_KNOWN),
+            ("NO_CACHE", "use_cache is not set", not arguments.get("use_cache")),
+            ("MAY_SYNC", f"{name}.forward may synchronise with the device (not _can_compile_fullgraph)", waits),
+            attention_reasons(model),
+            ("QUANTIZED", "the model is quantized", getattr(model, "hf_quantizer", None) is not None),
+            [] if cache is None else kv_layers.layer_reasons(cache, most),
+            ("POSITIONS", f"{most} positions, and the table has {positions}", is_short),
+            (REORDERS_ITSELF, hasattr(model, "_reorder_cache")),
+        )
+
+    def compaction(
+        self, rows: int, rows_per_input: int, model_kwargs: dict[str, Any], cache_reasons: Sequence[Reason]
+    ) -> list[Reason]:
+        """Why finished inputs stay in the batch, as it is after some steps: what remains may depend on them.
+
+        cache_reasons: why the rows of its cache cannot be moved.
+        """
+        coupled = self.call.facts_of(self.model, KNOWN).coupled
+        return (
+            (self.processors_by_row + parameters_of_rows(self.arguments.logits_processor, rows))[:1]
+            + that_hold((REORDERS_ITSELF, hasattr(self.model, "_reorder_cache")))
+            or self.rows
+            or that_hold(("ROWS_COUPLED", coupled, coupled is not None))
+            or self.row_states({rows, rows // rows_per_input})
+            or [*cache_reasons]
+            or row_groups.unsupported_reasons(self.model.config.model_type, model_kwargs, rows)
+        )
+
+    @cached_property
+    def processors_by_row(self) -> list[Reason]:
+        """The processors that may know rows by their batch index, and not only by what each holds."""
+        processors = self.arguments.logits_processor
+        others = [type(one).__name__ for one in processors if not (_is_by_row(one) or treats_rows_alone(one))]
+        return that_hold(("PROCESSOR_BY_ROW", "{} may know the rows by their batch index", others))
 
 
-def _mode_reasons() -> list[Reason]:
-    is_active = is_watched() or torch._C._len_torch_dispatch_stack()
-    text = "a mode of torch that the program has entered would see fewer rows, or other functions"
-    return [Reason("TORCH_MODE", text)] if is_active else []
+def row_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
+    return CallChecks.of(call, model).rows
 
 
 def row_state_reasons(
     call: GenerateCall, model: HostModel, sizes: set[int], before: dict[tuple[int, str], Tensor] | None = None
 ) -> list[Reason]:
-    """What the model's modules hold that may be of the rows: tensors that are as long as one of `sizes`.
-
-    Some models keep such states (RecurrentGemma's recurrent states, the rope_deltas of Qwen2-VL). before: what they
-    held at another time (`ModelFacts.row_tensors`), which does not count.
-    """
-    reasons = {}
-    for key, value in call.facts_of(model, KNOWN).row_tensors().items():
-        if (before is None or before.get(key) is not value) and sizes.intersection(value.shape[:2]):
-            reasons[key[1]] = Reason("MODEL_STATE", f"the model keeps states of its rows in {key[1]}")
-    return [*map(reasons.__getitem__, sorted(reasons))]
+    return CallChecks.of(call, model).row_states(sizes, before)
 
 
-# The loop.
+def attention_reasons(model: HostModel) -> list[Reason]:
+    """Why masks of this model's attention are not known."""
+    attention = getattr(model.config, "_attn_implementation", None)
+    text = f"attention {attention} (supported: sdpa, eager)"
+    return that_hold(("ATTENTION", text, attention not in ("sdpa", "eager")))
 
 
-def loop_reasons(
-    call: GenerateCall,
-    model: HostModel,
-    processors: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    synced_gpus: bool,
-    arguments: dict[str, Any],
-    methods: tuple[str, ...] = (),
-) -> list[Reason]:
-    """Why a loop of the library cannot be replaced by one of fastgen, as the report tells; empty if it can.
-
-    arguments: the `model_kwargs` of the loop. methods: those that the library's loop calls, and fastgen's does not.
-    """
-    reasons = _replaced_reasons(model, processors, stopping_criteria, methods) + _mode_reasons()
-    if (cache := kv_layers.cache_of(arguments)) is not None:
-        reasons += kv_layers.unsupported_types(cache)
-    if untested := untested_reasons(model):
-        reasons += untested
-    elif call.user_code:
-        reasons.append(Reason("CUSTOM_GENERATE", "custom_generate may read the cache"))
-    elif call.user_cache:
-        reasons.append(USER_CACHE)
-    if not compat.STEPS_ARE_KNOWN:
-        reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way"))
-    if synced_gpus:
-        reasons.append(Reason("SYNCED_GPUS", "synced_gpus is set"))
-    if generation_config.return_dict_in_generate:
-        reasons.append(Reason("RETURN_DICT", "return_dict_in_generate is set"))
-    if getattr(generation_config, "is_assistant", False):
-        reasons.append(Reason("ASSISTANT", "the model is the assistant of another"))
-    supported = (EosTokenCriteria, MaxLengthCriteria)
-    if not all(type(criterion) in supported and _runs_library_code(criterion) for criterion in stopping_criteria):
-        reasons.append(Reason("STOPPING_CRITERION", "a stopping criterion other than length and end tokens"))
-    call.report.add_reasons(LOOP, reasons)
-    return reasons
-
-
-def _replaced_reasons(
-    model: HostModel, processors: Any, stopping_criteria: Any, methods: tuple[str, ...]
-) -> list[Reason]:
-    """What the program has put in the place of what the library's loop calls, and fastgen's does not, or otherwise."""
-    reasons = []
-    for name in ("transformers.sample", "transformers.beam_search"):
-        if not PATCH_SET.replaces_host(name):
-            reasons.append(Reason("METHOD_REPLACED", f"{name}: another loop was there before fastgen"))
-    for name in ("_has_unfinished_sequences", *methods):
-        if not comes_with(getattr(model, name, None), GenerationMixin):
-            reasons.append(Reason("METHOD_REPLACED", f"{name} is not that of GenerationMixin"))
-    if "__call__" in vars(model):
-        reasons.append(Reason("METHOD_REPLACED", "__call__ of this model: some loops of the library call it"))
-    for called in (processors, stopping_criteria):
-        if not _runs_library_code(called):
-            reasons.append(Reason("METHOD_REPLACED", f"{type(called).__name__}.__call__ is not that of transformers"))
-    for name in replaced_functions():
-        reasons.append(Reason("FUNCTION_REPLACED", f"{name} is not that of torch"))
-    return reasons
+def _is_in_mode() -> bool:
+    """Whether a mode of torch that the program has entered would see fewer rows, or other functions."""
+    return is_watched() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _runs_library_code(called: object) -> bool:
@@ -229,71 +317,15 @@ def _runs_library_code(called: object) -> bool:
     return packages_of(type(called).__call__) == {"transformers"}
 
 
-# Its steps.
-
-
-def can_capture(
-    call: GenerateCall, model: HostModel, generation_config: Any, input_ids: Tensor, arguments: dict[str, Any]
-) -> bool:
-    """Whether a loop that begins with these `model_kwargs` should try to; adds to the report why not."""
-    most, (rows, length) = generation_config.max_length or 0, input_ids.shape
-    host_reasons = partial(_step_reasons, model, most, arguments)
-    return graphs.can_capture(
-        call, model, model, rows, most - length, KNOWN, host_reasons, partial(row_reasons, call, model)
-    )
-
-
-def _step_reasons(model: HostModel, most: int, arguments: dict[str, Any]) -> list[Reason]:
-    """Why steps up to position `most` are not captured, as far as arguments and configuration tell."""
-    reasons: list[Reason] = []
-    if not compat.LAYERS_ARE_KNOWN:
-        reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches"))
-    if not arguments.get("use_cache"):
-        reasons.append(Reason("NO_CACHE", "use_cache is not set"))
-    if not getattr(model, "_can_compile_fullgraph", False) and model.config.model_type not in architectures.SYNC_FREE:
-        text = f"{type(model).__name__}.forward may synchronise with the device (not _can_compile_fullgraph)"
-        reasons.append(Reason("MAY_SYNC", text))
-    if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):
-        reasons.append(Reason("ATTENTION", f"attention {attention} (supported: sdpa, eager)"))
-    if getattr(model, "hf_quantizer", None) is not None:
-        reasons.append(Reason("QUANTIZED", "the model is quantized"))
-    if (cache := arguments.get(CACHE)) is not None:
-        reasons += kv_layers.layer_reasons(cache, most)
-    embedding: Any = getattr(model.get_decoder(), "embed_positions", None)
-    table = getattr(embedding, "weights", None)
-    if isinstance(table, Tensor) and most + embedding.padding_idx + 1 > len(table):  # M2M100's would have to grow
-        reasons.append(Reason("POSITIONS", f"{most} positions, and the table has {len(table)}"))
-    if hasattr(model, "_reorder_cache"):
-        reasons.append(REORDERS_ITSELF)
-    return reasons
-
-
-# Finished inputs.
-
-# Processors that treat every row for itself, from what it holds.
-BY_ROW = (
-    processors_of.MinLengthLogitsProcessor,
-    processors_of.MinNewTokensLengthLogitsProcessor,
-    processors_of.TemperatureLogitsWarper,
-    processors_of.TopKLogitsWarper,
-    processors_of.TopPLogitsWarper,
-    processors_of.MinPLogitsWarper,
-    processors_of.TypicalLogitsWarper,
-    processors_of.EpsilonLogitsWarper,
-    processors_of.EtaLogitsWarper,
-    processors_of.RepetitionPenaltyLogitsProcessor,
-    processors_of.NoRepeatNGramLogitsProcessor,
-    processors_of.SequenceBiasLogitsProcessor,
-    processors_of.NoBadWordsLogitsProcessor,
-    processors_of.ForcedBOSTokenLogitsProcessor,
-    processors_of.ForcedEOSTokenLogitsProcessor,
-    processors_of.InfNanRemoveLogitsProcessor,
-    processors_of.ExponentialDecayLengthPenalty,
-    processors_of.LogitNormalization,
-    processors_of.SuppressTokensAtBeginLogitsProcessor,
-    processors_of.SuppressTokensLogitsProcessor,
-    processors_of.WhisperTimeStampLogitsProcessor,
-)
+# Processors of the library that treat every row for itself, from what it holds.
+BY_ROW = frozenset({
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper",
+    "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper",
+    "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor",
+    "NoBadWordsLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor", "ExponentialDecayLengthPenalty", "LogitNormalization",
+    "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "WhisperTimeStampLogitsProcessor",
+})  # fmt: skip
 
 
 # The library's packages, and those of what it calls.
@@ -307,17 +339,9 @@ _NOT_OF_ROWS = frozenset({
 })  # fmt: skip
 
 
-def by_batch_index(processors: Iterable[Any]) -> list[Reason]:
-    """The processors that may know rows by their batch index, and not only by what each holds."""
-    others = (one for one in processors if not (_is_by_row(one) or treats_rows_alone(one)))
-    return [
-        Reason("PROCESSOR_BY_ROW", f"{type(one).__name__} may know the rows by their batch index") for one in others
-    ]
-
-
 def parameters_of_rows(processors: Iterable[Any], rows: int) -> list[Reason]:
     """What processors hold that may have an entry for each of these rows: a temperature for each prompt."""
-    reasons = []
+    names = []
     for processor in filter(_is_by_row, processors):
         of_classes = [vars(base).items() for base in type(processor).__mro__[:-1]]
         held = {
@@ -325,13 +349,14 @@ def parameters_of_rows(processors: Iterable[Any], rows: int) -> list[Reason]:
         }
         for name, value in (held | vars(processor)).items():
             if name not in _NOT_OF_ROWS and any(_may_be_of_rows(leaf, rows) for leaf in tree_leaves(value)):
-                text = f"{type(processor).__name__}.{name} may have an entry for each row"
-                reasons.append(Reason("PROCESSOR_BY_ROW", text))
-    return reasons
+                names.append(f"{type(processor).__name__}.{name}")
+    return that_hold(("PROCESSOR_BY_ROW", "{} may have an entry for each row", names))
 
 
 def _is_by_row(processor: Any) -> bool:
-    return type(processor) in BY_ROW and not is_user_code(processor, _LIBRARY)
+    kind = type(processor)
+    is_listed = kind.__name__ in BY_ROW and kind is getattr(logits_process, kind.__name__, None)
+    return is_listed and not is_user_code(processor, _LIBRARY)
 
 
 def _may_be_of_rows(value: Any, rows: int) -> bool:

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from fastgen.ops.prefix_trie import PrefixTrie
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import add_reasons, count
-from fastgen.optimizer.decoding.report import ALLOWED, Reason
+from fastgen.optimizer.decoding.report import ALLOWED, Reason, that_hold
 from fastgen.optimizer.transformers import compat
 
 NAME = "transformers.prefix_constrained"
@@ -63,20 +63,19 @@ def _difference(found: Tensor, expected: Tensor) -> str:
 
 def _reasons(trie: PrefixTrie, num_beams: int, input_ids: Tensor, scores: Tensor) -> list[Reason]:
     """Why this call is left to transformers."""
-    rows, reasons = input_ids.shape[0], vocabulary_reasons(trie, scores.shape[1])
-    if rows == 0 or rows % num_beams:
-        reasons.append(Reason("ROWS_NOT_MULTIPLE", f"{rows} rows for {num_beams} beams (supported: a multiple)"))
-    if input_ids.device != scores.device:
-        text = f"scores are on {scores.device} (supported: {input_ids.device}, as input_ids)"
-        reasons.append(Reason("SCORES_ON_OTHER_DEVICE", text))
-    return reasons
+    rows, is_apart = input_ids.shape[0], input_ids.device != scores.device
+    elsewhere = f"scores are on {scores.device} (supported: {input_ids.device}, as input_ids)"
+    is_uneven = rows == 0 or rows % num_beams
+    return vocabulary_reasons(trie, scores.shape[1]) + that_hold(
+        ("ROWS_NOT_MULTIPLE", f"{rows} rows for {num_beams} beams (supported: a multiple)", is_uneven),
+        ("SCORES_ON_OTHER_DEVICE", elsewhere, is_apart),
+    )
 
 
 def vocabulary_reasons(trie: PrefixTrie, vocabulary_size: int) -> list[Reason]:
     """Why the library has to be asked, which raises an error if the trie comes to a token that there is none of."""
-    largest = trie.largest_token
-    text = f"the trie has token {largest} (supported: up to {vocabulary_size - 1})"
-    return [Reason("TRIE_OUTSIDE_VOCABULARY", text)] if largest >= vocabulary_size else []
+    text = f"the trie has token {trie.largest_token} (supported: up to {vocabulary_size - 1})"
+    return that_hold(("TRIE_OUTSIDE_VOCABULARY", text, trie.largest_token >= vocabulary_size))
 
 
 def all_rows_occur(rows: Tensor, row_count: int) -> bool:

@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache
 
 from fastgen.models.cache_names import CACHE
-from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.report import COMPACTION, REORDERS_ITSELF, Reason
+from fastgen.optimizer.decoding.report import COMPACTION, Reason
 from fastgen.optimizer.decoding.rollback import Rollback, undo_of_attributes, undo_of_random_numbers
 from fastgen.optimizer.decoding.user_code import is_user_code
-from fastgen.optimizer.transformers import checks, compat, kv_layers, row_groups
+from fastgen.optimizer.transformers import compat, kv_layers, row_groups
+from fastgen.optimizer.transformers.checks import CallChecks, HostModel
 
 # Arguments of a forward.
 MASK, ENCODED = "attention_mask", "encoder_outputs"
@@ -42,22 +42,13 @@ class TransformersDecodeStep(DecodeStep):
     """
 
     host = "transformers"
-    model: checks.HostModel
+    model: HostModel
 
-    def __init__(
-        self,
-        call: GenerateCall,
-        model: checks.HostModel,
-        generation_config: Any,
-        processors: Any,
-        arguments: dict[str, Any],
-        rows: int,
-        rows_per_input: int,
-        captures: bool = False,
-    ) -> None:
-        length = generation_config.max_length or 0
-        super().__init__(call, model, model, rows, rows_per_input, length, captures, checks.KNOWN)
-        self.generation_config = generation_config
+    def __init__(self, checks: CallChecks, processors: Any, rows_per_input: int, captures: bool = False) -> None:
+        config, arguments = checks.arguments.generation_config, checks.arguments.model_kwargs
+        rows, call, model = len(checks.arguments.input_ids), checks.call, checks.model
+        super().__init__(call, model, model, rows, rows_per_input, config.max_length or 0, captures, checks.known)
+        self.checks, self.generation_config = checks, config
         self.processors, self.arguments = processors, arguments
         self._dynamic: Any = None  # the cache before the capture, for eager steps after it
         self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: what was given, the padding, and what it gave
@@ -77,7 +68,7 @@ class TransformersDecodeStep(DecodeStep):
     @property
     def stops_late(self) -> bool:
         """Whether the loop reads its end one step late: not where a processor could tell that there was a step more."""
-        return self.captures and needs_sync(self.model.device) and not checks.by_batch_index(self.processors)
+        return self.captures and needs_sync(self.model.device) and not self.checks.processors_by_row
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Of the next token after input_ids `[rows, length]`: `[rows, vocabulary_size]` in float32, the model's own."""
@@ -101,7 +92,7 @@ class TransformersDecodeStep(DecodeStep):
         return self._pad(inputs, padding) if padding else inputs
 
     @staticmethod
-    def forward(model: checks.HostModel, inputs: dict[str, Any], view: Any) -> Any:
+    def forward(model: HostModel, inputs: dict[str, Any], view: Any) -> Any:
         cache = {} if view is None else {CACHE: view}
         return model(**inputs, **cache, return_dict=True)
 
@@ -116,7 +107,7 @@ class TransformersDecodeStep(DecodeStep):
         self._cache = ref(cache)  # a step returns the view of its graph, which is the cache of the next arguments
         self.variant = frozenset(name for name, value in self.arguments.items() if value is not None)
         kv, reasons = kv_layers.kv_cache_of(cache, cache.get_seq_length() + left)
-        return kv, reasons or checks.row_state_reasons(self.call, self.model, {self.rows, self.call.inputs})
+        return kv, reasons or self.checks.row_states({self.rows, self.call.inputs})
 
     def view_of(self, static: KVCache) -> Cache:
         return kv_layers.view_of(self.arguments[CACHE] if self.graph is None else self.graph.view, static)
@@ -132,7 +123,7 @@ class TransformersDecodeStep(DecodeStep):
         self.arguments[CACHE] = self._dynamic
 
     def model_reasons(self) -> list[Reason]:
-        return checks.row_reasons(self.call, self.model)
+        return self.checks.rows
 
     @cached_property
     def runs_user_code(self) -> bool:
@@ -195,18 +186,8 @@ class TransformersDecodeStep(DecodeStep):
     @cached_property
     def compaction_reasons(self) -> list[Reason]:
         """Why finished inputs have to stay in the batch; empty if what remains does not depend on them."""
-        reasons = checks.by_batch_index(self.processors) + checks.parameters_of_rows(self.processors, self.rows)
-        reasons = reasons[:1]
-        if hasattr(self.model, "_reorder_cache"):
-            reasons.append(REORDERS_ITSELF)
-        reasons = reasons or checks.row_reasons(self.call, self.model)
-        if (text := self.call.facts_of(self.model, self.known).coupled) is not None:
-            reasons = reasons or [Reason("ROWS_COUPLED", text)]
-        sizes = {self.rows, self.rows // self.rows_per_input}
-        reasons = reasons or checks.row_state_reasons(self.call, self.model, sizes)
-        if self.graph is None:
-            reasons = reasons or self._cache_reasons
-        reasons = reasons or row_groups.unsupported_reasons(self.model.config.model_type, self.arguments, self.rows)
+        cache_reasons = self._cache_reasons if self.graph is None else []
+        reasons = self.checks.compaction(self.rows, self.rows_per_input, self.arguments, cache_reasons)
         self.call.report.add_reasons(COMPACTION, reasons)
         if not reasons:
             self.call.report.shared.append("finished inputs: removed from the batch")

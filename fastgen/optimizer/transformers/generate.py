@@ -49,7 +49,7 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
             with swap_forwards(self, args, kwargs, call):
                 result = original(self, *args, **kwargs)
         finally:
-            call.to_verify = None  # it holds the model and all arguments
+            call.to_verify = call.checks = None  # which hold the model and all arguments
         if call.staged_seconds:
             call.end_stage("decoder")
         if not call.rows:

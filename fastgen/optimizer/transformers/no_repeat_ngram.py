@@ -24,7 +24,7 @@ from fastgen.ops.no_repeat_ngram.implementations import implementation_for
 from fastgen.ops.tracing import is_watched
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import add_reasons, count
-from fastgen.optimizer.decoding.report import NGRAMS, Reason, with_code
+from fastgen.optimizer.decoding.report import NGRAMS, Reason, that_hold
 from fastgen.optimizer.transformers import compat
 from fastgen.provenance import comes_with
 
@@ -137,29 +137,27 @@ def _reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Reason]:
         return [Reason("METHOD_REPLACED", f"{kind.__name__}.__call__ is not that of transformers")]
     if type(processor.ngram_size) is not int or processor.ngram_size < 1:
         return [Reason("NGRAM_SIZE", f"ngram_size is {processor.ngram_size!r} (supported: int of 1 or more)")]
-    if texts := op.unsupported_reasons(input_ids, scores):
-        return with_code("SHAPES", texts)
-    if not is_of_encoder:
-        return []
+    reasons = that_hold(("SHAPES", "{}", op.unsupported_reasons(input_ids, scores)))
+    if reasons or not is_of_encoder:
+        return reasons
     ngrams = processor.generated_ngrams
     if not isinstance(ngrams, EncoderNGrams):
         return [Reason("PROCESSOR_MADE_ELSEWHERE", "the processor was made without fastgen")]
-    tokens = ngrams.encoder_input_ids
-    inputs, rows = tokens.shape[0], input_ids.shape[0]
-    reasons = []
-    if "data" in vars(ngrams):
-        text = "the dictionaries of the encoder's n-grams were read, and may have been changed"
-        reasons.append(Reason("NGRAMS_READ", text))
-    if (processor.ngram_size, processor.batch_size) != (ngrams.ngram_size, inputs):
-        reasons.append(Reason("PROCESSOR_CHANGED", "ngram_size or batch_size of the processor was changed"))
-    for name in ("dtype", "device"):
-        wanted, found = getattr(input_ids, name), getattr(tokens, name)
-        if found != wanted:
-            text = f"encoder_input_ids has {name} {found} (supported: {wanted}, as input_ids)"
-            reasons.append(Reason("SHAPES", text))
-    if inputs == 0 or rows % inputs:
-        reasons.append(Reason("ROWS_NOT_MULTIPLE", f"{rows} rows for {inputs} inputs (supported: a multiple)"))
-    return reasons
+    tokens, rows = ngrams.encoder_input_ids, input_ids.shape[0]
+    inputs, name = tokens.shape[0], "encoder_input_ids"
+    is_changed = (processor.ngram_size, processor.batch_size) != (ngrams.ngram_size, inputs)
+    others = [
+        f"{name} has {attribute} {getattr(tokens, attribute)} (supported: {wanted}, as input_ids)"
+        for attribute in ("dtype", "device")
+        if getattr(tokens, attribute) != (wanted := getattr(input_ids, attribute))
+    ]
+    was_read = "data" in vars(ngrams)
+    return that_hold(
+        ("NGRAMS_READ", "the dictionaries of the encoder's n-grams were read, and may have been changed", was_read),
+        ("PROCESSOR_CHANGED", "ngram_size or batch_size of the processor was changed", is_changed),
+        ("SHAPES", "{}", others),
+        ("ROWS_NOT_MULTIPLE", f"{rows} rows for {inputs} inputs (supported: a multiple)", inputs == 0 or rows % inputs),
+    )
 
 
 def _can_ban(processor: Any, input_ids: Tensor) -> bool:

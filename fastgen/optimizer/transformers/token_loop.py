@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from fastgen.optimizer.decoding.call import current_call
-from fastgen.optimizer.decoding.graphs import unwanted_reasons
+from fastgen.optimizer.decoding.graphs import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.report import LOOP, STEPS, Reason
-from fastgen.optimizer.transformers import checks, compat, no_repeat_ngram
+from fastgen.optimizer.decoding.report import LOOP, STEPS
+from fastgen.optimizer.transformers import compat, no_repeat_ngram
+from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
 from fastgen.optimizer.transformers.outputs import drop_unused_outputs
 
@@ -37,7 +39,7 @@ MANTISSA = (1 << 53) - 1  # the bits of a uniform double
 @drop_unused_outputs
 def sample(
     original: Callable,
-    self: checks.HostModel,
+    self: HostModel,
     input_ids: Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -47,30 +49,37 @@ def sample(
     **model_kwargs: Any,
 ) -> Any:
     processors = no_repeat_ngram.writing_processors(logits_processor, generation_config)
-    call, captures, compacts, reasons = current_call(), False, False, []
-    if streamer is not None:
-        reasons.append(Reason("STREAMER", "a streamer is given"))
-    if generation_config.compile_config is not None:
-        reasons.append(Reason("COMPILED", "compile_config is set"))
-    if call is not None:
-        call.report.add_reasons(LOOP, reasons)
-    if call is not None and not reasons:
-        steps, rows = (generation_config.max_length or 0) - input_ids.shape[1], len(input_ids)
-        compacts = call.costs.should_compact(size_of(self, checks.KNOWN), rows - 1, rows, steps, steps - 1)
-        compacts = compacts and _can_end_early(input_ids, stopping_criteria, generation_config)
-        unwanted = unwanted_reasons(call, input_ids.device, steps)
-        call.report.add_reasons(STEPS, unwanted)
-        fits = (compacts or not unwanted) and not checks.loop_reasons(
-            call, self, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs
-        )
-        compacts = compacts and fits
-        captures = fits and checks.can_capture(call, self, generation_config, input_ids, model_kwargs)
-    if call is None or not (captures or compacts):
-        model_kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
-        return original(self, input_ids, processors, stopping_criteria, generation_config, **model_kwargs)
-    step = TransformersDecodeStep(call, self, generation_config, processors, model_kwargs, rows, 1, captures)
-    with step:
+    theirs = partial(original, self, input_ids, processors, stopping_criteria, generation_config, **model_kwargs)
+    if (call := current_call()) is None:
+        return theirs(synced_gpus=synced_gpus, streamer=streamer)
+    given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer
+    call.checks = checks = CallChecks(call, self, LoopArguments(*given))
+    compacts, captures = parts_of_loop(checks)
+    if not (compacts or captures):
+        return theirs(synced_gpus=synced_gpus, streamer=streamer)
+    with TransformersDecodeStep(checks, processors, 1, captures) as step:
         return TokenLoop(input_ids, generation_config, step, compacts).run(stopping_criteria)
+
+
+def parts_of_loop(checks: CallChecks) -> tuple[bool, bool]:
+    """Whether rows may leave, and whether steps are captured; with neither the loop is the library's.
+
+    Adds to the report why not.
+    """
+    call, model, (input_ids, _, criteria, config, *_) = checks.call, checks.model, checks.arguments
+    call.report.add_reasons(LOOP, checks.settings)
+    if checks.settings:
+        return False, False
+    rows, length = input_ids.shape
+    steps = (config.max_length or 0) - length
+    compacts = call.costs.should_compact(size_of(model, checks.known), rows - 1, rows, steps, steps - 1)
+    compacts = compacts and _can_end_early(input_ids, criteria, config)
+    unwanted = unwanted_reasons(call, input_ids.device, steps)
+    call.report.add_reasons(STEPS, unwanted)
+    if unwanted and not compacts:
+        return False, False
+    call.report.add_reasons(LOOP, checks.loop)
+    return (False, False) if checks.loop else (compacts, can_capture(checks, rows, steps))
 
 
 def _can_end_early(input_ids: Tensor, stopping_criteria: Any, config: Any) -> bool:

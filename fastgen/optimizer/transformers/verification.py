@@ -36,7 +36,7 @@ from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
-from fastgen.optimizer.decoding.report import Reason, with_code
+from fastgen.optimizer.decoding.report import Reason, that_hold
 from fastgen.optimizer.decoding.verify import (
     ABSENT,
     Difference,
@@ -87,33 +87,36 @@ def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: di
 
 def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
-    given = call.to_verify
-    is_comparing = given is None and call.share is not None  # in `_compare_first_steps`
+    original = call.to_verify
+    is_comparing = original is None and call.share is not None  # in `_compare_first_steps`
     if is_comparing or not untested_reasons(model):
         return []
-    if given is None or given.args[0] is not model:
+    if original is None or original.args[0] is not model:
         unfit = ["this call has nothing to compare"]
-    elif is_verified(key := _key(given, generation_config, call)):
+    elif is_verified(key := _key(original, generation_config, call)):
         return []
-    elif _compared[key[1:]] >= MOST:
-        unfit = ["what its modules hold changes from call to call"]
     else:
-        stateful = [name for name, value in given.keywords.items() if _has_state(value)]
-        unfit = [f"a call with {name} cannot be repeated" for name in stateful]
-        if (generation_config.max_length or 0) - prompt_length < STEPS:
-            unfit.append(f"a call for fewer than {STEPS} new tokens shows too little")
+        unfit = _unfit(original, _compared[key[1:]], (generation_config.max_length or 0) - prompt_length)
         if not unfit and not _COMPARING.acquire(blocking=False):
-            unfit.append("another comparison is running")
+            unfit = ["another comparison is running"]
     if not unfit:
         try:
             _compared[key[1:]] += 1
-            _compare_first_steps(key, given)
+            _compare_first_steps(key, original)
         except NotComparable:
-            unfit.append("its first steps show nothing to compare")
+            unfit = ["its first steps show nothing to compare"]
         finally:
             _COMPARING.release()
     texts = [f"{_subject(model)} is not verified yet, and {reason}" for reason in unfit]
-    return with_code("UNVERIFIED", texts) or refused_reasons(model)
+    return that_hold(("UNVERIFIED", "{}", texts)) or refused_reasons(model)
+
+
+def _unfit(original: partial, comparisons: int, steps: int) -> list[str]:
+    """Why this call of `generate` for at most so many steps, after so many others, cannot be compared."""
+    if comparisons >= MOST:
+        return ["what its modules hold changes from call to call"]
+    unfit = [f"a call with {name} cannot be repeated" for name, value in original.keywords.items() if _has_state(value)]
+    return unfit + [f"a call for fewer than {STEPS} new tokens shows too little"] * (steps < STEPS)
 
 
 def _compare_first_steps(key: tuple, given: partial) -> None:

@@ -27,7 +27,7 @@ from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCa
 from fastgen.optimizer.decoding.kv_cache import KVCache, capacity_for
 from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.transformers import decode_step
-from fastgen.optimizer.transformers.checks import KNOWN
+from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, LoopArguments
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.optimizer.transformers.decode_step import LateStopCheck
 from fastgen.testing import broken, captured_graphs, costs, errors_noted, holds_graphs, limits, replaced, watched
@@ -464,7 +464,8 @@ def test_steps_are_captured_on_the_default_stream_of_a_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
         with capturing("on" if case == "another" else case), generate_call("test") as call:
             model = nn.Module()
-            assert graphs.can_capture(call, model, model, 1, 40, KNOWN, list, list) is (not codes)
+            checks = SimpleNamespace(call=call, model=model, decoder=model, known=KNOWN, capture=[], rows=[])
+            assert graphs.can_capture(checks, 1, 40) is (not codes)
         assert call.report.codes() == codes
 
 
@@ -734,7 +735,8 @@ def test_recordings_of_another_type_are_let_go():
 def test_what_stays_the_same_is_padded_once_for_each_padding():
     call = GenerateCall(Report("test"))
     inputs = {"attention_mask": torch.ones(2, 3), "encoder_outputs": (torch.ones(2, 3, 4),)}
-    step = decode_step.TransformersDecodeStep(call, model_of("bart"), mock.Mock(max_length=9), [], {}, 2, 1)
+    arguments = LoopArguments(torch.ones(2, 1), [], [], mock.Mock(max_length=9), False, {})
+    step = decode_step.TransformersDecodeStep(CallChecks(call, model_of("bart"), arguments), [], 1)
     first, again, longer = (step._pad(inputs, positions) for positions in (2, 2, 4))
     assert first["attention_mask"].tolist() == 2 * [[0, 0, 1, 1, 1]]
     assert all(again[name] is first[name] for name in inputs)

@@ -74,7 +74,7 @@ PARTS = {
     "replaced functions": f"{_TRANSFORMERS}.checks:replaced_functions",
     "reasons of rows": f"{_TRANSFORMERS}.checks:CallChecks._row_reasons",
     "states of rows": f"{_TRANSFORMERS}.checks:CallChecks.row_states",
-    "values of rows": f"{_TRANSFORMERS}.checks:parameters_of_rows",
+    "values of rows": f"{_TRANSFORMERS}.processors:parameters_of_rows",
     "verify a class": f"{_TRANSFORMERS}.verification:_compare_first_steps",
     "faster forwards": f"{_TRANSFORMERS}.faster_forwards:faster_forwards",
     # Ops.

@@ -4,12 +4,15 @@ Each part of a call has a table of reasons, code and text and condition; fastgen
 reason, add a row. The codes are explained in fastgen/reasons.py.
 
     rows         one row of each group of equal rows may stand for the group: prompts, captured steps, compaction
+    prefill      the prefill runs with one row of each group
+    prefix       what prompts begin with in common is computed once; prefixes.py adds what arguments tell
     settings     the caller asks for nothing that only the library's loop does
     loop         the decoding loop is fastgen's
     capture      its steps are captured; what holds for every host is in `graphs.can_capture`
     compaction   finished inputs leave the batch
 
-What only looks at the arguments of a prefill is in prefill.py and row_groups.py, what looks at caches in kv_layers.py.
+Whether a part is worthwhile is asked of the `CostModel` before. What cannot be done with one argument is in
+row_groups.py, what cannot be done with one cache in kv_layers.py: rows of these tables ask them.
 
 Tests: tests/optimizer/transformers/test_foreign_code.py, tests/optimizer/transformers/test_replaced_code.py,
 tests/optimizer/transformers/test_training_mode.py, tests/optimizer/transformers/test_captured_steps.py,
@@ -20,15 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import GenerationMixin
 from transformers import __version__ as transformers_version
-from transformers.generation import logits_process
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -38,10 +39,17 @@ from fastgen.ops.tracing import is_watched, replaced_functions
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import ModelFacts
-from fastgen.optimizer.decoding.report import REORDERS_ITSELF, TORCH_MODE, USER_CACHE, Reason, that_hold
-from fastgen.optimizer.decoding.user_code import KnownCode, is_user_code, named
-from fastgen.optimizer.transformers import TESTED, architectures, compat, kv_layers, row_groups
-from fastgen.optimizer.transformers.constrained import treats_rows_alone
+from fastgen.optimizer.decoding.report import (
+    CACHE_NOT_EMPTY,
+    REORDERS_ITSELF,
+    TORCH_MODE,
+    USER_CACHE,
+    Reason,
+    that_hold,
+)
+from fastgen.optimizer.decoding.user_code import KnownCode, named
+from fastgen.optimizer.transformers import TESTED, architectures, compat, kv_layers, processors, row_groups
+from fastgen.optimizer.transformers.row_groups import RowGroups
 from fastgen.provenance import PYTHON, comes_with, packages_of
 
 _REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, compat.EXPERTS_FUNCTIONS)
@@ -124,6 +132,13 @@ CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
 
 STEPS_DIFFER = Reason("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way")
 LAYERS_DIFFER = Reason("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches")
+RESUMES_OTHERWISE = Reason("TRANSFORMERS_VERSION", "transformers before 5.17 goes on from a cache in another way")
+COMPILED_CHUNKS = Reason(
+    "CHUNKED_PREFILL", "the cache is a StaticCache, for which the library may compile a prefill in chunks"
+)
+
+# Rotary positions that are scaled by the longest prompt seen.
+_GROWING_ROPE = {"dynamic", "longrope"}
 
 
 class LoopArguments(NamedTuple):
@@ -200,6 +215,49 @@ class CallChecks:
                 names.add(key[1])
         return that_hold(("MODEL_STATE", "the model keeps states of its rows in {}", sorted(names)))
 
+    def prefill_sync(
+        self, arguments: dict[str, Any], generation_config: Any, groups: RowGroups, are_equal: bool
+    ) -> list[Reason]:
+        """Why a prefill has to run with all rows, and not with one of each group. May read the device.
+
+        are_equal: the rows of a group are known to be.
+        """
+        call, cache = self.call, kv_layers.cache_of(arguments)
+        makes_its_own = cache is None and not call.user_cache and arguments.get("use_cache", True)
+        makes_its_own = makes_its_own and not getattr(self.model, "_supports_default_dynamic_cache", bool)()
+        reasons = that_hold(
+            self.rows,
+            (USER_CACHE, call.user_cache),
+            [] if call.user_cache or cache is None else _cache_reasons(cache, generation_config),
+            ("MODEL_CACHE", "the model makes its own cache", makes_its_own),
+            row_groups.unsupported_reasons(self.model.config.model_type, arguments, groups.rows),
+        )
+        differ = not (reasons or are_equal or row_groups.groups_are_equal_sync(arguments, groups))
+        return reasons or that_hold(("ROWS_DIFFER", "the rows of an input differ from each other", differ))
+
+    def prefix(self, cache: Any, most: int, moves_columns: bool, has_positions: bool) -> list[Reason]:
+        """Why a forward cannot follow a common prefix in this cache, for up to `most` positions.
+
+        moves_columns: those of a row change places. has_positions: the model is told the positions of tokens.
+        """
+        kind, has_layers = self.model.config.model_type, cache is not None and not kv_layers.is_static(cache)
+        is_lost = moves_columns and not has_positions and kind not in architectures.POSITIONS_OF_MASK
+        counted = architectures.COUNTED_COLUMNS.get(kind)
+        text: Any = self.model.config.get_text_config(decoder=True)
+        ropes = getattr(text, "rope_parameters", None)  # of all layers, or for each type of layer
+        ropes = [ropes, *ropes.values()] if isinstance(ropes, dict) else []
+        kinds = {str(rope.get("rope_type")) for rope in ropes if isinstance(rope, dict)}
+        return that_hold(
+            (RESUMES_OTHERWISE, not compat.LAYERS_ARE_KNOWN),
+            untested_reasons(self.model),
+            self._attention,
+            ("CACHE_TYPE", "there is no DynamicCache", not has_layers),
+            kv_layers.layer_reasons(cache, most) if has_layers else [],
+            ("POSITIONS", "rope_type {}: positions depend on the length of the prompt", [*_GROWING_ROPE & kinds][:1]),
+            ("POSITIONS", "the model is not told the positions of left-padded tokens", is_lost),
+            ("POSITIONS", f"{kind}: {counted}", moves_columns and counted is not None),
+        )
+
     @cached_property
     def settings(self) -> list[Reason]:
         """What the caller asks for that only the library's loops do: then nothing else is looked at."""
@@ -216,12 +274,12 @@ class CallChecks:
     def loop(self) -> list[Reason]:
         """Why the library's loop cannot be replaced by one of fastgen."""
         call, arguments, config = self.call, self.arguments, self.arguments.generation_config
-        processors, criteria = arguments.logits_processor, arguments.stopping_criteria
+        criteria, called = arguments.stopping_criteria, (arguments.logits_processor, arguments.stopping_criteria)
         cache, untested = kv_layers.cache_of(arguments.model_kwargs), untested_reasons(self.model)
         loops = [name for name in LOOPS if not PATCH_SET.replaces_host(name)]
         methods = {name: getattr(self.model, name, None) for name in (*METHODS, *arguments.methods)}
         replaced = [name for name, method in methods.items() if not comes_with(method, GenerationMixin)]
-        calls = [type(one).__name__ for one in (processors, criteria) if not _runs_library_code(one)]
+        calls = [type(one).__name__ for one in called if not _runs_library_code(one)]
         stops_otherwise = not all(type(one) in CRITERIA and _runs_library_code(one) for one in criteria)
         is_own_call, is_assistant = "__call__" in vars(self.model), getattr(config, "is_assistant", False)
         return that_hold(
@@ -257,12 +315,18 @@ class CallChecks:
             (LAYERS_DIFFER, not compat.LAYERS_ARE_KNOWN),
             ("NO_CACHE", "use_cache is not set", not arguments.get("use_cache")),
             ("MAY_SYNC", f"{name}.forward may synchronise with the device (not _can_compile_fullgraph)", waits),
-            attention_reasons(model),
+            self._attention,
             ("QUANTIZED", "the model is quantized", getattr(model, "hf_quantizer", None) is not None),
             [] if cache is None else kv_layers.layer_reasons(cache, most),
             ("POSITIONS", f"{most} positions, and the table has {positions}", is_short),
             (REORDERS_ITSELF, hasattr(model, "_reorder_cache")),
         )
+
+    @cached_property
+    def _attention(self) -> list[Reason]:
+        attention = getattr(self.model.config, "_attn_implementation", None)
+        text = f"attention {attention} (supported: sdpa, eager)"
+        return that_hold(("ATTENTION", text, attention not in ("sdpa", "eager")))
 
     def compaction(
         self, rows: int, rows_per_input: int, model_kwargs: dict[str, Any], cache_reasons: Sequence[Reason]
@@ -273,7 +337,7 @@ class CallChecks:
         """
         coupled = self.call.facts_of(self.model, KNOWN).coupled
         return (
-            (self.processors_by_row + parameters_of_rows(self.arguments.logits_processor, rows))[:1]
+            (self.processors_by_row + processors.parameters_of_rows(self.arguments.logits_processor, rows))[:1]
             + that_hold((REORDERS_ITSELF, hasattr(self.model, "_reorder_cache")))
             or self.rows
             or that_hold(("ROWS_COUPLED", coupled, coupled is not None))
@@ -284,27 +348,21 @@ class CallChecks:
 
     @cached_property
     def processors_by_row(self) -> list[Reason]:
-        """The processors that may know rows by their batch index, and not only by what each holds."""
-        processors = self.arguments.logits_processor
-        others = [type(one).__name__ for one in processors if not (_is_by_row(one) or treats_rows_alone(one))]
-        return that_hold(("PROCESSOR_BY_ROW", "{} may know the rows by their batch index", others))
+        return processors.by_batch_index(self.arguments.logits_processor)
 
 
-def row_reasons(call: GenerateCall, model: HostModel) -> list[Reason]:
-    return CallChecks.of(call, model).rows
-
-
-def row_state_reasons(
-    call: GenerateCall, model: HostModel, sizes: set[int], before: dict[tuple[int, str], Tensor] | None = None
-) -> list[Reason]:
-    return CallChecks.of(call, model).row_states(sizes, before)
-
-
-def attention_reasons(model: HostModel) -> list[Reason]:
-    """Why masks of this model's attention are not known."""
-    attention = getattr(model.config, "_attn_implementation", None)
-    text = f"attention {attention} (supported: sdpa, eager)"
-    return that_hold(("ATTENTION", text, attention not in ("sdpa", "eager")))
+def _cache_reasons(cache: Any, generation_config: Any) -> list[Reason]:
+    """Why one row of each group cannot fill this cache, which the library has made, for all rows."""
+    if not kv_layers.is_static(cache):
+        return kv_layers.unsupported_reasons(cache)
+    if generation_config.prefill_chunk_size is not None:
+        return [COMPILED_CHUNKS]
+    kinds = {*map(type, kv_layers.layers_of(cache))} - {StaticLayer, StaticSlidingWindowLayer}
+    names = [", ".join(sorted(kind.__name__ for kind in kinds))] if kinds else []
+    return that_hold(
+        ("CACHE_LAYERS", "the cache is a StaticCache with layers of other kinds ({})", names),
+        (CACHE_NOT_EMPTY, not kinds and cache.get_seq_length() > 0),
+    )
 
 
 def _is_in_mode() -> bool:
@@ -315,51 +373,3 @@ def _is_in_mode() -> bool:
 def _runs_library_code(called: object) -> bool:
     """Whether a call of this object, of a class that the library has, runs the library's code."""
     return packages_of(type(called).__call__) == {"transformers"}
-
-
-# Processors of the library that treat every row for itself, from what it holds.
-BY_ROW = frozenset({
-    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper",
-    "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper",
-    "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor",
-    "NoBadWordsLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
-    "InfNanRemoveLogitsProcessor", "ExponentialDecayLengthPenalty", "LogitNormalization",
-    "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "WhisperTimeStampLogitsProcessor",
-})  # fmt: skip
-
-
-# The library's packages, and those of what it calls.
-_LIBRARY = PYTHON | {"transformers", "torch", "fastgen"}
-
-# Attributes that have no entry per row although their size may equal the number of rows: token ids, and what compaction
-# takes along itself.
-_NOT_OF_ROWS = frozenset({
-    "eos_token_id", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "multi_token_biases", "bad_word_ids",
-    "prompt_ignore_length",
-})  # fmt: skip
-
-
-def parameters_of_rows(processors: Iterable[Any], rows: int) -> list[Reason]:
-    """What processors hold that may have an entry for each of these rows: a temperature for each prompt."""
-    names = []
-    for processor in filter(_is_by_row, processors):
-        of_classes = [vars(base).items() for base in type(processor).__mro__[:-1]]
-        held = {
-            name: value for items in of_classes for name, value in items if isinstance(value, (Tensor, list, tuple))
-        }
-        for name, value in (held | vars(processor)).items():
-            if name not in _NOT_OF_ROWS and any(_may_be_of_rows(leaf, rows) for leaf in tree_leaves(value)):
-                names.append(f"{type(processor).__name__}.{name}")
-    return that_hold(("PROCESSOR_BY_ROW", "{} may have an entry for each row", names))
-
-
-def _is_by_row(processor: Any) -> bool:
-    kind = type(processor)
-    is_listed = kind.__name__ in BY_ROW and kind is getattr(logits_process, kind.__name__, None)
-    return is_listed and not is_user_code(processor, _LIBRARY)
-
-
-def _may_be_of_rows(value: Any, rows: int) -> bool:
-    if type(value) is Tensor:
-        return value.shape[:1] == (rows,)
-    return not isinstance(value, (bool, int, float, str, NoneType))

@@ -95,7 +95,7 @@ class PrefixReuse:
         """Keeps a copy of what a forward of these columns of one row has put into this cache; adds to the report."""
         length = next(iter(columns.values())).shape[1]
         foreign = [name for name, value in options.items() if not isinstance(value, PLAIN)]
-        reasons = [USER_CACHE] if call.user_cache else checks.row_reasons(call, model)
+        reasons = [USER_CACHE] if call.user_cache else checks.CallChecks.of(call, model).rows
         reasons = reasons or [Reason("ARGUMENT_TYPE", f"argument {name} cannot be compared") for name in foreign[:1]]
         reasons = reasons or _cache_reasons(cache, length)
         state = None if reasons else self._state_of(call, model)

@@ -244,10 +244,8 @@ class Scorer:
         # Padding lies between a prefix and the rest of a context: a window has to hold the columns of all rows.
         most = max(len(tokens) for tokens, _ in contexts) + max(len(one) for _, found in contexts for one in found)
         cache = DynamicCache(config=self.model.config)
-        reasons = prefixes.cache_reasons(self.model, cache, most)
-        reasons += prefixes.order_reasons(self.model, prefixes.POSITIONS in self.accepted)
-        reasons += checks.row_reasons(self.call, self.model)
-        if reasons:
+        of_call = checks.CallChecks(self.call, self.model)
+        if reasons := of_call.prefix(cache, most, True, prefixes.POSITIONS in self.accepted) + of_call.rows:
             return reasons
         arguments = {
             "input_ids": torch.tensor([(contexts[0].tokens * 2)[:2]], device=self.model.device),

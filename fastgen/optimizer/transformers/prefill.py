@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
@@ -32,9 +32,10 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
-from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, PREFILL, PREFIX, USER_CACHE, Decision, Reason
+from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, Decision, Reason
 from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, undo_of_tensors
 from fastgen.optimizer.transformers import checks, kv_layers, prefixes, row_groups, verification
+from fastgen.optimizer.transformers.checks import CallChecks
 from fastgen.optimizer.transformers.models import images, latent_attention
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
 from fastgen.optimizer.transformers.row_groups import RowGroups
@@ -109,7 +110,7 @@ def plan_prefill(
         LeaveAlone.for_any(reasons)
     # Looking at all modules of the model comes last: it takes longest.
     LeaveAlone.for_any(
-        unsupported_reasons(model, arguments, generation_config, groups, are_equal or is_each_alone, call)
+        CallChecks.of(call, model).prefill_sync(arguments, generation_config, groups, are_equal or is_each_alone)
         or verification.first_use_reasons(model, generation_config, arguments["input_ids"].shape[1], call)
     )
     facts = call.facts_of(model, checks.KNOWN)
@@ -182,7 +183,7 @@ class PrefillPlan:
                 return self.forward(self.arguments)
         except Exception:  # the states of another call may be of more rows
             if facts.row_states is None:
-                facts.row_states = checks.row_state_reasons(self.call, self.model, {self.groups.rows}) or None
+                facts.row_states = CallChecks.of(self.call, self.model).row_states({self.groups.rows}) or None
                 LeaveAlone.for_any(facts.row_states or [])
             raise
 
@@ -201,7 +202,7 @@ class PrefillPlan:
             raise LeaveAlone([NAN])
         if tensors is not None:
             sizes = {len(self.groups)}
-            facts.row_states = checks.row_state_reasons(self.call, self.model, sizes, tensors)
+            facts.row_states = CallChecks.of(self.call, self.model).row_states(sizes, tensors)
             LeaveAlone.for_any(facts.row_states)
         if cache is None and self.first_rows.get("use_cache", True):
             new_cache = kv_layers.cache_of(outputs)  # by the model, as all do in transformers 5.0
@@ -322,48 +323,9 @@ def too_small_reasons(
     return [Decision("TOO_SMALL", "the model is too small to gain", detail)]
 
 
-def unsupported_reasons(
-    model: checks.HostModel,
-    arguments: dict[str, Any],
-    generation_config: Any,
-    groups: RowGroups,
-    compared: bool,
-    call: GenerateCall,
-) -> list[Reason]:
-    """Why this prefill has to run with all rows; empty if one row per group gives the same. May read the device.
-
-    compared: whether the rows of a group are known to be equal.
-    """
-    reasons = checks.row_reasons(call, model)
-    if call.user_cache:
-        reasons.append(USER_CACHE)
-    elif kv_layers.is_static(cache := kv_layers.cache_of(arguments)):
-        reasons += static_prefill_reasons(cache, generation_config)
-    elif cache is not None:
-        reasons += kv_layers.unsupported_reasons(cache)
-    elif arguments.get("use_cache", True) and not getattr(model, "_supports_default_dynamic_cache", bool)():
-        reasons.append(Reason("MODEL_CACHE", "the model makes its own cache"))
-    reasons += row_groups.unsupported_reasons(model.config.model_type, arguments, groups.rows)
-    if not reasons and not compared and not row_groups.groups_are_equal_sync(arguments, groups):
-        reasons.append(Reason("ROWS_DIFFER", "the rows of an input differ from each other"))
-    return reasons
-
-
 # The library's own static caches, which a prefill with one row per group fills for all rows. Their layers stay the
 # library's, for which it compiles its steps: keys and values are written by its `update` to where a prefill with all
 # rows writes them.
-
-
-def static_prefill_reasons(cache: Cache, generation_config: Any) -> list[Reason]:
-    """Why a prefill with one row per input cannot fill this static cache; empty if it can."""
-    if generation_config.prefill_chunk_size is not None:
-        text = "the cache is a StaticCache, for which the library may compile a prefill in chunks"
-        return [Reason("CHUNKED_PREFILL", text)]
-    kinds = set(map(type, kv_layers.layers_of(cache)))
-    if foreign := sorted(kind.__name__ for kind in kinds - {StaticLayer, StaticSlidingWindowLayer}):
-        text = f"the cache is a StaticCache with layers of other kinds ({', '.join(foreign)})"
-        return [Reason("CACHE_LAYERS", text)]
-    return [CACHE_NOT_EMPTY] if cache.get_seq_length() > 0 else []
 
 
 @contextmanager

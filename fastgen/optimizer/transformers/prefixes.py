@@ -24,9 +24,10 @@ from transformers.cache_utils import Cache
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
-from fastgen.optimizer.decoding.report import KEPT, PREFIX, Decision, Reason
+from fastgen.optimizer.decoding.report import KEPT, PREFIX, Decision, Reason, that_hold
 from fastgen.optimizer.decoding.rollback import Rollback, undo_of_tensors
-from fastgen.optimizer.transformers import architectures, checks, compat, kv_layers
+from fastgen.optimizer.transformers import kv_layers
+from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel
 from fastgen.optimizer.transformers.kept_prefix import PrefixReuse, reuse_of
 from fastgen.optimizer.transformers.models import images
 from fastgen.optimizer.transformers.row_groups import IMAGES
@@ -37,9 +38,6 @@ TYPES = "token_type_ids"
 # Arguments of a prefill with a value for each column: `[rows, length]`, or `[rows, length, width]`. Of positions there
 # may be one row for all.
 COLUMNS = (TOKENS, EMBEDS, MASK, POSITIONS, TYPES)
-
-# Rotary positions that are scaled by the longest prompt seen.
-_GROWING_ROPE = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def column_names(arguments: dict[str, Any]) -> list[str]:
 
 
 def common_prefix_sync(
-    call: GenerateCall, model: checks.HostModel, arguments: dict[str, Any], generation_config: Any
+    call: GenerateCall, model: HostModel, arguments: dict[str, Any], generation_config: Any
 ) -> CommonPrefix | None:
     """Returns what the rows of a prefill begin with in common if computing it once, or not at all, gains something.
 
@@ -116,7 +114,7 @@ def common_prefix_sync(
     used. Reads the device.
     """
     rows, length = _prompt(arguments).shape[:2]
-    size, costs, reuse = size_of(model, checks.KNOWN), call.costs, reuse_of(model)
+    size, costs, reuse = size_of(model, KNOWN), call.costs, reuse_of(model)
 
     def gains(tokens: int) -> bool:
         return tokens > 0 and costs.should_split_prefix(size, tokens)
@@ -144,14 +142,14 @@ def common_prefix_sync(
         detail = f"{longest} tokens of all inputs, {tokens} need not be computed"
         reasons: list[Reason] = [Decision("PREFIX_SHORT", "too short to gain", detail)]
     else:
-        reasons = unsupported_reasons(model, arguments, generation_config, prefix)
+        reasons = unsupported_reasons(CallChecks.of(call, model), arguments, generation_config, prefix)
     call.report.add_reasons(PREFIX, reasons)
     return None if reasons else prefix
 
 
 def _with_kept_sync(
     call: GenerateCall,
-    model: checks.HostModel,
+    model: HostModel,
     reuse: PrefixReuse,
     longest: CommonPrefix,
     arguments: dict[str, Any],
@@ -177,7 +175,7 @@ def _with_kept_sync(
 
 def fill_sync(
     call: GenerateCall,
-    model: checks.HostModel,
+    model: HostModel,
     forward: Callable[[dict[str, Any]], Any],
     prefix: CommonPrefix,
     arguments: dict[str, Any],
@@ -199,9 +197,7 @@ def fill_sync(
             reuse.keep(call, model, part.columns(arguments), options_of(arguments), cache)
 
 
-def keep_prompt_sync(
-    call: GenerateCall, model: checks.HostModel, arguments: dict[str, Any], outputs: dict[str, Any]
-) -> None:
+def keep_prompt_sync(call: GenerateCall, model: HostModel, arguments: dict[str, Any], outputs: dict[str, Any]) -> None:
     """Keeps the whole prompt of a prefill of one row for the next call, if the program asks for it."""
     reuse = None if model.config.is_encoder_decoder else reuse_of(model)
     if reuse is None or reuse.head is not None or _have_other_shapes(arguments, moves=True):
@@ -260,59 +256,26 @@ def _causality_reasons(cache: Any) -> list[Reason]:
 
 
 def unsupported_reasons(
-    model: checks.HostModel, arguments: dict[str, Any], generation_config: Any, prefix: CommonPrefix
+    checks: CallChecks, arguments: dict[str, Any], generation_config: Any, prefix: CommonPrefix
 ) -> list[Reason]:
     """Why this prefix cannot be computed apart from what follows; empty if it can."""
-    generated = (generation_config.max_length or 0) - arguments[TOKENS].shape[1]  # max_length counts no embeddings
-    reasons = cache_reasons(model, kv_layers.cache_of(arguments), _prompt(arguments).shape[1] + generated)
-    if generation_config.prefill_chunk_size is not None:
-        reasons.append(Reason("CHUNKED_PREFILL", "prefill_chunk_size is set"))
-    for name in ("output_attentions", "output_hidden_states"):
-        if arguments.get(name) or getattr(model.config, name, False):
-            reasons.append(Reason("OUTPUTS", f"{name} is set, which are those of all columns"))
-            break
-    if prefix.images is not None and not images.can_split_sync(arguments, model.config):
-        reasons.append(Reason("IMAGES", "the features of images are not known to be those of the prompt's columns"))
-    known = (type(None), bool, int, float, str)
-    foreign = [name for name, value in options_of(arguments).items() if name != IMAGES and not isinstance(value, known)]
-    if foreign := foreign or _have_other_shapes(arguments, moves=prefix.order is not None):
-        reasons.append(Reason("ARGUMENT_COLUMNS", f"argument {foreign[0]}: its columns are not known"))
-    if prefix.order is not None:
-        if generation_config.return_dict_in_generate:
-            reasons.append(Reason("RETURN_DICT", "the returned cache would hold padding in other columns"))
-        reasons += order_reasons(model, arguments.get(POSITIONS) is not None)
-    return reasons
-
-
-def cache_reasons(model: checks.HostModel, cache: Cache | None, most: int) -> list[Reason]:
-    """Why a forward of this model cannot go on behind a prefix in this cache, for up to `most` positions."""
-    reasons: list[Reason] = []
-    if not compat.LAYERS_ARE_KNOWN:
-        reasons.append(Reason("TRANSFORMERS_VERSION", "transformers before 5.17 goes on from a cache in another way"))
-    reasons += checks.untested_reasons(model)
-    if (attention := getattr(model.config, "_attn_implementation", None)) not in ("sdpa", "eager"):
-        reasons.append(Reason("ATTENTION", f"attention {attention} (supported: sdpa, eager)"))
-    if cache is None or kv_layers.is_static(cache):
-        reasons.append(Reason("CACHE_TYPE", "there is no DynamicCache"))
-    else:
-        reasons += kv_layers.layer_reasons(cache, most)
-    text: Any = model.config.get_text_config(decoder=True)
-    ropes = getattr(text, "rope_parameters", None)  # of all layers, or for each type of layer
-    ropes = [ropes, *ropes.values()] if isinstance(ropes, dict) else []
-    kinds = {str(one.get("rope_type")) for one in ropes if isinstance(one, dict)}
-    if growing := _GROWING_ROPE & kinds:
-        reasons.append(Reason("POSITIONS", f"rope_type {growing.pop()}: positions depend on the length of the prompt"))
-    return reasons
-
-
-def order_reasons(model: checks.HostModel, has_positions: bool) -> list[Reason]:
-    """Why the columns of a row cannot change places; empty if they can. has_positions: the model is told them."""
-    reasons, kind = [], model.config.model_type
-    if not has_positions and kind not in architectures.POSITIONS_OF_MASK:
-        reasons.append(Reason("POSITIONS", "the model is not told the positions of left-padded tokens"))
-    if kind in architectures.COUNTED_COLUMNS:
-        reasons.append(Reason("POSITIONS", f"{kind}: {architectures.COUNTED_COLUMNS[kind]}"))
-    return reasons
+    config, moves, generated = checks.model.config, prefix.order is not None, generation_config.max_length or 0
+    most = _prompt(arguments).shape[1] + generated - arguments[TOKENS].shape[1]  # max_length counts no embeddings
+    outputs = ("output_attentions", "output_hidden_states")
+    outputs_of_all = [name for name in outputs if arguments.get(name) or getattr(config, name, False)]
+    are_joined = prefix.images is not None and not images.can_split_sync(arguments, config)
+    plain = (type(None), bool, int, float, str)
+    foreign = [name for name, value in options_of(arguments).items() if name != IMAGES and not isinstance(value, plain)]
+    foreign = foreign or _have_other_shapes(arguments, moves)
+    would_show = moves and generation_config.return_dict_in_generate
+    return that_hold(
+        checks.prefix(kv_layers.cache_of(arguments), most, moves, arguments.get(POSITIONS) is not None),
+        ("CHUNKED_PREFILL", "prefill_chunk_size is set", generation_config.prefill_chunk_size is not None),
+        ("OUTPUTS", "{} is set, which are those of all columns", outputs_of_all[:1]),
+        ("IMAGES", "the features of images are not known to be those of the prompt's columns", are_joined),
+        ("ARGUMENT_COLUMNS", "argument {}: its columns are not known", foreign[:1]),
+        ("RETURN_DICT", "the returned cache would hold padding in other columns", would_show),
+    )
 
 
 def _have_other_shapes(arguments: dict[str, Any], moves: bool) -> list[str]:

@@ -78,7 +78,7 @@ def _is_repeatable(encoder: nn.Module) -> bool:
     call = current_call()
     if call is None or torch.is_inference_mode_enabled() or is_transformed() or not checks.is_known_class(encoder):
         return False
-    return not checks.row_reasons(call, encoder)
+    return not checks.CallChecks.of(call, encoder).rows
 
 
 def text_to_unit(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

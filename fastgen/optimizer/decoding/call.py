@@ -76,7 +76,7 @@ class GenerateCall:
             _current.set(self._outer)
             report = _thread.last = self.report
             report.seconds = self.seconds
-            told = report.reason_for(STEPS) or report.reason_for(LOOP) or report.replays
+            told = report.replays or report.reason_for(STEPS) or report.reason_for(LOOP)
             if self.rows and report.has_steps and not told:
                 report.add_reasons(STEPS, [ENDED_EARLY])
             if self._outer is not None and self._outer.has_stages:

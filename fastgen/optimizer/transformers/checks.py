@@ -4,7 +4,7 @@ Each part of a call has a table of reasons, code and text and condition; fastgen
 reason, add a row. The codes are explained in fastgen/reasons.py.
 
     rows         one row of each group of equal rows may stand for the group: prompts, captured steps, compaction
-    prefill      the prefill runs with one row of each group
+    prefill_sync the prefill runs with one row of each group
     prefix       what prompts begin with in common is computed once; prefixes.py adds what arguments tell
     settings     the caller asks for nothing that only the library's loop does
     loop         the decoding loop is fastgen's
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import filterfalse
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -128,11 +129,13 @@ def untested_reasons(model: HostModel) -> list[Reason]:
 # What fastgen's loops replace, and do not call: patches, methods, criteria whose answers depend on each row alone.
 LOOPS = ("transformers.sample", "transformers.beam_search")
 METHODS = ("_has_unfinished_sequences",)
-CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
+CRITERIA = {EosTokenCriteria, MaxLengthCriteria}
 
 STEPS_DIFFER = Reason("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way")
 LAYERS_DIFFER = Reason("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches")
 RESUMES_OTHERWISE = Reason("TRANSFORMERS_VERSION", "transformers before 5.17 goes on from a cache in another way")
+MODEL_CACHE = Reason("MODEL_CACHE", "the model makes its own cache")
+ROWS_DIFFER = Reason("ROWS_DIFFER", "the rows of an input differ from each other")
 COMPILED_CHUNKS = Reason(
     "CHUNKED_PREFILL", "the cache is a StaticCache, for which the library may compile a prefill in chunks"
 )
@@ -167,6 +170,8 @@ class CallChecks:
         self.call, self.model, self.decoder = call, model, model
         self.arguments: LoopArguments = arguments
         self._rows: tuple[ModelFacts | None, list[Reason]] = None, []
+        attention, supported = getattr(model.config, "_attn_implementation", None), ("sdpa", "eager")  # of two tables
+        self._attention = "ATTENTION", f"attention {attention} (supported: sdpa, eager)", attention not in supported
 
     @classmethod
     def of(cls, call: GenerateCall, model: HostModel) -> CallChecks:
@@ -192,14 +197,15 @@ class CallChecks:
             switched_on = [f"{named(name)}, of a class of the program's, is in training mode"]
         # Other classes than the library's are verified.
         user_code = facts.user_code if is_known_class(self.model) else [what for _, what in facts.replaced]
-        hooks = [hook for _, hook in facts.hooks[:1]]
+        hooks = [facts.hooks[0][1]] if facts.hooks else []
+        compiled = [named(facts.compiled[0])] if facts.compiled else []
         return that_hold(
             ("GRADIENTS", "autograd records, but shared caches are written in place", torch.is_grad_enabled()),
             ("TRAINING", "{}", switched_on),
             ("HOOKS", "the model has a forward hook, which would see fewer rows: {}", hooks),
             (TORCH_MODE, _is_in_mode()),
             ("USER_CODE", "{} is not the library's, and may treat rows differently", user_code[:1]),
-            ("COMPILED", "{} is compiled", [named(name) for name in facts.compiled[:1]]),
+            ("COMPILED", "{} is compiled", compiled),
             ("ROWS_COUPLED", f"{kind}: {architectures.COUPLED_ROWS.get(kind)}", kind in architectures.COUPLED_ROWS),
         )
 
@@ -222,18 +228,19 @@ class CallChecks:
 
         are_equal: the rows of a group are known to be.
         """
-        call, cache = self.call, kv_layers.cache_of(arguments)
-        makes_its_own = cache is None and not call.user_cache and arguments.get("use_cache", True)
-        makes_its_own = makes_its_own and not getattr(self.model, "_supports_default_dynamic_cache", bool)()
-        reasons = that_hold(
-            self.rows,
-            (USER_CACHE, call.user_cache),
-            [] if call.user_cache or cache is None else _cache_reasons(cache, generation_config),
-            ("MODEL_CACHE", "the model makes its own cache", makes_its_own),
-            row_groups.unsupported_reasons(self.model.config.model_type, arguments, groups.rows),
-        )
+        cache, of_cache = kv_layers.cache_of(arguments), []
+        if self.call.user_cache:
+            of_cache = [USER_CACHE]
+        elif kv_layers.is_static(cache):
+            of_cache = _static_cache_reasons(cache, generation_config)
+        elif cache is not None:
+            of_cache = kv_layers.unsupported_reasons(cache)
+        elif arguments.get("use_cache", True) and not getattr(self.model, "_supports_default_dynamic_cache", bool)():
+            of_cache = [MODEL_CACHE]
+        of_arguments = row_groups.unsupported_reasons(self.model.config.model_type, arguments, groups.rows)
+        reasons = self.rows + of_cache + of_arguments
         differ = not (reasons or are_equal or row_groups.groups_are_equal_sync(arguments, groups))
-        return reasons or that_hold(("ROWS_DIFFER", "the rows of an input differ from each other", differ))
+        return [ROWS_DIFFER] if differ else reasons
 
     def prefix(self, cache: Any, most: int, moves_columns: bool, has_positions: bool) -> list[Reason]:
         """Why a forward cannot follow a common prefix in this cache, for up to `most` positions.
@@ -276,11 +283,10 @@ class CallChecks:
         call, arguments, config = self.call, self.arguments, self.arguments.generation_config
         criteria, called = arguments.stopping_criteria, (arguments.logits_processor, arguments.stopping_criteria)
         cache, untested = kv_layers.cache_of(arguments.model_kwargs), untested_reasons(self.model)
-        loops = [name for name in LOOPS if not PATCH_SET.replaces_host(name)]
-        methods = {name: getattr(self.model, name, None) for name in (*METHODS, *arguments.methods)}
-        replaced = [name for name, method in methods.items() if not comes_with(method, GenerationMixin)]
+        loops, methods = list(filterfalse(PATCH_SET.replaces_host, LOOPS)), (*METHODS, *arguments.methods)
+        replaced = [name for name in methods if not comes_with(getattr(self.model, name, None), GenerationMixin)]
         calls = [type(one).__name__ for one in called if not _runs_library_code(one)]
-        stops_otherwise = not all(type(one) in CRITERIA and _runs_library_code(one) for one in criteria)
+        stops_otherwise = not (CRITERIA.issuperset(map(type, criteria)) and all(map(_runs_library_code, criteria)))
         is_own_call, is_assistant = "__call__" in vars(self.model), getattr(config, "is_assistant", False)
         return that_hold(
             ("METHOD_REPLACED", "{}: another loop was there before fastgen", loops),
@@ -322,12 +328,6 @@ class CallChecks:
             (REORDERS_ITSELF, hasattr(model, "_reorder_cache")),
         )
 
-    @cached_property
-    def _attention(self) -> list[Reason]:
-        attention = getattr(self.model.config, "_attn_implementation", None)
-        text = f"attention {attention} (supported: sdpa, eager)"
-        return that_hold(("ATTENTION", text, attention not in ("sdpa", "eager")))
-
     def compaction(
         self, rows: int, rows_per_input: int, model_kwargs: dict[str, Any], cache_reasons: Sequence[Reason]
     ) -> list[Reason]:
@@ -351,16 +351,14 @@ class CallChecks:
         return processors.by_batch_index(self.arguments.logits_processor)
 
 
-def _cache_reasons(cache: Any, generation_config: Any) -> list[Reason]:
-    """Why one row of each group cannot fill this cache, which the library has made, for all rows."""
-    if not kv_layers.is_static(cache):
-        return kv_layers.unsupported_reasons(cache)
+def _static_cache_reasons(cache: Any, generation_config: Any) -> list[Reason]:
+    """Why a prefill of one row of each group cannot fill the library's static cache for all rows."""
     if generation_config.prefill_chunk_size is not None:
         return [COMPILED_CHUNKS]
     kinds = {*map(type, kv_layers.layers_of(cache))} - {StaticLayer, StaticSlidingWindowLayer}
-    names = [", ".join(sorted(kind.__name__ for kind in kinds))] if kinds else []
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
     return that_hold(
-        ("CACHE_LAYERS", "the cache is a StaticCache with layers of other kinds ({})", names),
+        ("CACHE_LAYERS", f"the cache is a StaticCache with layers of other kinds ({names})", kinds),
         (CACHE_NOT_EMPTY, not kinds and cache.get_seq_length() > 0),
     )
 

@@ -34,8 +34,8 @@ from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, Decision, Reason
 from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, undo_of_tensors
-from fastgen.optimizer.transformers import checks, kv_layers, prefixes, row_groups, verification
-from fastgen.optimizer.transformers.checks import CallChecks
+from fastgen.optimizer.transformers import kv_layers, prefixes, row_groups, verification
+from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel, untested_reasons
 from fastgen.optimizer.transformers.models import images, latent_attention
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
 from fastgen.optimizer.transformers.row_groups import RowGroups
@@ -48,7 +48,7 @@ NO_CACHE = Reason("NO_CACHE", "the model returns no cache")
 
 def prefill(
     original: Callable,
-    self: checks.HostModel,
+    self: HostModel,
     input_ids: Tensor,
     generation_config: Any,
     model_kwargs: dict[str, Any],
@@ -68,7 +68,7 @@ def prefill(
 
     arguments = {"input_ids": input_ids, **model_kwargs}
     try:
-        plan = plan_prefill(call, self, arguments, generation_config, forward)
+        plan = plan_prefill(CallChecks.of(call, self), arguments, generation_config, forward)
         outputs = plan.run()
     except LeaveAlone as left_alone:
         reasons = left_alone.reasons
@@ -85,8 +85,7 @@ def prefill(
 
 
 def plan_prefill(
-    call: GenerateCall,
-    model: checks.HostModel,
+    checks: CallChecks,
     arguments: dict[str, Any],
     generation_config: Any,
     forward: Callable[[dict[str, Any]], ModelOutput],
@@ -96,6 +95,7 @@ def plan_prefill(
     arguments: `input_ids` and `model_kwargs`. forward: the library's prefill of other arguments of this kind. Whether
     the model can compute a common prefix apart is tried once, and put back. Reads the device.
     """
+    call, model = checks.call, checks.model
     groups, are_equal, reasons = groups_of_equal_rows(call, model, arguments, generation_config)
     call.set_rows(groups.inputs, groups.rows)
     is_each_alone = len(groups) == groups.rows
@@ -105,21 +105,21 @@ def plan_prefill(
         if arguments.get(row_groups.IMAGES) is not None:
             first_rows[row_groups.IMAGES] = images.of_first_rows_sync(arguments, model.config, groups)
     if (is_each_alone or not reasons) and not model.config.is_encoder_decoder:
-        prefix = prefixes.common_prefix_sync(call, model, first_rows, generation_config)
+        prefix = prefixes.common_prefix_sync(checks, first_rows, generation_config)
     if prefix is None:
         LeaveAlone.for_any(reasons)
     # Looking at all modules of the model comes last: it takes longest.
     LeaveAlone.for_any(
-        CallChecks.of(call, model).prefill_sync(arguments, generation_config, groups, are_equal or is_each_alone)
+        checks.prefill_sync(arguments, generation_config, groups, are_equal or is_each_alone)
         or verification.first_use_reasons(model, generation_config, arguments["input_ids"].shape[1], call)
     )
-    facts = call.facts_of(model, checks.KNOWN)
+    facts = call.facts_of(model, KNOWN)
     if prefix is not None and (reasons := prefixes.model_reasons(facts, forward, prefix, first_rows)):
         call.report.add_reasons(PREFIX, reasons)
         prefix = None
         LeaveAlone.for_any([ONE_ROW] if is_each_alone else [])
     limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
-    return PrefillPlan(call, model, groups, first_rows, prefix, limit, forward)
+    return PrefillPlan(call, model, checks, groups, first_rows, prefix, limit, forward)
 
 
 @dataclass
@@ -130,7 +130,8 @@ class PrefillPlan:
     """
 
     call: GenerateCall
-    model: checks.HostModel
+    model: HostModel
+    checks: CallChecks
     groups: RowGroups
     first_rows: dict[str, Any]
     prefix: CommonPrefix | None
@@ -139,7 +140,7 @@ class PrefillPlan:
 
     def run(self) -> ModelOutput:
         """Returns the outputs of all rows; raises LeaveAlone, with everything put back, if they would not be equal."""
-        cache, facts = kv_layers.cache_of(self.first_rows), self.call.facts_of(self.model, checks.KNOWN)
+        cache, facts = kv_layers.cache_of(self.first_rows), self.call.facts_of(self.model, KNOWN)
         undos = [] if cache is None else [kv_layers.undo_of(cache)]
         tensors = None
         if facts.row_states is None:  # the model may keep states of its rows, from which its next forward goes on
@@ -183,7 +184,7 @@ class PrefillPlan:
                 return self.forward(self.arguments)
         except Exception:  # the states of another call may be of more rows
             if facts.row_states is None:
-                facts.row_states = CallChecks.of(self.call, self.model).row_states({self.groups.rows}) or None
+                facts.row_states = self.checks.row_states({self.groups.rows}) or None
                 LeaveAlone.for_any(facts.row_states or [])
             raise
 
@@ -202,7 +203,7 @@ class PrefillPlan:
             raise LeaveAlone([NAN])
         if tensors is not None:
             sizes = {len(self.groups)}
-            facts.row_states = CallChecks.of(self.call, self.model).row_states(sizes, tensors)
+            facts.row_states = self.checks.row_states(sizes, tensors)
             LeaveAlone.for_any(facts.row_states)
         if cache is None and self.first_rows.get("use_cache", True):
             new_cache = kv_layers.cache_of(outputs)  # by the model, as all do in transformers 5.0
@@ -245,7 +246,7 @@ def _caches_of(outputs: ModelOutput, user_cache: Cache | None) -> list[Cache]:
 
 
 def expand_cache(
-    model: checks.HostModel,
+    model: HostModel,
     cache: Cache,
     inputs: int,
     rows_per_input: int,
@@ -258,13 +259,13 @@ def expand_cache(
     A model's latents in segments are expanded in parts until the call ends.
     """
     if kv_layers.adopt(cache, inputs, rows_per_input, limit, call, is_prefix):  # the library may compile other forwards
-        facts = call.facts_of(model, checks.KNOWN)
+        facts = call.facts_of(model, KNOWN)
         if latent_attention.NAME in facts.code.names:
             call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
 
 
 @contextmanager
-def _own_errors(model: checks.HostModel) -> Iterator[None]:
+def _own_errors(model: HostModel) -> Iterator[None]:
     """Turns errors of fastgen's own code, which changes caches and outputs in place, into LeaveAlone."""
     try:
         yield
@@ -277,7 +278,7 @@ def _own_errors(model: checks.HostModel) -> Iterator[None]:
 
 
 def groups_of_equal_rows(
-    call: GenerateCall, model: checks.HostModel, arguments: dict[str, Any], generation_config: Any
+    call: GenerateCall, model: HostModel, arguments: dict[str, Any], generation_config: Any
 ) -> tuple[RowGroups, bool, list[Reason]]:
     """Which consecutive rows are equal: those of beams, of samples, or repeated by the caller.
 
@@ -297,15 +298,13 @@ def groups_of_equal_rows(
     reasons = too_small_reasons(call, model, arguments, 1 if rows_per_input == 1 else len(groups))
     if rows_per_input > 1:
         return groups, False, reasons
-    if reasons or checks.untested_reasons(model):
+    if reasons or untested_reasons(model):
         return each, False, [ONE_ROW, *reasons]
     groups = row_groups.repetitions_sync(arguments, rows)
     return groups, True, [ONE_ROW] if len(groups) == rows else too_small_reasons(call, model, arguments, len(groups))
 
 
-def too_small_reasons(
-    call: GenerateCall, model: checks.HostModel, arguments: dict[str, Any], kept: int
-) -> list[Reason]:
+def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str, Any], kept: int) -> list[Reason]:
     """Why a prefill of `kept` rows instead of all would not save what it costs; empty if it does."""
     row_count, length = arguments["input_ids"].shape
     embeds, encoded = arguments.get("inputs_embeds"), arguments.get("encoder_outputs")
@@ -313,7 +312,7 @@ def too_small_reasons(
         length = max(length, embeds.shape[1])
     if encoded is not None and isinstance(encoded[0], Tensor):
         length += encoded[0].shape[1] // 16  # the share of a layer's weights that makes keys and values of them
-    size, costs, tokens = size_of(model, checks.KNOWN), call.costs, (row_count - kept) * length
+    size, costs, tokens = size_of(model, KNOWN), call.costs, (row_count - kept) * length
     if costs.should_prefill_once(size, tokens):
         return []
     if costs.shares is False:

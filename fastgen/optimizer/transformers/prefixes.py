@@ -105,15 +105,13 @@ def column_names(arguments: dict[str, Any]) -> list[str]:
     return names[1:] if EMBEDS in names and names[0] == TOKENS else names
 
 
-def common_prefix_sync(
-    call: GenerateCall, model: HostModel, arguments: dict[str, Any], generation_config: Any
-) -> CommonPrefix | None:
+def common_prefix_sync(checks: CallChecks, arguments: dict[str, Any], generation_config: Any) -> CommonPrefix | None:
     """Returns what the rows of a prefill begin with in common if computing it once, or not at all, gains something.
 
     The last column of each row stays outside, because its logits are wanted. Adds to the report why a prefix is not
     used. Reads the device.
     """
-    rows, length = _prompt(arguments).shape[:2]
+    call, model, (rows, length) = checks.call, checks.model, _prompt(arguments).shape[:2]
     size, costs, reuse = size_of(model, KNOWN), call.costs, reuse_of(model)
 
     def gains(tokens: int) -> bool:
@@ -142,7 +140,7 @@ def common_prefix_sync(
         detail = f"{longest} tokens of all inputs, {tokens} need not be computed"
         reasons: list[Reason] = [Decision("PREFIX_SHORT", "too short to gain", detail)]
     else:
-        reasons = unsupported_reasons(CallChecks.of(call, model), arguments, generation_config, prefix)
+        reasons = unsupported_reasons(checks, arguments, generation_config, prefix)
     call.report.add_reasons(PREFIX, reasons)
     return None if reasons else prefix
 

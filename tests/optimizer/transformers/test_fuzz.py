@@ -8,7 +8,7 @@ import pytest
 from fuzz import run
 
 from fastgen.optimizer.decoding import user_code
-from fastgen.optimizer.transformers import checks
+from fastgen.optimizer.transformers import checks, processors
 from fastgen.testing import replaced
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,5 +72,5 @@ def test_fuzzer_finds_values_of_each_row_that_go_unnoticed():
 
 def test_fuzzer_finds_calls_that_are_taken_for_the_librarys(monkeypatch):
     monkeypatch.setattr(checks, "_runs_library_code", lambda called: True)
-    monkeypatch.setattr(checks, "is_user_code", lambda *args: False)
+    monkeypatch.setattr(processors, "is_user_code", lambda *args: False)
     assert finds_a_difference("replaced calls")

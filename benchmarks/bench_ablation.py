@@ -41,6 +41,7 @@ from fastgen.config import CONFIG
 from fastgen.ops import no_repeat_ngram as op
 from fastgen.optimizer.decoding.graphs import CapturedGraph
 from fastgen.optimizer.decoding.kv_cache import KVCache
+from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache
 
 CASES = ("steps", "stages")
 INPUTS, LENGTH, NEW_TOKENS, BATCH, LARGER_BATCH = 4, 256, 16, 2, 4
@@ -179,6 +180,7 @@ def timed(clock: Clock, job: Job, way: str) -> Iterator[None]:
         targets += [
             (KVCache, "append", CACHE),
             (KVCache, "reorder", CACHE),
+            (StaticKVCache, "reorder", CACHE),
             (op, "no_repeat_ngram_", NGRAMS),
             (CapturedGraph, "replay", DECODER),
         ]

@@ -30,7 +30,7 @@ PARTS = {
     "capture a step": f"{_DECODING}.graphs:CapturedGraph.capture",
     "capture kernels": f"{_DECODING}.graphs:CpuCapture.capture",
     "compare a replay": f"{_DECODING}.decode_step:differs_sync",
-    "fill a static cache": f"{_DECODING}.kv_cache:KVCache.load",
+    "fill a static cache": f"{_DECODING}.static_kv_cache:StaticKVCache.load",
     "grow a static cache": f"{_DECODING}.decode_step:DecodeStep._change_to",
     "static step": f"{_DECODING}.decode_step:DecodeStep._static_step",
     "pad inputs": f"{_TRANSFORMERS}.decode_step:TransformersDecodeStep._pad",
@@ -40,6 +40,7 @@ PARTS = {
     "make a cache": f"{_DECODING}.kv_cache:KVCache.__init__",
     "copy a layer": f"{_DECODING}.kv_cache:KVCache.copy",
     "read segments": f"{_DECODING}.kv_cache:KVCache.segments",
+    "copy a static layer": f"{_DECODING}.static_kv_cache:StaticKVCache.copy",
     "reorder a cache": f"{_DECODING}.kv_cache:KVCache.reorder",
     "use a cache": f"{_TRANSFORMERS}.decode_step:kv_layers.use",
     # The loops.
@@ -90,7 +91,7 @@ PARTS = {
 
 # Bounds that tests lower, so that small inputs reach them.
 LIMITS = {
-    "smallest_capacity": f"{_DECODING}.kv_cache:SMALLEST_CAPACITY",
+    "smallest_capacity": f"{_DECODING}.static_kv_cache:SMALLEST_CAPACITY",
     "most_graphs": f"{_DECODING}.graphs:MOST_GRAPHS",
     "beams_of_part": "fastgen.ops.beam_top_k:PART",
     "min_elements_of_thread": "fastgen.ops.rms_norm:MIN_ELEMENTS_OF_THREAD",

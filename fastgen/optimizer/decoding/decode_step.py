@@ -2,11 +2,11 @@
 
     prefill ──> eager ──> capture ──> replay ─┐
                  │ ^         ^        │ ^     │  spare capacity used up: grow; inputs leave: compact
-                 │ └─────────┼────────┘ └─────┴─ a static `KVCache` of another spec, with its `CapturedGraph`
+                 │ └─────────┼────────┘ └─────┴─ a `StaticKVCache` of another spec, with its `CapturedGraph`
                  │           │  `leave_captures`: the rest of the call is eager
                  └───────────┴─ steps 1 and `steps_before_capture` after the prefill, or after a compaction
 
-    DecodeStep ──> CapturedGraph (function, static buffers of the inputs) ──> KVCache (static)
+    DecodeStep ──> CapturedGraph (function, static buffers of the inputs) ──> StaticKVCache
         │               ^
         └─> GraphCache ─┘  of the model, between calls
 
@@ -17,7 +17,7 @@ at each step by the host; only the model's forward is captured. Knows no host li
 A host gives, besides a cheap answer to `runs_user_code`:
 
     the forward   prefill, inputs, forward, logits_of
-    the cache     kv_cache, view_of, use, leave
+    the cache     content, view_of, use, leave
 
 Tests: tests/optimizer/transformers/test_captured_steps.py tests/optimizer/fairseq/test_fairseq_captured_steps.py
 """
@@ -36,10 +36,11 @@ from torch import Tensor, nn
 
 from fastgen.ops.tracing import Diverged, NotRepeatable
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, differs_sync, graphs_of, torch_settings
-from fastgen.optimizer.decoding.kv_cache import KVCache
+from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, GraphState, differs_sync, graphs_of, reason_of
 from fastgen.optimizer.decoding.model_facts import first_weight, size_of
 from fastgen.optimizer.decoding.report import MODEL_CHANGED, STEPS, Decision, Reason
+from fastgen.optimizer.decoding.rollback import LeaveAlone
+from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.patching import SwitchedOff, make_final, warn
 from fastgen.provenance import is_from_elsewhere
@@ -49,7 +50,7 @@ class CannotPad(Exception):
     """No mask among the inputs can hide the padding of a cache."""
 
 
-class DecodeStep(AbstractContextManager):
+class DecodeStep(AbstractContextManager["DecodeStep"]):
     """What a loop of `rows` rows asks the model, `rows_per_input` of them for each input.
 
     decoder: the part of the model that a step calls. max_length: of the tokens that a row can reach. captures: steps
@@ -82,7 +83,7 @@ class DecodeStep(AbstractContextManager):
         self.graph: CapturedGraph | None = None
         self._graphs: GraphCache
         self._holds_graphs = False  # no other call does
-        self._key: tuple = ()
+        self._key: tuple[Any, ...] = ()
         self.variant: Hashable = None
         self._has_exact_lengths = False  # this call's inputs cannot be padded
         self._is_unused = False  # the graph was not captured or replayed since its cache was filled
@@ -111,19 +112,19 @@ class DecodeStep(AbstractContextManager):
         """That by which outputs are compared."""
 
     @abstractmethod
-    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[Reason]]:
-        """What the loop's cache holds, to which `left` positions may be added; or why it cannot be static."""
+    def content(self, left: int) -> KVContent:
+        """What the loop's cache holds, to which `left` positions may be added; LeaveAlone says why it cannot be static."""
 
     @abstractmethod
-    def view_of(self, static: KVCache) -> Any:
+    def view_of(self, static: StaticKVCache) -> Any:
         """What the model sees of a static cache. Does not keep the model alive."""
 
     @abstractmethod
-    def use(self, static: KVCache) -> None:
+    def use(self, static: StaticKVCache) -> None:
         """The loop's keys and values lie in this cache from now on."""
 
     @abstractmethod
-    def leave(self, static: KVCache) -> None:
+    def leave(self, static: StaticKVCache) -> None:
         """The loop goes on with the keys and values in this cache, which no graph uses any more, in eager steps."""
 
     @cached_property
@@ -179,9 +180,9 @@ class DecodeStep(AbstractContextManager):
         self.rows_per_input = rows.shape[0] // batch_index.shape[0]
         if self.graph is not None:
             try:
-                self._change_to(self.graph.cache.content(batch_index, rows))
+                self._change_to(self.graph.cache.content().of_rows(batch_index, rows))
             except torch.cuda.OutOfMemoryError as error:
-                self.leave_captures(self._reason_of(error))
+                self.leave_captures(reason_of(error, self.model))
                 self.compact_cache(batch_index, rows)
 
     @abstractmethod
@@ -226,6 +227,8 @@ class DecodeStep(AbstractContextManager):
             return
         try:
             reasons = self._first_capture(graphs, left, tokens, expected, wants_new)
+        except LeaveAlone as left_alone:
+            reasons = left_alone.reasons
         except Exception as error:  # the loop's own cache is as it was
             self.graph = None
             self._stop_capturing(graphs, error)
@@ -234,15 +237,6 @@ class DecodeStep(AbstractContextManager):
         if self.graph is None:
             self.end()
 
-    def _reason_of(self, cause: Exception | str) -> Reason:
-        """Returns why steps stay eager, for an error of the capture or of the host's code for static caches."""
-        if isinstance(cause, torch.cuda.OutOfMemoryError):
-            return Reason("OUT_OF_MEMORY", "out of memory for static buffers")
-        is_expected = isinstance(cause, (str, NotRepeatable, Diverged))
-        text = str(cause) if is_expected else f"{type(cause).__name__}: {cause}"
-        text = f"{type(self.model).__name__}: {text}"
-        return Reason(cause.code, text) if isinstance(cause, NotRepeatable) else Reason("CAPTURE_REFUSED", text)
-
     def _first_capture(
         self, graphs: GraphCache, left: int, tokens: Tensor, expected: Tensor, wants_new: bool
     ) -> Sequence[Reason]:
@@ -250,20 +244,19 @@ class DecodeStep(AbstractContextManager):
 
         If there is none for such a step as yet, and a new one is not wanted, that needs no reason.
         """
-        cache, reasons = self.kv_cache(left)
-        if cache is None or reasons:
-            return reasons
-        if cache.nbytes > (most_bytes := graphs.most_bytes_of_call):
+        content = self.content(left)
+        if content.nbytes > (most_bytes := graphs.most_bytes_of_call):
             return [Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {most_bytes >> 20} MB")]
         if not self._holds_graphs:
             self._graphs, self._holds_graphs = graphs, graphs.in_use.acquire(blocking=False)
             if not self._holds_graphs:
                 return [Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")]
-        self.most = cache.generated[0].lengths[0] + left - 1  # the last token needs no keys
-        content = cache.content(drop_last=True)
-        if wants_new or self._key_of(content) in graphs.entries:  # otherwise there is no need to look at the model
+        self.most = content.generated_length + left - 1  # the last token needs no keys
+        content = content.without_last()
+        key = self._key_of(content)
+        if wants_new or key in graphs.entries:  # otherwise there is no need to look at the model
             graphs.set_state(self.call.facts_of(self.model, self.known).fingerprint)
-        if not wants_new and self._key_of(content) not in graphs.entries:
+        if not wants_new and key not in graphs.entries:
             return []
         graph = self._fill(content)
         try:
@@ -273,7 +266,7 @@ class DecodeStep(AbstractContextManager):
             graphs.has_exact_lengths |= self.call.costs.looks_back
             graph = self._fill(content)
             inputs = self.inputs(tokens, graph.view)
-        outputs = self._captured(graph, inputs)
+        outputs = self._attempt(graph, inputs)
         if outputs is not None and differs_sync(self.logits_of(outputs), expected):
             self._refuse(graph, "logits with static buffers differ from eager")
         if outputs is None or graphs.refused:
@@ -298,13 +291,13 @@ class DecodeStep(AbstractContextManager):
                 graph = self._change_to(graph.cache.content())
             inputs = self.inputs(tokens, graph.view)
         except Exception as error:
-            self.leave_captures(self._reason_of(error))
+            self.leave_captures(reason_of(error, self.model))
             return self.forward(self.model, self.inputs(tokens, None), None)
         self.since += 1
         outputs = None
-        in_use = graph.structure is not None and (self.call.costs.looks_back or not self._is_unused)
+        in_use = graph.state is not GraphState.NEW and (self.call.costs.looks_back or not self._is_unused)
         if in_use or self._wants_new_graph(self.most - graph.cache.generated_length):
-            outputs = self._captured(graph, inputs)
+            outputs = self._attempt(graph, inputs)
         if outputs is None:
             outputs = graph.function(inputs)
         graph.cache.advance()
@@ -317,44 +310,51 @@ class DecodeStep(AbstractContextManager):
             return False
         return costs.should_capture(size, self.rows, left, False, self.device.type)
 
-    def _captured(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
-        """Returns the outputs of a replay, or of the forward if capturing failed; None if the caller has to run it."""
-        graphs = self._graphs
-        is_earlier, self._is_unused = self._is_unused and graph.structure is not None, False
-        if graphs.refused or (graph.structure is not None and not graph.is_captured):
+    def _attempt(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
+        """The outputs of a capture or a replay, or of the forward if it failed; None if the caller has to run it."""
+        graphs, state = self._graphs, graph.state
+        is_earlier, self._is_unused = self._is_unused and state is not GraphState.NEW, False
+        if graphs.refused or state is GraphState.DROPPED:
             return None
         try:
-            if graph.structure is None or (is_earlier and graph.fitting_leaves(inputs) is None):
+            if state is GraphState.NEW or (is_earlier and graph.fitting_leaves(inputs) is None):
                 return graph.capture(inputs, graphs.capture)
-            expected = None
-            if not graph.is_proven:
-                expected = self.logits_of(graph.function(inputs))
-                graph.cache.advance(0)
-            outputs = graph.replay(inputs)
+            try:
+                outputs = self._prove(graph, inputs) if state is GraphState.CAPTURED else graph.replay(inputs)
+            except Diverged:
+                if not is_earlier:
+                    raise
+                graph.drop()
+                return graph.capture(inputs, graphs.capture)  # the earlier call took another way
+            if outputs is not None:
+                self.call.report.kernels[graphs.capture.name] += 1
+            return outputs
         except torch.cuda.OutOfMemoryError as error:
             self._refuse(graph, error)
-            return None
         except (NotRepeatable, Diverged) as reason:
-            graph.drop()
-            if is_earlier and isinstance(reason, Diverged):  # that call took another way
-                graph.structure = None
-                return self._captured(graph, inputs)
             # A graph that diverges before it is proven does so at every step. With `looks_back` off, proof by an
             # earlier call does not count.
-            if not (graph.is_proven and self.call.costs.looks_back):
+            if state is GraphState.PROVEN and self.call.costs.looks_back:
+                graph.drop()
+            else:
                 self._refuse(graph, reason)
-            return None
         except Exception as error:
             graph.drop()
             outputs = graph.function(inputs)  # where it raises, too, the error is the caller's
             self._refuse(graph, error)
             return outputs
-        if outputs is not None and expected is not None and differs_sync(self.logits_of(outputs), expected):
+        return None
+
+    def _prove(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
+        """The outputs of the first replay if the function gives the same logits; otherwise None."""
+        expected = self.logits_of(graph.function(inputs))
+        graph.cache.advance(0)
+        outputs = graph.replay(inputs)
+        if outputs is not None and differs_sync(self.logits_of(outputs), expected):
             self._refuse(graph, "a replay gave other logits than the forward")
-            return None
+            outputs = None
         if outputs is not None:
-            graph.is_proven = True
-            self.call.report.kernels[graphs.capture.name] += 1
+            graph.state = GraphState.PROVEN
         return outputs
 
     def _refuse(self, graph: CapturedGraph, cause: Exception | str) -> None:
@@ -368,22 +368,22 @@ class DecodeStep(AbstractContextManager):
         """Stops capturing this model's steps; with `looks_back` off only in this call, except for NotRepeatable, whose
         cause is the model's code."""
         graphs.entries.clear()
-        refused = graphs.refused = [self._reason_of(cause)]
+        refused = graphs.refused = [reason_of(cause, self.model)]
         if not (self.call.costs.looks_back or isinstance(cause, NotRepeatable)):
             self.call.on_exit.callback(refused.clear)
 
-    def _change_to(self, content: KVCache) -> CapturedGraph:
+    def _change_to(self, content: KVContent) -> CapturedGraph:
         """Goes on with this content in a static cache for it, a larger one or one of fewer rows."""
         graph = self._fill(content)
         self.use(graph.cache)
         return graph
 
-    def _fill(self, content: KVCache) -> CapturedGraph:
+    def _fill(self, content: KVContent) -> CapturedGraph:
         """Copies the content to the static cache of a graph with room for more, which is the loop's from now on."""
         key = self._key_of(content)
         graph = self._graphs.entries.pop(key, None)
         if graph is None:
-            static = content.to_static(key[-1])
+            static = StaticKVCache(key[-1])
             view, model, forward = self.view_of(static), ref(self.model), type(self).forward
             graph = CapturedGraph(lambda inputs: forward(model(), inputs, view), static, view)
         graph.cache.load(content)
@@ -393,6 +393,5 @@ class DecodeStep(AbstractContextManager):
         self._key, self.graph = key, graph
         return graph
 
-    def _key_of(self, content: KVCache) -> tuple:
-        exact = self._has_exact_lengths or self._graphs.has_exact_lengths
-        return self.variant, torch_settings(), content.spec(self.most, exact)
+    def _key_of(self, content: KVContent) -> tuple[Any, ...]:
+        return self._graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)

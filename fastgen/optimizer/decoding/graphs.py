@@ -14,6 +14,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -26,11 +27,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fastgen.config import CONFIG
 from fastgen.ops import cpu_graph
 from fastgen.ops.tolerances import tolerance
-from fastgen.ops.tracing import NoWaiting, is_transformed, is_watched
+from fastgen.ops.tracing import Diverged, NotRepeatable, NoWaiting, is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.model_facts import first_weight, same, size_of
 from fastgen.optimizer.decoding.report import STEPS, TORCH_MODE, Decision, Reason, that_hold
+from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
 # What the graphs of one model may hold between two calls, and the bytes of one: less in the memory of a CPU, of which
 # programs hold more for themselves.
@@ -138,35 +139,41 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+class GraphState(Enum):
+    NEW = "not captured yet"
+    CAPTURED = "replayed, and compared with the function"
+    PROVEN = "replayed: a replay gave the function's output for other inputs than those of the capture"
+    DROPPED = "never replayed again"
+
+
 class CapturedGraph:
     """One captured step: copies its inputs to static buffers, and replays.
 
     It owns no KV buffers: those are of `cache`, which it keeps alive and neither makes, fills, moves nor grows. It
     decides nothing: `DecodeStep` says when to capture, replay or drop it, and whether its output can be trusted.
 
-    function: of nested inputs, adds one position to `cache`. cache: a static cache. view: what a host sees of it.
-    is_proven: a replay gave the function's output for other inputs than those of the capture. nbytes: that it holds.
+    function: of nested inputs, adds one position to `cache`. view: what a host sees of `cache`. nbytes: that it holds.
     """
 
-    def __init__(self, function: Callable[[Any], Any], cache: KVCache, view: Any = None) -> None:
+    def __init__(self, function: Callable[[Any], Any], cache: StaticKVCache, view: Any = None) -> None:
         self.function, self.cache, self.view = function, cache, view
+        self.state, self.nbytes = GraphState.NEW, 0
         self.buffers: list[Any] = []  # the leaves of the inputs
-        self.structure: Any = None  # of the inputs
+        self._structure: Any = None  # of the inputs
         self._unread: set[int] = set()  # of these: they are the caller's tensors, where an output may be one of them
         self._copied: dict[int, tuple[ref[Tensor], int]] = {}  # of each leaf: what was copied in last, its version
         self._replay: Run | None = None
-        self.is_captured = self.is_proven = False
-        self.nbytes = 0
 
     def capture(self, inputs: Any, capture: CpuCapture | CudaCapture) -> Any:
         """Captures the function with inputs like these, anew if it was before; returns what it gives for them."""
-        leaves, self.structure = tree_flatten(inputs)
-        self._unread, self._copied = set(), {}
+        self.state = GraphState.DROPPED  # unless nothing interrupts
+        leaves, structure = tree_flatten(inputs)
+        self._structure, self._unread, self._copied = structure, set(), {}
         self.buffers = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         output, self._replay, bytes_of_replay, reads = capture.capture(
-            lambda: self.function(tree_unflatten(self.buffers, self.structure)), partial(self.cache.advance, 0)
+            lambda: self.function(tree_unflatten(self.buffers, structure)), partial(self.cache.advance, 0)
         )
-        self.is_captured, self.is_proven = True, False
+        self.state = GraphState.CAPTURED
         of_inputs = 0
         for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers)):
             if isinstance(buffer, Tensor) and reads(buffer):
@@ -179,13 +186,22 @@ class CapturedGraph:
 
     def drop(self) -> None:
         """It is replayed no more; the write position goes back, so that a discarded attempt leaves no trace."""
-        self.is_captured, self._replay = False, None
+        self.state, self._replay = GraphState.DROPPED, None
         self.cache.advance(0)
 
     def fitting_leaves(self, inputs: Any) -> list[Any] | None:
         """Returns the leaves of these inputs; None if it was captured with inputs of other kinds."""
+        leaves: list[Any]
         leaves, structure = tree_flatten(inputs)
-        return leaves if structure == self.structure and all(map(_are_alike, leaves, self.buffers)) else None
+        if structure != self._structure:
+            return None
+        for leaf, buffer in zip(leaves, self.buffers):
+            if isinstance(leaf, Tensor) and isinstance(buffer, Tensor):
+                if leaf.shape != buffer.shape or leaf.dtype != buffer.dtype or leaf.device != buffer.device:
+                    return None
+            elif type(leaf) is not type(buffer) or leaf != buffer:
+                return None
+        return leaves
 
     def replay(self, inputs: Any) -> Any:
         """The output for these inputs, which the next replay overwrites; None if it was captured with other kinds."""
@@ -201,8 +217,8 @@ class CapturedGraph:
             elif leaf.is_inference():  # does not tell whether it was written since
                 buffer.copy_(leaf)
             else:  # this very tensor, such as the states of an encoder, may be there already
-                known = self._copied.get(index)
-                if known is None or known[1] != leaf._version or known[0]() is not leaf:
+                copied = self._copied.get(index)
+                if copied is None or copied[1] != leaf._version or copied[0]() is not leaf:
                     self._copied[index] = ref(leaf), leaf._version
                     buffer.copy_(leaf)
         return self._replay()
@@ -212,12 +228,6 @@ class CapturedGraph:
         for index in self._unread:
             buffer = self.buffers[index]
             buffer.set_(buffer.new_empty(1).expand(buffer.shape))
-
-
-def _are_alike(leaf: Any, buffer: Any) -> bool:
-    if not isinstance(leaf, Tensor) or not isinstance(buffer, Tensor):
-        return type(leaf) is type(buffer) and bool(leaf == buffer)
-    return leaf.shape == buffer.shape and leaf.dtype == buffer.dtype and leaf.device == buffer.device
 
 
 class GraphCache:
@@ -246,6 +256,10 @@ class GraphCache:
             self.entries.clear()
             self._state = state
 
+    def key_of(self, content: KVContent, most: int, exact_lengths: bool, variant: Hashable) -> tuple[Any, ...]:
+        """Returns the key of a step with `most` positions for each row, of which the last part is the cache's spec."""
+        return variant, torch_settings(), content.spec(most, exact_lengths or self.has_exact_lengths)
+
     @property
     def most_bytes_of_call(self) -> int:
         """The largest static cache that a call may have: half of the memory that is free, as it begins with a copy."""
@@ -253,11 +267,11 @@ class GraphCache:
             return self.most_bytes
         free, _ = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return (free + unused) // 2
+        return int(free + unused) // 2
 
     def put(self, key: Hashable, graph: CapturedGraph) -> None:
         """Stores it for other calls; drops those that were not used for longest, if there are too many."""
-        if graph.is_captured and graph.nbytes <= self.most_bytes:
+        if graph.state in (GraphState.CAPTURED, GraphState.PROVEN) and graph.nbytes <= self.most_bytes:
             graph.end_call()
             self.entries[key] = graph
         while len(self.entries) > MOST_GRAPHS or sum(map(_nbytes, self.entries.values())) > self.most_bytes:
@@ -278,7 +292,7 @@ def graphs_of(model: nn.Module, weight: Tensor) -> GraphCache:
     return known
 
 
-def torch_settings() -> tuple:
+def torch_settings() -> tuple[Any, ...]:
     """What of torch decides which kernels run, and whether tensors may be written outside of inference mode."""
     cuda = torch.backends.cuda
     attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
@@ -287,13 +301,13 @@ def torch_settings() -> tuple:
     return *modes, CONFIG.cuda_kernels, *_precisions(), *types, *attention
 
 
-def _precisions() -> tuple:
+def _precisions() -> tuple[str, ...]:
     """Returns torch's precisions of fp32, one per operation: to read the common switch may raise if they differ."""
     backends: Any = torch.backends
     if not hasattr(backends, "fp32_precision"):  # before torch 2.9
         return (torch.get_float32_matmul_precision(),)
     operations = backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv
-    return tuple(operation.fp32_precision for operation in operations)
+    return tuple(map(attrgetter("fp32_precision"), operations))
 
 
 def differs_sync(found: Tensor, expected: Tensor) -> bool:
@@ -305,6 +319,16 @@ def differs_sync(found: Tensor, expected: Tensor) -> bool:
 
 
 # Whether to capture the steps of a loop.
+
+
+def reason_of(cause: Exception | str, model: nn.Module) -> Reason:
+    """Returns why steps stay eager, for an error of the capture or of the host's code for static caches."""
+    if isinstance(cause, torch.cuda.OutOfMemoryError):
+        return Reason("OUT_OF_MEMORY", "out of memory for static buffers")
+    is_expected = isinstance(cause, (str, NotRepeatable, Diverged))
+    text = str(cause) if is_expected else f"{type(cause).__name__}: {cause}"
+    text = f"{type(model).__name__}: {text}"
+    return Reason(cause.code, text) if isinstance(cause, NotRepeatable) else Reason("CAPTURE_REFUSED", text)
 
 
 def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> list[Reason]:

@@ -22,7 +22,10 @@ Restore = Callable[[], None]
 
 
 class LeaveAlone(Exception):
-    """Raised if the library does the work. Each patch catches it in one place, reports `reasons`, and calls it."""
+    """Raised if the library does the work. Each patch catches it in one place, reports `reasons`, and calls it.
+
+    A `DecodeStep` catches it if keys and values cannot lie in a static cache: then steps stay eager.
+    """
 
     def __init__(self, reasons: Sequence[Reason]) -> None:
         super().__init__(*map(str, reasons))

@@ -19,7 +19,7 @@ Tests: tests/optimizer/decoding/test_segmented_kv.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -30,6 +30,9 @@ from torch.utils._pytree import tree_map_only
 
 from fastgen.ops.shared_attention import query_key_scores, shared_attention, weighted_values
 from fastgen.optimizer.decoding.report import MATERIALIZED
+
+KV = tuple[Tensor, ...]  # keys and values
+Function = Callable[..., Any]
 
 # The forms in which a model holds its keys on the way into the product with the queries.
 PLAIN = "plain"  # [rows, kv_heads, length, head_dim]
@@ -92,7 +95,7 @@ class SegmentedKV(Tensor):
             FLAT: ((rows * heads * groups, length, width), (block, width, 1)),
             FLAT_TRANSPOSED: ((rows * heads * groups, width, length), (block, 1, width)),
         }[form]
-        self = Tensor._make_wrapper_subclass(cls, size, strides, dtype=first.dtype, device=first.device)
+        self: SegmentedKV = Tensor._make_wrapper_subclass(cls, size, strides, dtype=first.dtype, device=first.device)
         self.segments, self.rows, self.usage = segments, rows, usage
         self.form, self.groups, self.base, self.memory, self.bounds = form, groups, base, None, bounds
         self._size = torch.Size(size)
@@ -139,7 +142,9 @@ class SegmentedKV(Tensor):
         return self.memory
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -155,12 +160,14 @@ class SegmentedKV(Tensor):
         return _on_materialized(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         # Reached by code that bypasses __torch_function__; there is no storage to read, so it gets the whole tensor.
         return _on_materialized(func, args, kwargs or {})
 
 
-def _on_materialized(func: Callable, args: tuple, kwargs: dict) -> Any:
+def _on_materialized(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def materialize(states: SegmentedKV) -> Tensor:
         states.usage[f"{MATERIALIZED}{getattr(func, '__name__', func)}"] += 1
         return states.materialize()
@@ -169,10 +176,32 @@ def _on_materialized(func: Callable, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
 
-def materialized(segments: tuple[Tensor, ...], rows: int) -> Tensor:
+def materialized(segments: Sequence[Tensor], rows: int) -> Tensor:
     """The segments of so many rows in one piece, `[rows, kv_heads, length, head_dim]`, in memory of its own."""
     repeated = [one if one.shape[0] == rows else one.repeat_interleave(rows // one.shape[0], 0) for one in segments]
     return torch.cat(repeated, dim=2)
+
+
+def in_one_piece(segments: Sequence[KV], rows: int) -> KV:
+    """Returns keys and values `[rows, kv_heads, length, head_dim]`, in memory of their own."""
+    keys, values = zip(*segments)
+    return materialized(keys, rows), materialized(values, rows)
+
+
+def in_segments(
+    segments: Sequence[KV], rows: int, usage: Counter[str], bounds: tuple[Tensor, Tensor] | None = None
+) -> KV:
+    """Returns keys and values `[rows, kv_heads, length, head_dim]` that stay in these segments, see `SegmentedKV`."""
+    if len(segments) == 1 and segments[0][0].shape[0] == rows and bounds is None:
+        return segments[0]
+    keys, values = zip(*segments)
+    return SegmentedKV(keys, rows, usage, bounds=bounds), SegmentedKV(values, rows, usage, bounds=bounds)
+
+
+def cut(pair: KV, start: int, end: int | None) -> KV:
+    """Returns the positions from `start` to `end` as views."""
+    keys, values = pair
+    return keys[:, :, start:end], values[:, :, start:end]
 
 
 # How operations work on segments; NotImplemented where they need the tensor in one piece. Those of their arguments that
@@ -290,7 +319,7 @@ def _same(states: SegmentedKV) -> Tensor:
     return states if states.form == PLAIN else NotImplemented
 
 
-_HANDLERS: dict[Callable, Callable] = {
+_HANDLERS: dict[Function, Function] = {
     functional.scaled_dot_product_attention: _sdpa,
     Tensor.__matmul__: _matmul,
     Tensor.mT.__get__: lambda states: _transpose(states, -2, -1),
@@ -305,7 +334,7 @@ for _handler in (_matmul, _bmm, _baddbmm, _transpose, _repeat_interleave):  # fu
     _HANDLERS |= {getattr(owner, _handler.__name__[1:]): _handler for owner in (torch, Tensor)}
 
 # What the wrapper, which has the shape, strides and type of the whole tensor, answers as that would.
-_METADATA: frozenset[Callable] = frozenset(
+_METADATA: frozenset[Function] = frozenset(
     attribute if callable(attribute) else attribute.__get__
     for attribute in (
         Tensor.shape, Tensor.dtype, Tensor.device, Tensor.layout, Tensor.ndim, Tensor.itemsize, Tensor.nbytes,

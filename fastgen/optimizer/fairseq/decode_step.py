@@ -11,7 +11,6 @@ Tests: tests/optimizer/fairseq/test_fairseq_caches.py, tests/optimizer/fairseq/t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
@@ -24,8 +23,10 @@ from torch.nn import functional
 
 from fastgen.optimizer.decoding.call import GenerateCall, costs, current_call
 from fastgen.optimizer.decoding.decode_step import DecodeStep
-from fastgen.optimizer.decoding.kv_cache import KV, KVCache, rounded
+from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.decoding.segmented_kv import KV
+from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache, rounded
 from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.fairseq.checks import KNOWN, HostGenerator, ModelPlan
 from fastgen.patching import SwitchedOff
@@ -38,8 +39,9 @@ class DecodingState(dict):
     """The incremental state of one model for `inputs * rows_per_input` rows, with the layers that its plan asks for.
 
     To modules that fastgen does not know it is the dictionary that they expect. limit: the number of positions that a
-    row can reach. layers: the number of each attention in `kv`. mask: of the cross-attention, `[inputs, 1, 1,
-    source_length]`; None if everything may be attended to. encoder_out: what the decoder is given.
+    row can reach. kv: a `KVCache`, while steps are captured a `StaticKVCache`. layers: the number of each attention in
+    it. mask: of the cross-attention, `[inputs, 1, 1, source_length]`; None if everything may be attended to.
+    encoder_out: what the decoder is given.
 
     In a captured step, beside these: self_mask, what self-attention may attend to. position: how many tokens each row
     has, with the one that is fed, int64 `[1, 1]`.
@@ -53,7 +55,7 @@ class DecodingState(dict):
     def __init__(self, plan: ModelPlan, inputs: int, rows_per_input: int, limit: int) -> None:
         super().__init__()
         self.plan, self.rows_per_input, self.limit = plan, rows_per_input, limit
-        self.kv = KVCache(inputs, rows_per_input)
+        self.kv: Any = KVCache(inputs, rows_per_input)
         self.layers: dict[MultiheadAttention, int] = {}
         self._repeating_encoder: Any = None  # the encoder, where its output has all rows
         self._padding: Tensor | None = None
@@ -65,13 +67,13 @@ class DecodingState(dict):
         self.layers |= zip(plan.cross_attention, self.kv.add_layers([()] * len(plan.cross_attention), None))
         self._keys = {attention._get_full_incremental_state_key("attn_state") for attention in self.layers}
 
-    def over(self, static: KVCache) -> DecodingState:
+    def over(self, static: StaticKVCache) -> DecodingState:
         """The state of a captured step, whose keys and values are in this static cache."""
         state = DecodingState(self.plan, static.rows // static.rows_per_input, self.rows_per_input, static.capacity)
         state.kv = static
         # The layers have what they need of it.
         state.encoder_out = {
-            "encoder_out": [torch.empty(0, device=static.device)],
+            "encoder_out": [torch.empty(0, device=static.write_position.device)],
             "encoder_padding_mask": [],
         }
         return state
@@ -98,12 +100,12 @@ class DecodingState(dict):
 
         Of a self-attention those of the prompt, of a cross-attention those of the encoder's output.
         """
-        return next(iter(self.kv.layers[self.layers[attention]].prompt), None)
+        return next(iter(self.kv.prompt_of(self.layers[attention])), None)
 
     def set_prompt(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> KV:
         """Takes keys and values `[inputs, heads, length, head_dim]`, see `prompt`."""
         pair = keys.contiguous(), values.contiguous()
-        self.kv.layers[self.layers[attention]].prompt = (pair,)
+        self.kv.set_prompt(self.layers[attention], pair)
         return pair
 
     def prefill(self, decoder: Any, tokens: Tensor) -> tuple[Tensor, Any]:
@@ -152,7 +154,7 @@ class DecodingState(dict):
         """Row i becomes what row `order[i]` was; `batch_index`: the inputs that remain (int64), None if all do."""
         if batch_index is None:
             self.kv.reorder(order)
-        elif not self.kv.is_static:  # otherwise another takes its place, see `DecodeStep.compact`
+        elif isinstance(self.kv, KVCache):  # otherwise another takes its place, see `DecodeStep.compact`
             self.kv.compact(batch_index, order)
         if batch_index is not None and self.mask is not None:
             self.mask = self.mask.index_select(0, batch_index)
@@ -220,27 +222,26 @@ class FairseqDecodeStep(DecodeStep):
     def logits_of(outputs: Outputs) -> Tensor:
         return outputs[0]
 
-    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[Reason]]:
+    def content(self, left: int) -> KVContent:
         state = self.states[0]
-        if reasons := state.kv.static_reasons():
-            return None, reasons
+        content = state.kv.content()
         crosses = state.plan.cross_attention
         pair = state.prompt(crosses[0]) if crosses else None
         self.mask, length = state.mask, 0 if pair is None else pair[0].shape[2]
         if self.mask is None and rounded(length) > length:  # which hides nothing but padding
             inputs = self.rows // self.rows_per_input
-            self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=state.kv.device)
+            self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=self.device)
         self.variant = self._variant()
-        return state.kv, []
+        return content
 
-    def view_of(self, static: KVCache) -> DecodingState:
+    def view_of(self, static: StaticKVCache) -> DecodingState:
         return self.states[0].over(static)
 
-    def use(self, static: KVCache) -> None:
+    def use(self, static: StaticKVCache) -> None:
         self.states[0].kv = static
 
-    def leave(self, static: KVCache) -> None:
-        static.make_growable(self.most)
+    def leave(self, static: StaticKVCache) -> None:
+        self.states[0].kv = KVCache.of(static.content(), self.most)
 
     @cached_property
     def runs_user_code(self) -> bool:

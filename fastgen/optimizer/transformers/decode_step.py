@@ -10,7 +10,6 @@ tests/optimizer/transformers/test_refused_calls.py
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 from weakref import ref
@@ -23,10 +22,10 @@ from transformers.cache_utils import Cache
 
 from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
-from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import COMPACTION, Reason
-from fastgen.optimizer.decoding.rollback import Rollback, undo_of_attributes, undo_of_random_numbers
+from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, undo_of_attributes, undo_of_random_numbers
+from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.transformers import compat, kv_layers, row_groups
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel
@@ -100,25 +99,26 @@ class TransformersDecodeStep(DecodeStep):
     def logits_of(outputs: Any) -> Tensor:
         return outputs.logits
 
-    def kv_cache(self, left: int) -> tuple[KVCache | None, Sequence[Reason]]:
+    def content(self, left: int) -> KVContent:
         if (cache := self.arguments.get(CACHE)) is None:
-            return None, [Reason("NO_CACHE", "there is no cache")]
+            raise LeaveAlone([Reason("NO_CACHE", "there is no cache")])
         self._dynamic = cache
         self._cache = ref(cache)  # a step returns the view of its graph, which is the cache of the next arguments
         self.variant = frozenset(name for name, value in self.arguments.items() if value is not None)
-        kv, reasons = kv_layers.kv_cache_of(cache, cache.get_seq_length() + left)
-        return kv, reasons or self.checks.row_states({self.rows, self.call.inputs})
+        content = kv_layers.content_of(cache, cache.get_seq_length() + left)
+        LeaveAlone.for_any(self.checks.row_states({self.rows, self.call.inputs}))
+        return content
 
-    def view_of(self, static: KVCache) -> Cache:
+    def view_of(self, static: StaticKVCache) -> Cache:
         return kv_layers.view_of(self.arguments[CACHE] if self.graph is None else self.graph.view, static)
 
-    def use(self, static: KVCache) -> None:
+    def use(self, static: StaticKVCache) -> None:
         if (cache := self._cache()) is not None:
             if not isinstance(kv_layers.layers_of(cache)[0], kv_layers.KVLayer):
                 self.call.on_exit.callback(kv_layers.give_back, self._cache)
             kv_layers.use(cache, static)
 
-    def leave(self, static: KVCache) -> None:
+    def leave(self, static: StaticKVCache) -> None:
         kv_layers.give_back(self._cache)
         self.arguments[CACHE] = self._dynamic
 

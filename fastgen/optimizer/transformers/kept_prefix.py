@@ -23,9 +23,9 @@ from transformers.cache_utils import Cache
 
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.graphs import torch_settings
-from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts
 from fastgen.optimizer.decoding.report import KEPT, USER_CACHE, Reason
+from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import checks, kv_layers
 
 OUTDATED = Reason("PREFIX_OUTDATED", "the model has changed since its prefix was kept")

@@ -31,8 +31,11 @@ from transformers.cache_utils import (
 
 from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.kv_cache import KV, KVCache
+from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Decision, Reason
+from fastgen.optimizer.decoding.rollback import LeaveAlone
+from fastgen.optimizer.decoding.segmented_kv import KV, cut
+from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
 PROMPT_ONCE = "the prompt's keys and values: once per input"
 
@@ -47,12 +50,12 @@ class KVLayer(DynamicLayer):
 
     library_class: type[DynamicLayer] = DynamicLayer
 
-    def __init__(self, layer: DynamicLayer, kv: KVCache, index: int, user_code: bool = False) -> None:
+    def __init__(self, layer: DynamicLayer, kv: KVCache | StaticKVCache, index: int, user_code: bool = False) -> None:
         self.__dict__ |= vars(layer)
         for name in ("keys", "values"):
             self.__dict__.pop(name, None)
-        self.kv, self.index, self.user_code = kv, index, user_code
-        self.is_compileable = kv.is_static  # then the library makes masks before the step, for the whole capacity
+        self.kv: Any = kv
+        self.index, self.user_code = index, user_code
 
     keys: Any = property(
         lambda self: self._read("keys", 0), lambda self, keys: setattr(self.to_dynamic_layer(), "keys", keys)
@@ -62,13 +65,13 @@ class KVLayer(DynamicLayer):
     )
 
     def _must_be_dynamic(self) -> bool:
-        """Whether code of the program may hold, and write into, what stands for the content."""
+        """Whether user code may hold, and write into, what stands for the content."""
         return self.user_code and self.kv.was_materialized(self.index)
 
     def _read(self, name: str, which: int) -> Tensor:
         if not self._must_be_dynamic():
             states = self.kv.read(self.index)[which]
-            if self.kv.is_static or states.is_contiguous():  # a buffer with spare room is not, and the library's is
+            if states.is_contiguous():  # a buffer with spare room is not, and the library's is
                 return states
         return getattr(self.to_dynamic_layer(), name)
 
@@ -79,14 +82,7 @@ class KVLayer(DynamicLayer):
         return self.kv.read(self.index)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int | Tensor:
-        if self.kv.is_static and self.index < len(self.kv.seq_lengths):
-            return self.kv.seq_lengths[self.index]
         return self.kv.length(self.index)
-
-    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        if self.kv.is_static:
-            return self.kv.prompt_length + self.kv.capacity, 0
-        return super().get_mask_sizes(*args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         stays = True  # indices on a device are trusted, not read
@@ -101,8 +97,10 @@ class KVLayer(DynamicLayer):
     def to_dynamic_layer(self) -> DynamicLayer:
         """Makes this layer the library's with the same content, in the memory of what was materialized of it."""
         keys, values = self.kv.copy(self.index)
-        del self.kv, self.index, self.user_code, self.is_compileable
+        del self.kv, self.index, self.user_code
         self.__class__ = self.library_class
+        if issubclass(self.library_class, DynamicSlidingWindowLayer):  # keeps one position less than it shows
+            keys, values = cut((keys, values), 1 - self.sliding_window, None)
         self.keys, self.values = keys, values
         return self
 
@@ -112,16 +110,11 @@ class KVLayer(DynamicLayer):
 
 
 class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
-    """A `DynamicSlidingWindowLayer`: positions that no row sees any more are dropped for all rows at once.
-
-    A static cache has one where everything still fits, see `layer_reasons`; then it makes a difference for masks only.
-    """
+    """A `DynamicSlidingWindowLayer`: positions that no row sees any more are dropped for all rows at once."""
 
     library_class = DynamicSlidingWindowLayer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
-        if self.kv.is_static:
-            return super().update(key_states, value_states, *args, **kwargs)
         unseen = self.kv.length(self.index) - (self.sliding_window - 1)
         if self._must_be_dynamic() or (unseen > 0 and not self.kv.drop(self.index, unseen)):
             return self.to_dynamic_layer().update(key_states, value_states, *args, **kwargs)
@@ -129,22 +122,36 @@ class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int | Tensor:
-        return super().get_seq_length() if self.kv.is_static else self.cumulative_length
+        return self.cumulative_length
 
     def _read(self, name: str, which: int) -> Tensor:
-        # the library keeps one position less than the last update has returned
-        return super()._read(name, which) if self.kv.is_static else getattr(self.to_dynamic_layer(), name)
+        return getattr(self.to_dynamic_layer(), name)  # without the first position that the last update has returned
+
+
+class StaticKVLayer(KVLayer):
+    """A layer of a `StaticKVCache`."""
+
+    is_compileable = True  # the library makes masks before the step, for the whole capacity
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int | Tensor:
+        return self.kv.seq_lengths[self.index] if self.index < self.kv.growing else self.kv.length(self.index)
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return self.kv.prompt_length + self.kv.capacity, 0
+
+
+class StaticKVSlidingLayer(StaticKVLayer, DynamicSlidingWindowLayer):
+    """A `DynamicSlidingWindowLayer` of which everything still fits, see `layer_reasons`: it differs in masks only."""
+
+    library_class = DynamicSlidingWindowLayer
 
     def to_dynamic_layer(self) -> DynamicLayer:
-        if self.kv.is_static:
-            self.cumulative_length = self.kv.length(self.index)
-        super().to_dynamic_layer()
-        self.keys = self.keys[:, :, 1 - self.sliding_window :]
-        self.values = self.values[:, :, 1 - self.sliding_window :]
-        return self
+        self.cumulative_length = self.kv.length(self.index)
+        return super().to_dynamic_layer()
 
 
 ADOPTED = {DynamicLayer: KVLayer, DynamicSlidingWindowLayer: KVSlidingLayer}
+STATIC = {DynamicLayer: StaticKVLayer, DynamicSlidingWindowLayer: StaticKVSlidingLayer}
 
 
 def unsupported_reasons(cache: Any) -> list[Reason]:
@@ -177,69 +184,77 @@ def unsupported_types(cache: object) -> list[Reason]:
 def adopt(
     cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall, is_prefix: bool = False
 ) -> bool:
-    """Makes a cache of `inputs` rows one of `inputs * rows_per_input` rows; whether it is in a `KVCache` now.
+    """Takes a cache of `inputs` rows over into a `KVCache` of `inputs * rows_per_input`; whether it is in one now.
 
     What the rows of an input have in common is stored once where that pays. Where nothing gains by it, layers stay the
     library's; those of other classes (linear attention, …) are repeated row by row, as the library would have filled
-    them. What is adopted already, behind a common prefix, goes on in its `KVCache`. limit: the number of positions that
+    them. What is adopted already, after a common prefix, stays in its `KVCache`. limit: the number of positions that
     can be added to each row. is_prefix: the rows of an input are those of the batch. Adds to the report.
     """
     share = False if rows_per_input == 1 else call.share
 
-    def should_share(keys: Tensor, is_cross: bool) -> bool:
+    def should_share(keys: Tensor, is_cross: bool = False) -> bool:
         if share is not None:
             return share
         return call.costs.should_share(keys, rows_per_input, is_cross, call.will_capture)
 
+    before = reversed([layer for layer in layers_of(cache) if isinstance(layer, KVLayer)])
+    prefixes = {layer.kv: layer.kv.segments(layer.index)[-1][0] for layer in before}  # keys of the first layer of each
+    kinds, repeated, writes_in_place = _layers_by_kind(cache, inputs, rows_per_input, limit, call, should_share)
+    gains = any(shares for _, shares, *_ in kinds) or (writes_in_place and not call.user_code)
     shared: Counter[str] = Counter()
-    repeated: Counter[str] = Counter()
-    kinds: dict[tuple, list[tuple[Cache, int]]] = {}
-    adopted: dict[KVCache, Tensor] = {}
-    in_place = False
-    for part, is_cross in zip(parts(cache), (False, True)):
-        for index, layer in enumerate(part.layers):
-            if isinstance(layer, KVLayer):
-                adopted.setdefault(layer.kv, layer.kv.segments(layer.index)[-1][0])
-            elif type(layer) not in ADOPTED or getattr(layer, "record_past", False):  # to go back behind a window
-                _take(layer, torch.arange(inputs).repeat_interleave(rows_per_input))
-                repeated[type(layer).__name__] += 1
-            elif layer.is_initialized and layer.keys.numel():
-                keys = layer.keys
-                shares = should_share(keys, is_cross)
-                shared["cross" if is_cross else "prompt"] += shares
-                repeated[""] += not shares and share is None
-                slides = getattr(layer, "sliding_window", None) is not None and not shares
-                if not is_cross and not slides:
-                    in_place |= call.costs.should_write_in_place(keys, rows_per_input, limit)
-                outgrows_window = slides and layer.sliding_window <= keys.shape[2] + limit
-                kind = is_cross, shares, outgrows_window, keys.shape, layer.values.shape, keys.dtype, keys.device
-                kinds.setdefault(kind, []).append((part, index))
-    gains = any(shared.values()) or (in_place and not call.user_code)
-    kv = KVCache(inputs, rows_per_input, usage=call.report.kernels)
+    kv, few = KVCache(inputs, rows_per_input, usage=call.report.kernels), 0
     for (is_cross, shares, outgrows_window, *_), places in kinds.items():
+        shared["cross" if is_cross else "prompt"] += shares * len(places)
+        few += len(places) * (share is None and not shares)
         if shares or (gains and not call.user_code and not outgrows_window):
             _put_in(kv, places, shares, None if is_cross else limit, call.user_code)
         else:
             for part, index in places:
                 part.layers[index].batch_repeat_interleave(rows_per_input)
-    for known, keys in adopted.items():
-        shares = should_share(keys, False)
-        known.expand(rows_per_input, shares, limit)
-        shared["prompt"] += shares and len(known.layers)
+    for kv, keys in prefixes.items():
+        shares = should_share(keys)
+        kv.branch(rows_per_input, shares, limit)
+        shared["prompt"] += shares and len(kv.layers)
     if shared["cross"]:
         call.report.shared.append(f"cross-attention keys and values: once per input, {shared['cross']} layers")
     if shared["prompt"]:
         what = "the prefix's keys and values: once for all rows" if is_prefix else PROMPT_ONCE
         call.report.shared.append(f"{what}, {shared['prompt']} layers")
-    few, reasons = repeated.pop("", 0), []
-    for name, count in sorted(repeated.items()):
-        reasons.append(Reason("LAYER_TYPE", f"{count} layers of {name} stored for each row"))
+    reasons = [Reason("LAYER_TYPE", f"{count} layers of {name} stored for each row") for name, count in repeated]
     if few:
         reasons.append(Decision("FEW_KEYS", f"{few} layers stored for each row: too few keys to gain"))
     call.report.add_reasons(KV_CACHE, reasons)
     if gains:
         call.on_exit.callback(give_back, ref(cache))
-    return gains or bool(adopted)
+    return gains or bool(prefixes)
+
+
+def _layers_by_kind(
+    cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall, should_share: Callable[..., bool]
+) -> tuple[dict[tuple, list[tuple[Cache, int]]], list[tuple[str, int]], bool]:
+    """Returns the layers that can be adopted, by what those in one buffer have in common; by their class, how many
+    others there are, whose rows it repeats; and whether writing in place pays.
+    """
+    kinds: dict[tuple, list[tuple[Cache, int]]] = {}
+    repeated: Counter[str] = Counter()
+    writes_in_place = False
+    for part, is_cross in zip(parts(cache), (False, True)):
+        for index, layer in enumerate(part.layers):
+            if isinstance(layer, KVLayer):
+                continue
+            if type(layer) not in ADOPTED or getattr(layer, "record_past", False):  # to go back before a window
+                _take_rows(layer, torch.arange(inputs).repeat_interleave(rows_per_input))
+                repeated[type(layer).__name__] += 1
+            elif layer.is_initialized and layer.keys.numel():
+                keys, shares = layer.keys, should_share(layer.keys, is_cross)
+                slides = getattr(layer, "sliding_window", None) is not None and not shares
+                if not is_cross and not slides:
+                    writes_in_place |= call.costs.should_write_in_place(keys, rows_per_input, limit)
+                outgrows_window = slides and layer.sliding_window <= keys.shape[2] + limit
+                kind = is_cross, shares, outgrows_window, keys.shape, layer.values.shape, keys.dtype, keys.device
+                kinds.setdefault(kind, []).append((part, index))
+    return kinds, sorted(repeated.items()), writes_in_place
 
 
 def _put_in(kv: KVCache, places: list[tuple[Cache, int]], shares: bool, limit: int | None, user_code: bool) -> None:
@@ -267,13 +282,13 @@ def give_back(known: ref[Cache]) -> None:
             layer.to_dynamic_layer()
 
 
-def repeat(cache: Cache, rows: Tensor) -> None:
+def take_rows(cache: Cache, rows: Tensor) -> None:
     """Row i becomes what row `rows[i]` (int64) was; there may be more than before."""
     for layer in layers_of(cache):
-        _take(layer.to_dynamic_layer() if isinstance(layer, KVLayer) else layer, rows)
+        _take_rows(layer.to_dynamic_layer() if isinstance(layer, KVLayer) else layer, rows)
 
 
-def _take(layer: Any, rows: Tensor) -> None:
+def _take_rows(layer: Any, rows: Tensor) -> None:
     device = getattr(layer, "device", None)
     layer.reorder_cache(rows if device is None else rows.to(device))
 
@@ -304,43 +319,33 @@ def layer_reasons(cache: Cache, most: int) -> list[Reason]:
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window <= most:
             text = f"a sliding window of {layer.sliding_window} for up to {most} positions"
             return [Reason("SLIDING_WINDOW", text)]
-    if foreign := set(map(type, layers_of(cache))) - {*ADOPTED.keys(), *ADOPTED.values()}:
+    if foreign := {type(layer) for layer in layers_of(cache) if not isinstance(layer, KVLayer)} - ADOPTED.keys():
         names, supported = sorted(kind.__name__ for kind in foreign), ", ".join(kind.__name__ for kind in ADOPTED)
         return [Reason("CACHE_LAYERS", f"a cache with layers of {', '.join(names)} (supported: {supported})")]
     return []
 
 
-def kv_cache_of(cache: Cache, most: int) -> tuple[KVCache | None, list[Reason]]:
-    """What the cache holds, as views where it is not adopted; or why it cannot be static for `most` positions."""
-    if reasons := layer_reasons(cache, most):
-        return None, reasons
-    layers, adopted, pairs = layers_of(cache), set(), []
-    for layer in layers:
-        if not layer.is_initialized:
-            return None, [LAYER_EMPTY]
-        if isinstance(layer, KVLayer):
-            adopted.add(layer.kv)
-        else:
-            pairs.append((layer.keys, layer.values))
-    growing = parts(cache)[0].layers
-    if not growing or not parts(cache)[-1].layers:
-        return None, [LAYER_EMPTY]
-    if adopted:
-        kv = adopted.pop()
-    else:
-        kv = KVCache(pairs[0][0].shape[0], 1)
-        kv.add_layers([()] * len(growing), 0)
-        kv.generated[0].by_layer = pairs[: len(growing)]
-        kv.generated[0].lengths = [keys.shape[2] for keys, _ in pairs[: len(growing)]]
-        kv.add_layers([(pair,) for pair in pairs[len(growing) :]], None)
+def content_of(cache: Cache, most: int) -> KVContent:
+    """Returns what the cache holds, as views; raises LeaveAlone, among others for more than `most` positions."""
+    LeaveAlone.for_any(layer_reasons(cache, most))
+    layers, growing = layers_of(cache), len(parts(cache)[0].layers)
+    if not growing or not parts(cache)[-1].layers or not all(layer.is_initialized for layer in layers):
+        raise LeaveAlone([LAYER_EMPTY])
+    adopted = {layer.kv for layer in layers if isinstance(layer, KVLayer)}
+    if not adopted:
+        pairs = [(layer.keys, layer.values) for layer in layers]
+        prompts = [() if index < growing else (pair,) for index, pair in enumerate(pairs)]
+        content = KVContent(len(pairs[0][0]), 1, prompts, pairs[:growing])
+        content.require_alike()
+        return content
+    kv = adopted.pop()
     if adopted or len(kv.layers) != len(layers):
-        return None, [Reason("LAYERS_DIFFER", "the layers of the cache differ in kind")]
-    reasons = kv.static_reasons()
-    return (None, reasons) if reasons else (kv, [])
+        raise LeaveAlone([Reason("LAYERS_DIFFER", "the layers of the cache differ in kind")])
+    return kv.content()
 
 
-def view_of(cache: Cache, static: KVCache) -> Cache:
-    """A cache like this one whose layers are those of a static `KVCache`."""
+def view_of(cache: Cache, static: StaticKVCache) -> Cache:
+    """A cache like this one whose layers are those of a `StaticKVCache`."""
     view = copy.copy(cache)
     if isinstance(cache, EncoderDecoderCache):
         view.is_updated = dict(cache.is_updated)
@@ -350,15 +355,15 @@ def view_of(cache: Cache, static: KVCache) -> Cache:
     return view
 
 
-def use(cache: Cache, static: KVCache) -> None:
-    """Lets the layers of this cache be those of a static `KVCache`, all or none; lets go of their own memory."""
+def use(cache: Cache, static: StaticKVCache) -> None:
+    """Lets the layers of this cache be those of a `StaticKVCache`, all or none; lets go of their own memory."""
     numbers = itertools.count()
     used = []
     for part in parts(cache):
-        layers = []
-        for layer, index in zip(part.layers, numbers):
-            kind = type(layer) if isinstance(layer, KVLayer) else ADOPTED[type(layer)]
-            layers.append(kind(layer, static, index))
+        layers = [
+            STATIC[getattr(layer, "library_class", type(layer))](layer, static, index)
+            for layer, index in zip(part.layers, numbers)
+        ]
         used.append((part, layers))
     for part, layers in used:
         part.layers = layers

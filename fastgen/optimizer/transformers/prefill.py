@@ -30,10 +30,10 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall, current_call
-from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, Decision, Reason
 from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, undo_of_tensors
+from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import kv_layers, prefixes, row_groups, verification
 from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel, untested_reasons
 from fastgen.optimizer.transformers.models import images, latent_attention
@@ -225,7 +225,7 @@ class PrefillPlan:
                 report.add_reasons(KV_CACHE, [STATIC_CACHE])
                 continue
             if not groups.are_inputs:
-                kv_layers.repeat(cache, groups.of_rows[:: groups.rows_per_input])
+                kv_layers.take_rows(cache, groups.of_rows[:: groups.rows_per_input])
             expand_cache(self.model, cache, groups.inputs, groups.rows_per_input, self.limit, call)
         if not groups.are_inputs and groups.rows_per_input == 1:
             sizes = ", ".join(map(str, groups.sizes[:8]))

@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.kv_cache import KV
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.report import KEPT, PREFIX, Decision, Reason, that_hold
 from fastgen.optimizer.decoding.rollback import Rollback, undo_of_tensors
+from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import kv_layers
 from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel
 from fastgen.optimizer.transformers.kept_prefix import PrefixReuse, reuse_of

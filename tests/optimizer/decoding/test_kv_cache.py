@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
+from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache
 from fastgen.testing import replaced
 
 HEADS, WIDTH, LAYERS = 2, 4, 3
@@ -235,13 +236,16 @@ def test_a_static_cache_goes_on_with_some_inputs_of_another(drop_last):
     for layer in range(2):
         cache.append(layer, *random_states(6, 4))
     batch_index, rows = torch.tensor([0, 2]), torch.tensor([1, 1, 4, 5])
-    content = cache.content(batch_index, rows, drop_last)
-    static = content.to_static(content.spec(10))
+    content = cache.content().of_rows(batch_index, rows)
+    content = content.without_last() if drop_last else content
+    static = StaticKVCache(content.spec(10))
     static.load(content)
-    assert not static.static_reasons() and static.rows == 4 and static.is_static
+    assert static.rows == 4 and static.rows_per_input == 2
     for layer, length in ((0, 11 - drop_last), (1, 11 - drop_last), (2, 6)):
         expected = [states.index_select(0, rows)[:, :, :length] for states in cache.copy(layer)]
-        assert all(map(torch.equal, static.copy(layer), expected)) and static.length(layer) == length
+        grown = KVCache.of(static.content(), 20)
+        for cache_of_two in (static, grown):
+            assert all(map(torch.equal, cache_of_two.copy(layer), expected)) and cache_of_two.length(layer) == length
 
 
 def test_sharing_is_for_prompts_that_are_long_enough():

@@ -23,9 +23,10 @@ from fastgen.ops.tracing import Diverged
 from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.cost_model import CostModel
-from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache
-from fastgen.optimizer.decoding.kv_cache import KVCache, capacity_for
+from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache, GraphState
+from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache, capacity_for
 from fastgen.optimizer.transformers import decode_step
 from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, LoopArguments
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
@@ -599,14 +600,14 @@ def test_a_model_that_is_gone_leaves_nothing_behind():
     assert alive() is None and buffers() is None
 
 
-def static(cache: KVCache, most: int = 8) -> KVCache:
+def static(cache: KVCache, most: int = 8) -> StaticKVCache:
     content = cache.content()
-    made = content.to_static(content.spec(most))
+    made = StaticKVCache(content.spec(most))
     made.load(content)
     return made
 
 
-def cache_of_one_layer(rows: int = 2) -> KVCache:
+def cache_of_one_layer(rows: int = 2) -> StaticKVCache:
     cache = KVCache(rows, 1)
     cache.add_layers([()], 8)
     cache.append(0, *torch.zeros(2, rows, 1, 3, 4))
@@ -659,7 +660,7 @@ def test_a_replay_gets_the_inputs_of_its_call_and_no_others_than_were_captured()
     assert made.replay({"number": number}).tolist() == [1, 1, 1]
     number += 5  # the same tensor with another content
     assert made.replay({"number": number}).tolist() == [6, 6, 6]
-    assert made.replay({"number": torch.zeros(4)}) is None and not made.is_captured
+    assert made.replay({"number": torch.zeros(4)}) is None and made.state is GraphState.DROPPED
 
 
 @pytest.mark.parametrize("prompt_length", [0, 5])
@@ -673,8 +674,8 @@ def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(
     for layer, pair in enumerate(generated):
         cache.append(layer, *pair)
     content = cache.content()
-    cache = content.to_static(content.spec(12))
-    cache.generated[0].buffers[0].fill_(torch.nan)  # of an earlier call
+    cache = StaticKVCache(content.spec(12))
+    cache.buffers[0].fill_(torch.nan)  # of an earlier call
     cache.load(content)
     assert cache.capacity == 12 and cache.padding == (3 if prompt_length else 0)
     addresses = [states.data_ptr() for layer in range(2) for pair in cache.segments(layer) for states in pair]

@@ -1,0 +1,257 @@
+"""Static KV cache: keys and values at addresses that stay, so that a decode step can be captured.
+
+    KVCache ──content──> KVContent ──spec──> StaticKVCache(spec)     the spec is the key of the captured step
+                             │                    ^   │
+                             └────────load────────┘   └──content──> KVContent, of a larger cache or one of fewer rows
+
+    prompt      | padding | positions        |     `append` writes at `write_position`, a tensor; `read` gives the whole
+    generated   | positions | spare capacity |     capacity, of which a mask hides the rest
+
+Who writes into one: a step, by `append`; the loop between two steps, by `reorder` and `advance`; and `load`, which
+gives it to a call. Static caches follow Seamless, "Updating and retrieving KV cache". Knows no host library.
+
+Tests: tests/optimizer/decoding/test_kv_cache.py tests/optimizer/transformers/test_captured_steps.py
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.move_rows import move_rows
+from fastgen.ops.tracing import UnderAutocast
+from fastgen.optimizer.decoding.report import Reason
+from fastgen.optimizer.decoding.rollback import LeaveAlone
+from fastgen.optimizer.decoding.segmented_kv import KV, cut, in_one_piece, in_segments
+
+SMALLEST_CAPACITY = 32
+
+PairSpec = tuple[tuple[Any, ...], ...]  # of keys and of values: sizes, dtype, device
+# Rows, rows per input, what a layer generates; of layers that are alike, first those that generate, their number and
+# the segments of the prompt of each.
+Spec = tuple[int, int, PairSpec, tuple[tuple[int, tuple[PairSpec, ...]], ...]]
+
+_kind, _nbytes = attrgetter("shape", "dtype", "device"), attrgetter("nbytes")
+
+
+def capacity_for(needed: int, most: int) -> int:
+    """Returns a capacity for twice the positions that are needed, or for `most` if that is less, rounded.
+
+    A short call never grows: the steps afterwards would often be too few for another graph.
+    """
+    return max(SMALLEST_CAPACITY, rounded(max(needed, min(most, 2 * max(needed, SMALLEST_CAPACITY)))))
+
+
+def rounded(length: int) -> int:
+    """Returns the next of a few sizes that many lengths have in common: four to eight between powers of two."""
+    step = max(SMALLEST_CAPACITY // 2, 1 << max((length - 1).bit_length() - 3, 0))
+    return -(-length // step) * step
+
+
+@dataclass(frozen=True)
+class KVContent:
+    """Keys and values of all layers as views, to be loaded into a static cache.
+
+    prompts: the segments of each layer that no step writes. generated: `[rows, kv_heads, length, head_dim]` of each
+    layer that steps write; those without come last. unmoved: how many of the first generated positions are equal in all
+    rows of an input.
+    """
+
+    rows: int
+    rows_per_input: int
+    prompts: Sequence[tuple[KV, ...]]
+    generated: Sequence[KV]
+    unmoved: int = 0
+
+    @property
+    def generated_length(self) -> int:
+        return int(self.generated[0][0].shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes_of(self.prompts, self.generated)
+
+    def require_alike(self) -> None:
+        """Raises LeaveAlone if layers differ, of those with generated positions or of those without."""
+        layers = zip(self.prompts, self.generated)
+        growing = {tuple(map(_kind, chain(*prompt, pair))) for prompt, pair in layers}
+        others = {tuple(map(_kind, chain(*prompt))) for prompt in self.prompts[len(self.generated) :]}
+        if len(growing) != 1 or len(others) > 1:
+            raise LeaveAlone([Reason("LAYERS_DIFFER", "the layers of the cache differ in shape, dtype or device")])
+
+    def without_last(self) -> KVContent:
+        """Returns the content before the position that was added last."""
+        return replace(self, generated=[cut(pair, 0, self.generated_length - 1) for pair in self.generated])
+
+    def of_rows(self, batch_index: Tensor, rows: Tensor) -> KVContent:
+        """Returns the content of the inputs at `batch_index`, of which row i is row `rows[i]` (int64 both)."""
+        prompts = [tuple(rows_of(pair, self.rows, batch_index, rows) for pair in prompt) for prompt in self.prompts]
+        generated = [rows_of(pair, self.rows, batch_index, rows) for pair in self.generated]
+        return KVContent(len(rows), len(rows) // len(batch_index), prompts, generated, self.unmoved)
+
+    def spec(self, most: int, exact_lengths: bool = False) -> Spec:
+        """Returns the shapes with capacities, types and devices of a static cache for this content.
+
+        most: positions that a row can generate. exact_lengths: prompts are not padded to lengths that others have.
+        """
+        growing, count, kinds = len(self.generated), len(self.prompts), []
+        for first, end in ((0, growing), (growing, count)) if growing < count else ((0, growing),):
+            prompt = self.prompts[first]
+            lengths = [keys.shape[2] for keys, _ in prompt]
+            if prompt and end == count and not exact_lengths:
+                lengths[0] = rounded(lengths[0])
+            kinds.append((end - first, tuple(map(_spec_of, prompt, lengths))))
+        generated = _spec_of(self.generated[0], capacity_for(self.generated_length + 1, most))
+        return self.rows, self.rows_per_input, generated, tuple(kinds)
+
+
+class StaticKVCache:
+    """Keys and values of all layers of a decoder with spare capacity, see the drawing above.
+
+    prompts: as in `KVContent`, of which the first segment begins with padding: in the cross-attention where there is
+    one, otherwise in the self-attention. padding: how many positions that are; self_padding: in the self-attention.
+    growing: how many layers are generated into. buffers: keys and values of these, `[layers, rows, kv_heads, capacity,
+    head_dim]`. prompt_length: of the self-attention, without padding. capacity: how many positions each row can
+    generate; generated_length: how many it has.
+
+    A step reads three tensors and writes the last; `advance` counts afterwards. write_position: where the next position
+    goes, int64 `[1]`. first_position: where the self-attention begins, after its padding, int64 `[1]`. seq_lengths: how
+    many positions each growing layer holds, int64 `[layers]`. bounds: the first and the last position that a step sees,
+    for kernels of a GPU; else None.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.rows, self.rows_per_input, generated, kinds = spec
+        self.prompts: list[tuple[KV, ...]] = []
+        for count, prompt in kinds:
+            self.prompts += [tuple(tuple(map(_empty, pair)) for pair in prompt) for _ in range(count)]
+        self.growing, _ = kinds[0]
+        self.buffers = [_empty(states, self.growing) for states in generated]
+        self.by_layer: list[KV] = list(zip(*map(torch.unbind, self.buffers)))
+        self._loaded: list[tuple[KV, ...]] = []  # the prompts without padding
+        self.padding = self.self_padding = self.prompt_length = self.generated_length = self.unmoved = 0
+        self.capacity = self.buffers[0].shape[3]
+        self.write_position = torch.zeros(1, dtype=torch.int64, device=self.buffers[0].device)
+        self.first_position = torch.zeros_like(self.write_position)
+        self.seq_lengths = self.write_position.repeat(self.growing)
+        self.bounds = (self.first_position, self.write_position) if self.write_position.is_cuda else None
+        self.usage: Counter[str] = Counter()
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes_of(self.prompts, self.by_layer)
+
+    def load(self, content: KVContent) -> None:
+        """Copies this content, and zeros around it: what is hidden has the weight 0, which NaN would survive."""
+        self._loaded = [tuple(map(_copy_in, *prompts)) for prompts in zip(self.prompts, content.prompts)]
+        for pair, source in zip(self.by_layer, content.generated):
+            _copy_in(pair, source, 0)
+        self.padding = _length(self.prompts[-1]) - _length(content.prompts[-1])
+        self.prompt_length = _length(content.prompts[0])
+        self.self_padding = _length(self.prompts[0]) - self.prompt_length
+        self.first_position.fill_(self.self_padding)
+        self.unmoved, self.generated_length = content.unmoved, content.generated_length
+        self.advance(0)
+
+    def advance(self, count: int = 1) -> None:
+        """Counts the position that was added to each layer; 0 sets the write position back after an attempt."""
+        self.generated_length += count
+        self.write_position.fill_(self.generated_length)
+        self.seq_lengths.fill_(self.prompt_length + self.generated_length)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Adds one position that each row has computed, `[rows, kv_heads, 1, head_dim]`.
+
+        Raises UnderAutocast, where a growable cache takes keys and values of several types.
+        """
+        if torch.is_autocast_enabled(keys.device.type):
+            raise UnderAutocast("autocast begins inside the forward")
+        for buffer, added in zip(self.by_layer[layer], (keys, values)):
+            buffer.index_copy_(2, self.write_position, added)
+        self.seq_lengths[layer].add_(1)
+
+    def prompt_of(self, layer: int) -> tuple[KV, ...]:
+        """Returns the segments of the prompt with their padding."""
+        return self.prompts[layer]
+
+    def segments(self, layer: int) -> tuple[KV, ...]:
+        """Returns what attention sees: the prompt's segments, and `[rows, kv_heads, capacity, head_dim]`."""
+        prompt = self.prompts[layer]
+        return (*prompt, self.by_layer[layer]) if layer < self.growing else prompt
+
+    def read(self, layer: int) -> KV:
+        """Returns keys and values `[rows, kv_heads, length, head_dim]` with padding and spare capacity."""
+        bounds = self.bounds if layer < self.growing else None
+        return in_segments(self.segments(layer), self.rows, self.usage, bounds)
+
+    def mask(self) -> Tensor:
+        """Returns what self-attention may see once the next position is added, bool `[1, 1, 1, …]`."""
+        first, length = self.self_padding, self.self_padding + self.prompt_length
+        positions = torch.arange(length + self.capacity, device=self.write_position.device)
+        return ((positions >= first) & (positions <= length + self.generated_length))[None, None, None]
+
+    def reorder(self, beam_idx: Tensor, layer: int | None = None) -> None:
+        """Gives row i what row `beam_idx[i]` of the same input has, in all layers or in this one."""
+        if self.generated_length > self.unmoved and (layer is None or layer < self.growing):
+            layers = slice(None) if layer is None else slice(layer, layer + 1)
+            positions, (keys, values) = slice(self.unmoved, self.generated_length), self.buffers
+            move_rows([keys[layers, :, :, positions], values[layers, :, :, positions]], beam_idx)
+
+    def content(self) -> KVContent:
+        """Returns what is there, without padding and spare capacity."""
+        generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer]
+        return KVContent(self.rows, self.rows_per_input, self._loaded, generated, self.unmoved)
+
+    def length(self, layer: int) -> int:
+        """Returns how many positions the layer holds."""
+        return _length(self._loaded[layer]) + (self.generated_length if layer < self.growing else 0)
+
+    def copy(self, layer: int) -> KV:
+        """Returns keys and values `[rows, kv_heads, length, head_dim]` in memory of their own."""
+        generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer[layer : layer + 1]]
+        return in_one_piece((*self._loaded[layer], *generated), self.rows)
+
+
+def rows_of(pair: KV, count: int, batch_index: Tensor, rows: Tensor) -> KV:
+    """Returns these rows of keys and values of `count` rows, which are stored for each row, for each input or once."""
+    copies = pair[0].shape[0]
+    if copies == 1 or (copies != count and copies == len(batch_index)):  # all inputs stay
+        return pair
+    index = (rows if copies == count else batch_index).to(pair[0].device)
+    return tuple(states.index_select(0, index) for states in pair)
+
+
+def _length(segments: Iterable[KV]) -> int:
+    return sum(keys.shape[2] for keys, _ in segments)
+
+
+def _nbytes_of(prompts: Iterable[Iterable[KV]], generated: Iterable[KV]) -> int:
+    return sum(map(_nbytes, chain(*chain(*prompts), *generated)))
+
+
+def _spec_of(pair: KV, length: int) -> PairSpec:
+    """Returns the sizes of keys and values with this length, their types and devices."""
+    return tuple((*states.shape[:2], length, states.shape[3], states.dtype, states.device) for states in pair)
+
+
+def _empty(spec: tuple[Any, ...], *layers: int) -> Tensor:
+    *sizes, dtype, device = spec
+    return torch.empty((*layers, *sizes), dtype=dtype, device=device)
+
+
+def _copy_in(pair: KV, source: KV, start: int | None = None) -> KV:
+    """Copies keys and values, to the end if there is no `start`; returns where they are."""
+    length = source[0].shape[2]
+    start = pair[0].shape[2] - length if start is None else start
+    for states, copied in zip(pair, source):
+        states[:, :, :start] = 0
+        states[:, :, start : start + length] = copied
+        states[:, :, start + length :] = 0
+    return cut(pair, start, start + length)

@@ -107,7 +107,7 @@ class CostModel:
             saved, least = keys.numel() * (rows_per_input - 1), self.min_saved_elements
         else:
             saved, least = 2 * keys.nbytes * (rows_per_input - 1), self._least_bytes(keys.dtype, is_captured)
-        return saved >= (least // 4 if is_cross else least)
+        return bool(saved >= (least // 4 if is_cross else least))
 
     def _least_bytes(self, dtype: torch.dtype, is_captured: bool) -> int:
         if not is_captured:
@@ -118,7 +118,8 @@ class CostModel:
     def should_write_in_place(self, keys: Tensor, rows_per_input: int, limit: int) -> bool:
         """Whether keys `[inputs, kv_heads, length, head_dim]`, repeated and then `limit` longer, are worth a buffer."""
         inputs, kv_heads, length, width = keys.shape
-        return inputs * rows_per_input * kv_heads * (length + limit // 2) * width >= self.min_elements_in_place
+        elements = inputs * rows_per_input * kv_heads * (length + limit // 2) * width
+        return bool(elements >= self.min_elements_in_place)
 
     def should_capture(
         self, size: ModelSize, rows: int, steps: int, is_captured: bool, device_type: str = "cpu"

@@ -208,7 +208,7 @@ _ATTENTION = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS
 
 
 @functools.lru_cache
-def attends(forward: Callable) -> bool:
+def attends(forward: Callable[..., Any]) -> bool:
     """Whether this forward of a class calls torch's attention, by its name or by a registry of such functions."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return code is not None and not _ATTENTION.isdisjoint(code.co_names)

@@ -134,7 +134,7 @@ class ModelFacts:
             return False
         return same(_fingerprint(modules.values(), self.known, self.keys)[1], self.fingerprint)
 
-    def likeness(self) -> tuple:
+    def likeness(self) -> tuple[Any, ...]:
         """The fingerprint without what only one instance has: addresses, and identities of modules and other objects.
 
         Equal for two models of one class with the same configuration, flags, shapes and types. With what code of the
@@ -213,7 +213,9 @@ def _measured(model: nn.Module, encoder: nn.Module | None) -> ModelSize:
     return ModelSize(len(modules), sum(used), sum(used) + output, sum(large), sum(weight.nbytes for weight in weights))
 
 
-def _fingerprint(modules: Collection[nn.Module], known: KnownCode, keys: frozenset[str]) -> tuple[LibraryCode, list]:
+def _fingerprint(
+    modules: Collection[nn.Module], known: KnownCode, keys: frozenset[str]
+) -> tuple[LibraryCode, list[Any]]:
     """The code that these modules run, and their fingerprint: see the rule at the top."""
     code = library_code(modules, known.registered(keys), known)
     found: list[Any] = [code]
@@ -226,7 +228,7 @@ def _fingerprint(modules: Collection[nn.Module], known: KnownCode, keys: frozens
 def same(found: Any, expected: Any) -> bool:
     """Whether two fingerprints are equal; objects whose comparison fails are not."""
     try:
-        return found == expected
+        return bool(found == expected)
     except Exception:  # of an `__eq__` of the program's, or of an array's many answers
         return False
 

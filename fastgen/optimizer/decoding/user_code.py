@@ -60,7 +60,7 @@ class KnownCode:
     hooks: frozenset[str] = frozenset()
     entries: frozenset[str] = frozenset()
     keys: Callable[[Iterable[nn.Module]], frozenset[str]] = lambda modules: frozenset()
-    registered: Callable[[frozenset[str]], tuple[Callable, ...]] = lambda keys: ()
+    registered: Callable[[frozenset[str]], tuple[Callable[..., Any], ...]] = lambda keys: ()
     encoder_of: Callable[[nn.Module], nn.Module | None] = lambda model: None
     not_of_a_step: frozenset[str] = frozenset()
 
@@ -72,7 +72,7 @@ class LibraryCode:
     from a known package, as `module.name`.
     """
 
-    def __init__(self, kinds: Iterable[type], functions: tuple[Callable, ...], known: KnownCode) -> None:
+    def __init__(self, kinds: Iterable[type], functions: tuple[Callable[..., Any], ...], known: KnownCode) -> None:
         self.names: set[str] = set()
         self.foreign: list[str] = []
         self._foreign: list[tuple[Any, str, Callable[[], Any]]] = []  # the values as references: they may hold a model
@@ -153,7 +153,9 @@ class LibraryCode:
 _known: dict[Any, LibraryCode] = {}
 
 
-def library_code(modules: Iterable[nn.Module], functions: tuple[Callable, ...], known: KnownCode) -> LibraryCode:
+def library_code(
+    modules: Iterable[nn.Module], functions: tuple[Callable[..., Any], ...], known: KnownCode
+) -> LibraryCode:
     """Of those of their classes that are from known packages; another object as soon as any of it was replaced."""
     kinds = set()
     for kind in set(map(type, modules)):

@@ -113,7 +113,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     @abstractmethod
     def content(self, left: int) -> KVContent:
-        """What the loop's cache holds, to which `left` positions may be added; LeaveAlone says why it cannot be static."""
+        """What the loop's cache holds, to which `left` positions may be added; LeaveAlone if it cannot be static."""
 
     @abstractmethod
     def view_of(self, static: StaticKVCache) -> Any:

@@ -253,7 +253,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
                 return [Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")]
         self.most = content.generated_length + left - 1  # the last token needs no keys
         content = content.without_last()
-        key = self._key_of(content)
+        key = graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)
         if wants_new or key in graphs.entries:  # otherwise there is no need to look at the model
             graphs.set_state(self.call.facts_of(self.model, self.known).fingerprint)
         if not wants_new and key not in graphs.entries:
@@ -380,7 +380,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     def _fill(self, content: KVContent) -> CapturedGraph:
         """Copies the content to the static cache of a graph with room for more, which is the loop's from now on."""
-        key = self._key_of(content)
+        key = self._graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)
         graph = self._graphs.entries.pop(key, None)
         if graph is None:
             static = StaticKVCache(key[-1])
@@ -392,6 +392,3 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self._graphs.put(self._key, self.graph)
         self._key, self.graph = key, graph
         return graph
-
-    def _key_of(self, content: KVContent) -> tuple[Any, ...]:
-        return self._graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)

@@ -125,13 +125,10 @@ def _holders_of_new_buffer(layers: int) -> int | None:
     return _holders(buffer)
 
 
-@dataclass(eq=False)
+@dataclass
 class LayerKV:
-    """prompt: segments `[copies, kv_heads, length, head_dim]` that no step writes. generated, index: where that lies
-    which is added; None if nothing is. view: what was read of the present content.
-    """
+    """generated, index: where that lies which is added; None if nothing is. view: what was read of the content."""
 
-    prompt: tuple[KV, ...]
     generated: Generated | None
     index: int
     view: tuple[SegmentedKV, SegmentedKV] | None = None
@@ -140,13 +137,15 @@ class LayerKV:
 class KVCache:
     """Keys and values of all layers of a decoder, for `inputs * rows_per_input` rows, see the drawing above.
 
-    usage: counts the operations on keys and values in segments, see `SegmentedKV`.
+    prompts: of each layer the segments `[copies, kv_heads, length, head_dim]` that no step writes. usage: counts the
+    operations on keys and values in segments, see `SegmentedKV`.
     """
 
     bounds = None  # of `StaticKVCache`: nothing has to be hidden
 
     def __init__(self, inputs: int, rows_per_input: int, usage: Counter[str] | None = None) -> None:
         self.rows, self.rows_per_input = inputs * rows_per_input, rows_per_input
+        self.prompts: list[tuple[KV, ...]] = []
         self.layers: list[LayerKV] = []
         self.generated: list[Generated] = []
         self.usage: Counter[str] = Counter() if usage is None else usage
@@ -171,26 +170,17 @@ class KVCache:
         if limit is not None:
             generated = Generated(len(prompts), limit)
             self.generated.append(generated)
-        self.layers += [LayerKV(prompt, generated, index) for index, prompt in enumerate(prompts)]
+        self.prompts += prompts
+        self.layers += [LayerKV(generated, index) for index in range(len(prompts))]
         return range(first, len(self.layers))
-
-    def prompt_of(self, layer: int) -> tuple[KV, ...]:
-        """Returns the segments that no step writes."""
-        return self.layers[layer].prompt
-
-    def set_prompt(self, layer: int, pair: KV) -> None:
-        """Takes keys and values `[inputs, kv_heads, length, head_dim]` for the layer's prompt."""
-        self.layers[layer].prompt = (pair,)
 
     def repeat_prompt(self, layer: int) -> None:
         """Stores the last segment of a prompt for each row, before anything is generated; of all layers alike."""
         one = self.layers[layer]
-        *others, last = one.prompt
+        *others, last = self.prompts[layer]
         pair = tuple(states.repeat_interleave(self.rows // states.shape[0], dim=0) for states in last)
-        if one.generated is None:
-            one.prompt = (*others, pair)
-        else:
-            one.prompt = tuple(others)
+        self.prompts[layer] = (*others, pair) if one.generated is None else tuple(others)
+        if one.generated is not None:
             one.generated.append(one.index, *pair)
             one.generated.unmoved = pair[0].shape[2]
 
@@ -208,7 +198,7 @@ class KVCache:
         for layer, one in enumerate(self.layers):
             self._invalidate(layer)
             if (added := one.generated) is not None:
-                one.prompt += (tuple(states.contiguous() for states in added.read(one.index)),)
+                self.prompts[layer] += (tuple(states.contiguous() for states in added.read(one.index)),)
                 length = 0 if shares else added.lengths[one.index]
                 one.generated = branched.setdefault(added, Generated(len(added.lengths), limit + length))
                 if not shares:
@@ -225,10 +215,10 @@ class KVCache:
 
     def segments(self, layer: int) -> tuple[KV, ...]:
         """Returns what attention sees: the prompt's segments, and `[rows, kv_heads, length, head_dim]`."""
-        one = self.layers[layer]
+        one, prompt = self.layers[layer], self.prompts[layer]
         if one.generated is None or not one.generated.lengths[one.index]:
-            return one.prompt
-        return *one.prompt, one.generated.read(one.index)
+            return prompt
+        return *prompt, one.generated.read(one.index)
 
     def read(self, layer: int) -> KV:
         """Returns keys and values `[rows, kv_heads, length, head_dim]`; the same tensors until the next change."""
@@ -260,11 +250,10 @@ class KVCache:
     def drop(self, layer: int, count: int) -> bool:
         """Forgets the first `count` positions; False if they are not all of the first segment, of which some stay."""
         self._invalidate(layer)
-        one = self.layers[layer]
-        if not one.prompt or count >= one.prompt[0][0].shape[2]:
+        prompt = self.prompts[layer]
+        if not prompt or count >= prompt[0][0].shape[2]:
             return False
-        first, *others = one.prompt
-        one.prompt = cut(first, count, None), *others
+        self.prompts[layer] = cut(prompt[0], count, None), *prompt[1:]
         return True
 
     def reorder(self, beam_idx: Tensor, layer: int | None = None) -> None:
@@ -283,9 +272,10 @@ class KVCache:
 
         All inputs that stay have equally many of these rows, which are next to each other.
         """
-        for layer, one in enumerate(self.layers):
+        for layer in range(len(self.layers)):
             self._invalidate(layer)
-            one.prompt = tuple(rows_of(pair, self.rows, batch_index, rows) for pair in one.prompt)
+            prompt = self.prompts[layer]
+            self.prompts[layer] = tuple(rows_of(pair, self.rows, batch_index, rows) for pair in prompt)
         for generated in self.generated:
             generated.compact(rows)
         self.rows, self.rows_per_input = len(rows), len(rows) // len(batch_index)
@@ -294,14 +284,14 @@ class KVCache:
         """Returns what is there, as views, to be loaded into a static cache; raises LeaveAlone."""
         if any(map(self.was_materialized, range(len(self.layers)))):
             raise LeaveAlone([Reason("MATERIALIZED", "the model materializes its keys")])
-        for one in self.layers:
-            if not (one.prompt if one.generated is None else one.generated.lengths[one.index]):
+        for one, prompt in zip(self.layers, self.prompts):
+            if not (prompt if one.generated is None else one.generated.lengths[one.index]):
                 raise LeaveAlone([LAYER_EMPTY])
         growing = [(one.generated, one.index) for one in self.layers if one.generated is not None]
         content = KVContent(
             rows=self.rows,
             rows_per_input=self.rows_per_input,
-            prompts=[one.prompt for one in self.layers],
+            prompts=tuple(self.prompts),
             generated=[generated.read(index) for generated, index in growing],
             unmoved=min((generated.unmoved for generated, _ in growing), default=0),
         )
@@ -317,10 +307,10 @@ class KVCache:
     def _materialize(self, layer: int) -> Generated:
         """Stores a layer for each row, in buffers of its own."""
         one, pair = self.layers[layer], self.copy(layer)
-        repeated = sum(keys.shape[2] for keys, _ in one.prompt)
+        repeated = sum(keys.shape[2] for keys, _ in self.prompts[layer])
         generated = Generated(1, repeated + (0 if one.generated is None else one.generated.limit))
         generated.append(0, *pair)
         generated.unmoved = repeated
         self.generated.append(generated)
-        one.prompt, one.generated, one.index, one.view = (), generated, 0, None
+        self.prompts[layer], one.generated, one.index, one.view = (), generated, 0, None
         return generated

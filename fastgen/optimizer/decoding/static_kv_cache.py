@@ -76,7 +76,7 @@ class KVContent:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes_of(self.prompts, self.generated)
+        return sum(map(_nbytes, chain(*chain(*self.prompts), *self.generated)))
 
     def require_alike(self) -> None:
         """Raises LeaveAlone if layers differ, of those with generated positions or of those without."""
@@ -143,10 +143,7 @@ class StaticKVCache:
         self.seq_lengths = self.write_position.repeat(self.growing)
         self.bounds = (self.first_position, self.write_position) if self.write_position.is_cuda else None
         self.usage: Counter[str] = Counter()
-
-    @property
-    def nbytes(self) -> int:
-        return _nbytes_of(self.prompts, self.by_layer)
+        self.nbytes = KVContent(self.rows, self.rows_per_input, self.prompts, self.by_layer).nbytes
 
     def load(self, content: KVContent) -> None:
         """Copies this content, and zeros around it: what is hidden has the weight 0, which NaN would survive."""
@@ -176,10 +173,6 @@ class StaticKVCache:
         for buffer, added in zip(self.by_layer[layer], (keys, values)):
             buffer.index_copy_(2, self.write_position, added)
         self.seq_lengths[layer].add_(1)
-
-    def prompt_of(self, layer: int) -> tuple[KV, ...]:
-        """Returns the segments of the prompt with their padding."""
-        return self.prompts[layer]
 
     def segments(self, layer: int) -> tuple[KV, ...]:
         """Returns what attention sees: the prompt's segments, and `[rows, kv_heads, capacity, head_dim]`."""
@@ -230,10 +223,6 @@ def rows_of(pair: KV, count: int, batch_index: Tensor, rows: Tensor) -> KV:
 
 def _length(segments: Iterable[KV]) -> int:
     return sum(keys.shape[2] for keys, _ in segments)
-
-
-def _nbytes_of(prompts: Iterable[Iterable[KV]], generated: Iterable[KV]) -> int:
-    return sum(map(_nbytes, chain(*chain(*prompts), *generated)))
 
 
 def _spec_of(pair: KV, length: int) -> PairSpec:

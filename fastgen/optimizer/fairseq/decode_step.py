@@ -100,12 +100,12 @@ class DecodingState(dict):
 
         Of a self-attention those of the prompt, of a cross-attention those of the encoder's output.
         """
-        return next(iter(self.kv.prompt_of(self.layers[attention])), None)
+        return next(iter(self.kv.prompts[self.layers[attention]]), None)
 
     def set_prompt(self, attention: MultiheadAttention, keys: Tensor, values: Tensor) -> KV:
         """Takes keys and values `[inputs, heads, length, head_dim]`, see `prompt`."""
         pair = keys.contiguous(), values.contiguous()
-        self.kv.set_prompt(self.layers[attention], pair)
+        self.kv.prompts[self.layers[attention]] = (pair,)
         return pair
 
     def prefill(self, decoder: Any, tokens: Tensor) -> tuple[Tensor, Any]:

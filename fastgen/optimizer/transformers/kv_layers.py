@@ -33,7 +33,7 @@ from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Decision, Reason
-from fastgen.optimizer.decoding.rollback import LeaveAlone
+from fastgen.optimizer.decoding.rollback import LeaveAlone, Restore, undo_of_attributes
 from fastgen.optimizer.decoding.segmented_kv import KV, cut
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
@@ -99,7 +99,7 @@ class KVLayer(DynamicLayer):
         keys, values = self.kv.copy(self.index)
         del self.kv, self.index, self.user_code
         self.__class__ = self.library_class
-        if issubclass(self.library_class, DynamicSlidingWindowLayer):  # keeps one position less than it shows
+        if isinstance(self, DynamicSlidingWindowLayer):  # keeps one position less than it shows
             keys, values = cut((keys, values), 1 - self.sliding_window, None)
         self.keys, self.values = keys, values
         return self
@@ -396,24 +396,6 @@ def cache_of(arguments: dict[str, Any]) -> Cache | None:
     return None
 
 
-def undo_of(cache: Cache) -> Callable[[], None]:
-    """A function that makes this cache, which is empty, again what it is now."""
-    if is_static(cache):
-        return cache.reset
-    before = []
-    for part in parts(cache):
-        layers = [copy.copy(layer) for layer in part.layers]
-        for layer in layers:  # a copy that shares no list or dictionary with the layer
-            for name, value in tuple(vars(layer).items()):
-                if isinstance(value, (dict, list)):
-                    vars(layer)[name] = copy.copy(value)
-        before.append((part, layers))
-    is_updated = dict(getattr(cache, "is_updated", {}))
-
-    def undo() -> None:
-        for part, layers in before:
-            part.layers = layers
-        if isinstance(cache, EncoderDecoderCache):
-            cache.is_updated = is_updated
-
-    return undo
+def undo_of(cache: Cache) -> Restore:
+    """Returns a function that makes this cache, which is empty, again what it is now."""
+    return cache.reset if is_static(cache) else undo_of_attributes([cache, *parts(cache), *layers_of(cache)])

@@ -173,8 +173,8 @@ def test_a_prompt_is_stored_once_per_input_and_never_written():
     for _ in range(3):
         cache.append(0, *random_states(16))
         cache.reorder(torch.arange(16).flip(0) // 8 * 8)
-    assert cache.layers[0].prompt[0][0].data_ptr() == keys.data_ptr()
-    assert torch.equal(cache.layers[0].prompt[0][0], before)
+    assert cache.prompts[0][0][0].data_ptr() == keys.data_ptr()
+    assert torch.equal(cache.prompts[0][0][0], before)
     assert [type(states) for states in cache.read(0)] == [SegmentedKV, SegmentedKV]
 
 
@@ -183,7 +183,7 @@ def test_a_layer_that_was_materialized_is_stored_for_each_row_from_then_on():
     cache.append(0, *random_states(6))
     whole = cache.read(0)[0] + 0
     assert torch.equal(cache.read(0)[0], whole)
-    assert not cache.layers[0].prompt and type(cache.read(0)[0]) is torch.Tensor
+    assert not cache.prompts[0] and type(cache.read(0)[0]) is torch.Tensor
 
 
 def test_what_was_read_stands_for_the_content_until_it_changes_and_for_itself_afterwards():
@@ -200,7 +200,7 @@ def test_what_was_read_stands_for_the_content_until_it_changes_and_for_itself_af
     keys, _ = cache.read(0)
     assert keys is not old and keys.shape[2] == 8 and bool((keys != 0).all())
     keys.mul_(2)
-    assert torch.equal(cache.read(0)[0], keys + 0) and not cache.layers[0].prompt
+    assert torch.equal(cache.read(0)[0], keys + 0) and not cache.prompts[0]
 
 
 def test_a_materialized_layer_keeps_what_was_written_while_others_move():

@@ -96,7 +96,7 @@ def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeyp
     with watched("make a cache") as made:
         model.generate(**inputs, num_beams=3, max_new_tokens=6)
     caches = [call.args[0] for call in made]
-    shared = [states for cache in caches for layer in cache.layers for pair in layer.prompt for states in pair]
+    shared = [states for cache in caches for prompt in cache.prompts for pair in prompt for states in pair]
     assert shared, "nothing was shared"
     for states in shared:
         assert states.shape[0] == 2  # inputs, where stock keeps 6 rows

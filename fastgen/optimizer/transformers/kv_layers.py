@@ -233,9 +233,8 @@ def adopt(
 def _layers_by_kind(
     cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall, should_share: Callable[..., bool]
 ) -> tuple[dict[tuple, list[tuple[Cache, int]]], list[tuple[str, int]], bool]:
-    """Returns the layers that can be adopted, by what those in one buffer have in common; by their class, how many
-    others there are, whose rows it repeats; and whether writing in place pays.
-    """
+    """Returns layers to adopt by what those of a buffer have in common, the number of others, whose rows it repeats, by
+    their class, and whether writing in place pays."""
     kinds: dict[tuple, list[tuple[Cache, int]]] = {}
     repeated: Counter[str] = Counter()
     writes_in_place = False

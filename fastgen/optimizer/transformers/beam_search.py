@@ -65,8 +65,9 @@ def beam_search(
         call.report.add_reasons(LOOP, reasons)
         return theirs()
     captures = can_capture(checks, len(input_ids), (generation_config.max_length or 0) - input_ids.shape[1])
+    step = TransformersDecodeStep(checks, processors, generation_config.num_beams, captures)
     try:
-        with TransformersDecodeStep(checks, processors, generation_config.num_beams, captures) as step:
+        with step:
             return BeamSearch(input_ids, generation_config, step).run(stopping_criteria)
     except ScoresAreNaN:
         call.report.add_reasons(LOOP, [NAN])

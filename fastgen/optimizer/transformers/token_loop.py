@@ -57,7 +57,8 @@ def sample(
     compacts, captures = parts_of_loop(checks)
     if not (compacts or captures):
         return theirs(synced_gpus=synced_gpus, streamer=streamer)
-    with TransformersDecodeStep(checks, processors, 1, captures) as step:
+    step = TransformersDecodeStep(checks, processors, 1, captures)
+    with step:
         return TokenLoop(input_ids, generation_config, step, compacts).run(stopping_criteria)
 
 

@@ -29,7 +29,7 @@ from transformers import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogit
 
 import fastgen
 from fastgen.ops import no_repeat_ngram as op
-from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, reasons
+from fastgen.ops.no_repeat_ngram.kernels import KERNELS
 
 VOCABULARY = 50265
 FORMS, ROWS, LENGTHS, NGRAM_SIZES = ("own", "encoder"), (4, 128, 512), (32, 128, 1024), (2, 3, 4)
@@ -50,10 +50,10 @@ def make_tokens(rows: int, length: int, ngram_size: int, device: str) -> Tensor:
 def implementations(call: Callable[[], object], device: str) -> Methods:
     """The same call of the op with each implementation that this machine can use, instead of the chosen one."""
     methods: Methods = {}
-    for one in IMPLEMENTATIONS:
-        if device in (one.device_types or (device,)) and not reasons(one):
-            choice = functools.partial(mock.patch.object, op, "implementation_for", lambda device_type, one=one: one)
-            methods[f"fastgen {one.name}"] = (call, choice)
+    for kernel in KERNELS:
+        if kernel.device in ("", device) and not kernel.unsupported_reasons():
+            choice = functools.partial(mock.patch.object, op, "kernel_for", lambda device_type, kernel=kernel: kernel)
+            methods[f"fastgen {kernel.name}"] = (call, choice)
     return methods
 
 
@@ -186,8 +186,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     print_head()
-    for one in IMPLEMENTATIONS:
-        print(f"fastgen {one.name}: {'; '.join(reasons(one)) or 'usable'}")
+    for kernel in KERNELS:
+        print(f"fastgen {kernel}")
     print("form     rows length n  microseconds of a step")
     cells = []
     for shape in itertools.product(args.forms, args.rows, args.lengths, args.ngram_sizes):

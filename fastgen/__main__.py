@@ -18,6 +18,7 @@ import platform
 import runpy
 import sys
 import types
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from importlib.machinery import SourceFileLoader
@@ -28,6 +29,7 @@ from typing import NoReturn
 import fastgen
 from fastgen import ops
 from fastgen.cli.threads import set_openmp_variables
+from fastgen.ops.kernel import Kernel
 from fastgen.optimizer import PATCH_SET, PATCHES
 from fastgen.patching import table
 
@@ -132,9 +134,15 @@ def report() -> str:
     states[:] = [
         replace(one, reason=errors.get(one.name, one.reason)) if one.state == "pending" else one for one in states
     ]
-    kernels = [(k.name, k.implementation, "; ".join(k.reasons) or "usable") for k in ops.kernels()]
+    kernels = [(name, *_usable_and_not(listed)) for name, listed in ops.kernels().items()]
     head = [", ".join(versions), *_source_tree(Path(fastgen.__file__).parents[1])]
     return "\n".join([*head, "", "Patches", repr(states), "", "Kernels", table(kernels)])
+
+
+def _usable_and_not(kernels: Sequence[Kernel]) -> tuple[str, str]:
+    """Returns the names of the usable kernels, the first choice first, and the others with their reasons."""
+    usable = [kernel.name for kernel in kernels if not kernel.unsupported_reasons()]
+    return ", ".join(usable) or "none", "; ".join(str(kernel) for kernel in kernels if kernel.unsupported_reasons())
 
 
 def _source_tree(tree: Path) -> list[str]:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
+from fastgen import ops
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 
@@ -79,14 +81,14 @@ PARTS = {
     "verify a class": f"{_TRANSFORMERS}.verification:_compare_first_steps",
     "faster forwards": f"{_TRANSFORMERS}.faster_forwards:faster_forwards",
     # Ops.
-    "reasons against x86 kernels": "fastgen.ops.x86:machine_reasons",
     "reasons against oneDNN": "fastgen.ops.cpu_linear:machine_reasons",
-    "top k in one stage": "fastgen.ops.beam_top_k:best_in_one_stage",
     "shared attention": f"{_DECODING}.segmented_kv:shared_attention",
-    "attention, few queries": "fastgen.ops.few_queries:attention",
-    "attention, many queries": "fastgen.ops.flash_attention:attention",
     "no-repeat n-gram": "fastgen.ops.no_repeat_ngram:no_repeat_ngram",
     "no-repeat n-gram, in place": "fastgen.ops.no_repeat_ngram:no_repeat_ngram_",
+    # Kernels of an operation.
+    "top k in one stage": "beam top k/torch",
+    "attention, few queries": "shared attention/C++ few queries",
+    "attention, many queries": "shared attention/C++ many queries",
 }
 
 # Bounds that tests lower, so that small inputs reach them.
@@ -202,6 +204,16 @@ def force(backend: str) -> Iterator[list[int]]:
         yield asked
 
 
+@contextmanager
+def without(name: str) -> Iterator[None]:
+    """Takes the machine for one that cannot run the kernels of this name, such as "C++", where each call chooses."""
+    with ExitStack() as stack:
+        for kernel in itertools.chain(*ops.kernels().values()):
+            if kernel.name.partition(" ")[0] == name:
+                stack.enter_context(mock.patch.object(kernel, "unsupported_reasons", lambda: ["none was built"]))
+        yield
+
+
 def captured_graphs(model: Any) -> dict[Any, Any]:
     """Returns the captured steps that a model has between two calls, by their keys, the latest last."""
     from fastgen.optimizer.decoding import graphs
@@ -276,7 +288,10 @@ def errors_noted() -> Iterator[list[str]]:
 
 
 def place_of(path: str) -> tuple[Any, str]:
-    """Returns the class or module of one of `PARTS` or `LIMITS`, and the name of its attribute."""
+    """Returns the class, module or kernel of one of `PARTS` or `LIMITS`, and the name of its attribute."""
+    operation, is_kernel, kernel = path.partition("/")
+    if is_kernel:
+        return next(one for one in ops.kernels()[operation] if one.name == kernel), "run"
     module, _, names = path.partition(":")
     *owners, name = names.split(".")
     return functools.reduce(getattr, owners, importlib.import_module(module)), name

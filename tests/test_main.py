@@ -6,6 +6,7 @@ import pytest
 from python_process import REPOSITORY, run_python
 
 import fastgen
+from fastgen.ops import OPERATIONS
 from fastgen.optimizer import PATCHES
 
 SHOW = """
@@ -121,12 +122,8 @@ def test_the_report_shows_versions_patches_and_kernels_in_one_screen():
     assert [name for name, _ in states if name != "fairseq"] == list(groups)
     assert {state for name, state in states if name.startswith("transformers.")} == {"applied"}
     kernels = [line.split() for line in lines[lines.index("Kernels") + 1 :]]
-    assert kernels[0] == ["shared", "attention", "torch", "usable"]
-    assert kernels[1][:3] == ["flash", "attention", "C++"]
-    assert [words[:3] for words in kernels[2:4]] == [["cpu", "linear", "C++"], ["cpu", "linear", "oneDNN"]]
-    assert kernels[4] == ["fused", "activation", "torch", "usable"]
-    assert [words[2] for words in kernels[5:]] == ["CUDA", "Triton", "C++", "torch"]
-    assert kernels[-1] == ["no-repeat", "n-gram", "torch", "usable"]
+    assert len(kernels) == len(OPERATIONS) and kernels[0][:2] == ["shared", "attention"]
+    assert all("torch" in words or "BLAS" in words for words in kernels)
 
 
 def test_the_report_says_why_a_host_is_not_patched(tmp_path):

@@ -1,66 +1,43 @@
-"""Operations on tensors; they know no host library. `kernels()` lists their implementations, the last resort last.
+"""Operations on tensors; they know no host library. `kernels()` returns the implementations of each, see kernel.py.
 
 The shared libraries of `csrc/` are bound with ctypes. They hold no torch header, so that they are built wherever there
 is a compiler, whichever torch is installed later.
 
-Tests: tests/ops/test_cpu_linear.py, tests/ops/test_no_repeat_ngram.py,
-tests/ops/test_no_repeat_ngram_build.py
+Tests: tests/ops/test_kernel.py, tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_build.py
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 
+from fastgen.ops.kernel import Kernel
 
-@dataclass(frozen=True)
-class Kernel:
-    """One implementation of an operation.
-
-    reasons: why it cannot run here, if so. task: what it is for. counted_as: its names in `fastgen.explain().kernels`.
-    """
-
-    name: str
-    implementation: str
-    reasons: tuple[str, ...] = ()
-    task: str = ""
-    counted_as: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.implementation}): {'; '.join(self.reasons) or 'usable'}"
+# The module whose KERNELS each operation has.
+OPERATIONS = {
+    "shared attention": "shared_attention",
+    "flash attention": "flash_attention",
+    "cpu linear": "cpu_linear",
+    "fused activation": "lookup",
+    "RMS norm": "rms_norm",
+    "beam top k": "beam_top_k",
+    "move rows": "move_rows",
+    "no-repeat n-gram": "no_repeat_ngram.kernels",
+}
 
 
-def kernels() -> list[Kernel]:
-    """Every implementation of every operation on this machine."""
+def kernels() -> dict[str, tuple[Kernel, ...]]:
+    """Returns the kernels of each operation by its name, torch's own last."""
     if not find_spec("torch"):
-        names = ("shared attention", "flash attention", "cpu linear", "fused activation", "no-repeat n-gram")
-        return [Kernel(name, "all", ("torch is not installed",)) for name in names]
-    from fastgen.ops import x86
-    from fastgen.ops.cpu_linear import MIN_ELEMENTS, machine_reasons
-    from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, reasons
-
-    attention = ("scaled_dot_product_attention", "matmul", "shared_attention")
-    products = f"products with weights of {MIN_ELEMENTS:,} numbers or more, where it is the fastest"
-    few = f"{products}, in fp32 and bf16"
-    many = "prompts and encoders of large models, in fp32 and bf16"
-    return [
-        Kernel("shared attention", "torch", task="rows that share keys and values", counted_as=attention),
-        Kernel("flash attention", "C++", tuple(x86.machine_reasons()), many, ("flash attention",)),
-        Kernel("cpu linear", "C++", tuple(x86.machine_reasons()), few, ("cpu_linear, skinny GEMM",)),
-        Kernel("cpu linear", "oneDNN", tuple(machine_reasons()), products, ("cpu_linear, oneDNN",)),
-        Kernel("fused activation", "torch", task="NewGELUActivation in large models", counted_as=("fused activation",)),
-        *(
-            Kernel("no-repeat n-gram", one.name, tuple(reasons(one)), one.task, (one.counted_as,))
-            for one in IMPLEMENTATIONS
-        ),
-    ]
+        return dict.fromkeys(OPERATIONS, (Kernel("all", lambda: ["torch is not installed"], lambda: None),))
+    return {name: import_module(f"{__name__}.{module}").KERNELS for name, module in OPERATIONS.items()}
 
 
 @functools.cache
 def load(name: str) -> ctypes.CDLL:
-    """The library with this name of a module. Raises OSError if there is none or it cannot be loaded."""
+    """Returns the library with this name of a module. Raises OSError if there is none or it cannot be loaded."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         raise OSError("not built")
@@ -68,7 +45,7 @@ def load(name: str) -> ctypes.CDLL:
 
 
 def load_reasons(name: str) -> list[str]:
-    """Why a library cannot be used; empty if it can."""
+    """Returns why a library cannot be used; empty if it can."""
     try:
         load(name)
     except OSError as error:

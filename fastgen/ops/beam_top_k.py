@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen.ops import x86
+from fastgen.ops.kernel import Kernel, first_supported
 
 Candidates = tuple[Tensor, Tensor]
 
@@ -45,22 +46,23 @@ def _rows_of_a_part(logits: Tensor) -> int:
 
 
 def best_of_all(logits: Tensor, beam_scores: Tensor, k: int, log_probs: Tensor | None = None) -> Candidates:
-    """Of logits `[B * M, vocabulary_size]`, or of what was made of their log-probabilities."""
-    if not _can_choose(logits if log_probs is None else log_probs, beam_scores, k):
-        log_probs = functional.log_softmax(logits, dim=-1) if log_probs is None else log_probs
-        return best_in_one_stage(log_probs, beam_scores, k)
-    if log_probs is not None:
-        return _choose(log_probs, beam_scores, k)
+    """Returns those of logits `[B * M, vocabulary_size]`, or of what was made of their log-probabilities."""
+    kernel = first_supported(KERNELS, logits.device.type, logits if log_probs is None else log_probs, beam_scores, k)
     inputs = max(1, _rows_of_a_part(logits) // beam_scores.shape[1])
+    if log_probs is None and (kernel is KERNELS[-1] or inputs >= len(beam_scores)):
+        log_probs = functional.log_softmax(logits, dim=-1)
+    if log_probs is not None:
+        return kernel.run(log_probs, beam_scores, k)
     parts = zip(logits.split(inputs * beam_scores.shape[1]), beam_scores.split(inputs))
-    found = [_choose(functional.log_softmax(part, dim=-1), scores, k) for part, scores in parts]
-    return found[0] if len(found) == 1 else tuple(map(torch.cat, zip(*found)))
+    values, index = zip(*[kernel.run(functional.log_softmax(part, dim=-1), scores, k) for part, scores in parts])
+    return torch.cat(values), torch.cat(index)
 
 
 def best_in_one_stage(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
-    """Of log_probs `[B * M, vocabulary_size]`, with all scores in one tensor."""
+    """Returns those of log_probs `[B * M, vocabulary_size]`, with all scores in one tensor."""
     scores = log_probs.view(*beam_scores.shape, -1) + beam_scores[:, :, None]
-    return tuple(torch.topk(scores.flatten(1), k=k))
+    values, index = torch.topk(scores.flatten(1), k=k)
+    return values, index
 
 
 def _can_choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> bool:
@@ -69,13 +71,13 @@ def _can_choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> bool:
         if not tensor.is_cpu or tensor.dtype != torch.float32 or not tensor.is_contiguous():
             return False
     is_heap = 0 < k * HEAP <= beam_scores.shape[1] * log_probs.shape[1]
-    return is_heap and not torch._C._len_torch_dispatch_stack() and not x86.machine_reasons() and _chooses_as_torch()
+    return is_heap and not torch._C._len_torch_dispatch_stack() and _chooses_as_torch()
 
 
 def _choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
     inputs, beams = beam_scores.shape
     values, index = beam_scores.new_empty((inputs, k)), torch.empty((inputs, k), dtype=torch.int64, device="cpu")
-    addresses = (tensor.data_ptr() for tensor in (log_probs, beam_scores, values, index))
+    addresses = log_probs.data_ptr(), beam_scores.data_ptr(), values.data_ptr(), index.data_ptr()
     threads = min(inputs, x86.threads_for(log_probs.numel(), MIN_SCORES_OF_THREAD))
     function = x86.function("beam_top_k", torch.float32, _ARGUMENTS)
     function(*addresses, inputs, beams, log_probs.shape[1], k, threads)
@@ -171,3 +173,6 @@ def keeps_order() -> bool:
     dense = scores.new_full((inputs, length), -torch.inf)
     dense[input_of, places] = scores
     return all(map(torch.equal, torch.topk(dense, k=k), _best(scores, input_of, places, inputs, k)))
+
+
+KERNELS = (Kernel("C++", x86.machine_reasons, _choose, "cpu", _can_choose), Kernel("torch", list, best_in_one_stage))

@@ -41,15 +41,15 @@ _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float, ctypes.c_int32)
 def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
     """Whether this kernel can and should do it; arguments are those of `attention`."""
     rows, heads, length, _ = query.shape
-    queries = rows // min(segment.shape[0] for segment in keys) * length * heads // keys[0].shape[1]
-    if queries > MOST_QUERIES or (mask is None and sum(segment.shape[2] for segment in keys) < MIN_KEYS_WITHOUT_MASK):
+    queries = rows // min([segment.shape[0] for segment in keys]) * length * heads // keys[0].shape[1]
+    if queries > MOST_QUERIES or (mask is None and sum([part.shape[2] for part in keys]) < MIN_KEYS_WITHOUT_MASK):
         return False
     return can_read(query, keys, values, mask)
 
 
 def can_read(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
     """Whether kernels of attention in C++ take these, and nobody waits for torch's own; arguments as of `attention`."""
-    if not query.is_cpu or query.dtype not in x86.DTYPES or x86.machine_reasons():
+    if not query.is_cpu or query.dtype not in x86.DTYPES:
         return False
     if mask is not None and (type(mask) is not Tensor or mask.dtype not in (query.dtype, torch.float32, torch.bool)):
         return False
@@ -66,9 +66,14 @@ def are_plain(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -
 
 
 def attention(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None, scale: float
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As `shared_attention`, for at most `MOST_QUERIES` queries of each copy; see `can_attend`."""
+    """Computes `shared_attention` of at most `MOST_QUERIES` queries of each copy, see `can_attend`; reads no bounds."""
     if torch._C._len_torch_dispatch_stack():
         return torch.ops.fastgen.few_queries_attention(query, keys, values, mask, scale)
     return _attention(query, keys, values, mask, scale)
@@ -122,7 +127,9 @@ def sdpa_into(operation: Any, output: Tensor, args: tuple[Any, ...], kwargs: dic
     """As `call_into`, of a call of one of torch's `SDPA`; None if it has other options, or `can_attend` says no."""
     given = dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
     query, keys, values, mask = given["query"], [given["key"]], [given["value"]], given.get("attn_mask")
-    if given.get("dropout_p") or given.get("is_causal") or not can_attend(query, keys, values, mask):
+    if given.get("dropout_p") or given.get("is_causal") or x86.machine_reasons():
+        return None
+    if not can_attend(query, keys, values, mask):
         return None
     scale = given.get("scale")
     return call_into(output, query, keys, values, mask, query.shape[-1] ** -0.5 if scale is None else scale)

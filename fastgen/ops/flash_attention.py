@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.ops import few_queries
+from fastgen.ops import few_queries, x86
+from fastgen.ops.kernel import Kernel
 from fastgen.ops.tracing import TransparentMode, is_watched
 
 # Fewer queries of a row and a head of keys, or fewer keys, are not worth packing.
@@ -31,22 +32,20 @@ MIN_QUERIES = MIN_KEYS = 32
 
 
 @functools.cache
-def machine_reasons(dtype: torch.dtype) -> list[str]:
-    """Why torch's own may be faster in this dtype; empty if it is not."""
-    if dtype == torch.bfloat16 and getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
-        return ["torch multiplies bf16 in AMX's tiles, with which this kernel was not compared"]
-    return []
+def _is_faster(dtype: torch.dtype) -> bool:
+    """Whether torch has nothing faster in this dtype: with AMX's tiles for bf16 this kernel was not compared."""
+    return dtype != torch.bfloat16 or not getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 
 
 def can_attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
     """Whether this kernel can and should do it; arguments are those of `attention`."""
     queries = query.shape[2] * query.shape[1] // keys[0].shape[1]
-    if queries < MIN_QUERIES or sum(segment.shape[2] for segment in keys) < MIN_KEYS:
+    if queries < MIN_QUERIES or sum([segment.shape[2] for segment in keys]) < MIN_KEYS:
         return False
     # A pass over the kernels of a step would not see it, and whoever forbids flash attention wants other sums.
     if torch._C._len_torch_dispatch_stack() or not torch.backends.cuda.flash_sdp_enabled():
         return False
-    return few_queries.can_read(query, keys, values, mask) and not machine_reasons(query.dtype)
+    return _is_faster(query.dtype) and few_queries.can_read(query, keys, values, mask)
 
 
 def attention(
@@ -56,8 +55,12 @@ def attention(
     mask: Tensor | None,
     scale: float,
     is_causal: bool = False,
+    bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As `shared_attention`, see `can_attend`. is_causal: query `i` sees keys 0 to `i`, and there is no mask."""
+    """Computes `shared_attention`, see `can_attend`; reads no bounds.
+
+    is_causal: query `i` sees keys 0 to `i`, and there is no mask.
+    """
     output = few_queries.output_of(query, values)
     few_queries.call_into(output, query, keys, values, mask, scale, "flash_attention", is_causal)()
     return output
@@ -108,3 +111,10 @@ def _attention_of_call(
 def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
     of_mask = mask.shape[::-1]
     return 2 <= len(of_mask) <= len(shape) and all(one in (1, size) for one, size in zip(of_mask, shape[::-1]))
+
+
+_TASK = "prompts and encoders of large models, in fp32, bf16 and fp16"
+KERNELS = (
+    Kernel("C++", x86.machine_reasons, attention, "cpu", can_attend, _TASK, ("flash attention",)),
+    Kernel("torch", list, functional.scaled_dot_product_attention),
+)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import x86
+from fastgen.ops.kernel import Kernel, first_supported
 from fastgen.ops.tracing import TracedCall, uses_of
 
 OPERATION = "fastgen::rms_norm"
@@ -53,6 +54,13 @@ def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return output
 
 
+def _rms_norm_in_torch(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    wide = rows.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(rows.dtype)
+
+
+KERNELS = (Kernel("C++", x86.machine_reasons, _rms_norm, "cpu"), Kernel("torch", list, _rms_norm_in_torch))
+
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor rows, Tensor weight, float epsilon) -> Tensor")
 _LIBRARY.impl("rms_norm", _rms_norm, "CPU")
@@ -60,7 +68,7 @@ _LIBRARY.impl("rms_norm", _rms_norm, "CPU")
 
 def fused(calls: list[TracedCall], output: Any) -> list[TracedCall]:
     """The same calls with one in place of those of each norm; output: what the function that made them returns."""
-    if x86.machine_reasons():
+    if first_supported(KERNELS, "cpu") is KERNELS[-1]:
         return calls
     numbered = [(number, call) for number, call in enumerate(calls) if not call.returns_argument]
     made_by = {id(tensor): number for number, call in numbered for tensor in call.made}

@@ -16,7 +16,6 @@ import logging
 import math
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastgen.config import CONFIG
-from fastgen.ops import few_queries, flash_attention
+from fastgen.ops import few_queries, flash_attention, x86
+from fastgen.ops.kernel import Kernel, first_supported, triton_reasons
 
 logger = logging.getLogger("fastgen")
 
@@ -134,14 +133,17 @@ def shared_attention(
     before `first` and of the last segment after `last`; kernels may skip them.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    kernels = _triton_attention(query.device) if query.is_cuda and CONFIG.cuda_kernels else None
-    if kernels is not None and kernels.can_attend(query, keys, values, attn_mask):
-        return kernels.attention(query, keys, values, attn_mask, scale, bounds)
-    if few_queries.can_attend(query, keys, values, attn_mask):
-        return few_queries.attention(query, keys, values, attn_mask, scale)
-    if flash_attention.can_attend(query, keys, values, attn_mask):
-        return flash_attention.attention(query, keys, values, attn_mask, scale)
-    return attention_by_products(query, keys, values, attn_mask, scale)
+    kernel = first_supported(KERNELS, query.device.type, query, keys, values, attn_mask)
+    return kernel.run(query, keys, values, attn_mask, scale, bounds=bounds)
+
+
+def _can_attend_in_triton(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None) -> bool:
+    kernels = _triton_attention(query.device)
+    return kernels is not None and kernels.can_attend(query, keys, values, mask)
+
+
+def _attend_in_triton(query: Tensor, *others: Any, bounds: tuple[Tensor, Tensor] | None) -> Tensor:
+    return _triton_attention(query.device).attention(query, *others, bounds)
 
 
 @functools.cache
@@ -150,8 +152,6 @@ def _triton_attention(device: torch.device) -> Any:
 
     The first call on a device must not be captured in a graph.
     """
-    if not find_spec("triton"):
-        return None
     try:
         kernels = import_module("fastgen.ops.triton_attention")
         if not _are_right(kernels, device):
@@ -174,9 +174,14 @@ def _are_right(kernels: Any, device: torch.device) -> bool:
 
 
 def attention_by_products(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], attn_mask: Tensor | None, scale: float
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    attn_mask: Tensor | None,
+    scale: float,
+    bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As `shared_attention`, with torch's own operations."""
+    """Computes `shared_attention` with torch's own operations."""
     rows, heads, length, width = query.shape
     if len(keys) > 1 and length > (most := _most_queries(query, keys)):
         parts = query.split(most, dim=2)
@@ -244,3 +249,13 @@ def _gives_zeros_for_nan(keys: int, dtype: torch.dtype, flash: bool) -> bool:
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         query, states = torch.full((1, 1, 1, 1), torch.nan, dtype=dtype), torch.zeros((1, 1, keys, 1), dtype=dtype)
         return not functional.scaled_dot_product_attention(query, states, states).isnan().any()
+
+
+_COUNTED_AS = ("scaled_dot_product_attention", "matmul", "shared_attention")
+_kernel = functools.partial(Kernel, task="rows that share keys and values", counted_as=_COUNTED_AS)
+KERNELS = (
+    _kernel("Triton", triton_reasons, _attend_in_triton, "cuda", _can_attend_in_triton),
+    _kernel("C++ few queries", x86.machine_reasons, few_queries.attention, "cpu", few_queries.can_attend),
+    _kernel("C++ many queries", x86.machine_reasons, flash_attention.attention, "cpu", flash_attention.can_attend),
+    _kernel("torch", list, attention_by_products),
+)

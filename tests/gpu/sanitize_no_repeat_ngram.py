@@ -13,7 +13,8 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # else one allocation holds 
 import torch
 from ngram_definition import Case, buffer, same, wrapped
 
-from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, Implementation
+from fastgen.ops.kernel import Kernel
+from fastgen.ops.no_repeat_ngram.kernels import KERNELS
 
 SIZES = [  # rows, width, ngram_size
     *[(1, 1, 1), (3, 7, 3), (3, 8, 8), (2, 129, 2), (2, 128, 128)],
@@ -35,9 +36,9 @@ def cases() -> list[Case]:
     return found
 
 
-def is_right(implementation: Implementation, case: Case) -> bool:
+def is_right(kernel: Kernel, case: Case) -> bool:
     on_gpu = case.to("cuda")
-    implementation.ban(on_gpu.tokens, on_gpu.scores, case.ngram_size, on_gpu.lengths, on_gpu.encoder_tokens)
+    kernel.run(on_gpu.tokens, on_gpu.scores, case.ngram_size, on_gpu.lengths, on_gpu.encoder_tokens)
     return same(buffer(on_gpu.scores).cpu(), buffer(case.expected()))
 
 
@@ -46,14 +47,14 @@ def main() -> int:
         print("no CUDA device: nothing was checked", file=sys.stderr)
         return 1
     wrong = 0
-    for implementation in IMPLEMENTATIONS:
-        if implementation.device_types != ("cuda",):
+    for kernel in KERNELS:
+        if kernel.device != "cuda":
             continue
-        if reasons := implementation.machine_reasons():
-            print(f"{implementation.name} was not checked: {'; '.join(reasons)}")
+        if reasons := kernel.unsupported_reasons():
+            print(f"{kernel.name} was not checked: {'; '.join(reasons)}")
             continue
-        failed = [case for case in cases() if not is_right(implementation, case)]
-        print(f"{implementation.name}: {len(cases()) - len(failed)} of {len(cases())} cases are right")
+        failed = [case for case in cases() if not is_right(kernel, case)]
+        print(f"{kernel.name}: {len(cases()) - len(failed)} of {len(cases())} cases are right")
         wrong += len(failed)
     return int(wrong > 0)
 

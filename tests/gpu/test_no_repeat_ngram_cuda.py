@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from ngram_definition import Case, buffer, same, wrapped
 
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram, no_repeat_ngram_, reference
-from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for, reasons
+from fastgen.ops.no_repeat_ngram.kernels import KERNELS, kernel_for
 
 DEVICE = "cuda"
 
@@ -20,16 +20,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: no n-gram was banned on a GPU"),
 ]
 
-ON_GPU = {one.name: one for one in IMPLEMENTATIONS if one.device_types in ((), (DEVICE,))}
+ON_GPU = {kernel.name: kernel for kernel in KERNELS if kernel.device in ("", DEVICE)}
 
 
 @pytest.fixture(params=ON_GPU, scope="module")
 def ban(request) -> Callable:
-    implementation = ON_GPU[request.param]
-    if missing := implementation.machine_reasons():
-        pytest.skip(f"{request.param}: {'; '.join(missing)}")
-    assert reasons(implementation) == []
-    return implementation.ban
+    kernel = ON_GPU[request.param]
+    if reasons := kernel.unsupported_reasons():
+        assert not [reason for reason in reasons if "differs" in reason or "Error" in reason]
+        pytest.skip(str(kernel))
+    return kernel.run
 
 
 @settings(definition.SETTINGS, max_examples=150)
@@ -127,8 +127,8 @@ def test_a_device_that_is_not_the_current_one(ban):
 
 class TestTheOp:
     def test_the_first_that_can_run_is_used(self):
-        usable = [one for one in ON_GPU.values() if not one.machine_reasons()]
-        assert implementation_for(DEVICE) is usable[0]
+        usable = [kernel for kernel in ON_GPU.values() if not kernel.unsupported_reasons()]
+        assert kernel_for(DEVICE) is usable[0]
 
     @settings(definition.SETTINGS, max_examples=60)
     @given(case=definition.cases())

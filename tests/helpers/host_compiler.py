@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from python_process import REPOSITORY
 
-from fastgen.ops.no_repeat_ngram import implementations
+from fastgen.ops.no_repeat_ngram import kernels
 
 CSRC = REPOSITORY / "csrc"
 SHIM = REPOSITORY / "tests" / "helpers" / "cuda_shim"
@@ -38,13 +38,13 @@ def compile_library(output: Path, *arguments: str | Path) -> ctypes.CDLL:
 
 
 def cuda_on_host(library: ctypes.CDLL) -> Callable:
-    """As `implementations.ban_on_cuda`, with a library that the shim is part of."""
+    """As `kernels.ban_on_cuda`, with a library that the shim is part of."""
     function = library.fastgen_no_repeat_ngram_cuda
-    function.argtypes = (ctypes.POINTER(implementations.NGramProblem), ctypes.c_int32, ctypes.c_void_p)
+    function.argtypes = (ctypes.POINTER(kernels.NGramProblem), ctypes.c_int32, ctypes.c_void_p)
     function.restype = ctypes.c_char_p
 
     def ban(*arguments, device: int = 0, stream: int | None = None) -> None:
-        error = function(ctypes.byref(implementations.describe(*arguments)), device, stream)
+        error = function(ctypes.byref(kernels.describe(*arguments)), device, stream)
         if error:
             raise RuntimeError(error.decode())
 

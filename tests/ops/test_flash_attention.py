@@ -170,5 +170,5 @@ def test_shared_attention_uses_it_for_many_queries():
 @pytest.mark.parametrize("has_amx", [True, False])
 def test_where_torch_has_tiles_bf16_is_left_to_it(has_amx, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
-    reasons = flash_attention.machine_reasons.__wrapped__
-    assert bool(reasons(torch.bfloat16)) is has_amx and not reasons(torch.float32)
+    is_faster = flash_attention._is_faster.__wrapped__
+    assert is_faster(torch.bfloat16) is not has_amx and is_faster(torch.float32)

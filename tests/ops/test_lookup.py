@@ -11,6 +11,7 @@ from x86_kernels import needs_library, torch_threads
 
 from fastgen.ops import lookup
 from fastgen.ops.cpu_graph import capture
+from fastgen.testing import without
 
 pytestmark = needs_library
 
@@ -45,6 +46,13 @@ def test_a_replay_looks_up_what_the_numbers_are_then(dtype):
         replay, *_ = capture(lambda: torch.ops.fastgen.lookup(numbers, TABLES[dtype]) + 1)
         numbers.copy_(torch.randn(3, 40))
         assert bits(replay()) == bits(ACTIVATION(numbers) + 1)
+
+
+@OF_ALL
+def test_torch_looks_up_the_same(dtype):
+    numbers = torch.arange(1 << 16).to(torch.int16).view(dtype).flip(0)
+    with without("C++"):
+        assert bits(lookup.look_up(numbers.view(256, 256), TABLES[dtype]).flatten()) == bits(TABLES[dtype].flip(0))
 
 
 @pytest.mark.parametrize("numbers", [torch.zeros(4), torch.zeros(4, 4, dtype=torch.bfloat16).t()[:, :2]])

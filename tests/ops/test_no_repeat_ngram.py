@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from importlib.machinery import ModuleSpec
 
 import ngram_definition as definition
@@ -16,8 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fastgen import ops
 from fastgen.config import CONFIG
 from fastgen.ops import load, load_reasons
-from fastgen.ops.no_repeat_ngram import implementations, no_repeat_ngram, no_repeat_ngram_, reference
-from fastgen.ops.no_repeat_ngram.implementations import Implementation, implementation_for, reasons
+from fastgen.ops.kernel import Kernel, gpu_reasons
+from fastgen.ops.no_repeat_ngram import kernels, no_repeat_ngram, no_repeat_ngram_, reference
+from fastgen.ops.no_repeat_ngram.kernels import kernel_for, kernel_of
 
 CASES = settings(definition.SETTINGS, max_examples=120)
 FORMS = [no_repeat_ngram_, no_repeat_ngram]
@@ -95,15 +95,15 @@ def four_threads():
 
 def test_many_rows_on_the_threads_of_torch(four_threads, monkeypatch):
     asked = []
-    if not load_reasons(implementations.CPU):
-        run = implementations._cpu()
+    if not load_reasons(kernels.CPU):
+        run = kernels._cpu()
         monkeypatch.setattr(
-            implementations, "_cpu", lambda: lambda problem, threads: asked.append(threads) or run(problem, threads)
+            kernels, "_cpu", lambda: lambda problem, threads: asked.append(threads) or run(problem, threads)
         )
     case = Case(wrapped([0, 1, 2, 1, 3], 13, 1 << 15, torch.int64, shift=1), torch.zeros(13, 5), 3)
     expected = case.expected()
     assert same(no_repeat_ngram_(*case.arguments()), expected)
-    assert set(asked) == {4} or load_reasons(implementations.CPU)
+    assert set(asked) == {4} or load_reasons(kernels.CPU)
 
 
 ACCEPTED = (
@@ -169,7 +169,7 @@ class TestChoice:
 
     @pytest.fixture(autouse=True)
     def _forget(self):
-        caches = (implementations._reasons, implementations._implementation_for, load, implementations._cpu)
+        caches = (kernels._proven_reasons, kernels._kernel_for, load, kernels._cpu)
         for cache in caches:
             cache.cache_clear()
         yield
@@ -178,60 +178,60 @@ class TestChoice:
 
     @pytest.fixture
     def first(self, monkeypatch):
-        """Puts a variant of the C++ implementation before all others."""
+        """Puts a variant of the C++ kernel before all others."""
 
-        def put(**changes) -> Implementation:
-            variant = replace(named("C++"), name="first", machine_reasons=list)
-            variant = replace(variant, **changes)
-            monkeypatch.setattr(implementations, "IMPLEMENTATIONS", (variant, named("torch")))
+        def put(ban=kernels.ban_on_cpu, device="cpu", machine_reasons=list) -> Kernel:
+            variant = kernel_of("first", device, machine_reasons, ban)
+            monkeypatch.setattr(kernels, "KERNELS", (variant, kernels.KERNELS[-1]))
             return variant
 
         return put
 
     def test_what_was_built_is_used(self):
-        expected = "torch" if load_reasons(implementations.CPU) else "C++"
-        assert implementation_for("cpu").name == expected
-        assert implementation_for("mps").name == "torch"
+        expected = "torch" if load_reasons(kernels.CPU) else "C++"
+        assert kernel_for("cpu").name == expected
+        assert kernel_for("mps").name == "torch"
 
     def test_an_implementation_that_works_is_used_and_was_tried_once(self, first):
         calls = []
         works = first(ban=lambda *arguments: calls.append(len(arguments)) or reference.ban(*arguments))
         scores = torch.zeros(1, 4)
         for _ in range(3):
-            assert implementation_for("cpu") is works and not reasons(works)
+            assert kernel_for("cpu") is works and not works.unsupported_reasons()
             no_repeat_ngram_(torch.tensor([[1, 2, 1]]), scores, 2)
         assert calls == [5] * 4 and banned(scores) == [[2]]
 
     def test_an_implementation_that_gives_something_else_is_not_used(self, first):
         wrong = first(ban=lambda tokens, scores, *others: scores.fill_(-torch.inf))
-        assert reasons(wrong) == ["differs from torch on cpu"]
-        assert implementation_for("cpu").name == "torch"
+        assert wrong.unsupported_reasons() == ["differs from torch on cpu"]
+        assert kernel_for("cpu").name == "torch"
         assert banned(no_repeat_ngram(torch.tensor([[1, 2, 1]]), torch.zeros(1, 4), 2)) == [[2]]
 
     def test_an_implementation_that_does_nothing_is_not_used(self, first):
-        assert reasons(first(ban=lambda *arguments: None)) == ["differs from torch on cpu"]
+        assert first(ban=lambda *arguments: None).unsupported_reasons() == ["differs from torch on cpu"]
 
     def test_an_implementation_that_raises_is_not_used(self, first):
         def ban(*arguments):
             raise RuntimeError("no kernel image is available for execution on the device")
 
         wanted = ["RuntimeError: no kernel image is available for execution on the device"]
-        assert reasons(first(ban=ban)) == wanted
-        assert implementation_for("cpu").name == "torch"
+        assert first(ban=ban).unsupported_reasons() == wanted
+        assert kernel_for("cpu").name == "torch"
 
     def test_kernels_for_a_gpu_wait_for_the_switch(self, first, monkeypatch):
-        kernel, tried = first(device_types=("cuda",)), []
-        monkeypatch.setattr(implementations, "_differs", lambda *arguments: tried.append(arguments))
+        kernel, tried = first(device="cuda", machine_reasons=gpu_reasons), []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(kernels, "_proven_reasons", lambda *arguments: tried.append(arguments) or [])
         monkeypatch.setattr(CONFIG, "cuda_kernels", False)
-        assert implementation_for("cuda").name == "torch" and not tried
-        assert reasons(kernel) == ["FASTGEN_CUDA_KERNELS=0"]
+        assert kernel_for("cuda").name == "torch" and not tried
+        assert kernel.unsupported_reasons() == ["FASTGEN_CUDA_KERNELS=0"]
         monkeypatch.setattr(CONFIG, "cuda_kernels", True)
-        assert implementation_for("cuda") is kernel and reasons(kernel) == [] and len(tried) == 1
+        assert kernel_for("cuda") is kernel and len(tried) == 1
 
     def test_a_library_that_was_not_built(self, first):
         missing = first(machine_reasons=lambda: load_reasons("fastgen.ops._missing"))
-        assert reasons(missing) == ["not built"]
-        assert implementation_for("cpu").name == "torch"
+        assert missing.unsupported_reasons() == ["not built"]
+        assert kernel_for("cpu").name == "torch"
         with pytest.raises(OSError, match="not built"):
             load("fastgen.ops._missing")
 
@@ -239,24 +239,19 @@ class TestChoice:
         path = tmp_path / "_cpu.so"
         path.write_bytes(b"no library" * 10)
         monkeypatch.setattr(ops, "find_spec", lambda name: ModuleSpec(name, None, origin=str(path)))
-        [reason] = reasons(first(machine_reasons=lambda: load_reasons(implementations.CPU)))
+        [reason] = first(machine_reasons=lambda: load_reasons(kernels.CPU)).unsupported_reasons()
         assert str(path) in reason
-        assert implementation_for("cpu").name == "torch"
+        assert kernel_for("cpu").name == "torch"
 
     def test_a_library_without_the_function(self, first, monkeypatch):
-        monkeypatch.setattr(implementations, "load", lambda name: ctypes.CDLL(None))
-        [reason] = reasons(first())
+        monkeypatch.setattr(kernels, "load", lambda name: ctypes.CDLL(None))
+        [reason] = first().unsupported_reasons()
         assert reason.startswith("AttributeError: ") and "fastgen_no_repeat_ngram_cpu" in reason
 
     def test_the_report_lists_them_with_their_reasons(self):
-        found = {kernel.implementation: kernel for kernel in ops.kernels() if kernel.name == "no-repeat n-gram"}
+        found = {kernel.name: kernel.unsupported_reasons() for kernel in ops.kernels()["no-repeat n-gram"]}
         assert list(found) == ["CUDA", "Triton", "C++", "torch"]
-        assert str(found["torch"]) == "no-repeat n-gram (torch): usable"
-        assert found["C++"].reasons == tuple(load_reasons(implementations.CPU))
+        assert found["torch"] == [] and found["C++"] == load_reasons(kernels.CPU)
         if not torch.cuda.is_available():
-            assert found["Triton"].reasons == ("torch finds no GPU",)
-            assert found["CUDA"].reasons in (("torch finds no GPU",), ("not built",))
-
-
-def named(name: str) -> Implementation:
-    return next(one for one in implementations.IMPLEMENTATIONS if one.name == name)
+            assert found["Triton"] == ["torch finds no GPU"]
+            assert found["CUDA"] in (["torch finds no GPU"], ["not built"])

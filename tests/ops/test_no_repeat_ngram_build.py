@@ -17,16 +17,16 @@ import setuptools
 from host_compiler import CSRC, compile_cpp, needs_compiler
 from python_process import REPOSITORY, run_code
 
-from fastgen.ops.no_repeat_ngram import implementations
+from fastgen.ops.no_repeat_ngram import kernels
 
 NVCC = shutil.which("nvcc")
 GPU_ARCHITECTURES = ("80", "90", "100")
 
-# What an installed fastgen says of its implementations, and what it bans.
+# What an installed fastgen says of its kernels, and what it bans.
 PROGRAM = """
 import torch
 from fastgen.ops import kernels, no_repeat_ngram
-print(*[kernel for kernel in kernels() if kernel.name == "no-repeat n-gram"], sep="\\n")
+print(*kernels()["no-repeat n-gram"], sep="\\n")
 print(no_repeat_ngram.__file__)
 print(no_repeat_ngram.no_repeat_ngram(torch.tensor([[1, 2, 1]]), torch.zeros(1, 3), 2).tolist())
 """
@@ -65,7 +65,7 @@ def test_triton_compiles_its_kernel(architecture, scores, tokens, tmp_path, monk
 
 @needs_compiler
 def test_python_and_c_agree_on_the_problem(tmp_path):
-    struct = implementations.NGramProblem
+    struct = kernels.NGramProblem
     fields = [name for name, _ in struct._fields_]
     prints = [f'std::printf("%zu %zu\\n", offsetof(NGramProblem, {name}), sizeof(p.{name}));' for name in fields]
     source = tmp_path / "layout.cpp"
@@ -154,9 +154,9 @@ class TestInstallation:
         run([sys.executable, *pip, "--target", site, sources], tmp_path, **environment)
         assert not list(site.rglob("*.so"))
         lines = run([sys.executable, "-c", PROGRAM], tmp_path, PYTHONPATH=str(site)).splitlines()
-        assert "no-repeat n-gram (CUDA): not built" in lines
-        assert "no-repeat n-gram (C++): not built" in lines
-        assert "no-repeat n-gram (torch): usable" in lines
+        assert "CUDA: not built" in lines
+        assert "C++: not built" in lines
+        assert "torch: usable" in lines
         assert lines[-2].startswith(str(site)) and lines[-1] == "[[0.0, 0.0, -inf]]"
 
     @needs_compiler
@@ -177,8 +177,8 @@ class TestInstallation:
         built = {library.name.split(".")[0] for library in (sources / "fastgen").rglob("*.so")}
         assert "_cpu" in built and "_cuda" not in built
         lines = run([sys.executable, "-c", PROGRAM], tmp_path, PYTHONPATH=str(sources)).splitlines()
-        assert "no-repeat n-gram (CUDA): not built" in lines
-        assert "no-repeat n-gram (C++): usable" in lines
+        assert "CUDA: not built" in lines
+        assert "C++: usable" in lines
         assert lines[-2].startswith(str(sources)) and lines[-1] == "[[0.0, 0.0, -inf]]"
 
     @needs_compiler

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 from ngram_definition import Case, wrapped
 
-from fastgen.ops.no_repeat_ngram import implementations, reference
+from fastgen.ops.no_repeat_ngram import kernels, reference
 
 # Before C++ sources: counts the threads that they ask for, and grants no more than `granted`.
 COUNTED_THREADS = """
@@ -74,14 +74,14 @@ def cpp(tmp_path_factory) -> ctypes.CDLL:
     folder.joinpath("counted_threads.h").write_text(COUNTED_THREADS)
     source = CSRC / "no_repeat_ngram.cpp"
     library = compile_library(folder / "cpp.so", "-include", folder / "counted_threads.h", source)
-    library.fastgen_no_repeat_ngram_cpu.argtypes = (ctypes.POINTER(implementations.NGramProblem), ctypes.c_int32)
+    library.fastgen_no_repeat_ngram_cpu.argtypes = (ctypes.POINTER(kernels.NGramProblem), ctypes.c_int32)
     library.fastgen_no_repeat_ngram_cpu.restype = None
     return library
 
 
 def cpp_ban(library: ctypes.CDLL, max_threads: int = 1) -> Callable:
     def ban(*arguments) -> None:
-        library.fastgen_no_repeat_ngram_cpu(ctypes.byref(implementations.describe(*arguments)), max_threads)
+        library.fastgen_no_repeat_ngram_cpu(ctypes.byref(kernels.describe(*arguments)), max_threads)
 
     return ban
 

@@ -188,9 +188,11 @@ def test_the_numbers_of_the_kernel(rows, width, scale, dtype, seed):
     weight = torch.randn(width, generator=random).to(dtype)
     wide = states.double()
     expected = weight * wide / (wide.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
+    in_torch = rms_norm.KERNELS[-1].run(states, weight, EPSILON)
     found = torch.ops.fastgen.rms_norm(states, weight, EPSILON)
     atol = tolerance("product", dtype) * (expected.abs().max() + 1)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol.item())
+    for result in (found, in_torch):
+        torch.testing.assert_close(result.double(), expected, rtol=0, atol=atol.item())
 
 
 def test_the_bits_do_not_depend_on_rows_and_threads():

@@ -181,7 +181,6 @@ def test_many_queries_get_their_scores_in_parts(mask_of, monkeypatch):
 )
 def test_triton_attention_is_used_where_it_is_right(monkeypatch, attention, is_used):
     kernels = SimpleNamespace(attention=attention)
-    monkeypatch.setattr(module, "find_spec", lambda name: True)
     monkeypatch.setattr(module, "import_module", lambda name: kernels)
     state = torch.get_rng_state()
     assert (module._triton_attention.__wrapped__(torch.device("cpu")) is kernels) is is_used

@@ -15,8 +15,8 @@ from versions import needs
 
 import fastgen
 from fastgen import ops
-from fastgen.ops import Kernel
-from fastgen.ops.no_repeat_ngram.implementations import IMPLEMENTATIONS, implementation_for
+from fastgen.ops.kernel import Kernel
+from fastgen.ops.no_repeat_ngram.kernels import KERNELS, kernel_for
 from fastgen.optimizer.decoding.call import GenerateCall, add_reasons, count, current_call, generate_call, last_report
 from fastgen.optimizer.decoding.report import Decision, Reason, Report
 from fastgen.reasons import CHOSEN, CODES
@@ -31,12 +31,12 @@ NGRAMS = BEAMS | {"max_new_tokens": 6, "min_new_tokens": 6, "no_repeat_ngram_siz
 
 
 def test_the_implementation_of_ngram_blocking_is_named_and_why_the_others_did_not_run():
-    model, chosen = tiny("gpt2"), implementation_for("cpu")
+    model, chosen = tiny("gpt2"), kernel_for("cpu")
     for arguments in ({}, {"output_logits": True, "return_dict_in_generate": True}):  # in place, and in a copy
         model.generate(**padded(9, 5), **NGRAMS, **arguments)
         found = fastgen.explain()
         assert found.kernels[f"no_repeat_ngram ({chosen.name})"] == 6
-        others = {f"no-repeat n-gram ({one.name})" for one in IMPLEMENTATIONS if one is not chosen}
+        others = {f"no-repeat n-gram ({kernel.name})" for kernel in KERNELS if kernel is not chosen}
         assert {name for name in found.unused_kernels if name.startswith("no-repeat")} == others
 
 
@@ -54,11 +54,13 @@ def test_an_operation_without_calls_is_one_item_that_says_what_it_is_for():
 
 
 def test_a_kernel_that_did_not_run_is_missing_or_comes_later_or_has_nothing_to_do(monkeypatch):
-    names = ("a", "b", "c", "d")
-    reasons = {"a": ("no GPU", "no compiler")}
-    kernels = [Kernel("op", name, reasons.get(name, ()), f"work of {name}", (f"op ({name})",)) for name in names]
-    alone = [Kernel("other", "oneDNN", ("old CPU",), "work", ("other",)), Kernel("third", "torch", (), "work", ("t",))]
-    monkeypatch.setattr(ops, "kernels", lambda: kernels + alone)
+    reasons = {"a": ["no GPU", "no compiler"], "oneDNN": ["old CPU"]}
+
+    def kernel(name):
+        return Kernel(name, lambda: reasons.get(name, []), print, task=f"work of {name}", counted_as=(f"op ({name})",))
+
+    kernels = {"op": map(kernel, "abcd"), "other": [kernel("oneDNN")], "third": [kernel("torch")]}
+    monkeypatch.setattr(ops, "kernels", lambda: kernels | {"not counted": [Kernel("torch", list, print)]})
     call = Report("Model")
     call.kernels["op (c)"] = 2
     assert call.unused_kernels == {
@@ -66,7 +68,7 @@ def test_a_kernel_that_did_not_run_is_missing_or_comes_later_or_has_nothing_to_d
         "op (b)": "nothing to do (work of b)",
         "op (d)": "c comes first",
         "other": "old CPU",
-        "third": "nothing to do (work)",
+        "third": "nothing to do (work of torch)",
     }
 
 
@@ -197,7 +199,7 @@ def test_under_debug_each_call_is_one_line(caplog):
         model.generate(**padded(9, 5), max_new_tokens=3)
     first, second = [message for message in caplog.messages if message.startswith("generate: ")]
     assert first.startswith("generate: GPT2LMHeadModel: 2 inputs, 6 rows: decode steps not captured: ")
-    assert PREFILL in first and f"no_repeat_ngram ({implementation_for('cpu').name}): 6 calls" in first
+    assert PREFILL in first and f"no_repeat_ngram ({kernel_for('cpu').name}): 6 calls" in first
     assert second == (
         "generate: GPT2LMHeadModel: 2 inputs, 2 rows: decode steps not captured: the call has fewer than 24 steps; "
         "prompts not shared: one row per input"
@@ -224,5 +226,5 @@ def test_fairseq_has_reports_of_the_same_kind():
 
     generate(CASES["transformer"](), no_repeat_ngram_size=2, min_len=4)
     found = fastgen.explain().kernels
-    assert found[f"no_repeat_ngram ({implementation_for('cpu').name})"] >= 4
+    assert found[f"no_repeat_ngram ({kernel_for('cpu').name})"] >= 4
     assert found["shared_attention"] >= 4 and found["scaled_dot_product_attention"] >= 4

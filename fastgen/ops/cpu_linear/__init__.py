@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastgen.config import CONFIG
 from fastgen.ops import x86
 from fastgen.ops.cpu_linear import skinny_gemm
+from fastgen.ops.kernel import Kernel
 from fastgen.ops.tolerances import tolerance
 from fastgen.ops.tracing import is_transformed
 
@@ -97,16 +98,31 @@ def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
+def _onednn_has(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has a product of this type: it has none without the CPU's instructions."""
+    try:
+        with torch.no_grad(), _disable_current_modes():
+            onednn_linear(*torch.zeros(2, 16, 16, dtype=dtype, device="cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+_TASK = f"products with weights of {MIN_ELEMENTS:,} numbers or more, where it is the fastest"
+_kernel = functools.partial(Kernel, device="cpu", task=_TASK)
+# All give `rows @ weight.T + bias`; which is the fastest is measured.
+KERNELS = (
+    _kernel(SKINNY_GEMM, x86.machine_reasons, skinny_gemm.skinny_linear, counted_as=(f"cpu_linear, {SKINNY_GEMM}",)),
+    _kernel(ONEDNN, machine_reasons, onednn_linear, supports=_onednn_has, counted_as=(f"cpu_linear, {ONEDNN}",)),
+    Kernel(BLAS, list, functional.linear),
+)
+
+
 @functools.cache
 def gemm_backends(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
-    """The GEMM backends that this machine has for one of `DTYPES`, by name; all give `rows @ weight.T + bias`."""
-    found = {BLAS: functional.linear}
-    with suppress(RuntimeError), torch.no_grad(), _disable_current_modes():
-        onednn_linear(*torch.zeros(2, 16, 16, dtype=dtype, device="cpu"))  # it has none without the CPU's instructions
-        found[ONEDNN] = onednn_linear
-    if not x86.machine_reasons():
-        found[SKINNY_GEMM] = skinny_gemm.skinny_linear
-    return found
+    """The kernels that this machine has for one of `DTYPES`, by name, torch's own first."""
+    usable = (kernel for kernel in reversed(KERNELS) if not kernel.unsupported_reasons() and kernel.supports(dtype))
+    return {kernel.name: kernel.run for kernel in usable}
 
 
 class GemmShape(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.ops.no_repeat_ngram.implementations import implementation_for
+from fastgen.ops.no_repeat_ngram.kernels import kernel_for
 from fastgen.ops.tracing import is_transformed
 
 TOKEN_DTYPES = (torch.int32, torch.int64)
@@ -168,7 +168,7 @@ def _ban_in_place(
     check(tokens, scores, ngram_size, lengths, encoder_tokens)
     check_writable(scores)
     if can_ban(tokens, scores, ngram_size, encoder_tokens):
-        implementation_for(scores.device.type).ban(tokens, scores, ngram_size, lengths, encoder_tokens)
+        kernel_for(scores.device.type).run(tokens, scores, ngram_size, lengths, encoder_tokens)
     if not scores.is_inference():
         torch.autograd.graph.increment_version(scores)
 
@@ -179,7 +179,7 @@ def _ban(
     check(tokens, scores, ngram_size, lengths, encoder_tokens)
     result = scores.clone(memory_format=torch.contiguous_format)
     if can_ban(tokens, scores, ngram_size, encoder_tokens):
-        implementation_for(scores.device.type).ban(tokens, result, ngram_size, lengths, encoder_tokens)
+        kernel_for(scores.device.type).run(tokens, result, ngram_size, lengths, encoder_tokens)
     return result
 
 

@@ -8,7 +8,6 @@ Tests: tests/optimizer/test_report.py
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from fastgen import ops
+from fastgen.ops.kernel import Kernel
 
 # What the reasons are about: the parts of a call.
 PATCHES = "patches"
@@ -129,17 +129,17 @@ class Report:
     @property
     def unused_kernels(self) -> dict[str, str]:
         """The kernels of fastgen that did not run, and why; an operation of which none did is one item."""
-        unused, counted = {}, self.kernels
-        for operation, group in itertools.groupby(ops.kernels(), key=lambda kernel: kernel.name):
-            implementations = list(group)
-            ran = [one for one in implementations if not counted.keys().isdisjoint(one.counted_as)]
-            if not ran:
-                unused[operation] = _why_not(implementations[-1])  # runs wherever one of the others does
-            for one in implementations if ran else ():
-                if one not in ran:
-                    before = implementations.index(one) < implementations.index(ran[0])
-                    reason = _why_not(one) if before or one.reasons else f"{ran[0].implementation} comes first"
-                    unused[f"{operation} ({one.implementation})"] = reason
+        unused = {}
+        for operation, implementations in ops.kernels().items():
+            kernels = [kernel for kernel in implementations if kernel.counted_as]
+            ran = [kernel for kernel in kernels if not self.kernels.keys().isdisjoint(kernel.counted_as)]
+            if kernels and not ran:
+                unused[operation] = _why_not(kernels[-1])  # runs wherever one of the others does
+            for index, kernel in enumerate(kernels if ran else ()):
+                if kernel not in ran:
+                    comes_later = index > kernels.index(ran[0]) and not kernel.unsupported_reasons()
+                    reason = f"{ran[0].name} comes first" if comes_later else _why_not(kernel)
+                    unused[f"{operation} ({kernel.name})"] = reason
         return unused
 
     def add_reasons(self, part: str, reasons: Iterable[Reason]) -> None:
@@ -265,5 +265,5 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _why_not(kernel: ops.Kernel) -> str:
-    return "; ".join(kernel.reasons) or f"nothing to do ({kernel.task})"
+def _why_not(kernel: Kernel) -> str:
+    return "; ".join(kernel.unsupported_reasons()) or f"nothing to do ({kernel.task})"

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastgen.ops import no_repeat_ngram as op
-from fastgen.ops.no_repeat_ngram.implementations import implementation_for
+from fastgen.ops.no_repeat_ngram.kernels import kernel_for
 from fastgen.ops.shared_attention import fold, query_key_scores, shared_attention, unfold, weighted_values
 from fastgen.optimizer.decoding.call import add_reasons, count, current_call
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
@@ -220,7 +220,7 @@ def no_repeat_ngram(
     if reasons := _ngram_reasons(self, tokens, lprobs, bsz * beam_size, step):
         add_reasons(NGRAMS, reasons)
         return original(self, tokens, lprobs, bsz, beam_size, step)
-    count(implementation_for(lprobs.device.type).counted_as)
+    count(*kernel_for(lprobs.device.type).counted_as)
     return op.no_repeat_ngram_(tokens, lprobs, self.no_repeat_ngram_size, step + 1)
 
 

@@ -20,7 +20,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from fastgen.ops import no_repeat_ngram as op
-from fastgen.ops.no_repeat_ngram.implementations import implementation_for
+from fastgen.ops.no_repeat_ngram.kernels import kernel_for
 from fastgen.ops.tracing import is_watched
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import add_reasons, count
@@ -168,7 +168,7 @@ def _can_ban(processor: Any, input_ids: Tensor) -> bool:
 
 def _ban(ban: Callable[..., Tensor], processor: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
     """Calls this form of the op, and counts it."""
-    count(implementation_for(scores.device.type).counted_as)
+    count(*kernel_for(scores.device.type).counted_as)
     is_of_encoder = isinstance(processor, EncoderNoRepeatNGramLogitsProcessor)
     tokens = processor.generated_ngrams.encoder_input_ids if is_of_encoder else None
     return ban(input_ids, scores, processor.ngram_size, encoder_tokens=tokens)

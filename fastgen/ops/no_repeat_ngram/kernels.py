@@ -1,4 +1,4 @@
-"""The implementations of no-repeat-n-gram, fastest first, and the choice between them.
+"""The kernels of no-repeat-n-gram, and the choice between them.
 
 Those in C++ and CUDA are the shared libraries `_cpu` and `_cuda` beside this file.
 
@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from fastgen.config import CONFIG
 from fastgen.ops import load, load_reasons
+from fastgen.ops.kernel import Kernel, first_supported, gpu_reasons, triton_reasons
 from fastgen.ops.no_repeat_ngram import reference
 
 Ban = Callable[[Tensor, Tensor, int, "Tensor | None", "Tensor | None"], None]
@@ -120,74 +119,43 @@ def _ban_with_triton(
     triton_kernel.ban(tokens, scores, ngram_size, lengths, encoder_tokens)
 
 
-def _gpu_reasons() -> list[str]:
-    return [] if torch.cuda.is_available() else ["torch finds no GPU"]
-
-
-def _triton_reasons() -> list[str]:
-    return _gpu_reasons() or ([] if find_spec("triton") else ["triton is not installed"])
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """device_types: those that it runs on; empty means every one. ban: as `reference.ban`."""
-
-    name: str
-    device_types: tuple[str, ...]
-    ban: Ban
-    machine_reasons: Callable[[], list[str]]
-
-    @property
-    def task(self) -> str:
-        return " on ".join(["n-gram blocking", *self.device_types])
-
-    @property
-    def counted_as(self) -> str:
-        """Its name in `fastgen.explain().kernels`."""
-        return f"no_repeat_ngram ({self.name})"
-
-
-IMPLEMENTATIONS = (
-    Implementation("CUDA", ("cuda",), ban_on_cuda, lambda: load_reasons(CUDA) or _gpu_reasons()),
-    Implementation("Triton", ("cuda",), _ban_with_triton, _triton_reasons),
-    Implementation("C++", ("cpu",), ban_on_cpu, lambda: load_reasons(CPU)),
-    Implementation("torch", (), reference.ban, list),
-)
-
-
-def implementation_for(device_type: str) -> Implementation:
-    """The first that runs on such a device; chosen once. The first call on a GPU must not be captured in a graph."""
-    return _implementation_for(device_type, CONFIG.cuda_kernels)
-
-
 @functools.cache
-def _implementation_for(device_type: str, cuda_kernels: bool) -> Implementation:
-    fitting = (one for one in IMPLEMENTATIONS if device_type in (one.device_types or (device_type,)))
-    return next(one for one in fitting if not _reasons(one, cuda_kernels))
-
-
-def reasons(implementation: Implementation) -> list[str]:
-    """Why it is not used on this machine; empty if it can be, is switched on, and gives what torch gives."""
-    return _reasons(implementation, CONFIG.cuda_kernels)
-
-
-@functools.cache
-def _reasons(implementation: Implementation, cuda_kernels: bool) -> list[str]:
-    if found := implementation.machine_reasons():
-        return found
-    if "cuda" in implementation.device_types and not cuda_kernels:
-        return ["FASTGEN_CUDA_KERNELS=0"]
-    try:
-        wrong = [device_type for device_type in implementation.device_types if _differs(implementation, device_type)]
-    except Exception as error:
-        return [f"{type(error).__name__}: {error}"]
-    return [f"differs from torch on {device_type}" for device_type in wrong]
-
-
-def _differs(implementation: Implementation, device_type: str) -> bool:
+def _proven_reasons(ban: Ban, device_type: str) -> list[str]:
+    """Why a kernel is not used that this machine can run: it differs from torch for a small case, or fails."""
     tokens = torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4]], device=device_type)
     found = torch.zeros(2, 8, device=device_type)
     expected = found.clone()
-    implementation.ban(tokens, found, 3, None, None)
-    reference.ban(tokens, expected, 3, None, None)
-    return not torch.equal(found, expected)
+    try:
+        ban(tokens, found, 3, None, None)
+        reference.ban(tokens, expected, 3, None, None)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    return [] if torch.equal(found, expected) else [f"differs from torch on {device_type}"]
+
+
+def kernel_of(name: str, device_type: str, machine_reasons: Callable[[], list[str]], ban: Ban) -> Kernel:
+    """Returns a kernel that is used where it gives what torch gives. machine_reasons: why it cannot run."""
+
+    def unsupported_reasons() -> list[str]:
+        return machine_reasons() or _proven_reasons(ban, device_type)
+
+    task, counted_as = f"n-gram blocking on {device_type}", (f"no_repeat_ngram ({name})",)
+    return Kernel(name, unsupported_reasons, ban, device_type, task=task, counted_as=counted_as)
+
+
+KERNELS = (
+    kernel_of("CUDA", "cuda", lambda: load_reasons(CUDA) or gpu_reasons(), ban_on_cuda),
+    kernel_of("Triton", "cuda", triton_reasons, _ban_with_triton),
+    kernel_of("C++", "cpu", lambda: load_reasons(CPU), ban_on_cpu),
+    Kernel("torch", list, reference.ban, task="n-gram blocking", counted_as=("no_repeat_ngram (torch)",)),
+)
+
+
+def kernel_for(device_type: str) -> Kernel:
+    """Returns the first that runs on such a device, chosen once; on a GPU not while a graph is captured."""
+    return _kernel_for(device_type, CONFIG.cuda_kernels)
+
+
+@functools.cache
+def _kernel_for(device_type: str, cuda_kernels: bool) -> Kernel:
+    return first_supported(KERNELS, device_type)

@@ -1,0 +1,75 @@
+"""The kernels of an operation: one list, the fastest first and torch's own last, which runs everywhere.
+
+    KERNELS = (
+        Kernel("C++", x86.machine_reasons, _move, "cpu", can_move),
+        Kernel("torch", list, _move_in_torch),
+    )
+    first_supported(KERNELS, "cpu", buffers).run(buffers, beam_idx)
+
+torch's own is the oracle of the tests, too. Where no rule tells which kernel is the fastest, those of the list are
+measured (cpu_linear). `fastgen.ops.kernels` has the lists of all operations.
+
+Tests: tests/ops/test_kernel.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from fastgen.config import CONFIG
+
+
+def _all(*arguments: Any) -> bool:
+    return True
+
+
+@dataclass(eq=False)
+class Kernel:
+    """One implementation of an operation.
+
+    unsupported_reasons: why this machine cannot run it, empty if it can; asked for each choice, so that it has to
+    remember what takes long. run: computes the operation. device: the type of the devices that it is for, empty for
+    all. supports: whether it can and should compute for these arguments. task: what it is for. counted_as: its names in
+    `fastgen.explain().kernels`; empty for a kernel that is not counted.
+    """
+
+    name: str
+    unsupported_reasons: Callable[[], list[str]]
+    run: Callable[..., Any]
+    device: str = ""
+    supports: Callable[..., bool] = _all
+    task: str = ""
+    counted_as: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.state}"
+
+    @property
+    def state(self) -> str:
+        """Why this machine cannot run it, or "usable"."""
+        return "; ".join(self.unsupported_reasons()) or "usable"
+
+
+def first_supported(kernels: Sequence[Kernel], device: str, *arguments: Any) -> Kernel:
+    """Returns the first kernel of a list that can compute for these arguments on a device of this type, or the last."""
+    for kernel in kernels[:-1]:
+        if kernel.device == device and not kernel.unsupported_reasons() and kernel.supports(*arguments):
+            return kernel
+    return kernels[-1]
+
+
+def gpu_reasons() -> list[str]:
+    """Returns why no kernel of fastgen runs on a GPU here; empty if some may."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ["torch finds no GPU"]
+    return [] if CONFIG.cuda_kernels else ["FASTGEN_CUDA_KERNELS=0"]
+
+
+def triton_reasons() -> list[str]:
+    """Returns why no kernel in Triton runs here; empty if some may."""
+    return gpu_reasons() or ([] if find_spec("triton") else ["triton is not installed"])

@@ -1,0 +1,48 @@
+"""The kernels of each operation: which is chosen, and that each list is complete and ends with torch's own."""
+
+from __future__ import annotations
+
+import pytest
+from python_process import REPOSITORY, run_code
+
+from fastgen import ops
+from fastgen.ops.kernel import Kernel, first_supported
+from fastgen.testing import without
+
+
+def test_the_first_kernel_that_can_is_chosen():
+    asked = []
+    missing = Kernel("missing", lambda: ["not built"], print, "cpu", lambda *arguments: asked.append("missing"))
+    of_gpu = Kernel("of a GPU", lambda: asked.append("of a GPU"), print, "cuda")
+    of_few = Kernel("of few", list, print, "cpu", lambda rows: rows < 3)
+    torch = Kernel("torch", list, print)
+    kernels = (missing, of_gpu, of_few, torch)
+    assert [first_supported(kernels, "cpu", rows) for rows in (2, 3)] == [of_few, torch] and not asked
+    assert (str(missing), str(torch)) == ("missing: not built", "torch: usable")
+
+
+def test_without_a_kernel_the_next_is_chosen():
+    kernels = ops.kernels()["move rows"]
+    with without("C++"):
+        assert first_supported(kernels, "cpu") is kernels[-1] and kernels[0].state == "none was built"
+
+
+@pytest.mark.parametrize("operation", ops.OPERATIONS)
+def test_torch_comes_last_and_runs_everywhere(operation):
+    *faster, last = ops.kernels()[operation]
+    assert faster and last.state == "usable" and last.device == ""
+    assert all(kernel.device for kernel in faster)
+
+
+def test_operations_are_all_modules_with_kernels():
+    folder = REPOSITORY / "fastgen" / "ops"
+    files = [path for path in folder.rglob("*.py") if "\nKERNELS = " in path.read_text(encoding="utf-8")]
+    modules = {".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__") for path in files}
+    assert modules == set(ops.OPERATIONS.values())
+
+
+def test_without_torch_nothing_is_usable():
+    code = "import sys; sys.modules['torch'] = None; import importlib.util as u; find = u.find_spec\n"
+    code += "import fastgen.ops as ops; ops.find_spec = lambda name: None\n"
+    code += "print({str(kernel) for kernels in ops.kernels().values() for kernel in kernels})"
+    assert run_code(code).strip() == "{'all: torch is not installed'}"

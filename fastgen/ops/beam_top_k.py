@@ -48,11 +48,11 @@ def _rows_of_a_part(logits: Tensor) -> int:
 def best_of_all(logits: Tensor, beam_scores: Tensor, k: int, log_probs: Tensor | None = None) -> Candidates:
     """Returns those of logits `[B * M, vocabulary_size]`, or of what was made of their log-probabilities."""
     kernel = first_supported(KERNELS, logits.device.type, logits if log_probs is None else log_probs, beam_scores, k)
-    inputs = max(1, _rows_of_a_part(logits) // beam_scores.shape[1])
-    if log_probs is None and (kernel is KERNELS[-1] or inputs >= len(beam_scores)):
+    if log_probs is None and (kernel is KERNELS[-1] or logits.numel() <= PART):
         log_probs = functional.log_softmax(logits, dim=-1)
     if log_probs is not None:
         return kernel.run(log_probs, beam_scores, k)
+    inputs = max(1, _rows_of_a_part(logits) // beam_scores.shape[1])
     parts = zip(logits.split(inputs * beam_scores.shape[1]), beam_scores.split(inputs))
     values, index = zip(*[kernel.run(functional.log_softmax(part, dim=-1), scores, k) for part, scores in parts])
     return torch.cat(values), torch.cat(index)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from fastgen.ops import few_queries, lookup, rms_norm
+from fastgen.ops import few_queries, lookup, rms_norm, x86
 from fastgen.ops.cpu_linear import skinny_gemm
 from fastgen.ops.tracing import Diverged, NotRepeatable, TracedCall, Tracer
 
@@ -52,12 +52,16 @@ def capture(function: Callable[[], Any]) -> tuple[Callable[[], Any], int, set[Me
     share_buffers(calls, returned | constant)
     made = [tensor.untyped_storage() for call in needed for tensor in call.made if not call.writes]
     nbytes = sum(memory.nbytes() for memory in {memory._cdata: memory for memory in made}.values())
-    replay = partial(_replay, [repetition_of(call) for call in needed], output, calls)
+    repetitions = [repetition_of(call) for call in needed]
+    moving = [one for _, args, _ in repetitions for one in args if isinstance(one, x86.Address)]
+    replay = partial(_replay, repetitions, moving, output, calls)
     return replay, nbytes, memories_of(tensor for call in needed for tensor in call.read)
 
 
-def _replay(repetitions: list[Repetition], output: Any, calls: list[TracedCall]) -> Any:
+def _replay(repetitions: list[Repetition], moving: list[x86.Address], output: Any, calls: list[TracedCall]) -> Any:
     """calls: whose tensors the repetitions address, and which stay as long as the replay does."""
+    for address in moving:
+        address.value = address.tensor.data_ptr()
     for function, args, kwargs in repetitions:
         function(*args, **kwargs)
     return output
@@ -137,7 +141,7 @@ Repetition = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 # Operations of fastgen, by name: what makes a function that computes their result where it is.
-_KERNELS: dict[str, Callable[..., Callable[[], None]]] = {
+_KERNELS: dict[str, Callable[..., partial[None]]] = {
     skinny_gemm.OPERATION: skinny_gemm.call_into,
     few_queries.OPERATION: few_queries.call_into,
     rms_norm.OPERATION: rms_norm.call_into,
@@ -159,12 +163,13 @@ def repetition_of(call: TracedCall) -> Repetition:
     if call.operation in _COPIES:
         return Tensor.copy_, (call.result, call.args[0]), {}
     name = call.operation._schema.name
+    kernel = None
     if (call_into := _KERNELS.get(name)) is not None:
-        return call_into(call.result, *call.args), (), {}
-    if name in few_queries.SDPA:
-        attend = few_queries.sdpa_into(call.operation, call.made[0], call.args, call.kwargs)
-        if attend is not None:
-            return attend, (), {}
+        kernel = call_into(call.result, *call.args)
+    elif name in few_queries.SDPA:
+        kernel = few_queries.sdpa_into(call.operation, call.made[0], call.args, call.kwargs)
+    if kernel is not None:
+        return kernel.func, kernel.args, {}
     form, outs = _form_with_out(call.operation)
     if form is None:
         return partial(_compute_and_copy, call), (), {}

@@ -14,7 +14,7 @@ Tests: tests/ops/test_few_queries.py
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -102,8 +102,8 @@ def call_into(
     scale: float,
     kernel: str = "few_queries",
     is_causal: bool = False,
-) -> Callable[[], None]:
-    """A function that computes the output where it is; all tensors have to stay where they are.
+) -> partial[None]:
+    """Returns a call that computes the output where it is; all tensors have to stay where they are.
 
     is_causal: a query sees as many keys as its position counts, and no mask; of `csrc/flash_attention.cpp`.
     """
@@ -123,7 +123,7 @@ def call_into(
     return partial(x86.function(kernel, query.dtype, _ARGUMENTS), *arrays, scale, torch.get_num_threads())
 
 
-def sdpa_into(operation: Any, output: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable | None:
+def sdpa_into(operation: Any, output: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> partial[None] | None:
     """As `call_into`, of a call of one of torch's `SDPA`; None if it has other options, or `can_attend` says no."""
     given = dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
     query, keys, values, mask = given["query"], [given["key"]], [given["value"]], given.get("attn_mask")

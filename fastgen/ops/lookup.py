@@ -45,16 +45,12 @@ def look_up(numbers: Tensor, table: Tensor) -> Tensor:
     return first_supported(KERNELS, "cpu").run(numbers, table)
 
 
-def call_into(results: Tensor, numbers: Tensor, table: Tensor) -> Callable[[], None]:
-    """A function that writes `table[numbers]` where the results are; numbers and results contiguous, of one shape."""
+def call_into(results: Tensor, numbers: Tensor, table: Tensor) -> functools.partial[None]:
+    """Returns a call that writes `table[numbers]` where results are; numbers and results contiguous, of one shape."""
     function = x86.function("lookup", torch.float32, _ARGUMENTS)  # of any 16 bits
     threads = x86.threads_for(numbers.numel(), MIN_ELEMENTS_OF_THREAD)
     addresses = numbers.data_ptr(), table.data_ptr(), results.data_ptr()
-
-    def call() -> None:
-        function(*addresses, numbers.numel(), threads)
-
-    return call
+    return functools.partial(function, *addresses, numbers.numel(), threads)
 
 
 def _lookup(numbers: Tensor, table: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,21 +31,17 @@ MIN_ELEMENTS_OF_THREAD = 1 << 13
 _ARGUMENTS = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_float, ctypes.c_int32)
 
 
-def call_into(output: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> Callable[[], None]:
-    """A function that computes `weight * (rows / sqrt(mean(rows ** 2) + epsilon))` where the output is.
+def call_into(output: Tensor, rows: Tensor, weight: Tensor, epsilon: float) -> partial[None]:
+    """Returns a call that computes `weight * (rows / sqrt(mean(rows ** 2) + epsilon))` where the output is.
 
     rows and output `[…, width]`, weight `[width]`, all contiguous and of one of `x86.DTYPES`, on a CPU; the weight may
-    move, not change.
+    move between two replays, not change.
     """
     function = x86.function("rms_norm", rows.dtype, _ARGUMENTS)
     count, width = rows.numel() // rows.shape[-1], rows.shape[-1]
     threads = min(count, x86.threads_for(rows.numel(), MIN_ELEMENTS_OF_THREAD))
-    inputs, outputs = rows.data_ptr(), output.data_ptr()
-
-    def call() -> None:
-        function(inputs, weight.data_ptr(), outputs, count, width, epsilon, threads)
-
-    return call
+    addresses = rows.data_ptr(), x86.Address(weight), output.data_ptr()
+    return partial(function, *addresses, count, width, epsilon, threads)
 
 
 def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastgen.ops import load, load_reasons
 
@@ -50,6 +51,14 @@ def function(name: str, dtype: torch.dtype, argument_types: tuple[Any, ...]) -> 
     found = getattr(library, f"fastgen_{name}{_SUFFIXES[dtype]}")
     found.argtypes, found.restype = argument_types, None
     return found
+
+
+class Address(ctypes.c_void_p):
+    """The address of a tensor that may move between two calls of a kernel, see `cpu_graph`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.data_ptr())
+        self.tensor = tensor
 
 
 def threads_for(work: int, least: int) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def _skinny_linear(
     rows: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None, is_rectified: bool = False
 ) -> Tensor:
     output = rows.new_empty((*rows.shape[:-1], weight.shape[0]))
-    call_into(output, rows, weight, bias, added, is_rectified)()
+    call_into(output, rows, weight, bias, added, is_rectified, Tensor.data_ptr)()
     return output
 
 
@@ -61,22 +62,20 @@ def call_into(
     bias: Tensor | None,
     added: Tensor | None = None,
     is_rectified: bool = False,
-) -> Callable[[], None]:
-    """A function that computes the output, `[…, out_features]`, where it is; weight and bias may move, not change.
+    address_of: Callable[[Tensor], Any] = x86.Address,
+) -> partial[None]:
+    """Returns a call that computes the output, `[…, out_features]`, where it is.
 
     is_rectified: the larger of the output and 0. added: of the output's shape, contiguous, added to it at the end.
+    address_of: of weight and bias, which may move between two replays, not change.
     """
     out_features, in_features = weight.shape
     function = x86.function("skinny_gemm", rows.dtype, _ARGUMENTS)
-    inputs, others, outputs = rows.data_ptr(), None if added is None else added.data_ptr(), output.data_ptr()
+    parameters = address_of(weight), None if bias is None else address_of(bias)
+    others, outputs = None if added is None else added.data_ptr(), output.data_ptr()
     sizes = rows.numel() // in_features, in_features, out_features
     options = not weight.is_contiguous(), is_rectified, torch.get_num_threads()
-
-    def call() -> None:
-        of_bias = None if bias is None else bias.data_ptr()
-        function(inputs, weight.data_ptr(), of_bias, others, outputs, *sizes, *options)
-
-    return call
+    return partial(function, rows.data_ptr(), *parameters, others, outputs, *sizes, *options)
 
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")

@@ -77,8 +77,9 @@ def faster_forwards(
                 attributes = vars(module)
                 forward = attributes.get("forward")
                 if forward is None:
-                    forward = AttentionForward(module)
-                    if faster is not None:
+                    if faster is None:
+                        forward = AttentionForward(module)
+                    else:
                         forward = FasterForward(module, faster, _blas_shapes_of(module))
                     attributes["forward"] = forward
                     attributes.setdefault("__getstate__", forward.state_of_module)
@@ -131,7 +132,7 @@ def multiply(forward: FasterForward, rows: Tensor, call: Call, is_transposed: bo
     weight, bias = forward.module.weight, forward.module.bias
     if is_transposed:
         weight = weight.t()
-    if not cpu_linear.can_multiply(rows, weight, bias) or is_watched():
+    if not cpu_linear.can_multiply(rows, weight, bias):
         return None
     fastest = cpu_linear.fastest(rows, weight, bias, lambda: call.read_before(weight))
     if fastest == cpu_linear.BLAS:
@@ -180,14 +181,14 @@ class FasterForward(ModuleForward):
     """
 
     def __init__(self, module: nn.Module, faster: Forward, blas_shapes: set[torch.Size]) -> None:
-        super().__init__(module)
-        self.faster, self.blas_shapes = faster, blas_shapes
+        self.module, self.users, self.faster, self.blas_shapes = module, 0, faster, blas_shapes
 
     def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) == 1 and {NoneType}.issuperset(map(type, kwargs.values())):
             rows = args[0]
-            if not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes:
-                output = self.faster(self, rows, call)
+            if (not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes) and not is_watched():
+                with torch._C.DisableTorchFunction():  # else `FlashAttention` sees each look at a tensor
+                    output = self.faster(self, rows, call)
                 if output is not None:
                     return output
         return self.original(*args, **kwargs)

@@ -18,7 +18,7 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from fastgen.ops import lookup
-from fastgen.ops.tracing import is_transformed, is_watched
+from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.faster_forwards import Call, FasterForward, Forward, faster_forwards, linears, multiply
 from fastgen.optimizer.decoding.model_facts import size_of
@@ -59,7 +59,7 @@ def new_gelu(forward: FasterForward, input: Tensor, call: Call) -> Tensor | None
 
     In half precision the original rounds after each of its steps, which a table repeats.
     """
-    if torch.is_grad_enabled() or type(input) is not Tensor or is_transformed() or is_watched():
+    if torch.is_grad_enabled() or type(input) is not Tensor or is_transformed():
         return None
     if input.dtype == torch.float32:
         output = functional.gelu(input, approximate="tanh")

@@ -33,7 +33,7 @@ from show_results import constrained_table
 from transformers import Qwen2Config, Qwen2ForCausalLM, T5Config, T5ForConditionalGeneration
 
 import fastgen
-from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
+from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
 
 SIZES: dict[str, int] = {}  # other than those of the models
 OUTPUTS, CODES, PLACES = 100_000, 256, 4

@@ -174,9 +174,10 @@ def reusing_prefix(model: Any, check_weights: bool = True) -> Iterator[None]:
     about as long as a decode step; False where nothing writes into them in the block. `explain()` tells what was kept.
     """
     _check_transformers()
-    from fastgen.optimizer.transformers import kept_prefix
+    from fastgen.optimizer.decoding.call import setting
+    from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
-    with kept_prefix.reusing(kept_prefix.PrefixReuse(model, check_weights)):
+    with setting(PrefixReuse(model, check_weights)):
         yield
 
 

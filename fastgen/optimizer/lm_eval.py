@@ -19,8 +19,8 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.report import PREFILL, Reason, that_hold
+from fastgen.optimizer.transformers.call import generate_call
 from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Pair, Scorer, base_of, contexts_of
 from fastgen.provenance import comes_with
 
@@ -34,7 +34,7 @@ def log_likelihoods(
     original: Callable, self: HFLM, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
 ) -> list[tuple[float, bool]]:
     pairs = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
-    with generate_call(type(self.model).__name__, has_steps=False) as call, torch.no_grad():
+    with generate_call(self.model, has_steps=False) as call, torch.no_grad():
         reasons = unsupported_reasons(self, requests)
         call.report.add_reasons(PREFILL, reasons)
         if not reasons:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -24,8 +25,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from fastgen.ops.tracing import is_transformed, is_watched
-from fastgen.optimizer.decoding.call import current_call, generate_call
-from fastgen.optimizer.decoding.faster_forwards import Call, ModuleForward, faster_forwards
+from fastgen.optimizer.decoding.call import GenerateCall, current_call, generate_call
+from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
 from fastgen.optimizer.decoding.report import TORCH_MODE, VOCODER, Decision, Reason
 from fastgen.provenance import comes_with
 
@@ -54,8 +55,11 @@ def faster_waveform(original: Callable[[], Tensor], owner: nn.Module, states: Te
         if reasons:
             call.report.add_reasons(VOCODER, reasons)
             return original()
-        with faster_forwards({owner: layers}, dict.fromkeys(map(type, layers), convolve), call.report.kernels):
+        ran: set[nn.Module] = set()
+        with faster_forwards(call, {owner: layers}, dict.fromkeys(map(type, layers), partial(convolve, ran=ran))):
             waveform = original().contiguous()
+        if ran:
+            call.report.kernels[ONEDNN] += 1
         return waveform.view(waveform.shape)  # with the strides that the library gives a dimension of one
 
 
@@ -97,13 +101,16 @@ def _layers(owner: nn.Module) -> list[nn.Module]:
     ]
 
 
-def convolve(forward: ModuleForward, states: Tensor, call: Call) -> Tensor | None:
-    """The output of a `Conv1d` or `ConvTranspose1d`, `[batch, channels, length]`; None where oneDNN does not pay."""
+def convolve(forward: ModuleForward, states: Tensor, call: GenerateCall, ran: set[nn.Module]) -> Tensor | None:
+    """Returns the output of a `Conv1d` or `ConvTranspose1d`, `[batch, channels, length]`; None if oneDNN does not pay.
+
+    ran: gets the layers that were computed here.
+    """
     layer = forward.module
     is_plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if not is_plain or states.dim() != 3 or states.shape[1] != layer.in_channels or not _is_faster(states, layer):
         return None
-    call.usage[ONEDNN] = 1  # waveform, of which this is a layer
+    ran.add(layer)
     given = _channels_last(states), layer.weight.unsqueeze(2), layer.bias, (1, layer.stride[0]), (0, layer.padding[0])
     dilation = 1, layer.dilation[0]
     if isinstance(layer, nn.ConvTranspose1d):

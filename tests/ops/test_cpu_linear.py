@@ -7,7 +7,6 @@ import os
 import pwd
 import subprocess
 import sys
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -23,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 import fastgen
 from fastgen.ops import cpu_linear, x86
 from fastgen.optimizer.decoding import model_facts
+from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.optimizer.transformers.faster_forwards import forwards
@@ -50,9 +50,9 @@ def test_products_are_those_of_torch(rows, with_bias, kind, everywhere):
     module = nn.Linear(48, 1003, with_bias) if kind == "linear" else Conv1D(1003, 48)
     with torch.no_grad():
         expected = module(states)
-        with faster_forwards({module: module.modules()}, forwards(), usage := Counter()):
+        with generate_call("test") as call, faster_forwards(call, {module: module.modules()}, forwards()):
             found = module(states)
-    assert usage == {everywhere: 1}
+    assert call.report.kernels == {everywhere: 1}
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
@@ -61,10 +61,14 @@ def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape():
     module, short, long = nn.Linear(8, 16), torch.randn(1, 8), torch.randn(3, 8)
     with torch.no_grad():
         expected = [module(states) for states in (short, long)]
-        with force(cpu_linear.BLAS) as asked, faster_forwards({module: [module]}, forwards(), usage := Counter()):
+        with (
+            force(cpu_linear.BLAS) as asked,
+            generate_call("test") as call,
+            faster_forwards(call, {module: [module]}, forwards()),
+        ):
             for _ in range(3):
                 assert all(map(torch.equal, map(module, (short, long)), expected))
-    assert asked == [1, 3] and usage == {}
+    assert asked == [1, 3] and call.report.kernels == {}
 
 
 def test_models_in_float64_keep_their_forwards():
@@ -86,9 +90,9 @@ def test_products_of_half_the_bytes_are_rounded_once(kind, dtype, everywhere):
     with torch.no_grad():
         exact = module.double()(states.double())
         module.to(dtype)
-        with faster_forwards({module: module.modules()}, forwards(), usage := Counter()):
+        with generate_call("test") as call, faster_forwards(call, {module: module.modules()}, forwards()):
             found = module(states)
-    assert usage == {everywhere: 1} and found.dtype == dtype
+    assert call.report.kernels == {everywhere: 1} and found.dtype == dtype
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-4)
 
 
@@ -362,10 +366,11 @@ def test_the_slower_product_is_not_used(everywhere):
     with (
         force(cpu_linear.BLAS),
         torch.no_grad(),
-        faster_forwards({module: module.modules()}, forwards(), usage := Counter()),
+        generate_call("test") as call,
+        faster_forwards(call, {module: module.modules()}, forwards()),
     ):
         found = module(states)
-    assert not usage and torch.equal(found, functional.linear(states, module.weight, module.bias))
+    assert not call.report.kernels and torch.equal(found, functional.linear(states, module.weight, module.bias))
 
 
 @pytest.mark.parametrize(("name", "owner", "product"), [("llama", functional, "linear"), ("gpt2", torch, "addmm")])

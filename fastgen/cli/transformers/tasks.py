@@ -149,7 +149,7 @@ class Task:
 
     def generate(self, batch: Batch) -> GeneratedBatch:
         """What the model makes of a batch of at least one item."""
-        from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
+        from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
 
         settings = self.loaded.settings | self.settings_of(batch.items[0])
         # Without scores for the command it may be the model's own generate that reads them.
@@ -171,12 +171,12 @@ class Task:
 
     def call_model(self, batch: Batch, settings: dict[str, Any]) -> Any:
         """What the model's generate returns for a batch."""
-        from fastgen.optimizer.transformers.kept_prefix import reusing
+        from fastgen.optimizer.decoding.call import setting
 
         reuse, inputs = self._reuse, {name: tensor.to(self.loaded.device) for name, tensor in batch.inputs.items()}
         if reuse is not None:
             reuse.head = batch.head
-        with nullcontext() if reuse is None else reusing(reuse):
+        with nullcontext() if reuse is None else setting(reuse):
             return self.loaded.model.generate(**inputs, **settings)
 
     def settings_of(self, item: Item) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CostModel
@@ -32,40 +32,32 @@ ENDED_EARLY = Decision("ENDED_EARLY", "the call ended before a capture would hav
 class GenerateCall:
     """inputs, rows: 0 until the prefill has run.
 
-    user_cache: the caller passed a cache. user_code: code that is not the host's works with the cache.
-    has_callbacks: the caller passed what is called between steps, which may change the model. share:
-    what equal rows have in common is stored once wherever it can be (True), nowhere (False), or where it pays (None).
-    will_capture: the steps after the prefill are meant to be captured.
-    to_verify: the call's arguments, where it has to be compared with the original before anything is shared.
+    host: what only the patches of one host write. will_capture: the steps after the prefill are meant to be captured.
     is_accelerated: something was computed or stored once per input, or the loop is fastgen's. on_exit: closed when the
     call ends: captured steps and caches are given back. has_stages: other calls of `generate` are stages of this one.
-    beam_scores: of the best hypotheses that beam search has found, `[inputs, num_beams]`, the best first.
     staged_seconds: those of the stages that have ended. costs: decides what is worthwhile. facts: of the models that
-    the call has asked about. checks: the host's `CallChecks` of its last loop.
+    the call has asked about. swapped: the models whose modules have faster forwards in this call, or in the one around
+    it.
     """
 
     report: Report
+    host: Any = None
     inputs: int = 0
     rows: int = 0
-    user_cache: bool = False
-    user_code: bool = False
-    has_callbacks: bool = False
-    share: bool | None = None
     will_capture: bool = False
-    to_verify: Any = None
     is_accelerated: bool = False
     on_exit: ExitStack = field(default_factory=ExitStack)
     has_stages: bool = False
     started: float = field(default_factory=time.perf_counter)
-    beam_scores: Any = None
     staged_seconds: float = 0.0
     costs: CostModel = field(default_factory=cost_model.of_new_call)
     facts: dict[Any, ModelFacts] = field(default_factory=dict)
-    checks: Any = None
-    _outer: GenerateCall | None = None
+    swapped: tuple[Any, ...] = ()
+    outer: GenerateCall | None = None
 
     def __enter__(self) -> GenerateCall:
-        self._outer = _current.get()
+        self.outer = _current.get()
+        self.swapped = () if self.outer is None else self.outer.swapped
         _current.set(self)
         return self
 
@@ -73,15 +65,15 @@ class GenerateCall:
         try:
             self.on_exit.close()
         finally:
-            _current.set(self._outer)
+            _current.set(self.outer)
             report = _thread.last = self.report
             report.seconds = self.seconds
             told = report.replays or report.reason_for(STEPS) or report.reason_for(LOOP)
             if self.rows and report.has_steps and not told:
                 report.add_reasons(STEPS, [ENDED_EARLY])
-            if self._outer is not None and self._outer.has_stages:
-                self._outer.report.stages.append(Stage(f"generate of {report.model}", report.seconds, report))
-                self._outer.staged_seconds = self._outer.seconds
+            if self.outer is not None and self.outer.has_stages:
+                self.outer.report.stages.append(Stage(f"generate of {report.model}", report.seconds, report))
+                self.outer.staged_seconds = self.outer.seconds
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("generate: %s", report.summary())
 
@@ -122,12 +114,15 @@ class GenerateCall:
 
 
 _current: ContextVar[GenerateCall | None] = ContextVar("fastgen_call", default=None)
+_settings: ContextVar[tuple[Any, ...]] = ContextVar("fastgen_settings", default=())
 _thread = threading.local()  # last: the report of its last call
 
+Setting = TypeVar("Setting")
 
-def generate_call(model: str, has_stages: bool = False, has_steps: bool = True) -> GenerateCall:
-    """A context inside of which `current_call()` is a new call of the `generate` of a model of this class."""
-    return GenerateCall(Report(model, has_steps=has_steps), has_stages=has_stages)
+
+def generate_call(model: str, host: Any = None, has_stages: bool = False, has_steps: bool = True) -> GenerateCall:
+    """Returns a context inside of which `current_call()` is a new call of the `generate` of a model of this class."""
+    return GenerateCall(Report(model, has_steps=has_steps), host, has_stages=has_stages)
 
 
 def end_stage(name: str) -> None:
@@ -136,15 +131,22 @@ def end_stage(name: str) -> None:
         call.end_stage(name)
 
 
-def current_call() -> GenerateCall | None:
-    """The innermost call that runs, or None outside of one."""
-    return _current.get()
+current_call = _current.get  # the innermost call that runs, or None outside of one
 
 
-def costs() -> CostModel:
-    """The cost model of the call that runs, or of those that begin now."""
-    call = _current.get()
-    return cost_model.of_new_call() if call is None else call.costs
+@contextmanager
+def setting(value: object) -> Iterator[None]:
+    """Gives a setting to the calls that run inside this context: an object of a class of settings."""
+    token = _settings.set((value, *_settings.get()))
+    try:
+        yield
+    finally:
+        _settings.reset(token)
+
+
+def settings_of(kind: type[Setting]) -> Iterator[Setting]:
+    """Yields the settings of one class of the contexts around, the innermost first."""
+    return (value for value in _settings.get() if isinstance(value, kind))
 
 
 def count(kernel: str) -> None:
@@ -160,5 +162,5 @@ def add_reasons(part: str, reasons: Iterable[Reason]) -> None:
 
 
 def last_report() -> Report | None:
-    """Of the last call that ended in this thread, or None."""
+    """Returns the report of this thread's last finished call, or None."""
     return getattr(_thread, "last", None)

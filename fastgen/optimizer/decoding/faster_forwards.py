@@ -13,11 +13,8 @@ import functools
 import inspect
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from types import BuiltinFunctionType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastgen.ops import cpu_linear, x86
+from fastgen.ops import cpu_linear, flash_attention
 from fastgen.ops.flash_attention import MIN_QUERIES, FlashAttention
 from fastgen.ops.tracing import is_watched
+from fastgen.optimizer.decoding.call import GenerateCall, current_call
 from fastgen.provenance import packages_of
 
 _LOCK = threading.Lock()
@@ -36,44 +34,22 @@ _LOCK = threading.Lock()
 CACHED = 48 << 20  # bytes; more than caches hold
 
 
-@dataclass
-class Call:
-    """One call of `generate` in its thread; usage: counts kernels."""
-
-    models: Iterable[nn.Module]
-    usage: Counter[str]
-
-    def read_before(self, weight: Tensor) -> list[Tensor]:
-        """What is read between two products with this weight: other weights, as many as caches hold, or all."""
-        found, nbytes = [], 0
-        for other in (other for model in self.models for other in model.parameters()):
-            if nbytes < CACHED and other.is_cpu and other.is_contiguous() and other.data_ptr() != weight.data_ptr():
-                found.append(other.detach().view(-1)[: (CACHED - nbytes) // other.itemsize])
-                nbytes += found[-1].nbytes
-        return found
-
-
-_call: ContextVar[Call | None] = ContextVar("fastgen_faster_forwards", default=None)
-
-
 @contextmanager
 def faster_forwards(
-    models: Mapping[nn.Module, Iterable[nn.Module]],
-    forwards: dict[type[nn.Module], Forward],
-    kernels: Counter[str],
+    call: GenerateCall, models: Mapping[nn.Module, Iterable[nn.Module]], forwards: dict[type[nn.Module], Forward]
 ) -> Iterator[None]:
-    """Inside this context, in this thread, modules of these types have these forwards; adds its count to `kernels`.
+    """Inside this context, in this call, modules of these types have these forwards; the report counts their kernels.
 
-    So have modules of attention, see `AttentionForward`. models: the modules of each model. A forward that the program
+    So have modules of attention, see `AttentionForward`. models: the modules of each model. A forward that the user
     has put on a module stays.
     """
-    usage: Counter[str] = Counter()
     forwards = {kind: faster for kind, faster in forwards.items() if packages_of(kind.forward) == packages_of(kind)}
-    put_on = []
+    attention_is_faster = not flash_attention.KERNELS[0].unsupported_reasons()
+    put_on: list[ModuleForward] = []
     with _LOCK:
         for module in itertools.chain(*models.values()):
             faster = forwards.get(type(module))
-            if faster is not None or (attends(type(module).forward) and not x86.machine_reasons()):
+            if faster is not None or (attention_is_faster and attends(type(module).forward)):
                 attributes = vars(module)
                 forward = attributes.get("forward")
                 if forward is None:
@@ -86,12 +62,11 @@ def faster_forwards(
                 if isinstance(forward, ModuleForward):
                     forward.users += 1
                     put_on.append(forward)
-    token = _call.set(Call(models, usage))
+    before, call.swapped = call.swapped, tuple(models)
     try:
         yield
     finally:
-        _call.reset(token)
-        kernels.update(usage)
+        call.swapped = before
         with _LOCK:
             for forward in put_on:
                 forward.users -= 1
@@ -124,7 +99,7 @@ def linears() -> dict[type[nn.Module], Forward]:
     return {nn.Linear: multiply}
 
 
-def multiply(forward: FasterForward, rows: Tensor, call: Call, is_transposed: bool = False) -> Tensor | None:
+def multiply(forward: FasterForward, rows: Tensor, call: GenerateCall, is_transposed: bool = False) -> Tensor | None:
     """`rows @ weight.T + bias` in the fastest way, or None if that is BLAS; counted as "cpu_linear, WAY".
 
     is_transposed: the module's weight is `[in_features, out_features]`.
@@ -134,12 +109,22 @@ def multiply(forward: FasterForward, rows: Tensor, call: Call, is_transposed: bo
         weight = weight.t()
     if not cpu_linear.can_multiply(rows, weight, bias):
         return None
-    fastest = cpu_linear.fastest(rows, weight, bias, lambda: call.read_before(weight))
+    fastest = cpu_linear.fastest(rows, weight, bias, lambda: _read_before(weight, call.swapped))
     if fastest == cpu_linear.BLAS:
         forward.blas_shapes.add(rows.shape)
         return None
-    call.usage[f"cpu_linear, {fastest}"] += 1
+    call.report.kernels[f"cpu_linear, {fastest}"] += 1
     return cpu_linear.gemm_backends(rows.dtype)[fastest](rows, weight, bias)
+
+
+def _read_before(weight: Tensor, models: Iterable[nn.Module]) -> list[Tensor]:
+    """Returns what is read between two products with this weight: other weights, as many as caches hold, or all."""
+    weights, nbytes = [], 0
+    for other in (other for model in models for other in model.parameters()):
+        if nbytes < CACHED and other.is_cpu and other.is_contiguous() and other.data_ptr() != weight.data_ptr():
+            weights.append(other.detach().view(-1)[: (CACHED - nbytes) // other.itemsize])
+            nbytes += weights[-1].nbytes
+    return weights
 
 
 def has_faster_forward(module: nn.Module) -> bool:
@@ -154,13 +139,15 @@ class ModuleForward:
         self.module, self.users = module, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = None if torch.compiler.is_compiling() else _call.get()
-        return self.original(*args, **kwargs) if call is None else self.run(call, args, kwargs)
+        call = None if torch.compiler.is_compiling() else current_call()
+        if call is None or not call.swapped:
+            return self.original(*args, **kwargs)
+        return self.run(call, args, kwargs)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: GenerateCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -183,7 +170,7 @@ class FasterForward(ModuleForward):
     def __init__(self, module: nn.Module, faster: Forward, blas_shapes: set[torch.Size]) -> None:
         self.module, self.users, self.faster, self.blas_shapes = module, 0, faster, blas_shapes
 
-    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: GenerateCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) == 1 and {NoneType}.issuperset(map(type, kwargs.values())):
             rows = args[0]
             if (not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes) and not is_watched():
@@ -197,11 +184,11 @@ class FasterForward(ModuleForward):
 class AttentionForward(ModuleForward):
     """The library's forward of a module that calls torch's attention, which is `FlashAttention` of many queries."""
 
-    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: GenerateCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         states = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if states is None or states.dim() != 3 or states.shape[1] < MIN_QUERIES:
             return self.original(*args, **kwargs)
-        with FlashAttention(call.usage):
+        with FlashAttention(call.report.kernels):
             return self.original(*args, **kwargs)
 
 
@@ -216,4 +203,4 @@ def attends(forward: Callable[..., Any]) -> bool:
 
 
 # Given the forward of a module, its input and the call: what it returns, or None to leave it to the library.
-Forward = Callable[[FasterForward, Tensor, Call], Tensor | None]
+Forward = Callable[[FasterForward, Tensor, GenerateCall], Tensor | None]

@@ -11,7 +11,7 @@ Tests: tests/optimizer/fairseq/test_fairseq_caches.py, tests/optimizer/fairseq/t
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ from fairseq.sequence_generator import EnsembleModel
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.optimizer.decoding.call import GenerateCall, costs, current_call
+from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.decode_step import DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import Reason
@@ -108,23 +108,21 @@ class DecodingState(dict):
         self.kv.prompts[self.layers[attention]] = (pair,)
         return pair
 
-    def prefill(self, decoder: Any, tokens: Tensor) -> tuple[Tensor, Any]:
-        """The features of whole prompts, tokens `[inputs, length]`, whose keys and values all rows begin with.
+    def prefill(self, call: GenerateCall, decoder: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+        """Returns the features of whole prompts, tokens `[inputs, length]`, whose keys and values all rows begin with.
 
-        A forward of several positions has no incremental state; `whole_attention` finds this one in `FILLED`. Where the
+        A forward of several positions has no incremental state; `whole_attention` gets this one from the call. If the
         prompt is too short for sharing to pay, it is stored for each row.
         """
-        token = FILLED.set(self)
+        call.host.filled = self
         try:
             outputs = decoder.forward(tokens, features_only=True)
         finally:
-            FILLED.reset(token)
-        call = current_call()
-        is_captured = call is not None and call.will_capture
+            call.host.filled = None
         for attention in self.plan.self_attention:
             if (pair := self.prompt(attention)) is None:
                 raise RuntimeError("the forward over the prompt left no keys in a layer")
-            if not costs().should_share(pair[0], self.rows_per_input, is_captured=is_captured):
+            if not call.costs.should_share(pair[0], self.rows_per_input, is_captured=call.will_capture):
                 self.kv.repeat_prompt(self.layers[attention])
         return outputs
 
@@ -164,8 +162,14 @@ class DecodingState(dict):
             self.encoder_out = self._repeating_encoder.reorder_encoder_out(self.encoder_out, order)
 
 
-# The state that takes the keys of a forward without one; of this thread, and only while that forward runs.
-FILLED: ContextVar[DecodingState | None] = ContextVar("fastgen_filled", default=None)
+@dataclass
+class FairseqCall:
+    """The part of a `GenerateCall` that only fairseq's patches read and write (`GenerateCall.host`).
+
+    filled: the state that takes the keys of a forward without one, while that forward runs.
+    """
+
+    filled: DecodingState | None = None
 
 
 class FairseqDecodeStep(DecodeStep):

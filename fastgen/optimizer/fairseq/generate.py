@@ -19,7 +19,7 @@ from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import LOOP, Reason, Report
 from fastgen.optimizer.decoding.verify import random_states
 from fastgen.optimizer.fairseq.checks import KNOWN, SOURCES, CallChecks, HostGenerator, ModelPlan
-from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
+from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqCall, FairseqDecodeStep
 from fastgen.optimizer.fairseq.loop import Hypothesis, Loop, prefill_sync
 from fastgen.patching import is_final
 from fastgen.provenance import is_from_elsewhere
@@ -34,7 +34,7 @@ def generate(
     bos_token: int | None = None,
 ) -> list[list[Hypothesis]]:
     net_input, first_token = sample["net_input"], self.eos if bos_token is None else bos_token
-    with generate_call(type(self.model.single_model).__name__) as call:
+    with generate_call(type(self.model.single_model).__name__, FairseqCall()) as call:
         source_and_lengths = source_of_sync(self, net_input)
         limit = None if source_and_lengths is None else source_and_lengths[-1]
         checks = CallChecks(call, self, limit, first_token, prefix_tokens, constraints)
@@ -49,7 +49,7 @@ def generate(
         models = [model for model in (*self.model.models, self.lm_model) if model is not None]
         large = [model for model in models if call.costs.should_swap_forwards(size_of(model, KNOWN))]
         modules = {model: call.facts_of(model, KNOWN).modules.values() for model in large}
-        with faster_forwards(modules, linears(), call.report.kernels), _undone(call):
+        with faster_forwards(call, modules, linears()), _undone(call):
             self.search.init_constraints(constraints, self.beam_size)
             row_inputs = torch.arange(inputs, device=device).repeat_interleave(self.beam_size)
             captures = can_capture(checks, call.rows, max_len)
@@ -58,7 +58,7 @@ def generate(
             for model, state, output in zip(self.model.models, states, outputs or ()):
                 state.set_encoder_out(model.encoder, output, row_inputs)
             step = FairseqDecodeStep(call, self, states, max_len, captures)
-            prompt = prefill_sync(self, prefix_tokens, first_token, states, max_len)
+            prompt = prefill_sync(call, self, prefix_tokens, first_token, states, max_len)
             if prompt is not None:
                 text = f"the first {prompt.length} tokens of the prompt: once per input, in one pass"
                 call.report.shared.append(text)

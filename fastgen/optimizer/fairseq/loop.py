@@ -24,6 +24,7 @@ import torch
 from fairseq.search import BeamSearch, Sampling
 from torch import Tensor
 
+from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.fairseq.checks import HostGenerator, computes_prompt_at_once
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.provenance import comes_with
@@ -57,7 +58,12 @@ class Prompt:
 
 
 def prefill_sync(
-    generator: HostGenerator, prefixes: Tensor | None, first_token: int, states: list[DecodingState], max_len: int
+    call: GenerateCall,
+    generator: HostGenerator,
+    prefixes: Tensor | None,
+    first_token: int,
+    states: list[DecodingState],
+    max_len: int,
 ) -> Prompt | None:
     """Computes at once what all outputs begin with, and leaves its keys and values in the states of all models.
 
@@ -71,7 +77,7 @@ def prefill_sync(
         return None
     tokens = prefixes[:, :length]
     fed = torch.cat([tokens.new_full((len(tokens), 1), first_token), tokens], dim=1)
-    outputs = [state.prefill(model.decoder, fed) for model, state in zip(generator.model.models, states)]
+    outputs = [state.prefill(call, model.decoder, fed) for model, state in zip(generator.model.models, states)]
     size = max(1, MAX_ELEMENTS // (len(tokens) * generator.vocab_size))
     forced = []
     for start in range(0, length, size):

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastgen.ops.beam_top_k import Candidates, best_of_all, best_of_allowed, best_of_different
-from fastgen.optimizer.decoding.call import count, current_call
+from fastgen.optimizer.decoding.call import count
 from fastgen.optimizer.decoding.graphs import can_capture
 from fastgen.optimizer.decoding.report import LOOP, Reason
 from fastgen.optimizer.transformers import constrained, no_repeat_ngram
+from fastgen.optimizer.transformers.call import current_call, drop_unused_outputs
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
-from fastgen.optimizer.transformers.outputs import drop_unused_outputs
 
 # What the library adds to the score of a candidate that is out of the race, and gives to slots that are free.
 OUT = -1.0e9
@@ -60,7 +60,7 @@ def beam_search(
     if (call := current_call()) is None:
         return theirs()
     given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs
-    call.checks = checks = CallChecks(call, self, LoopArguments(*given, methods=METHODS))
+    call.host.checks = checks = CallChecks(call, self, LoopArguments(*given, methods=METHODS))
     if reasons := checks.settings or checks.loop:
         call.report.add_reasons(LOOP, reasons)
         return theirs()
@@ -78,7 +78,7 @@ def update_finished_beams(original: Callable, self: Any, *args: Any, **kwargs: A
     """`GenerationMixin._update_finished_beams`: notes the scores that the library's loop has found so far."""
     updated = original(self, *args, **kwargs)
     if (call := current_call()) is not None:
-        call.beam_scores = updated[1]
+        call.host.beam_scores = updated[1]
     return updated
 
 
@@ -133,7 +133,7 @@ class BeamSearch:
             if not stop and any(is_final) and self.step.should_compact(sum(is_final) * self.step.rows_per_input, left):
                 self.compact([index for index, final in enumerate(is_final) if not final])
         best, lengths, scores = self.stored()
-        self.step.call.beam_scores = scores
+        self.step.call.host.beam_scores = scores
         returned = self.config.num_return_sequences
         length = self.prompt_length + int(lengths[:, :returned].max())
         return best[:, :returned, :length].flatten(0, 1)

@@ -176,7 +176,7 @@ class CallChecks:
     @classmethod
     def of(cls, call: GenerateCall, model: HostModel) -> CallChecks:
         """Returns those of the loop that runs; others if none does, or if it is not of this model."""
-        checks = call.checks
+        checks = call.host.checks
         return checks if checks is not None and checks.model is model else cls(call, model)
 
     @property
@@ -229,7 +229,7 @@ class CallChecks:
         are_equal: the rows of a group are known to be.
         """
         cache, of_cache = kv_layers.cache_of(arguments), []
-        if self.call.user_cache:
+        if self.call.host.user_cache:
             of_cache = [USER_CACHE]
         elif kv_layers.is_static(cache):
             of_cache = _static_cache_reasons(cache, generation_config)
@@ -297,8 +297,8 @@ class CallChecks:
             (TORCH_MODE, _is_in_mode()),
             [] if cache is None else kv_layers.unsupported_types(cache),
             untested,
-            ("CUSTOM_GENERATE", "custom_generate may read the cache", call.user_code and not untested),
-            (USER_CACHE, call.user_cache and not (call.user_code or untested)),
+            ("CUSTOM_GENERATE", "custom_generate may read the cache", call.host.user_code and not untested),
+            (USER_CACHE, call.host.user_cache and not (call.host.user_code or untested)),
             (STEPS_DIFFER, not compat.STEPS_ARE_KNOWN),
             ("SYNCED_GPUS", "synced_gpus is set", arguments.synced_gpus),
             ("RETURN_DICT", "return_dict_in_generate is set", config.return_dict_in_generate),

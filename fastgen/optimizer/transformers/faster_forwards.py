@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from fastgen.ops import lookup
 from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.faster_forwards import Call, FasterForward, Forward, faster_forwards, linears, multiply
+from fastgen.optimizer.decoding.faster_forwards import FasterForward, Forward, faster_forwards, linears, multiply
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.transformers import checks, kv_layers
 
@@ -43,7 +43,7 @@ def swap_forwards(
     is_static = getattr(kv_layers.cache_of(kwargs), "is_compileable", False)
     if facts.compiled or is_static or not all(map(_NEVER_COMPILED.__contains__, asked)):
         return nullcontext()
-    return faster_forwards({model: facts.modules.values()}, forwards(), call.report.kernels)
+    return faster_forwards(call, {model: facts.modules.values()}, forwards())
 
 
 def forwards() -> dict[type[nn.Module], Forward]:
@@ -54,7 +54,7 @@ def forwards() -> dict[type[nn.Module], Forward]:
     return {NewGELUActivation: new_gelu, **products}
 
 
-def new_gelu(forward: FasterForward, input: Tensor, call: Call) -> Tensor | None:
+def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tensor | None:
     """The GELU of GPT-2, GPT-J, T5 v1.1 and others, in one pass over the tensor instead of eight.
 
     In half precision the original rounds after each of its steps, which a table repeats.
@@ -67,7 +67,7 @@ def new_gelu(forward: FasterForward, input: Tensor, call: Call) -> Tensor | None
         output = lookup.look_up(input, _table_of_new_gelu(input.dtype))
     else:
         return None
-    call.usage["fused activation"] += 1
+    call.report.kernels["fused activation"] += 1
     return output
 
 

@@ -2,7 +2,7 @@
 
     generate                        makes the GenerateCall, and notes what the arguments say about the call
       swap_forwards                 faster_forwards.py: for the time of the call, on the modules of large models
-      _sample, _beam_search         token_loop.py, beam_search.py: a turn for each token; outputs.py: what nobody reads
+      _sample, _beam_search         token_loop.py, beam_search.py: a turn for each token; call.py: what nobody reads
         _prefill                    prefill.py: once per input; its cache becomes a KVCache
         forward                     decode_step.py: eager, captured, replayed
     end of the call                 caches become the library's again, and the report is complete
@@ -17,9 +17,9 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any
 
-from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
 from fastgen.optimizer.transformers import checks, kv_layers, verification
+from fastgen.optimizer.transformers.call import generate_call
 from fastgen.optimizer.transformers.faster_forwards import swap_forwards
 from fastgen.patching import disabled
 
@@ -32,24 +32,24 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
 
     args: `inputs` and `generation_config`, then what steps may call; behind eight of them `custom_generate`.
     """
-    with generate_call(type(self).__name__) as call:
+    with generate_call(self) as call:
         if reasons := verification.refused_reasons(self):
             call.report.add_reasons(PREFILL, reasons)
             with disabled():
                 return original(self, *args, **kwargs)
-        call.user_cache = kv_layers.cache_of(kwargs) is not None
-        call.user_code = not checks.is_known_class(self)
-        call.has_callbacks = bool(args[2:]) or {*map(type, map(kwargs.get, _CALLBACKS))} != {NoneType}
-        call.to_verify = verification.call_to_verify(original, self, args, kwargs)
+        call.host.user_cache = kv_layers.cache_of(kwargs) is not None
+        call.host.user_code = not checks.is_known_class(self)
+        call.host.has_callbacks = bool(args[2:]) or {*map(type, map(kwargs.get, _CALLBACKS))} != {NoneType}
+        call.host.to_verify = verification.call_to_verify(original, self, args, kwargs)
         if any(map(callable, (kwargs.get("custom_generate"), *args[8:]))):
-            call.user_code, call.share = True, False
+            call.host.user_code, call.host.share = True, False
             text = "custom_generate may read the cache: plain layers, keys and values stored for each row"
             call.report.add_reasons(KV_CACHE, [Reason("CUSTOM_GENERATE", text)])
         try:
             with swap_forwards(self, args, kwargs, call):
                 result = original(self, *args, **kwargs)
         finally:
-            call.to_verify = call.checks = None  # which hold the model and all arguments
+            call.host.to_verify = call.host.checks = None  # which hold the model and all arguments
         if call.staged_seconds:
             call.end_stage("decoder")
         if not call.rows:

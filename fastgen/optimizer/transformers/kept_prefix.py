@@ -12,16 +12,13 @@ Tests: tests/optimizer/transformers/test_kept_prefix.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.call import GenerateCall, settings_of
 from fastgen.optimizer.decoding.graphs import torch_settings
 from fastgen.optimizer.decoding.model_facts import ModelFacts
 from fastgen.optimizer.decoding.report import KEPT, USER_CACHE, Reason
@@ -95,7 +92,7 @@ class PrefixReuse:
         """Keeps a copy of what a forward of these columns of one row has put into this cache; adds to the report."""
         length = next(iter(columns.values())).shape[1]
         foreign = [name for name, value in options.items() if not isinstance(value, PLAIN)]
-        reasons = [USER_CACHE] if call.user_cache else checks.CallChecks.of(call, model).rows
+        reasons = [USER_CACHE] if call.host.user_cache else checks.CallChecks.of(call, model).rows
         reasons = reasons or [Reason("ARGUMENT_TYPE", f"argument {name} cannot be compared") for name in foreign[:1]]
         reasons = reasons or _cache_reasons(cache, length)
         state = None if reasons else self._state_of(call, model)
@@ -182,19 +179,6 @@ def _factors(count: int, device: torch.device) -> Tensor:
     return numbers ^ (numbers >> 31)
 
 
-_current: ContextVar[tuple[PrefixReuse, ...]] = ContextVar("fastgen_reusing_prefix", default=())
-
-
 def reuse_of(model: checks.HostModel) -> PrefixReuse | None:
-    """Of the innermost `reusing_prefix` for this model."""
-    return next((reuse for reuse in reversed(_current.get()) if reuse.is_of(model)), None)
-
-
-@contextmanager
-def reusing(reuse: PrefixReuse) -> Iterator[None]:
-    """Inside this context calls of its model use and keep its prefix."""
-    token = _current.set((*_current.get(), reuse))
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    """Returns that of the innermost `reusing_prefix` for this model."""
+    return next((reuse for reuse in settings_of(PrefixReuse) if reuse.is_of(model)), None)

@@ -191,7 +191,7 @@ def adopt(
     them. What is adopted already, after a common prefix, stays in its `KVCache`. limit: the number of positions that
     can be added to each row. is_prefix: the rows of an input are those of the batch. Adds to the report.
     """
-    share = False if rows_per_input == 1 else call.share
+    share = False if rows_per_input == 1 else call.host.share
 
     def should_share(keys: Tensor, is_cross: bool = False) -> bool:
         if share is not None:
@@ -201,14 +201,14 @@ def adopt(
     before = reversed([layer for layer in layers_of(cache) if isinstance(layer, KVLayer)])
     prefixes = {layer.kv: layer.kv.segments(layer.index)[-1][0] for layer in before}  # keys of the first layer of each
     kinds, repeated, writes_in_place = _layers_by_kind(cache, inputs, rows_per_input, limit, call, should_share)
-    gains = any(shares for _, shares, *_ in kinds) or (writes_in_place and not call.user_code)
+    gains = any(shares for _, shares, *_ in kinds) or (writes_in_place and not call.host.user_code)
     shared: Counter[str] = Counter()
     kv, few = KVCache(inputs, rows_per_input, usage=call.report.kernels), 0
     for (is_cross, shares, outgrows_window, *_), places in kinds.items():
         shared["cross" if is_cross else "prompt"] += shares * len(places)
         few += len(places) * (share is None and not shares)
-        if shares or (gains and not call.user_code and not outgrows_window):
-            _put_in(kv, places, shares, None if is_cross else limit, call.user_code)
+        if shares or (gains and not call.host.user_code and not outgrows_window):
+            _put_in(kv, places, shares, None if is_cross else limit, call.host.user_code)
         else:
             for part, index in places:
                 part.layers[index].batch_repeat_interleave(rows_per_input)

@@ -32,10 +32,11 @@ from transformers.cache_utils import DynamicCache
 
 from fastgen.models.cache_names import CACHE
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.call import GenerateCall, generate_call
+from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import PREFILL, Decision, Reason
 from fastgen.optimizer.transformers import checks, prefixes
+from fastgen.optimizer.transformers.call import generate_call
 from fastgen.optimizer.transformers.prefill import expand_cache
 
 Tokens = tuple[int, ...]
@@ -98,7 +99,7 @@ def log_likelihoods(
     if not pairs:
         return []
     model = base_of(model)
-    with generate_call(type(model).__name__, has_steps=False) as call, torch.no_grad():
+    with generate_call(model, has_steps=False) as call, torch.no_grad():
         scorer, asked = Scorer(call, model, tokens_per_batch), contexts_of(pairs)
         try:
             groups = scorer.groups(asked)

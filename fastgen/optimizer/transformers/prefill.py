@@ -29,12 +29,13 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.call import GenerateCall, current_call
+from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, Decision, Reason
 from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, undo_of_tensors
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import kv_layers, prefixes, row_groups, verification
+from fastgen.optimizer.transformers.call import current_call
 from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel, untested_reasons
 from fastgen.optimizer.transformers.models import images, latent_attention
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
@@ -60,7 +61,7 @@ def prefill(
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     if not call.rows and self.config.is_encoder_decoder:
         call.end_stage("encoder")
-    if call.has_callbacks:  # a streamer has seen the prompt
+    if call.host.has_callbacks:  # a streamer has seen the prompt
         call.has_changed(self)
 
     def forward(arguments: dict[str, Any]) -> ModelOutput:

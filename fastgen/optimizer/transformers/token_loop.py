@@ -20,14 +20,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.graphs import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import LOOP, STEPS
 from fastgen.optimizer.transformers import compat, no_repeat_ngram
+from fastgen.optimizer.transformers.call import current_call, drop_unused_outputs
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
-from fastgen.optimizer.transformers.outputs import drop_unused_outputs
 
 # Of a draw: random integers at a time, and how few torch draws faster where all rows go on.
 MOST_BITS = 1 << 20
@@ -53,7 +52,7 @@ def sample(
     if (call := current_call()) is None:
         return theirs(synced_gpus=synced_gpus, streamer=streamer)
     given = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs, streamer
-    call.checks = checks = CallChecks(call, self, LoopArguments(*given))
+    call.host.checks = checks = CallChecks(call, self, LoopArguments(*given))
     compacts, captures = parts_of_loop(checks)
     if not (compacts or captures):
         return theirs(synced_gpus=synced_gpus, streamer=streamer)

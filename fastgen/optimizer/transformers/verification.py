@@ -35,7 +35,7 @@ from transformers.utils import logging
 from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.call import GenerateCall, generate_call
+from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.report import Reason, that_hold
 from fastgen.optimizer.decoding.verify import (
     ABSENT,
@@ -47,6 +47,7 @@ from fastgen.optimizer.decoding.verify import (
     verify_once,
 )
 from fastgen.optimizer.transformers import checks
+from fastgen.optimizer.transformers.call import generate_call
 from fastgen.optimizer.transformers.checks import HostModel, is_known_class, untested_reasons
 from fastgen.patching import disabled, warn
 
@@ -87,8 +88,8 @@ def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: di
 
 def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
-    original = call.to_verify
-    is_comparing = original is None and call.share is not None  # in `_compare_first_steps`
+    original = call.host.to_verify
+    is_comparing = original is None and call.host.share is not None  # in `_compare_first_steps`
     if is_comparing or not untested_reasons(model):
         return []
     if original is None or original.args[0] is not model:
@@ -143,8 +144,8 @@ def _compare_first_steps(key: tuple, given: partial) -> None:
 
     def ours() -> Iterator[Any]:
         for share in (True, False):
-            with generate_call(type(model).__name__) as call:
-                call.user_code, call.share = not is_known_class(model), share
+            with generate_call(model) as call:
+                call.host.user_code, call.host.share = not is_known_class(model), share
                 try:
                     found = first_steps()
                 except Exception as error:

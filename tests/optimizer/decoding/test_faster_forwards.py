@@ -7,7 +7,6 @@ import functools
 import io
 import pickle
 import threading
-from collections import Counter
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from transformers.activations import NewGELUActivation
 
 import fastgen
 from fastgen.ops import cpu_linear, x86
+from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
 from fastgen.optimizer.transformers.faster_forwards import forwards
 from fastgen.testing import ANY_SIZE, costs, force, watched
@@ -66,24 +66,24 @@ def in_a_thread(action):
 
 
 def test_the_fused_activation_is_the_same_function():
-    module, usage = NewGELUActivation(), Counter()
+    module = NewGELUActivation()
     with torch.no_grad():
         expected = module(STATES)
-        with faster_forwards({module: module.modules()}, forwards(), usage):
+        with generate_call("test") as call, faster_forwards(call, {module: module.modules()}, forwards()):
             found = module(STATES)
-    assert usage == {"fused activation": 1} and "forward" not in vars(module)
+    assert call.report.kernels == {"fused activation": 1} and "forward" not in vars(module)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_the_fused_activation_has_the_library_s_bits_in_half_precision(dtype):
-    module, usage, states = NewGELUActivation(), Counter(), STATES.to(dtype)
+    module, states = NewGELUActivation(), STATES.to(dtype)
     with torch.no_grad():
         expected = module(states)
-        with faster_forwards({module: module.modules()}, forwards(), usage):
+        with generate_call("test") as call, faster_forwards(call, {module: module.modules()}, forwards()):
             found = module(states)
-    assert usage == {"fused activation": 1} and torch.equal(found, expected)
+    assert call.report.kernels == {"fused activation": 1} and torch.equal(found, expected)
 
 
 def test_generate_uses_it_and_says_so(gpt2):
@@ -100,10 +100,10 @@ def test_small_models_are_not_looked_through():
 
 
 def test_other_types_are_left_to_the_original():
-    module, usage, states = NewGELUActivation(), Counter(), torch.randn(50, dtype=torch.float64)
-    with torch.no_grad(), faster_forwards({module: module.modules()}, forwards(), usage):
+    module, states = NewGELUActivation(), torch.randn(50, dtype=torch.float64)
+    with torch.no_grad(), generate_call("test") as call, faster_forwards(call, {module: module.modules()}, forwards()):
         found = module(states)
-    assert not usage and torch.equal(found, module(states))
+    assert not call.report.kernels and torch.equal(found, module(states))
 
 
 def test_gradients_and_modes_of_the_program_see_the_original():
@@ -112,12 +112,12 @@ def test_gradients_and_modes_of_the_program_see_the_original():
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    module, usage, seen, states = NewGELUActivation(), Counter(), [], torch.randn(5, requires_grad=True)
-    with faster_forwards({module: module.modules()}, forwards(), usage):
+    module, seen, states = NewGELUActivation(), [], torch.randn(5, requires_grad=True)
+    with generate_call("test") as call, faster_forwards(call, {module: module.modules()}, forwards()):
         module(states).sum().backward()
         with torch.no_grad(), Watching():
             module(states)
-    assert not usage and states.grad is not None and torch.tanh in seen
+    assert not call.report.kernels and states.grad is not None and torch.tanh in seen
 
 
 def test_another_thread_may_call_and_train_the_model_meanwhile(gpt2):
@@ -249,7 +249,7 @@ def test_shapes_for_which_blas_is_the_fastest_are_asked_for_once(by_blas):
     asked, module = by_blas, torch.nn.Linear(1024, 1024)
 
     def product(rows):
-        with torch.no_grad(), faster_forwards({module: [module]}, forwards(), Counter()):
+        with torch.no_grad(), generate_call("test") as call, faster_forwards(call, {module: [module]}, forwards()):
             assert module(torch.ones(rows, 1024)).shape[0] == rows
 
     for rows in (3, 3, 5, 3):

@@ -16,7 +16,7 @@ from fairseq_models import CASES
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.fairseq.checks import KNOWN, plan
-from fastgen.optimizer.fairseq.decode_step import DecodingState
+from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqCall
 from fastgen.optimizer.fairseq.loop import StepHistory
 
 
@@ -76,9 +76,13 @@ def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays():
     tokens = torch.tensor([[2, 5, 6, 7], [2, 8, 9, 10]])
     for pays in (True, False):
         state = DecodingState(plan_of(case.models[0]), inputs=2, rows_per_input=3, limit=9)
-        with torch.no_grad(), costs(min_saved_elements=0 if pays else sys.maxsize), generate_call("test") as call:
+        with (
+            torch.no_grad(),
+            costs(min_saved_elements=0 if pays else sys.maxsize),
+            generate_call("test", FairseqCall()) as call,
+        ):
             call.is_accelerated = True
-            state.prefill(decoder, tokens)
+            state.prefill(call, decoder, tokens)
         attention = decoder.layers[0].self_attn
         if pays:
             assert [part.shape for part in state.prompt(attention)] == [(2, 2, 4, 8)] * 2

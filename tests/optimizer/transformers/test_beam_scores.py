@@ -12,7 +12,7 @@ from parity import BEAMS, padded, run_both, tiny
 
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.report import LOOP
-from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
+from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
 
 ASKED = {"return_dict_in_generate": True, "output_scores": True}
 
@@ -72,7 +72,7 @@ def test_a_model_of_the_programs_own_is_verified_as_ever(share_always: None) -> 
     user_code = []
 
     def attend(*states: torch.Tensor) -> torch.Tensor:
-        user_code.extend([call.user_code] if (call := current_call()) is not None else [])
+        user_code.extend([call.host.user_code] if (call := current_call()) is not None else [])
         return by_einsum(*states)
 
     model = odd_model(attend)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import Counter
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastgen.ops import cpu_linear
+from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.testing import force
 
@@ -228,7 +228,7 @@ def assert_multiplied(
     if bias is not None:
         module.bias = nn.Parameter(bias, requires_grad=False)
     with torch.no_grad():
-        with faster_forwards({module: module.modules()}, linears(), Counter()):
+        with generate_call("test") as call, faster_forwards(call, {module: module.modules()}, linears()):
             found = through(module)
         expected = through(module)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)

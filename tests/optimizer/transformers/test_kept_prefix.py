@@ -297,7 +297,7 @@ def test_a_cache_of_the_callers_is_not_kept(llama):
         longer = torch.cat([first.sequences, token_ids(1, 3, seed=4)], dim=1)
         with testing.watched("keep a prefix") as kept:
             llama.generate(input_ids=longer, past_key_values=first.past_key_values, **SHORT)
-        assert all(call.args[1].user_cache for call in kept)
+        assert all(call.args[1].host.user_cache for call in kept)
         assert compared(llama, prompts(5, seed=1), **SHORT).report.prefix_tokens_kept == 9
 
 

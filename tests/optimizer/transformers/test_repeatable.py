@@ -13,8 +13,8 @@ from parity import padded, tiny
 import fastgen
 from fastgen.ops.tracing import Diverged
 from fastgen.optimizer.decoding.decode_step import CannotPad
+from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
-from fastgen.optimizer.transformers.outputs import SEQUENCES_SCORES, only_outputs
 from fastgen.testing import broken, captured_graphs, configured, replaced
 
 pytestmark = pytest.mark.skipif(

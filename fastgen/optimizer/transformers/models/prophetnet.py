@@ -29,8 +29,9 @@ from transformers.models.prophetnet.modeling_prophetnet import (
 
 from fastgen.models.cache_names import CACHE
 from fastgen.models.predict_streams import Streams, attend, make_streams
-from fastgen.optimizer.decoding.call import count, current_call
+from fastgen.optimizer.decoding.call import count
 from fastgen.optimizer.transformers import checks, kv_layers
+from fastgen.optimizer.transformers.call import current_call
 
 KERNEL = "ProphetNet's step, first predict stream"
 
@@ -62,7 +63,7 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
     prefix: of the names of the decoder's arguments.
     """
     call = current_call()
-    if call is None or call.user_code or args or model.training or torch.is_grad_enabled():
+    if call is None or call.host.user_code or args or model.training or torch.is_grad_enabled():
         return False
     unread = ("labels", f"{prefix}inputs_embeds", "output_attentions", "output_hidden_states")
     if any(kwargs.get(name) is not None and kwargs[name] is not False for name in unread):
@@ -77,7 +78,7 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
     mask = kwargs.get(f"{prefix}attention_mask")
     if mask is not None and tuple(mask.shape) != (input_ids.shape[0], cache.get_seq_length() + 1):
         return False
-    if call.has_callbacks:
+    if call.host.has_callbacks:
         call.has_changed(model)  # then it is looked at anew
     facts = call.facts_of(model, checks.KNOWN)
     if facts.hooks or facts.user_code:  # which see two streams here, and embeddings one call instead of two

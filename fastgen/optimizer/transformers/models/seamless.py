@@ -2,7 +2,7 @@
 
 Encoder and text decoder are those of the call of `generate` inside; then come text-to-unit and vocoder. The library
 asks that call for the scores and hidden states of every step and uses only its sequences and the encoder's states
-(outputs.py). For speech it then calls the encoder again, with the same input: its first output is reused.
+(call.py). For speech it then calls the encoder again, with the same input: its first output is reused.
 
 The decoders are M2M100's, with sinusoidal positions. At every step the library asks whether its table of them is long
 enough, which waits for the device. In captured steps the number of positions is on the device and nothing reads it
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from contextvars import ContextVar
 from functools import partial
 from operator import is_
 from typing import Any
@@ -26,45 +25,42 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.ops.tracing import is_transformed
-from fastgen.optimizer.decoding.call import count, current_call, end_stage, generate_call
+from fastgen.optimizer.decoding.call import count, end_stage
 from fastgen.optimizer.transformers import checks, compat
-from fastgen.optimizer.transformers.outputs import ENCODER_STATES, only_outputs
+from fastgen.optimizer.transformers.call import ENCODER_STATES, current_call, generate_call, only_outputs
 from fastgen.optimizer.vocoder import faster_waveform
 
 # The arguments with which the library calls the speech encoder the second time; it uses the first output only.
 _ARGUMENTS = ("input_features", "attention_mask")
 ENCODED_ONCE = "speech encoder, once"
 
-# Of the speech encoder in the call that runs: the module, its states and what they were made of, and their versions.
-Encoded = list[tuple[nn.Module, list["Tensor | None"], list[int]]]
-_encoded: ContextVar[Encoded | None] = ContextVar("fastgen_encoded", default=None)
-
 
 def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     generate_speech = kwargs.get("generate_speech", args[5] if len(args) > 5 else True)
     outputs = only_outputs(ENCODER_STATES) if generate_speech else nullcontext()
-    token = _encoded.set([])
-    try:
-        with generate_call(type(self).__name__, has_stages=True), outputs:
-            return original(self, *args, **kwargs)
-    finally:
-        _encoded.reset(token)
+    with generate_call(self, has_stages=True), outputs:
+        return original(self, *args, **kwargs)
 
 
 def speech_encoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The states that this encoder has made of the same tensors in the same call of `generate`, if it has."""
-    outputs = _encoded.get()
-    if outputs is None or args or not _is_repeatable(self):
+    """Returns the states that this encoder has made of the same tensors in the same call of `generate`, if it has.
+
+    The call's `encoded` has the module, its states and what they were made of, and the versions of these tensors.
+    """
+    call = current_call()
+    while call is not None and not call.has_stages:
+        call = call.outer
+    if call is None or args or not _is_repeatable(self):
         return original(self, *args, **kwargs)
-    given = [kwargs.get(name) for name in _ARGUMENTS]
-    for encoder, tensors, versions in outputs:
-        is_same = tuple(kwargs) == _ARGUMENTS and encoder is self and all(map(is_, tensors[1:], given))
+    inputs = [kwargs.get(name) for name in _ARGUMENTS]
+    for encoder, tensors, versions in call.host.encoded:
+        is_same = tuple(kwargs) == _ARGUMENTS and encoder is self and all(map(is_, tensors[1:], inputs))
         if is_same and _versions(tensors) == versions:
             count(ENCODED_ONCE)
             return BaseModelOutput(tensors[0])
     encoded = original(self, **kwargs)
-    tensors = [encoded[0], *given]
-    outputs.append((self, tensors, _versions(tensors)))
+    tensors = [encoded[0], *inputs]
+    call.host.encoded.append((self, tensors, _versions(tensors)))
     return encoded
 
 

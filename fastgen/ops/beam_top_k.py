@@ -42,7 +42,7 @@ _ARGUMENTS = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_int32)
 
 
 def _rows_of_a_part(logits: Tensor) -> int:
-    return max(1, PART // logits.shape[1])
+    return max(1, PART // int(logits.shape[1]))
 
 
 def best_of_all(logits: Tensor, beam_scores: Tensor, k: int, log_probs: Tensor | None = None) -> Candidates:
@@ -51,7 +51,8 @@ def best_of_all(logits: Tensor, beam_scores: Tensor, k: int, log_probs: Tensor |
     if log_probs is None and (kernel is KERNELS[-1] or logits.numel() <= PART):
         log_probs = functional.log_softmax(logits, dim=-1)
     if log_probs is not None:
-        return kernel.run(log_probs, beam_scores, k)
+        best: Candidates = kernel.run(log_probs, beam_scores, k)
+        return best
     inputs = max(1, _rows_of_a_part(logits) // beam_scores.shape[1])
     parts = zip(logits.split(inputs * beam_scores.shape[1]), beam_scores.split(inputs))
     values, index = zip(*[kernel.run(functional.log_softmax(part, dim=-1), scores, k) for part, scores in parts])

@@ -251,7 +251,7 @@ Memory = int
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def memories_of(tensors: Iterable[Tensor]) -> set[Memory]:

@@ -142,6 +142,8 @@ _LIBRARY.define(
 _LIBRARY.impl("few_queries_attention", _attention, "CPU")
 
 
-@torch.library.register_fake(OPERATION, lib=_LIBRARY)
 def _fake(query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None, scale: float) -> Tensor:
     return output_of(query, values)
+
+
+torch.library.register_fake(OPERATION, _fake, lib=_LIBRARY)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from fastgen.ops import few_queries, x86
 from fastgen.ops.kernel import Kernel
-from fastgen.ops.tracing import TransparentMode, is_watched
+from fastgen.ops.tracing import Arguments, Options, TransparentMode, is_watched
 
 # Fewer queries of a row and a head of keys, or fewer keys, are not worth packing.
 MIN_QUERIES = MIN_KEYS = 32
@@ -73,7 +73,7 @@ class FlashAttention(TransparentMode):
         super().__init__()
         self.usage = usage
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention and not is_watched():
             output = _attention_of_call(*args, **kwargs)

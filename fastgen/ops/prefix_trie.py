@@ -34,7 +34,7 @@ FIRST_KEY = 2
 # Tokens have 31 bits, so that a key of any trie that fits into memory has fewer than 63.
 LIMIT = 2**31
 
-Paths = str | os.PathLike
+Paths = str | os.PathLike[str]
 
 
 class PrefixTrie:
@@ -130,7 +130,8 @@ class PrefixTrie:
     @property
     def at_dead_ends(self) -> list[int]:
         """Allowed where nothing follows, sorted."""
-        return self._array[FIRST_KEY + self._edges :].tolist()
+        tokens: list[int] = self._array[FIRST_KEY + self._edges :].tolist()
+        return tokens
 
     @property
     def largest_token(self) -> int:
@@ -147,7 +148,8 @@ class PrefixTrie:
 
     def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
         """The tokens that may follow input_ids `[length]`, sorted; what transformers calls for each row."""
-        return self.allowed_sync(torch.as_tensor(input_ids).view(1, -1))[1].tolist()
+        tokens: list[int] = self.allowed_sync(torch.as_tensor(input_ids).view(1, -1))[1].tolist()
+        return tokens
 
     def allowed_sync(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens that may follow each row of input_ids `[rows, length]`, int64, and before them their rows.
@@ -199,7 +201,7 @@ class PrefixTrie:
             self._on_devices[device] = torch.from_numpy(np.asarray(self._array[FIRST_KEY:])).to(device)
         return self._on_devices[device]
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_on_devices": {}}
 
 

@@ -98,7 +98,7 @@ def _is_skinny(queries: Tensor, keys: Tensor) -> bool:
     which the first takes 2.5 instead of 4.4 ms with its operands swapped. From 64 queries on all are equal.
     """
     few = queries.shape[-2] <= FEW_QUERIES and keys.shape[-2] >= MANY_KEYS
-    return few and queries.device.type == "cpu" and queries.dtype == torch.float32
+    return bool(few and queries.device.type == "cpu" and queries.dtype == torch.float32)
 
 
 def weighted_values(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
@@ -170,7 +170,7 @@ def _are_right(kernels: Any, device: torch.device) -> bool:
         exact = [segment.float() for segment in segments]
         expected = attention_by_products(query.float(), exact, exact, None, 0.2)
         found = kernels.attention(query, segments, segments, None, 0.2).float()
-    return torch.allclose(found, expected, atol=0.01, rtol=0.01)
+    return bool(torch.allclose(found, expected, atol=0.01, rtol=0.01))
 
 
 def attention_by_products(
@@ -211,7 +211,7 @@ def attention_by_products(
 def _most_queries(query: Tensor, keys: Sequence[Tensor]) -> int:
     """Of each row, for whose scores there is memory: of a long prompt behind a common prefix."""
     of_one_query = query.shape[0] * query.shape[1] * sum(segment.shape[2] for segment in keys)
-    return max(MOST_SCORES // of_one_query, 1)
+    return max(MOST_SCORES // int(of_one_query), 1)
 
 
 def _softmax(

@@ -6,7 +6,6 @@ Tests: tests/ops/test_cpu_graph.py, tests/optimizer/transformers/test_foreign_co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -18,6 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+# Of a call of torch that a mode sees.
+Arguments = tuple[Any, ...]
+Options = dict[str, Any] | None
 
 
 class NotRepeatable(Exception):
@@ -52,7 +55,7 @@ class TracedCall(NamedTuple):
     @property
     def writes(self) -> bool:
         """Whether it changes one of its arguments."""
-        return self.operation._schema.is_mutable
+        return bool(self.operation._schema.is_mutable)
 
     @property
     def returns_argument(self) -> bool:
@@ -67,7 +70,7 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.calls: list[TracedCall] = []
 
-    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
         if foreign := set(types) - {Tensor, nn.Parameter}:  # what they do inside would not be seen
             raise NotRepeatable(f"{func} works on {', '.join(sorted(kind.__name__ for kind in foreign))}")
@@ -88,7 +91,7 @@ class NoWaiting(Tracer):
     error, from which torch's allocator does not recover (pytorch#190308).
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags or _has_any_size(func, args):
             raise NotRepeatable(f"{func} lets the host wait for the device")
@@ -110,7 +113,7 @@ def uses_of(calls: list[TracedCall], output: Any) -> Counter[int]:
     return uses
 
 
-def _has_any_size(operation: torch._ops.OpOverload, args: tuple) -> bool:
+def _has_any_size(operation: torch._ops.OpOverload, args: Arguments) -> bool:
     """Whether the size of the result depends on numbers: where masks are indices, but not where places are."""
     if operation is torch.ops.aten.index.Tensor:
         return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))

@@ -32,6 +32,14 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 _NO_MASK, _ADDED, _BOOL = 0, 1, 2
 
 
+@triton.jit
+def _weights(scores, largest):
+    """Weights of scores `[queries, keys]`, by what sums so far shrink, and the largest scores so far, `[queries]`."""
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+    return tl.exp(scores - base[:, None]), tl.exp(largest - base), new_largest
+
+
 @triton.jit(do_not_specialize=[
     "positions", "slots", "first_slot", "length", "queries", "rows_per_copy", "splits", "chunk", "mask_start",
 ])  # fmt: skip
@@ -49,28 +57,23 @@ def _add_up(
     has `splits` from `first_slot` on. ONE_MASK: all queries of a copy see the same keys.
     """
     index, kv_head = tl.program_id(0), tl.program_id(1)
-    split = index % splits
-    tiles = tl.cdiv(queries, TILE)
+    split, tiles = index % splits, tl.cdiv(queries, TILE)
     copy = index // splits // tiles
     n = index // splits % tiles * TILE + tl.arange(0, TILE)
     is_query = n < queries
     row = copy * rows_per_copy + n // (GROUPS * positions)
     head = kv_head * GROUPS + n // positions % GROUPS
     position = n % positions
-    d = tl.arange(0, WIDTH_2)
-    dv = tl.arange(0, VALUE_WIDTH_2)
-    is_width = d < WIDTH
-    is_value_width = dv < VALUE_WIDTH
+    d, dv = tl.arange(0, WIDTH_2), tl.arange(0, VALUE_WIDTH_2)
+    is_width, is_value_width = d < WIDTH, dv < VALUE_WIDTH
     q_place = query + row.to(tl.int64) * q_row + head * q_head + position * q_position
     q = tl.load(q_place[:, None] + d[None, :], mask=is_query[:, None] & is_width[None, :], other=0.0)
     k_place = keys + copy.to(tl.int64) * k_copy + kv_head * k_head
     v_place = values + copy.to(tl.int64) * v_copy + kv_head * v_head
     mask_place = row * mask_row + head * mask_head + position * mask_position + mask_start
-    largest = tl.full((TILE,), -float("inf"), tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
+    largest, total = tl.full((TILE,), -float("inf"), tl.float32), tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, VALUE_WIDTH_2), tl.float32)
-    start = split * chunk
-    end = tl.minimum(start + chunk, length)
+    start, end = split * chunk, tl.minimum(split * chunk + chunk, length)
     if HAS_FIRST:
         start = tl.maximum(start, tl.load(first_key).to(tl.int32) // BLOCK * BLOCK)
     if HAS_LAST:
@@ -90,17 +93,12 @@ def _add_up(
                 scores += read.to(tl.float32)
             else:
                 seen &= read != 0
-        scores = tl.where(seen, scores, -float("inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-        weights = tl.exp(scores - base[:, None])
-        shrunk = tl.exp(largest - base)
+        weights, shrunk, largest = _weights(tl.where(seen, scores, -float("inf")), largest)
         v = tl.load(
             v_place + s[:, None] * v_key + dv[None, :], mask=is_key[:, None] & is_value_width[None, :], other=0.0
         )
         result = result * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrunk + tl.sum(weights, 1)
-        largest = new_largest
     slot = ((row.to(tl.int64) * heads + head) * positions + position) * slots + first_slot + split
     tl.store(sums + slot[:, None] * VALUE_WIDTH + dv[None, :], result, mask=is_query[:, None] & is_value_width[None, :])
     tl.store(maxima + slot * 2, largest, mask=is_query)
@@ -199,7 +197,7 @@ def attention(
 
 def _padded(number: int) -> int:
     """Returns the power of two, 16 or more, that a dimension of a tensor-core product has for so many numbers."""
-    return max(16, triton.next_power_of_2(number))
+    return max(16, int(triton.next_power_of_2(number)))
 
 
 def _tile(queries: int, width: int, dtype: torch.dtype) -> int:

@@ -12,7 +12,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,9 +48,9 @@ def function(name: str, dtype: torch.dtype, argument_types: tuple[Any, ...]) -> 
     library = load(_library_name())
     library.fastgen_threads.argtypes = [ctypes.c_void_p] * 3
     library.fastgen_threads(*_openmp())
-    found = getattr(library, f"fastgen_{name}{_SUFFIXES[dtype]}")
-    found.argtypes, found.restype = argument_types, None
-    return found
+    kernel = getattr(library, f"fastgen_{name}{_SUFFIXES[dtype]}")
+    kernel.argtypes, kernel.restype = argument_types, None
+    return cast(Callable[..., None], kernel)
 
 
 class Address(ctypes.c_void_p):
@@ -63,7 +63,7 @@ class Address(ctypes.c_void_p):
 
 def threads_for(work: int, least: int) -> int:
     """On how many of torch's threads to work; of less than `least` each they would wait for each other for longer."""
-    return min(torch.get_num_threads(), 1 + work // least)
+    return min(int(torch.get_num_threads()), 1 + work // least)
 
 
 def _openmp() -> list[ctypes.c_void_p | None]:

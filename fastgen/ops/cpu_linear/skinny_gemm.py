@@ -85,11 +85,13 @@ _LIBRARY.define(
 _LIBRARY.impl("skinny_linear", _skinny_linear, "CPU")
 
 
-@torch.library.register_fake(OPERATION, lib=_LIBRARY)
 def _fake(
     rows: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None, is_rectified: bool = False
 ) -> Tensor:
     return rows.new_empty((*rows.shape[:-1], weight.shape[0]))
+
+
+torch.library.register_fake(OPERATION, _fake, lib=_LIBRARY)
 
 
 def fused(calls: list[TracedCall], output: Any) -> list[TracedCall]:
@@ -125,4 +127,4 @@ def _candidates(call: TracedCall) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _can_be_added(added: Tensor, product: Tensor) -> bool:
-    return added.shape == product.shape and added.dtype == product.dtype and added.is_contiguous()
+    return bool(added.shape == product.shape and added.dtype == product.dtype and added.is_contiguous())

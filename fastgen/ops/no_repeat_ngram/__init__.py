@@ -146,7 +146,7 @@ def check_writable(scores: Tensor) -> None:
 def can_ban(tokens: Tensor, scores: Tensor, ngram_size: int, encoder_tokens: Tensor | None) -> bool:
     """Whether the shapes alone leave anything to ban."""
     source = tokens if encoder_tokens is None else encoder_tokens
-    return scores.numel() > 0 and source.shape[1] >= ngram_size and tokens.shape[1] >= ngram_size - 1
+    return bool(scores.numel() > 0 and source.shape[1] >= ngram_size and tokens.shape[1] >= ngram_size - 1)
 
 
 def _check_tensor(name: str, tensor: Tensor, accepted: tuple[torch.dtype, ...], scores: Tensor) -> None:

@@ -79,7 +79,7 @@ def _stop(status: int, message: str) -> NoReturn:
 
 
 def run_script(script: str, *args: str) -> None:
-    """As `python script args...`: a source file, or a folder, zip or `.pyc` file (then `sys.argv[0]` is absolute)."""
+    """Runs `python script args...`: a source file, or a folder, zip or `.pyc` file, whose `sys.argv[0]` is absolute."""
     if not os.path.exists(script):
         _stop(2, f"can't open file {script!r}: no such file")
     sys.argv = [script, *args]
@@ -113,7 +113,7 @@ def _set_first_path(*entries: str) -> None:
 
 
 def run_module(module: str, *args: str) -> None:
-    """As `python -m module args...`."""
+    """Runs `python -m module args...`."""
     try:
         found = find_spec(module)
     except ModuleNotFoundError as error:

@@ -86,7 +86,7 @@ def _choose(log_probs: Tensor, beam_scores: Tensor, k: int) -> Candidates:
 
 
 def best_of_allowed(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Candidates | None:
-    """As if the log-probabilities of all but the allowed tokens were -inf.
+    """Returns the best as if the log-probabilities of all but the allowed tokens were -inf.
 
     logits: `[B * M, vocabulary_size]`, before the softmax over all tokens. rows, tokens: those allowed, `[count]`,
     sorted by row and then by token. None where a log-probability is not finite, and where the order of equal scores
@@ -99,7 +99,7 @@ def best_of_allowed(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: T
 
 
 def best_of_different(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Candidates | None:
-    """As `best_of_allowed`, in any order of equal scores; None where some of the best k + 1 are equal."""
+    """Returns `best_of_allowed`, in any order of equal scores; None if some of the best k + 1 are equal."""
     scored = _scored(logits, beam_scores, rows, tokens)
     if scored is None:
         return None
@@ -122,7 +122,7 @@ def _scored(logits: Tensor, beam_scores: Tensor, rows: Tensor, tokens: Tensor) -
 
 
 def _log_probs_of(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """Of these tokens of these rows, `[count]`; rows are sorted."""
+    """Returns the log-probabilities of these tokens of these rows, `[count]`; rows are sorted."""
     asked, counts = torch.unique_consecutive(rows, return_counts=True)
     places = torch.arange(len(asked), device=rows.device).repeat_interleave(counts)
     found, first_row, first = [], 0, 0

@@ -153,7 +153,7 @@ _TOLD_BY_OUT = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
 def repetition_of(call: TracedCall) -> Repetition:
-    """Of a call that computes something, or reads a scalar: Diverged is raised where that has changed."""
+    """Returns that of a call that computes something, or reads a scalar: it raises Diverged if that has changed."""
     if not call.made and not call.writes:
         return partial(_check_scalar, call), (), {}
     if (in_place := _IN_PLACE.get(call.operation)) and (write := in_place(*call.args, **call.kwargs)) is not None:

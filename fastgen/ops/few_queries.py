@@ -124,7 +124,7 @@ def call_into(
 
 
 def sdpa_into(operation: Any, output: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> partial[None] | None:
-    """As `call_into`, of a call of one of torch's `SDPA`; None if it has other options, or `can_attend` says no."""
+    """Returns `call_into` of a call of one of torch's `SDPA`; None if it has other options, or `can_attend` says no."""
     given = dict(zip((argument.name for argument in operation._schema.arguments), args)) | kwargs
     query, keys, values, mask = given["query"], [given["key"]], [given["value"]], given.get("attn_mask")
     if given.get("dropout_p") or given.get("is_causal") or x86.machine_reasons():

@@ -68,7 +68,7 @@ class PrefixTrie:
 
     @classmethod
     def from_file(cls, path: Paths, at_dead_ends: Iterable[int] = ()) -> PrefixTrie:
-        """Of a text with the tokens of an output on each line, divided by spaces, or of a saved array (`.npy`)."""
+        """Reads a text with the tokens of an output on each line, divided by spaces, or a saved array (`.npy`)."""
         path = Path(path)
         return cls(np.load(path) if path.suffix == ".npy" else _lines(path), at_dead_ends)
 
@@ -135,7 +135,7 @@ class PrefixTrie:
 
     @property
     def largest_token(self) -> int:
-        """Of all that may be allowed."""
+        """Returns the largest token that may be allowed."""
         return self._width - 1
 
     def after(self, ignored: int) -> PrefixTrie:

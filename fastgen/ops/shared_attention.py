@@ -209,7 +209,7 @@ def attention_by_products(
 
 
 def _most_queries(query: Tensor, keys: Sequence[Tensor]) -> int:
-    """Of each row, for whose scores there is memory: of a long prompt behind a common prefix."""
+    """Returns for how many queries of each row `MOST_SCORES` suffice, as of a long prompt after a common prefix."""
     of_one_query = query.shape[0] * query.shape[1] * sum(segment.shape[2] for segment in keys)
     return max(MOST_SCORES // int(of_one_query), 1)
 

@@ -59,7 +59,7 @@ def no_repeat_ngram(
     lengths: int | Tensor | None = None,
     encoder_tokens: Tensor | None = None,
 ) -> Tensor:
-    """As `no_repeat_ngram_`, but leaves `scores` as they are and returns new ones."""
+    """Does the same as `no_repeat_ngram_`, but leaves `scores` as they are and returns new ones."""
     tokens, lengths = _typed(tokens, scores, ngram_size, lengths, encoder_tokens)
     return torch.ops.fastgen.no_repeat_ngram(tokens, scores, ngram_size, lengths, encoder_tokens)
 

@@ -95,7 +95,7 @@ def _cuda() -> Callable[..., Any]:
 def ban_on_cpu(
     tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
 ) -> None:
-    """As `reference.ban`, on at most `torch.get_num_threads()` threads."""
+    """Does the same as `reference.ban`, on at most `torch.get_num_threads()` threads."""
     problem = describe(tokens, scores, ngram_size, lengths, encoder_tokens)
     _cpu()(ctypes.byref(problem), torch.get_num_threads())
 
@@ -103,7 +103,7 @@ def ban_on_cpu(
 def ban_on_cuda(
     tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None
 ) -> None:
-    """As `reference.ban`, on the current stream. Raises RuntimeError if the launch fails."""
+    """Does the same as `reference.ban`, on the current stream. Raises RuntimeError if the launch fails."""
     problem = describe(tokens, scores, ngram_size, lengths, encoder_tokens)
     stream = torch.cuda.current_stream(scores.device).cuda_stream
     error = _cuda()(ctypes.byref(problem), scores.get_device(), stream)

@@ -64,7 +64,7 @@ def _ban_kernel(
 
 
 def ban(tokens: Tensor, scores: Tensor, ngram_size: int, lengths: Tensor | None, encoder_tokens: Tensor | None) -> None:
-    """As `reference.ban`, on the current stream."""
+    """Does the same as `reference.ban`, on the current stream."""
     source = tokens if encoder_tokens is None else encoder_tokens
     windows = source.shape[1] - ngram_size + 1
     with torch.cuda.device_of(scores):

@@ -126,7 +126,7 @@ def generate_call(model: str, host: Any = None, has_stages: bool = False, has_st
 
 
 def end_stage(name: str) -> None:
-    """As `GenerateCall.end_stage`, of the call that runs, if it has stages."""
+    """Ends a stage of the call that runs, if it has stages."""
     if (call := _current.get()) is not None and call.has_stages:
         call.end_stage(name)
 
@@ -156,7 +156,7 @@ def count(kernel: str) -> None:
 
 
 def add_reasons(part: str, reasons: Iterable[Reason]) -> None:
-    """As `Report.add_reasons`, of the call that runs, if one does."""
+    """Adds reasons to the report of the call that runs, if one does."""
     if (call := _current.get()) is not None:
         call.report.add_reasons(part, reasons)
 

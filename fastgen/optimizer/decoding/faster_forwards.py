@@ -82,7 +82,7 @@ _blas_shapes: WeakKeyDictionary[nn.Module, tuple[Any, set[torch.Size]]] = WeakKe
 
 
 def _blas_shapes_of(module: nn.Module) -> set[torch.Size]:
-    """Those that earlier calls have found for this module as it is."""
+    """Returns the shapes that earlier calls have found for this module as it is."""
     weight, layout = module._parameters.get("weight"), None
     if type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and not weight.is_nested:
         layout = weight.shape, weight.stride(), weight.dtype

@@ -1,4 +1,4 @@
-"""What linters do not check: which words decoding may use, how tests are named, and which tests cover which module."""
+"""What linters do not check: words of decoding, how long functions are, names of tests, and which cover a module."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ def test_decoding_names_no_host():
     lines = [(file.name, line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(lines) > 500
     assert [(name, line) for name, line in lines if HOSTS.search(re.sub(r"tests/\S+", "", line))] == []
+
+
+def test_functions_of_the_core_have_at_most_60_lines():
+    files = [path for folder in ("ops", "optimizer") for path in (ROOT / "fastgen" / folder).rglob("*.py")]
+    nodes = [(path.name, node) for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    functions = [(name, node) for name, node in nodes if isinstance(node, ast.FunctionDef)]
+    assert len(functions) > 500
+    assert [(name, node.name) for name, node in functions if node.end_lineno - node.lineno >= 60] == []
 
 
 def test_names_of_tests_are_unique_in_the_project():

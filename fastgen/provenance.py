@@ -16,8 +16,8 @@ TYPE_CHECKING = False  # as in fastgen/__init__.py
 if TYPE_CHECKING:
     from typing import Any
 
-# Python's own packages, whose wrappers are as good as what they wrap.
-PYTHON = sys.stdlib_module_names | {"typing_extensions"}
+# Python's own packages, whose wrappers are as good as what they wrap; mocks stand for what a program puts there.
+PYTHON = (sys.stdlib_module_names | {"typing_extensions"}) - {"unittest"}
 
 
 def packages_of(code: object) -> set[str]:
@@ -53,8 +53,10 @@ def _modules_of(code: Any) -> set[str]:
             module, code = code.__globals__.get("__name__"), vars(code).get("__wrapped__")
         elif issubclass(kind, (type, types.BuiltinFunctionType)):
             module, code = code.__module__, None
-        elif issubclass(kind, functools.partial):
+        elif issubclass(kind, (functools.partial, functools.partialmethod, functools.cached_property)):
             module, code = kind.__module__, code.func
+        elif issubclass(kind, property):
+            module, code = kind.__module__, code.fget
         else:
             module, code = kind.__module__, getattr(code, "__wrapped__", None)
         modules.add(str(module))

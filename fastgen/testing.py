@@ -70,9 +70,9 @@ PARTS = {
     # What is known of a model, and said of a call.
     "line of a report": f"{_DECODING}.report:Report.summary",
     "walk through a model": f"{_DECODING}.model_facts:ModelFacts",
-    "compare a model": f"{_DECODING}.model_facts:_fingerprint",
+    "compare a model": f"{_DECODING}.model_facts:Snapshot._described",
     "measure a model": f"{_DECODING}.model_facts:_measured",
-    "likeness of a model": f"{_DECODING}.model_facts:ModelFacts.likeness",
+    "likeness of a model": f"{_DECODING}.model_facts:Snapshot.likeness",
     "changes in a call": f"{_DECODING}.call:GenerateCall.has_changed",
     "replaced functions": f"{_TRANSFORMERS}.checks:replaced_functions",
     "reasons of rows": f"{_TRANSFORMERS}.checks:CallChecks._row_reasons",

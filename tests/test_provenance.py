@@ -28,6 +28,9 @@ class Wrapper:
 WRAPPED = {
     "functools.wraps": (functools.wraps(METHOD)(lambda *args: METHOD(*args)), {OURS, "json"}),
     "functools.partial": (functools.partial(METHOD), {"functools", "json"}),
+    "functools.partialmethod": (functools.partialmethod(METHOD), {"functools", "json"}),
+    "functools.cached_property": (functools.cached_property(METHOD), {"functools", "json"}),
+    "property": (property(METHOD), {"builtins", "json"}),
     "functools.cache": (functools.cache(METHOD), {"functools", "json"}),
     "another function": (lambda *args: METHOD(*args), {OURS}),
     "an object": (Wrapper(), {OURS, "json"}),

@@ -255,7 +255,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         content = content.without_last()
         key = graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)
         if wants_new or key in graphs.entries:  # otherwise there is no need to look at the model
-            graphs.set_state(self.call.facts_of(self.model, self.known).fingerprint)
+            graphs.set_state(self.call.facts_of(self.model, self.known))
         if not wants_new and key not in graphs.entries:
             return []
         graph = self._fill(content)

@@ -29,7 +29,7 @@ from fastgen.ops import cpu_graph
 from fastgen.ops.tolerances import tolerance
 from fastgen.ops.tracing import Diverged, NotRepeatable, NoWaiting, is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.model_facts import first_weight, same, size_of
+from fastgen.optimizer.decoding.model_facts import first_weight, size_of
 from fastgen.optimizer.decoding.report import STEPS, TORCH_MODE, Decision, Reason, that_hold
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
@@ -252,7 +252,7 @@ class GraphCache:
 
     def set_state(self, state: Any) -> None:
         """Drops what was captured when the model's state was another."""
-        if not same(state, self._state):
+        if state is not self._state:
             self.entries.clear()
             self._state = state
 

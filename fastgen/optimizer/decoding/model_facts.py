@@ -1,14 +1,9 @@
 """What must be known of a model in a call of `generate`, from one walk over its modules.
 
-What invalidates it, the one rule: facts hold as long as the model's fingerprint is the same. That is made of the class
-and all attributes of each module (hooks, adapters, training flags, submodules, compiled calls), the contents of its
-configurations, the address, shape, strides and type of each tensor, torch's global hooks, and the functions that the
-classes' code can call (`user_code`). A weight that is written in place keeps its address, where captured steps read it.
-What fastgen puts on modules for the time of a call is left out.
-
-A call compares once (`GenerateCall.facts_of`); where code of the program runs in each step, in each captured step. The
-size alone is looked up again only where the first weight has changed its type or device: it decides about speed, never
-about results. Tests: tests/optimizer/decoding/test_model_facts.py.
+It holds as long as the program has replaced nothing that `Snapshot` compares, once in a call (`GenerateCall.facts_of`),
+and where user code runs in each step in each captured step. The size alone is looked up again only where the first
+weight has changed its type or device: it decides about speed, never about results.
+Tests: tests/optimizer/decoding/test_model_facts.py.
 """
 
 from __future__ import annotations
@@ -16,9 +11,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType
+from operator import attrgetter, itemgetter
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -30,23 +26,35 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fastgen.ops import cpu_linear
-from fastgen.optimizer.decoding import user_code
 from fastgen.optimizer.decoding.report import Reason
-from fastgen.optimizer.decoding.user_code import KnownCode, LibraryCode, library_code, named, qualified_name, replaced
+from fastgen.optimizer.decoding.user_code import (
+    KnownCode,
+    are_current,
+    is_from,
+    named,
+    namespaces,
+    qualified_name,
+    reference,
+    replaced,
+)
 from fastgen.provenance import packages_of
 
 _VALUES = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
-_SWITCHES = frozenset({torch.bool, torch.int32, torch.int64})
 _TENSORS = frozenset({Tensor, nn.Parameter})
 _MAPPINGS = frozenset({dict, OrderedDict})
 _COLLECTIONS = _MAPPINGS | {list, tuple, set, frozenset}
 _CONFIGURATIONS = ("config", "cfg", "args")
 
+# Beginnings of names of attributes that no forward reads. The first is how a module is copied, see `faster_forwards`;
+# the second and third say how hooks are called.
+_UNREAD = ("__getstate__", "_forward_hooks_", "_forward_pre_hooks_", "_load_state_dict", "_state_dict")
+
 # Of all modules of the process.
 _HOOKS_OF_ALL = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 
-# Objects of the program, of more than which its code is not known to read the same as before.
-_MOST_FOLLOWED = 2000
+# What is compared of tensors, but not their values: captured steps read a weight at its address.
+_LAYOUT = (attrgetter("shape", "dtype"),)
+_ADDRESS = (*_LAYOUT, Tensor.stride, Tensor.data_ptr)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,168 @@ class ModelSize:
     bytes: int
 
 
-class ModelFacts:
+class Snapshot:
+    """A model as it was: its modules, the code that they run, and what these and configurations hold.
+
+    Keeps constants and the library's code; modules, user code and all other objects are held by reference. What user
+    code reads elsewhere is not followed. kinds: the classes of the modules.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module], known: KnownCode) -> None:
+        self.known, self._names = known, list(modules)
+        self.kinds = dict.fromkeys(map(type, modules.values()))
+        bases = dict.fromkeys(base for kind in self.kinds for base in kind.__mro__)
+        user_classes = [base for base in bases if not packages_of(base) <= known.packages]
+        self._code = namespaces([base for base in bases if base not in user_classes], known)
+        self._registered_names = known.keys(modules.values())
+        holders: list[Any] = [*modules.values(), *user_classes]
+        self._attributes: list[_Attributes] = []
+        configurations = set()
+        for holder in holders:  # configurations are added while they are looked for
+            self._attributes.append(_Attributes(vars(holder), known.not_of_a_step))
+            for name in self._attributes[-1].others:
+                value = vars(holder)[name]
+                if name.endswith(_CONFIGURATIONS) and hasattr(value, "__dict__") and id(value) not in configurations:
+                    configurations.add(id(value))
+                    holders.append(value)
+        self._holders, self._types = list(map(reference, holders)), list(map(type, holders))
+        self._others = self._described(holders, of_instance=True)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """By name; those that are still there."""
+        modules = zip(self._names, [holder() for holder in self._holders[: len(self._names)]])
+        return {name: module for name, module in modules if module is not None}
+
+    def is_current(self) -> bool:
+        """Whether nothing was replaced since."""
+        try:
+            holders = [holder() for holder in self._holders]
+            if list(map(type, holders)) != self._types or not are_current(self._code):
+                return False
+            for holder, attributes in zip(holders, self._attributes):
+                space = holder.__dict__
+                if attributes.get(space) != attributes.values:
+                    return False
+                if len(space) != attributes.size and not attributes.has_names_of(space, self.known.not_of_a_step):
+                    return False
+            return self._described(holders, of_instance=True) == self._others
+        except Exception:  # an attribute was deleted, or objects of the program cannot be compared
+            return False
+
+    def likeness(self) -> tuple[Any, ...]:
+        """What is equal for two models of one class with the same configuration, flags, shapes and types.
+
+        That is all but what only one instance has: addresses, and identities of modules and other objects.
+        """
+        holders = [holder() for holder in self._holders]
+        names = [name for attributes in self._attributes for name in attributes.simple + attributes.others]
+        values = [value for attributes in self._attributes for value in attributes.values]
+        constants = [value for value in values if value or type(value) in _VALUES]
+        return *self._code, *self._types, *names, *constants, *self._described(holders, of_instance=False)
+
+    def _described(self, holders: list[Any], of_instance: bool) -> list[Any]:
+        """The attributes that are not constants, the host's registered functions, and torch's hooks of all modules."""
+        # An address is as good as a reference to a module, as all of them are still there.
+        identity, identity_of_module = (reference, id) if of_instance else (_kind, type)
+        values: list[Any] = []
+        tensors: list[Any] = []
+        try:
+            _add([*self.known.registered(self._registered_names), *_HOOKS_OF_ALL], values, tensors, identity)
+            for holder, attributes in zip(holders, self._attributes):
+                for name in attributes.others:
+                    value = holder.__dict__[name]
+                    if name == "_modules":
+                        values += value
+                        values += map(identity_of_module, value.values())
+                    elif name == "_parameters":
+                        values += value
+                        tensors += value.values()
+                    else:
+                        _add(value, values, tensors, identity)
+            tensors = [tensor for tensor in tensors if tensor is not None]
+            values += [identity(tensor) for tensor in tensors if type(tensor) not in _TENSORS]
+            return values + _of_tensors(tensors, _ADDRESS if of_instance else _LAYOUT)
+        except Exception:  # an attribute holds itself, or cannot be looked into
+            return [object()]  # equals no other
+
+
+class _Attributes:
+    """The names of a holder's attributes: simple ones are constants and empty collections, others are described.
+
+    get: gives the simple ones, to be compared in C with their values. Attributes that no forward reads are left out, as
+    is what fastgen puts on modules for the time of a call.
+    """
+
+    __slots__ = ("get", "others", "simple", "size", "values")
+
+    def __init__(self, space: Mapping[str, Any], ignored: frozenset[str]) -> None:
+        self.simple: list[str] = []
+        self.others: list[str] = []
+        values: list[Any] = []
+        for name, value in space.items():
+            kind = type(value)
+            if name in ignored or name.startswith(_UNREAD):
+                continue
+            if kind in _VALUES or (kind in _COLLECTIONS and (not value or (kind is tuple and _are_plain(value)))):
+                self.simple.append(name)
+                values.append(value if value or kind in _VALUES else kind())
+            elif not kind.__module__.startswith("fastgen.optimizer."):
+                self.others.append(name)
+        # A getter of several names gives a tuple.
+        self.get = itemgetter(self.simple[0], *self.simple) if self.simple else lambda space: ()
+        self.size, self.values = len(space), (*values[:1], *values)
+
+    def has_names_of(self, space: Mapping[str, Any], ignored: frozenset[str]) -> bool:
+        other = _Attributes(space, ignored)
+        return (self.simple, self.others) == (other.simple, other.others)
+
+
+def _add(value: Any, values: list[Any], tensors: list[Any], identity: Callable[[Any], Any]) -> None:
+    """Adds a value, or what a collection holds; of other objects the identity."""
+    kind = type(value)
+    if kind in _VALUES:
+        values.append(value)
+    elif kind is set or kind is frozenset:
+        values.append(frozenset(item if type(item) in _VALUES else identity(item) for item in value))
+    elif kind in _COLLECTIONS:
+        items = [*value, *value.values()] if kind in _MAPPINGS else value
+        values.append(len(items))
+        if _are_plain(items):
+            values += items
+        else:
+            for item in items:
+                _add(item, values, tensors, identity)
+    elif isinstance(value, Tensor):
+        tensors.append(value)
+    else:
+        values.append(identity(value))
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    return _VALUES.issuperset(map(type, values))
+
+
+def _of_tensors(tensors: list[Tensor], readings: tuple[Callable[[Tensor], Any], ...]) -> list[Any]:
+    try:
+        return [value for read in readings for value in map(read, tensors)]
+    except RuntimeError:  # one is sparse, nested, or inside of torch.func
+        return [_address(tensor) if Tensor.data_ptr in readings else type(tensor) for tensor in tensors]
+
+
+def _address(tensor: Tensor) -> Any:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # it has no memory of its own
+        return id(tensor)
+
+
+def _kind(value: Any) -> Any:
+    function = value.__func__ if type(value) is MethodType else value
+    return reference(function) if isinstance(function, (FunctionType, BuiltinFunctionType, type)) else type(value)
+
+
+class ModelFacts(Snapshot):
     """What one walk over a model's modules has found.
 
     compiled, in_training: the names of modules that are compiled or in training mode, "" for the model. training: what
@@ -71,9 +240,8 @@ class ModelFacts:
     training mode, which may do anything there. devices: of all weights and buffers. coupled: why the rows of a batch
     have an influence on each other, None if they have none that is known.
     Each with the name of its module: hooks: forward hooks that may care how many rows they see, None for those of all
-    modules; foreign_classes: modules of the program's own classes; replaced: what the program has put in the place of
-    the library's functions on single modules. What it has put into the library's classes, files and registries:
-    `code.foreign`. user_code: these three, in words.
+    modules; foreign_classes: modules of the program's own classes; replaced: what the program has put on single
+    modules. foreign: what it has put into the library's classes, files and registries. user_code: all three, in words.
     altered: the names of modules that are not only the library's code; None is among them where all are, by torch's
     global hooks or by code in the library's files.
 
@@ -86,11 +254,8 @@ class ModelFacts:
 
     def __init__(self, model: nn.Module, known: KnownCode) -> None:
         modules = dict(model.named_modules())
-        self.known = known
+        super().__init__(modules, known)
         self.prefix_reasons: dict[int | None, list[Reason]] = {}
-        self._modules = [(name, ref(module)) for name, module in modules.items()]
-        self.keys = known.keys(modules.values())
-        self.code, self.fingerprint = _fingerprint(modules.values(), known, self.keys)
         self.in_training = [name for name, module in modules.items() if module.training]
         self.training = next(filter(None, (_switched_on(name, modules[name]) for name in self.in_training)), None)
         self.compiled = [name for name, module in modules.items() if _is_compiled(module)]
@@ -112,35 +277,15 @@ class ModelFacts:
             elif not packages_of(kind) <= known.packages:
                 self.foreign_classes.append((name, f"{named(name)} ({kind.__module__}.{kind.__qualname__})"))
         self.foreign_in_training = next((name for name, _ in self.foreign_classes if modules[name].training), None)
-        self.replaced = replaced(modules, self.code, known)
-        self.user_code = [what for _, what in self.replaced + self.foreign_classes] + self.code.foreign
+        self.replaced = replaced(modules, known)
+        functions = known.registered(self._registered_names)
+        others = [qualified_name(function) for function in functions if not is_from(function, known.packages)]
+        self.foreign = sorted(what for namespace in self._code for what in namespace.foreign)
+        self.foreign += [f"registered function {name}" for name in others]
+        self.user_code = [what for _, what in self.replaced + self.foreign_classes] + self.foreign
         hooked = {name for name, hook in hooks if type(hook) is not WeightNorm}
         foreign = {name for name, _ in self.foreign_classes + self.replaced}
-        self.altered = hooked | foreign | {*self.compiled} | ({None} if self.code.foreign else set())
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """By name; those that are still there."""
-        modules = {}
-        for name, found in self._modules:
-            if (module := found()) is not None:
-                modules[name] = module
-        return modules
-
-    def is_current(self) -> bool:
-        """Whether nothing was replaced since."""
-        modules = self.modules
-        if len(modules) < len(self._modules):
-            return False
-        return same(_fingerprint(modules.values(), self.known, self.keys)[1], self.fingerprint)
-
-    def likeness(self) -> tuple[Any, ...]:
-        """The fingerprint without what only one instance has: addresses, and identities of modules and other objects.
-
-        Equal for two models of one class with the same configuration, flags, shapes and types. With what code of the
-        program may read besides: objects, globals, what functions have closed over.
-        """
-        return self.code, *_description(self.modules.values(), self.known, of_instance=False)
+        self.altered = hooked | foreign | {*self.compiled} | ({None} if self.foreign else set())
 
     def row_tensors(self) -> dict[tuple[int, str], Tensor]:
         """The tensors that modules hold as plain attributes, as some do with states of their rows."""
@@ -211,140 +356,6 @@ def _measured(model: nn.Module, encoder: nn.Module | None) -> ModelSize:
     large = [elements for elements in large if elements >= cpu_linear.MIN_ELEMENTS]
     output = max((shape.numel() for shape in looked_up), default=0)
     return ModelSize(len(modules), sum(used), sum(used) + output, sum(large), sum(weight.nbytes for weight in weights))
-
-
-def _fingerprint(
-    modules: Collection[nn.Module], known: KnownCode, keys: frozenset[str]
-) -> tuple[LibraryCode, list[Any]]:
-    """The code that these modules run, and their fingerprint: see the rule at the top."""
-    code = library_code(modules, known.registered(keys), known)
-    found: list[Any] = [code]
-    for hooks in _HOOKS_OF_ALL:
-        for key, hook in hooks.items():
-            found += key, _referred(hook)
-    return code, found + _description(modules, known, of_instance=True)
-
-
-def same(found: Any, expected: Any) -> bool:
-    """Whether two fingerprints are equal; objects whose comparison fails are not."""
-    try:
-        return bool(found == expected)
-    except Exception:  # of an `__eq__` of the program's, or of an array's many answers
-        return False
-
-
-def _description(modules: Collection[nn.Module], known: KnownCode, of_instance: bool) -> list[Any]:
-    try:
-        return _described(modules, known, of_instance)
-    except Exception:  # an attribute holds itself, or an object of the program cannot be looked into
-        return [object()]  # equals no other
-
-
-def _described(modules: Collection[nn.Module], known: KnownCode, of_instance: bool) -> list[Any]:
-    """What modules hold, as a flat list of values.
-
-    of_instance: with the addresses of tensors and the identities of modules and other objects. Called for each module
-    of a model in each call of `generate`, so that C does what it can.
-    """
-    identity, identity_of_module = (_referred, ref) if of_instance else (_kind, type)
-    kinds = list(map(type, modules))
-    own = set() if of_instance else set().union(*map(packages_of, set(kinds))) - known.packages
-    ignored = known.not_of_a_step | {"__getstate__"}  # how a module is copied, see `faster_forwards`
-    found: list[Any] = [*kinds]
-    tensors: list[Tensor] = []
-    seen: set[int] = set()
-
-    def add(name: Any, value: Any) -> None:
-        kind = type(value)
-        if kind in _VALUES:
-            found.append(value)
-        elif name in ignored:
-            pass
-        elif isinstance(value, Tensor):
-            tensors.append(value)
-            if kind not in _TENSORS:  # what a subclass holds besides may be replaced with it
-                found.append(identity(value))
-        elif kind in _MAPPINGS:
-            found.append(len(value))
-            if _are_plain(value) and _are_plain(value.values()) and ignored.isdisjoint(value):
-                found.extend(value.items())
-                return
-            for key, item in value.items():
-                if key not in ignored:
-                    found.append(key if type(key) in _VALUES else identity(key))
-                    add(key, item)
-        elif kind is list or kind is tuple:
-            found.append(len(value))
-            if _are_plain(value):
-                found.extend(value)
-                return
-            for item in value:
-                add(None, item)
-        elif kind is set or kind is frozenset:
-            found.append(frozenset(value if _are_plain(value) else map(identity, value)))
-        elif not kind.__module__.startswith("fastgen.optimizer."):
-            found.append(identity(value))
-            is_configuration = isinstance(name, str) and name.endswith(_CONFIGURATIONS)
-            if id(value) in seen:  # once for all modules that have it
-                return
-            if is_configuration and hasattr(value, "__dict__"):
-                seen.add(id(value))
-                add(None, dict(vars(value)))
-            elif not of_instance and (held := user_code.held_by(value, known.packages, own)):
-                seen.add(id(value))
-                if len(seen) > _MOST_FOLLOWED:
-                    raise ValueError("code of the program may read too many objects")
-                add(None, held)
-
-    for module in modules:
-        for name, value in vars(module).items():
-            kind = type(value)
-            if kind in _VALUES:
-                found.append(value)
-            elif kind in _COLLECTIONS and not value:  # most are empty
-                found.append(0)
-            elif kind not in _MAPPINGS:
-                add(name, value)
-            elif name == "_modules" and None not in value.values():
-                found += value
-                found += map(identity_of_module, value.values())
-            elif name == "_parameters" and _TENSORS.issuperset(map(type, value.values())):
-                found += value
-                tensors += value.values()
-            else:
-                add(name, value)
-    for name, value in user_code.read_by_classes(dict.fromkeys(kinds), known.packages):
-        add(name, value)
-    for tensor in tensors:
-        try:
-            strides = tensor.stride() if tensor.layout == torch.strided else None
-            found += tensor.shape, strides, tensor.dtype, tensor.device
-        except RuntimeError:  # of nested tensors, which have no shape
-            found += type(tensor), tensor.dtype, tensor.device
-        if of_instance:
-            try:
-                found.append(tensor.data_ptr())
-            except RuntimeError:  # it has no memory of its own, as inside of torch.func, or is sparse
-                found.append(id(tensor))
-        elif tensor.is_cpu and tensor.dtype in _SWITCHES and tensor.numel() == 1:
-            found.append(tensor.item())
-    return found
-
-
-def _are_plain(values: Iterable[Any]) -> bool:
-    return _VALUES.issuperset(map(type, values))
-
-
-def _referred(value: Any) -> Any:
-    """A reference that equals one to the same object only, also when another one lies at its address."""
-    try:
-        return ref(value)
-    except TypeError:
-        return type(value), id(value)
-
-
-def _kind(value: Any) -> Any:
-    return _referred(value) if isinstance(value, (FunctionType, BuiltinFunctionType, type)) else type(value)
 
 
 def _hooks(module: nn.Module) -> list[object]:

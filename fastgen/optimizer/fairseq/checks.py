@@ -41,12 +41,14 @@ METHODS = ("reorder_incremental_state", "reorder_encoder_out")
 
 KNOWN_PACKAGES = PYTHON | {"fairseq", "fastgen", "torch"}
 
-# fairseq's own code may call these.
-_OTHERS = frozenset({"numpy", "apex", "xformers", "fairscale", "omegaconf", "hydra", "einops", "triton"})
+# fairseq's own code may call these; transformers adds a method to torch's modules.
+_OTHERS = frozenset({
+    "numpy", "apex", "xformers", "fairscale", "omegaconf", "hydra", "einops", "triton", "transformers",
+})  # fmt: skip
 
 KNOWN = KnownCode(
     packages=KNOWN_PACKAGES | _OTHERS,
-    entries=frozenset({"get_normalized_probs", "get_normalized_probs_scriptable"}),
+    files=("fairseq.utils", "fairseq.incremental_decoding_utils", "torch", "torch.nn.functional"),
     not_of_a_step=frozenset({"_future_mask"}),  # a prefill may lengthen it
 )
 
@@ -118,7 +120,7 @@ def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
     result.reasons = that_hold(
         decoder_reasons(decoder),
         ("COMPILED", "layers of the decoder are compiled", any(map(_is_in_decoder, facts.compiled))),
-        ("USER_CODE", "{} is not fairseq's, and may be left out", facts.code.foreign[:1]),
+        ("USER_CODE", "{} is not fairseq's, and may be left out", facts.foreign[:1]),
     )
     if result.reasons:
         return result

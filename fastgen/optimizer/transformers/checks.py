@@ -85,7 +85,13 @@ KNOWN = KnownCode(
     },
     # Captured outputs, weight norms, pruning, moves to a device, partials of these.
     hooks=frozenset({"transformers", "torch", "accelerate", "functools", "trl"}),
-    entries=frozenset({"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"}),
+    files=(
+        "transformers.activations", "transformers.cache_utils", "transformers.generation.utils",
+        "transformers.integrations.moe",
+        "transformers.integrations.sdpa_attention", "transformers.masking_utils", "transformers.modeling_layers",
+        "transformers.modeling_rope_utils", "transformers.modeling_utils", "transformers.pytorch_utils",
+        "transformers.utils.generic", "transformers.utils.output_capturing", "torch", "torch.nn.functional",
+    ),
     keys=_registered_names,
     registered=_registered_functions,
     encoder_of=_encoder_of,

@@ -261,7 +261,7 @@ def expand_cache(
     """
     if kv_layers.adopt(cache, inputs, rows_per_input, limit, call, is_prefix):  # the library may compile other forwards
         facts = call.facts_of(model, KNOWN)
-        if latent_attention.NAME in facts.code.names:
+        if [kind for kind in facts.kinds if hasattr(kind, latent_attention.NAME)]:
             call.on_exit.enter_context(latent_attention.expanding_in_parts(facts.modules.values()))
 
 

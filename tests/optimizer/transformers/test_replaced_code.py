@@ -141,8 +141,8 @@ def test_code_of_the_program_outside_of_the_forward_changes_nothing(monkeypatch)
     model = tiny("llama")
     generate = model.generate
     model.generate = lambda *args, **kwargs: generate(*args, **kwargs)
-    model.note = lambda: "nothing that the library calls"
-    monkeypatch.setattr(modeling_llama, "unrelated", steering(generate), raising=False)
+    save = type(model).save_pretrained
+    monkeypatch.setattr(type(model), "save_pretrained", lambda *args, **kwargs: save(*args, **kwargs))
     assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
 
 

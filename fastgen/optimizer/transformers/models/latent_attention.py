@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 from fastgen.provenance import packages_of
 
-# The method; in models whose code does not mention it there is nothing to expand.
+# The method; models whose classes have none have nothing to expand.
 NAME = "expand_kv"
 
 

@@ -208,9 +208,9 @@ class _StopAfter(StoppingCriteria):
 def _key(given: partial, generation_config: Any, call: GenerateCall) -> tuple:
     """What decides which code a model runs, and whether a comparison shows it; the model's likeness first.
 
-    That, as a captured step's fingerprint, holds its classes, their code, switches, configuration and dtype. Also the
-    names of what its forward is given; whether rows are moved or sampled, and whether there is more than one input:
-    what is made for one fits all rows.
+    That holds its classes and their code, training flags, attributes and configuration. Also the names of what its
+    forward is given; whether rows are moved or sampled, and whether there is more than one input: what is made for one
+    fits all rows.
     """
     model, beams = given.args[0], generation_config.num_beams or 1
     several = (beams > 1, (generation_config.num_return_sequences or 1) > 1, call.inputs > 1)

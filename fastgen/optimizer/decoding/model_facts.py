@@ -114,7 +114,7 @@ class Snapshot:
                 space = holder.__dict__
                 if attributes.get(space) != attributes.values:
                     return False
-                if len(space) != attributes.size and not attributes.has_names_of(space, self.known.not_of_a_step):
+                if len(space) != attributes.size and attributes.are_fewer(space, self.known.not_of_a_step):
                     return False
             return self._described(holders, of_instance=True) == self._others
         except Exception:  # an attribute was deleted, or objects of the program cannot be compared
@@ -169,6 +169,7 @@ class _Attributes:
     def __init__(self, space: Mapping[str, Any], ignored: frozenset[str]) -> None:
         self.simple: list[str] = []
         self.others: list[str] = []
+        self.size = len(space)
         values: list[Any] = []
         for name, value in space.items():
             kind = type(value)
@@ -177,15 +178,19 @@ class _Attributes:
             if kind in _VALUES or (kind in _COLLECTIONS and (not value or (kind is tuple and _are_plain(value)))):
                 self.simple.append(name)
                 values.append(value if value or kind in _VALUES else kind())
-            elif not kind.__module__.startswith("fastgen.optimizer."):
+            elif kind.__module__.startswith("fastgen.optimizer."):
+                self.size = -1  # it will be taken off, and another may take its place
+            else:
                 self.others.append(name)
         # A getter of several names gives a tuple.
         self.get = itemgetter(self.simple[0], *self.simple) if self.simple else lambda space: ()
-        self.size, self.values = len(space), (*values[:1], *values)
+        self.values = (*values[:1], *values)
 
-    def has_names_of(self, space: Mapping[str, Any], ignored: frozenset[str]) -> bool:
-        other = _Attributes(space, ignored)
-        return (self.simple, self.others) == (other.simple, other.others)
+    def are_fewer(self, space: Mapping[str, Any], ignored: frozenset[str]) -> bool:
+        """Whether the holder, whose attributes these are now, has others besides."""
+        names = space.keys() - {*self.simple, *self.others}
+        added = _Attributes({name: space[name] for name in names}, ignored)
+        return bool(added.simple or added.others)
 
 
 def _add(value: Any, values: list[Any], tensors: list[Any], identity: Callable[[Any], Any]) -> None:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from fastgen.optimizer.decoding import model_facts
+from fastgen.optimizer.decoding.call import generate_call
+from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.provenance import PYTHON
@@ -187,6 +189,24 @@ def test_a_mask_that_a_prefill_makes_longer_keeps_facts():
     facts = facts_of(model, dataclasses.replace(KNOWN, not_of_a_step=frozenset({"_future_mask"})))
     model._future_mask = torch.zeros(3, 3)
     assert facts.is_current()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_forwards_of_fastgen_keep_facts_and_hide_no_attribute(before):
+    model = Model()
+    linear = model.blocks[0].linear
+    facts = None if before else facts_of(model, KNOWN)
+    forwards = {nn.Linear: lambda *args: None}
+    with generate_call("test") as call, faster_forwards(call, {model: model.modules()}, forwards):
+        assert "forward" in vars(linear)
+        facts = facts or facts_of(model, KNOWN)
+        assert facts.is_current()
+        linear.scale = 2
+        assert not facts.is_current()
+        del linear.scale
+    assert facts.is_current()
+    linear.first, linear.second = 1, 2  # as many as were taken off
+    assert not facts.is_current()
 
 
 def test_one_walk_serves_all_calls_until_something_changes():

@@ -7,8 +7,7 @@ preserves. A convolution reorders its weight in each call, which pays where the 
 Prepacked weights were not taken: made for 16, 64 or 256 frames they made a convolution of 1792 to 512 channels twenty
 times slower with 150.
 
-Tests: tests/optimizer/vocoder/test_vocoders.py, tests/optimizer/vocoder/test_fairseq_vocoders.py,
-tests/optimizer/vocoder/test_weight_norm.py
+Tests: tests/optimizer/vocoder/test_vocoders.py
 """
 
 from __future__ import annotations

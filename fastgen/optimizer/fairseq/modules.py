@@ -11,7 +11,7 @@
 - HiFi-GAN vocoders, for spectrograms and, as `CodeGenerator`, for units, are those of `optimizer/vocoder.py`.
 
 Tests: tests/optimizer/fairseq/test_fairseq_attention.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py,
-tests/optimizer/fairseq/test_fairseq_ngrams.py, tests/optimizer/vocoder/test_fairseq_vocoders.py
+tests/optimizer/fairseq/test_fairseq_ngrams.py, tests/optimizer/vocoder/test_vocoders.py
 """
 
 from __future__ import annotations

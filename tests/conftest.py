@@ -11,12 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from fairseq_trained import Trained
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -80,15 +77,6 @@ def _patches() -> Iterator[None]:
 
 def _switched_off(optimizer: Any) -> list[str]:
     return [str(one) for one in optimizer.PATCH_SET.states() if one.state not in ("applied", "pending")]
-
-
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trained fairseq models; the workers of pytest-xdist share what the first of them makes."""
-    pytest.importorskip("fairseq")
-    from fairseq_trained import trained_once
-
-    return trained_once(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

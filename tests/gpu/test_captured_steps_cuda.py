@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from capturing import capturing
-from parity import padded, run_both, tiny, whisper
+from parity import inputs_of, run_both, tiny
 from sharing import sharing
 
 import fastgen
@@ -36,16 +36,11 @@ def _captured():
 
 
 def model_of(name: str) -> torch.nn.Module:
-    if name == "whisper":
-        return whisper().cuda()
-    return tiny(name, "seq2seq" if name in ("t5", "bart") else "causal").cuda()
+    return tiny(name).cuda()
 
 
-def inputs_of(name: str, seed: int = 1) -> dict[str, torch.Tensor]:
-    if name == "whisper":
-        return {"input_features": torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(seed)).cuda()}
-    inputs = padded(3, 7, 5, side="right" if name in ("t5", "bart") else "left", seed=seed)
-    return {key: value.cuda() for key, value in inputs.items()}
+def inputs_on_gpu(name: str, seed: int = 1) -> dict[str, torch.Tensor]:
+    return {key: value.cuda() for key, value in inputs_of(name, 3, 7, 5, seed=seed).items()}
 
 
 def replays(model: torch.nn.Module, inputs: dict[str, torch.Tensor], **arguments) -> int:
@@ -67,15 +62,15 @@ def test_tokens_of_cuda_graphs_are_those_of_the_library(name, share, arguments):
     model = model_of(name)
     with sharing(share):
         for seed in range(3):
-            assert replays(model, inputs_of(name, seed), **arguments)
-            assert replays(model, inputs_of(name, seed), **arguments, **ENDS)
+            assert replays(model, inputs_on_gpu(name, seed), **arguments)
+            assert replays(model, inputs_on_gpu(name, seed), **arguments, **ENDS)
 
 
 @WAYS
 def test_cuda_graphs_see_weights_that_change_between_calls(arguments):
     model = model_of("llama")
     for _ in range(3):
-        assert replays(model, inputs_of("llama"), **arguments)
+        assert replays(model, inputs_on_gpu("llama"), **arguments)
         model.lm_head.weight.data.mul_(1.5)
         model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(model.model.layers[1].mlp.up_proj.weight * 1.5)
 
@@ -92,7 +87,7 @@ def test_the_host_waits_for_no_step(monkeypatch, arguments):
         return exchange(self, flag)
 
     model = model_of("llama")
-    inputs = inputs_of("llama")
+    inputs = inputs_on_gpu("llama")
     with capturing(smallest_capacity=64):
         model.generate(**inputs, **{**arguments, "eos_token_id": None})
         monkeypatch.setattr(LateStopCheck, "exchange", watched)
@@ -126,7 +121,7 @@ def test_a_forward_that_reads_the_device_is_not_captured(monkeypatch):
     monkeypatch.setattr(graphs, "CudaCapture", Reading)
     model = model_of("gpt2")
     for _ in range(2):
-        assert not replays(model, inputs_of("gpt2"), **BEAMS)
+        assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
     assert "lets the host wait for the device" in str(fastgen.explain())
 
 
@@ -134,17 +129,20 @@ def test_a_failed_capture_is_said_once_and_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(graphs, "CudaCapture", Failing)
     model = model_of("gpt2")
     with pytest.warns(RuntimeWarning, match="fastgen does not capture the decode steps of a model"):
-        assert not replays(model, inputs_of("gpt2"), **BEAMS)
+        assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
     torch.cuda.empty_cache()
-    assert not replays(model, inputs_of("gpt2"), **BEAMS)
+    assert not replays(model, inputs_on_gpu("gpt2"), **BEAMS)
     monkeypatch.undo()
-    assert replays(model_of("llama"), inputs_of("llama"), **BEAMS)
+    assert replays(model_of("llama"), inputs_on_gpu("llama"), **BEAMS)
 
 
 def test_a_graph_outlives_another_of_its_stream():
     """cuBLAS has one workspace for a stream."""
     model = model_of("llama").to(torch.bfloat16)
-    short, long = inputs_of("llama", 1), {key: value.repeat(3, 1) for key, value in inputs_of("llama", 2).items()}
+    short, long = (
+        inputs_on_gpu("llama", 1),
+        {key: value.repeat(3, 1) for key, value in inputs_on_gpu("llama", 2).items()},
+    )
     assert replays(model, short, **BEAMS) and replays(model, long, **BEAMS)
     graphs._known[model].entries.popitem(last=False)
     gc.collect()
@@ -156,21 +154,21 @@ def test_a_graph_outlives_another_of_its_stream():
 
 def test_a_pool_whose_graphs_are_gone_is_made_anew():
     model = model_of("llama")
-    assert replays(model, inputs_of("llama"), **BEAMS)
+    assert replays(model, inputs_on_gpu("llama"), **BEAMS)
     graphs._known[model].entries.clear()
     gc.collect()
     torch.cuda.empty_cache()
-    assert replays(model, inputs_of("llama"), **BEAMS)
+    assert replays(model, inputs_on_gpu("llama"), **BEAMS)
 
 
 def test_four_models_capture_in_four_threads():
     models = [model_of("llama") for _ in range(4)]
-    expected = models[0].generate(**inputs_of("llama"), **BEAMS)
+    expected = models[0].generate(**inputs_on_gpu("llama"), **BEAMS)
     for model in models:
         graphs._known.pop(model, None)
     results = []
     threads = [
-        threading.Thread(target=lambda model=model: results.append(model.generate(**inputs_of("llama"), **BEAMS)))
+        threading.Thread(target=lambda model=model: results.append(model.generate(**inputs_on_gpu("llama"), **BEAMS)))
         for model in models
     ]
     for thread in threads:
@@ -185,7 +183,7 @@ def test_inference_mode_is_captured():
     model = model_of("llama")
     with torch.inference_mode():
         for _ in range(2):
-            assert replays(model, inputs_of("llama"), **BEAMS)
+            assert replays(model, inputs_on_gpu("llama"), **BEAMS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -193,17 +191,17 @@ def test_inference_mode_is_captured():
 def test_half_precision_is_captured(name, dtype):
     model = model_of(name).to(dtype)
     for _ in range(2):
-        _, _, report = run_both(lambda: model.generate(**inputs_of(name), **BEAMS))
+        _, _, report = run_both(lambda: model.generate(**inputs_on_gpu(name), **BEAMS))
         assert report.kernels[GRAPH]
 
 
 def test_threads_on_one_model_and_on_two():
     models = [model_of("gpt2"), model_of("llama")]
-    expected = [model.generate(**inputs_of("gpt2"), **BEAMS) for model in models]
+    expected = [model.generate(**inputs_on_gpu("gpt2"), **BEAMS) for model in models]
     results = {}
 
     def work(index: int) -> None:
-        results[index] = [models[index % 2].generate(**inputs_of("gpt2"), **BEAMS) for _ in range(5)]
+        results[index] = [models[index % 2].generate(**inputs_on_gpu("gpt2"), **BEAMS) for _ in range(5)]
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
     for thread in threads:
@@ -217,5 +215,5 @@ def test_between_calls_no_more_is_kept_than_the_bounds_allow(monkeypatch):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     model = model_of("gpt2")
     for max_new_tokens in range(10, 100, 10):
-        model.generate(**inputs_of("gpt2"), **{**BEAMS, "max_new_tokens": max_new_tokens})
+        model.generate(**inputs_on_gpu("gpt2"), **{**BEAMS, "max_new_tokens": max_new_tokens})
         assert len(graphs._known[model].entries) <= 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ INDEXED = {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 4}
 
 @dataclass(frozen=True)
 class Architecture:
-    """kind: "causal", "seq2seq", "speech" or "vision"; overrides: values, or functions of a scale, for `sizes`."""
+    """kind: a key of `_BUILDERS`; overrides: values, or functions of a scale, for `sizes`."""
 
     model_type: str
     kind: str
@@ -131,15 +131,15 @@ class Architecture:
         overrides = {key: value(scale) if callable(value) else value for key, value in self.overrides.items()}
         return _config(self.model_type, scale, **overrides)
 
-    def inputs(self, scale: Scale = TINY) -> dict[str, torch.Tensor]:
-        """Two inputs of unequal length: the first is padded, on the left for decoder-only models."""
-        generator = torch.Generator().manual_seed(1)
+    def inputs(self, scale: Scale = TINY, rows: int = 2, seed: int = 1) -> dict[str, torch.Tensor]:
+        """Inputs of unequal length: the first is padded, on the left for decoder-only models."""
+        generator = torch.Generator().manual_seed(seed)
         if self.kind == "speech":
-            shape = (2, 8, scale.frames) if self.model_type == "whisper" else (2, scale.frames, 8)
+            shape = (rows, 8, scale.frames) if self.model_type == "whisper" else (rows, scale.frames, 8)
             return {"input_features": torch.randn(shape, generator=generator)}
         if self.kind == "vision":
-            return {"pixel_values": torch.randn(2, 3, scale.image_size, scale.image_size, generator=generator)}
-        input_ids = torch.randint(5, VOCABULARY, (2, scale.length), generator=generator)
+            return {"pixel_values": torch.randn(rows, 3, scale.image_size, scale.image_size, generator=generator)}
+        input_ids = torch.randint(5, VOCABULARY, (rows, scale.length), generator=generator)
         attention_mask = torch.ones_like(input_ids)
         padding = slice(None, 3) if self.kind == "causal" else slice(-3, None)
         input_ids[0, padding], attention_mask[0, padding] = SPECIAL["pad_token_id"], 0
@@ -202,7 +202,18 @@ def _with_special_tokens(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-_BUILDERS = {"causal": _build_causal, "seq2seq": _build_seq2seq, "speech": _build_speech, "vision": _build_vision}
+def _build_encoder(architecture: Architecture, scale: Scale) -> torch.nn.Module:
+    """For causal language modelling, but `is_decoder=False`, as checkpoints of BERT-like models say."""
+    return AutoModelForCausalLM.from_config(architecture.config(scale))
+
+
+_BUILDERS = {
+    "causal": _build_causal,
+    "seq2seq": _build_seq2seq,
+    "speech": _build_speech,
+    "vision": _build_vision,
+    "encoder": _build_encoder,
+}
 
 CAUSAL_AS_THEY_ARE = """
     gpt2 gpt_neox gpt_bigcode opt bloom xglm biogpt ctrl openai-gpt llama mistral mixtral qwen2 qwen3 qwen2_moe
@@ -266,3 +277,23 @@ ARCHITECTURES = [
     Architecture("vision-encoder-decoder", "vision", name="vit-gpt2"),
     Architecture("vision-encoder-decoder", "vision", name="vit-trocr"),
 ]
+
+# Decoder-only models whose prefixes are never computed alone, and why.
+WITHOUT_PREFIX = {
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "qwen3_next", "recurrent_gemma"), "CACHE_LAYERS"),
+    "minimax": "CACHE_TYPE",
+    "openai-gpt": "NO_CACHE",
+    "unilm": "NOT_CAUSAL",
+}
+COLUMNS_COUNT = {"roformer", "trocr", "mpt", "gpt_neo"}  # under padding on the left
+
+BY_NAME = {architecture.id: architecture for architecture in ARCHITECTURES}
+ENCODER = "-encoder"
+
+
+def architecture_of(name: str, **overrides: Any) -> Architecture:
+    """One of the table, with other sizes; what is not in the table is "causal", or "encoder" by its name's end."""
+    if name.endswith(ENCODER) and name not in BY_NAME:
+        return Architecture(name.removesuffix(ENCODER), "encoder", overrides, name)
+    known = BY_NAME.get(name, Architecture(name, "causal"))
+    return replace(known, overrides=known.overrides | overrides)

@@ -47,7 +47,7 @@ def main() -> None:
 
 def of_transformers(name: str, kind: str, arguments: dict[str, Any]) -> Callable[[int], Any]:
     """A call that generates so many tokens for three prompts of one length."""
-    model = tiny(name, kind).cuda()
+    model = tiny(name).cuda()
     input_ids = torch.randint(5, 90, (3, 24), generator=torch.Generator().manual_seed(1)).cuda()
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     return lambda steps: model.generate(**inputs, **arguments, max_new_tokens=steps, eos_token_id=None)

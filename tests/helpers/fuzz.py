@@ -32,7 +32,6 @@ from accelerate import hooks as accelerate_hooks
 from capturing import capturing
 from fuzz_cases import Case, draw, model_of
 from fuzz_changes import PROGRAMS
-from fuzz_loops import PROGRAMS_OF_LOOPS
 from parity import assert_equal_outputs
 from sharing import sharing
 from torch import nn
@@ -113,16 +112,16 @@ def own_loop(model: Any, input_ids: torch.Tensor, *processing: Any, generation_c
 
 def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock: bool) -> tuple:
     """What generate returns, and the states of all random numbers afterwards."""
-    program = (PROGRAMS | PROGRAMS_OF_LOOPS).get(case.program)
+    program = PROGRAMS.get(case.program)
     if case.keeps_state or program:
         model = copy.deepcopy(model)
     torch.manual_seed(case.seed)
     numpy.random.seed(case.seed % 2**32)
     random.seed(case.seed)
 
-    def generate_with(model: Any, edit: Any = dict, **more: Any) -> Any:
+    def generate_with(model: Any, **more: Any) -> Any:
         if program:
-            return _outcome(lambda: model.generate(**edit(case.inputs), **arguments, **more))
+            return _outcome(lambda: model.generate(**case.inputs, **arguments, **more))
         return model.generate(**case.inputs, **arguments)
 
     def generate() -> Any:

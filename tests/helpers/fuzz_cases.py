@@ -8,9 +8,9 @@ from random import Random
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES, Architecture
+from architectures import BY_NAME
 from own_models import FORMS, ODD, odd_model
-from parity import lively, padded, tiny_encoder, token_ids
+from parity import padded, tiny, token_ids
 from torch import nn
 
 # Checkpoints of these keep is_decoder=False: their forward fills the cache that it is given and does not return it.
@@ -35,7 +35,6 @@ HALF = (
 WAYS = {way.__name__: way for way in ODD + FORMS}
 POSITIONS = {"max_position_embeddings": 512, "n_positions": 512}
 
-BY_NAME = {architecture.id: architecture for architecture in ARCHITECTURES}
 NAMES = {
     **dict.fromkeys(BY_NAME, 1),
     **dict.fromkeys((f"{name}-encoder" for name in ENCODERS), 1),
@@ -78,26 +77,7 @@ CONTEXTS = {
     "captured, flags of an own class": 2,
     "weights that are not finite": 3,
     "captured, weights that are not finite": 1,
-    "replaced calls": 3,
-    "captured, replaced calls": 1,
-    "values of each row": 3,
-    "captured, values of each row": 1,
-    "other scores of a processor": 2,
-    "captured, other scores of a processor": 1,
-    "replaced functions": 3,
-    "captured, replaced functions": 1,
-    "padding that is not finite": 3,
-    "captured, padding that is not finite": 1,
-    "refused calls": 2,
 }
-# In these, programs change decoding loops, which are the library's where more than tokens is returned.
-OF_LOOPS = (
-    "replaced calls",
-    "values of each row",
-    "other scores of a processor",
-    "replaced functions",
-    "padding that is not finite",
-)
 
 
 @dataclass
@@ -155,14 +135,9 @@ def kind_of(name: str) -> str:
 def model_of(name: str, dtype: torch.dtype) -> nn.Module:
     if name.startswith("odd-"):
         return odd_model(WAYS[name.removeprefix("odd-")]).to(dtype)
-    if name.endswith("-encoder"):
-        return tiny_encoder(name.removesuffix("-encoder")).to(dtype)
     if name.endswith("-long"):
-        plain = BY_NAME[name.removesuffix("-long")]
-        model = Architecture(plain.model_type, plain.kind, POSITIONS | plain.overrides).model()
-    else:
-        model = BY_NAME[name].model()
-    return lively(model).to(dtype)
+        return tiny(name.removesuffix("-long"), **POSITIONS).to(dtype)
+    return tiny(name).to(dtype)
 
 
 def draw(seed: int) -> Case:
@@ -178,7 +153,7 @@ def draw(seed: int) -> Case:
     _draw_decoding(random, case)
     _draw_options(random, case)
     _draw_inputs(random, case)
-    case.tokens_only = random.random() < (0.9 if case.program in OF_LOOPS else 0.4)
+    case.tokens_only = random.random() < 0.4
     if case.tokens_only and not case.is_half:  # rows end at many different steps
         case.arguments |= {
             "eos_token_id": random.sample(range(2, 90), 10),

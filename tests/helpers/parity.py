@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from architectures import SPECIAL, TINY, VOCABULARY, Architecture
-from transformers import AutoModelForCausalLM
+from architectures import SPECIAL, VOCABULARY, architecture_of
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -30,8 +30,11 @@ from fastgen.optimizer.decoding.segmented_kv import OPERATIONS
 PREFILL = "prefill: one row per input"
 PROMPT = "the prompt's keys and values: once per input"
 CROSS = "cross-attention keys and values: once per input"
+LEFT = "finished inputs: removed from the batch"
 BEAMS = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 7}
 SAMPLES = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 7}
+GREEDY = {"do_sample": False, "max_new_tokens": 7}
+TOKENS_ONLY = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}
 BOTH = pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 
 
@@ -53,21 +56,12 @@ def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     return model
 
 
-def tiny(name: str, kind: str = "causal", **overrides: Any) -> torch.nn.Module:
-    """A tiny lively model; kind as in `Architecture`."""
-    return lively(Architecture(name, kind, overrides).model())
+def tiny(name: str, **overrides: Any) -> torch.nn.Module:
+    """The tiny lively model of an architecture; name: as in `architecture_of`; overrides: of its configuration."""
+    return lively(architecture_of(name, **overrides).model())
 
 
-def tiny_encoder(name: str) -> torch.nn.Module:
-    """A tiny lively BERT-like model for causal language modelling that says `is_decoder=False`, as checkpoints do."""
-    torch.manual_seed(0)
-    model = lively(AutoModelForCausalLM.from_config(Architecture(name, "causal").config(TINY))).eval()
-    model.generation_config.update(**SPECIAL)
-    return model
-
-
-def whisper() -> torch.nn.Module:
-    return tiny("whisper", "speech", max_source_positions=20, num_mel_bins=8, feature_shape=(8, 40))
+unchanged = functools.cache(tiny)  # for calls that leave the model as it is: made once in a process
 
 
 def token_ids(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -82,6 +76,14 @@ def padded(*lengths: int, side: str = "left", seed: int = 1) -> dict[str, torch.
         padding = slice(0, longest - length) if side == "left" else slice(length, longest)
         input_ids[row, padding], mask[row, padding] = SPECIAL["pad_token_id"], 0
     return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def inputs_of(name: str, *lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Prompts of these lengths, padded on the side where the architecture wants it, or as many sounds or images."""
+    kind = architecture_of(name).kind
+    if kind in ("speech", "vision"):
+        return architecture_of(name).inputs(rows=len(lengths), seed=seed)
+    return padded(*lengths, side="right" if kind == "seq2seq" else "left", seed=seed)
 
 
 def moves_rows(
@@ -124,6 +126,13 @@ def run_both(
     report = None if fastgen.explain() is before else fastgen.explain()
     assert report is not None or not must_report
     return Both(stock, fast, report)
+
+
+def same_tokens(model: Any, inputs: dict[str, Any], **arguments: Any) -> Report:
+    """As `assert_same`, for calls that return tokens only, whose loops and steps are fastgen's."""
+    both = run_both(lambda: model.generate(**inputs, **arguments))
+    assert torch.equal(both.stock, both.fast)
+    return both.report
 
 
 def assert_same(model: Any, inputs: dict[str, Any], tolerance: float = 1e-4, **arguments: Any) -> Report:

@@ -4,7 +4,7 @@ Each part of a call has a table of reasons, code and text and condition; fastgen
 reason, add a row. The codes are explained in fastgen/reasons.py.
 
 Tests: tests/optimizer/fairseq/test_fairseq_foreign_code.py, tests/optimizer/fairseq/test_fairseq_caches.py,
-tests/optimizer/fairseq/test_fairseq_limits.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py
+tests/optimizer/fairseq/test_fairseq_captured_steps.py
 """
 
 from __future__ import annotations

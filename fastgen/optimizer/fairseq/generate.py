@@ -1,6 +1,6 @@
 """`SequenceGenerator._generate`: asks whether fastgen's loop and caches fit, and starts them.
 
-Tests: tests/optimizer/fairseq/test_fairseq_generate.py, tests/optimizer/fairseq/test_fairseq_limits.py
+Tests: tests/optimizer/fairseq/test_fairseq_generate.py, tests/optimizer/fairseq/test_fairseq_foreign_code.py
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def model_of(name: str) -> nn.Module:
     if name == "mqa":
         return tiny_model(MQATransformerForConditionalGeneration, key_value_heads=HEADS)
     if name in ("bart", "t5"):
-        return tiny(name, "seq2seq")
+        return tiny(name)
     return tiny(name, num_key_value_heads=HEADS)
 
 

@@ -30,7 +30,7 @@ def nothing_is_looked_through():
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "causal"), ("gpt2", "causal"), ("bart", "seq2seq")])
 def test_small_calls_are_left_alone_before_modules_and_rows_are_looked_at(name, kind, nothing_is_looked_through):
-    model = tiny(name, kind)
+    model = tiny(name)
     for arguments in (BEAMS, SAMPLES):
         report = assert_same(model, padded(9, 5), **arguments)
         assert left_alone_because(report, "TOO_SMALL")
@@ -58,7 +58,7 @@ MORE_BEAMS = BEAMS | {"num_beams": 8}
 
 
 def test_a_prompt_of_a_few_tokens_has_a_long_encoder_output_too():
-    model = tiny("bart", "seq2seq", max_position_embeddings=4096)
+    model = tiny("bart", max_position_embeddings=4096)
     with torch.no_grad():
         assert assert_same(model, {"input_ids": token_ids(4, 40)}, **MORE_BEAMS).shared == []
         assert assert_same(model, {"input_ids": token_ids(4, 4000)}, **MORE_BEAMS | {"max_new_tokens": 2}).shared
@@ -113,7 +113,7 @@ def test_the_size_is_looked_up_again_when_the_type_of_the_weights_changes():
 
 
 def test_the_weights_of_an_encoder_do_not_count_because_it_runs_once_per_input_anyway():
-    few, many = (tiny("bart", "seq2seq", encoder_layers=layers) for layers in (1, 4))
+    few, many = (tiny("bart", encoder_layers=layers) for layers in (1, 4))
     assert size_of(few, KNOWN).weights == size_of(many, KNOWN).weights
     assert size_of(few, KNOWN).modules < size_of(many, KNOWN).modules
 

@@ -268,7 +268,7 @@ def test_shapes_for_which_blas_is_the_fastest_are_asked_for_once(by_blas):
 
 
 def speech_model():
-    return tiny("whisper", "speech", max_source_positions=40, num_mel_bins=8, feature_shape=(8, 80))
+    return tiny("whisper", max_source_positions=40, num_mel_bins=8, feature_shape=(8, 80))
 
 
 @pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
@@ -278,7 +278,7 @@ def speech_model():
 )
 def test_prompts_and_encoders_have_flash_attention(name, kind):
     with costs(**ANY_SIZE):
-        model = speech_model() if kind == "speech" else tiny(name, kind)
+        model = speech_model() if kind == "speech" else tiny(name)
         inputs = {"input_features": torch.randn(2, 8, 80)} if kind == "speech" else padded(48, 40)
         report = assert_same(model, inputs, **BEAMS)
     assert report.kernels["flash attention"] > 0

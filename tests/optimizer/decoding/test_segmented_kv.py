@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
+import pickle
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -72,6 +75,14 @@ SEGMENTED = {
     ),
     "names in methods": lambda tensor: QUERY.matmul(other=tensor.transpose(dim0=-1, dim1=-2)),
 }
+
+
+def saved(tensor: torch.Tensor) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
 ELSEWHERE = {
     "slice": lambda tensor: tensor[:, :, :3],
     "row": lambda tensor: tensor[1],
@@ -94,7 +105,17 @@ ELSEWHERE = {
     "pad": lambda tensor: functional.pad(tensor, [0, 3]),  # values that are narrower than keys, for flash attention
     "sum": lambda tensor: tensor.sum(),
     "numpy": lambda tensor: torch.from_numpy(tensor.numpy()),
+    "asarray": lambda tensor: torch.from_numpy(np.asarray(tensor) * 2),
     "tolist": lambda tensor: torch.tensor(tensor.tolist()),
+    "list of rows": lambda tensor: torch.stack(list(tensor)),
+    "pickle": lambda tensor: pickle.loads(pickle.dumps(tensor)),
+    "save": saved,
+    "dlpack": lambda tensor: torch.from_dlpack(tensor).clone(),
+    "as_strided": lambda tensor: torch.as_strided(tensor, (3, 5), (7, 1)).clone(),
+    "storage": lambda tensor: torch.tensor((tensor.untyped_storage().nbytes(), tensor.data_ptr() != 0)),
+    "reinterpreted": lambda tensor: tensor.view(torch.uint8).clone(),
+    "unfold": lambda tensor: tensor.unfold(2, 2, 1).clone(),
+    "traced": lambda tensor: torch.jit.trace(lambda states: states * 2, torch.zeros(1, 1, 1, 1))(tensor),
     "deepcopy": copy.deepcopy,
     "clone": lambda tensor: tensor.clone(),
     "repeat_interleave rows": lambda tensor: tensor.repeat_interleave(2, dim=0),

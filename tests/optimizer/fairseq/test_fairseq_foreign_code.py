@@ -1,10 +1,12 @@
-"""Hooks, searches, generators and attentions that users have put into fairseq do under fastgen what they did."""
+"""What users put into fairseq or replace there, before and between calls, does under fastgen what it did."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import types
 from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,14 +14,20 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from fairseq import search
-from fairseq.models.transformer.transformer_decoder import TransformerDecoderBase
-from fairseq.modules import MultiheadAttention
-from fairseq.sequence_generator import SequenceGenerator
+from capturing import capturing, replays
+from fairseq import search, utils
+from fairseq.models.transformer import transformer_decoder
+from fairseq.modules import FairseqDropout, MultiheadAttention, transformer_layer
+from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
-from fairseq_models import CASES, Case, prompts
+from fairseq_models import CASES, RECURRENT, Case, build, prompts, source_sample, translation, translation_task
+from parity import Both
+from torch.nn import functional
 
 import fastgen
+from fastgen.testing import configured
+
+SAMPLING = pytest.mark.parametrize("options", [{}, {"sampling": True}], ids=("beams", "samples"))
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +35,46 @@ def case() -> Case:
     return CASES["transformer"]()
 
 
+@pytest.fixture
+def lenient():
+    """As users run it: an error of fastgen's own leaves the work to fairseq."""
+    with configured(strict=False):
+        yield
+    states = {state.state for state in fastgen.status() if state.group == "fairseq.generation"}
+    assert states == {"applied"}
+
+
+def prepared(case: Case, prepare: Callable[[Any], Any], inference: dict | None = None, **options: Any) -> Callable:
+    """A call with a generator that a program has prepared."""
+
+    def call() -> list:
+        settings = BEAMS | options
+        kind = {"seq_gen_cls": settings.pop("seq_gen_cls")} if "seq_gen_cls" in settings else {}
+        generator = case.task.build_generator(case.models, Namespace(**settings), **kind)
+        prepare(generator)
+        return case.task.inference_step(generator, case.models, case.sample, **inference or {})
+
+    return call
+
+
+def same(case: Case, prepare: Callable[[Any], Any] = lambda generator: None, **options: Any) -> Both:
+    both = run_both(prepared(case, prepare, **options))
+    assert_same_hypotheses(both.stock, both.fast)
+    return both
+
+
+def is_seen_twice(seen: list) -> bool:
+    """Whether the second half of what was noted equals the first."""
+    return bool(seen) and seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
 @pytest.mark.parametrize("name", ("transformer", "bart"))
 def test_hooks_of_the_user_see_what_they_saw(name):
     case, seen = CASES[name](), []
     layer = case.models[0].decoder.layers[1]
     layer.register_forward_hook(lambda module, args, output: seen.append((args[0].shape, output[0].detach().clone())))
-
-    def call() -> list:
-        seen.append([])
-        return generate(case)
-
-    both = run_both(call)
-    assert_same_hypotheses(both.stock, both.fast)
-    second = next(index for index in range(1, len(seen)) if seen[index] == [])
-    stock, fast = seen[1:second], seen[second + 1 :]
+    same(case, inference=case.inference)
+    stock, fast = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert [shape for shape, _ in stock] == [shape for shape, _ in fast] and len(stock) > 5
     for (_, one), (_, other) in zip(stock, fast, strict=True):
         torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
@@ -58,19 +92,10 @@ class OnlyEven(search.BeamSearch):
 
 
 def test_search_of_the_user_is_called(case):
-    calls = []
-
-    def call() -> list:
-        OnlyEven.calls = 0
-        words = case.task.target_dictionary
-        generator = SequenceGenerator(case.models, words, 3, max_len_b=9, search_strategy=OnlyEven(words))
-        hypotheses = generator.generate(case.models, case.sample)
-        calls.append(OnlyEven.calls)
-        return hypotheses
-
-    both = run_both(call)
-    assert_same_hypotheses(both.stock, both.fast)
-    assert calls[0] == calls[1] == 10
+    OnlyEven.calls = 0
+    words = case.task.target_dictionary
+    both = same(case, lambda generator: setattr(generator, "search", OnlyEven(words)), max_len_b=9)
+    assert OnlyEven.calls == 20
     assert all(hypothesis["tokens"][:-1].remainder(2).eq(0).all() for row in both.fast for hypothesis in row)
 
 
@@ -82,13 +107,7 @@ class EndsAfterThree(SequenceGenerator):
 
 
 def test_generator_of_the_user_keeps_its_methods(case):
-
-    def call() -> list:
-        generator = case.task.build_generator(case.models, Namespace(**BEAMS, min_len=2), seq_gen_cls=EndsAfterThree)
-        return case.task.inference_step(generator, case.models, case.sample)
-
-    both = run_both(call)
-    assert_same_hypotheses(both.stock, both.fast)
+    both = same(case, min_len=2, seq_gen_cls=EndsAfterThree)
     assert min(len(hypotheses) for hypotheses in both.fast) < BEAMS["beam"]
 
 
@@ -112,38 +131,35 @@ def test_attention_of_the_user_keeps_its_forward(name):
 
 
 def test_what_the_user_put_around_the_decoder_sees_all_rows(case, monkeypatch):
-    original, rows = TransformerDecoderBase.extract_features, []
+    original, rows = transformer_decoder.TransformerDecoderBase.extract_features, []
 
     @functools.wraps(original)
     def extract_features(self, tokens, encoder_out=None, *args, **kwargs):
         rows.append((len(tokens), encoder_out["encoder_out"][0].shape[1]))
         return original(self, tokens, encoder_out, *args, **kwargs)
 
-    monkeypatch.setattr(TransformerDecoderBase, "extract_features", extract_features)
+    monkeypatch.setattr(transformer_decoder.TransformerDecoderBase, "extract_features", extract_features)
     compare(case, accelerated=False)
     assert rows and all(tokens == encoded for tokens, encoded in rows)
 
 
 @pytest.mark.parametrize("on_class", (False, True))
-def test_step_of_the_search_that_is_replaced_sees_the_prompt(on_class):
-    case = CASES["transformer_lm"]()
-    sample, steps = prompts(case.task.dictionary, (6, 6, 6)), []
-    original = search.BeamSearch.step
+def test_step_of_the_search_that_is_replaced_sees_the_prompt(on_class, monkeypatch):
+    case, steps, original = CASES["transformer_lm"](), [], search.BeamSearch.step
+    case.sample = prompts(case.task.dictionary, (6, 6, 6))
 
     def step(self, step, lprobs, *args, **kwargs):
         steps.append(step)
         return original(self, step, lprobs, *args, **kwargs)
 
-    def call() -> list:
-        generator = case.task.build_generator(case.models, Namespace(beam=2, max_len_b=12))
+    def replace(generator):
         if not on_class:
             generator.search.step = functools.partial(step, generator.search)
-        return case.task.inference_step(generator, case.models, sample)
 
-    with mock.patch.object(search.BeamSearch, "step", step) if on_class else contextlib.nullcontext():
-        both = run_both(call)
-    assert_same_hypotheses(both.stock, both.fast)
-    assert len(steps) > 6 and steps[: len(steps) // 2] == steps[len(steps) // 2 :]
+    if on_class:
+        monkeypatch.setattr(search.BeamSearch, "step", step)
+    same(case, replace, beam=2, max_len_b=12)
+    assert len(steps) > 6 and is_seen_twice(steps)
 
 
 def test_function_of_torch_that_is_replaced_is_called(case):
@@ -155,13 +171,176 @@ def test_function_of_torch_that_is_replaced_is_called(case):
 
     with mock.patch.object(torch, "topk", topk):
         compare(case, accelerated=False)
-    assert calls and calls[: len(calls) // 2] == calls[len(calls) // 2 :]
-    assert "FUNCTION_REPLACED" in fastgen.explain().codes()
+    assert is_seen_twice(calls) and "FUNCTION_REPLACED" in fastgen.explain().codes()
 
 
-def test_error_of_the_search_comes_through_and_the_next_call_works(case):
-    error = LookupError("from the search")
-    with mock.patch.object(search.BeamSearch, "step", side_effect=error), pytest.raises(LookupError) as caught:
+# Methods that are replaced.
+
+
+@pytest.mark.parametrize("on_the_class", (True, False))
+def test_finalize_hypos_that_is_replaced_is_called(on_the_class, monkeypatch):
+    own, case = SequenceGenerator.finalize_hypos, CASES["transformer"]()
+
+    def finalize_hypos(self, step, index, eos_scores, *args, **kwargs):
+        return own(self, step, index, eos_scores - step, *args, **kwargs)
+
+    def replace(generator):
+        if not on_the_class:
+            generator.finalize_hypos = types.MethodType(finalize_hypos, generator)
+
+    plain = generate(case)
+    if on_the_class:
+        monkeypatch.setattr(SequenceGenerator, "finalize_hypos", finalize_hypos)
+    assert same(case, replace).fast[0][0]["score"] < plain[0][0]["score"] - 0.5
+
+
+def test_prefix_tokens_of_one_generator_are_called():
+    case, calls = CASES["transformer"](), []
+
+    def count(generator):
+        own = generator._prefix_tokens
+        generator._prefix_tokens = lambda *args: calls.append(1) or own(*args)
+
+    same(case, count, inference={"prefix_tokens": case.sample["net_input"]["src_tokens"][:, :2]})
+    assert len(calls) % 2 == 0 and calls
+
+
+@pytest.mark.parametrize("name", ("reorder_incremental_state", "reorder_encoder_out"))
+def test_reorders_of_the_ensemble_that_are_replaced_are_called(name, monkeypatch):
+    calls, own = [], getattr(EnsembleModel, name)
+    monkeypatch.setattr(EnsembleModel, name, lambda *args: calls.append(1) or own(*args))
+    same(CASES["transformer"]())
+    assert len(calls) % 2 == 0 and calls
+
+
+def scaled(original: Any) -> Any:
+    return lambda *args, **kwargs: original(*args, **kwargs) * 1.1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (utils, "softmax"),
+        (MultiheadAttention, "apply_sparse_mask"),
+        (transformer_layer.TransformerDecoderLayerBase, "residual_connection"),
+        (transformer_decoder.TransformerDecoderBase, "output_layer"),
+        (functional, "linear"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_code_that_the_program_has_put_into_fairseq(monkeypatch, owner, name):
+    case, original = CASES["transformer"](), getattr(owner, name)
+    with capturing():
         generate(case)
-    assert caught.value is error
+        before = fastgen.explain()
+        # The mask is a static method: what replaces it gets the attention, too.
+        masking = lambda self, weights, *args: original(self, weights, *args) * 1.1  # noqa: E731
+        monkeypatch.setattr(owner, name, masking if name == "apply_sparse_mask" else scaled(original))
+        report = compare(case, accelerated=False).report
+    assert replays(before) and not replays(report)
+    assert any(reason.code == "USER_CODE" and name in reason.text for _, reason in report.not_done)
+
+
+def test_method_that_the_program_has_put_on_one_attention():
+    case = CASES["transformer"]()
+    case.models[0].decoder.layers[0].self_attn.apply_sparse_mask = lambda weights, *args: weights * 1.1
+    with capturing():
+        assert not replays(compare(case).report)
+
+
+# Random numbers, and rows that end.
+
+
+@SAMPLING
+@pytest.mark.parametrize("order", (1, -1))
+def test_an_ensemble_with_a_model_that_is_not_known(order, options):
+    task = translation_task()
+    models = [build("transformer", task, 3, 1.5), build("lstm", task, 3, 1.5, **RECURRENT)]
+    case = Case(models[::order], task, source_sample(task, lengths=[6, 3, 9]))
+    compare(case, accelerated=False, **options)
+
+
+@SAMPLING
+@pytest.mark.parametrize("part", ("dropout", "decoder"))
+def test_dropout_that_is_switched_on_after_the_generator_was_built(part, options):
+    case = translation("transformer", [122], 1.5, dropout=0.3, attention_dropout=0.3)
+
+    def train(generator):
+        for module in case.models[0].modules():
+            if part == "decoder" or isinstance(module, FairseqDropout):
+                module.train()
+
+    same(case, train, **options)
+
+
+@SAMPLING
+def test_layers_that_are_dropped_in_training_draw_random_numbers_always(options):
+    compare(translation("transformer", [122], 1.5, decoder_layerdrop=0.2), accelerated=False, **options)
+
+
+def test_a_prefix_that_ends_its_sentence():
+    case = CASES["pre-norm, learned positions"]()
+    prefix = {"prefix_tokens": torch.tensor([[30, 15, 2]])}
+    compare(case, source_sample(case.task, [20], 3), max_len_b=5, inference=prefix)
+
+
+def test_rows_that_have_ended_do_not_move_the_draws_of_others():
+    case = CASES["transformer_align"]()
+    options = {"no_repeat_ngram_size": 3, "sampling": True, "sampling_topp": 0.99, "beam": 6, "max_len_a": 1.0}
+    compare(case, source_sample(case.task, [1], 633950), **options)
+
+
+# Errors: the program's own come through once, and the next call works.
+
+
+class Fails(search.Sampling):
+    """From its fifth step on it raises an error, or has no answer."""
+
+    def __init__(self, dictionary: Any, answer: Any) -> None:
+        super().__init__(dictionary)
+        self.answer, self.steps = answer, []
+
+    def step(self, step, *args, **kwargs):
+        self.steps.append(step)
+        if step < 4:
+            return super().step(step, *args, **kwargs)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", (ValueError("budget"), None), ids=("an error", "no answer"))
+def test_a_failing_search_of_the_program_is_called_once_a_step(answer, lenient):
+    case, searches = CASES["transformer"](), []
+
+    def run():
+        searches.append(Fails(case.task.target_dictionary, answer))
+        with pytest.raises((ValueError, TypeError)) as error:
+            prepared(case, lambda generator: setattr(generator, "search", searches[-1]))()
+        return str(error.value), torch.rand(1).item()
+
+    both = run_both(run)
+    assert both.stock == both.fast and [one.steps for one in searches] == 2 * [[*range(5)]]
     compare(case)
+
+
+def test_switched_off_on_the_way_fairseq_goes_on_with_the_same_random_numbers(lenient):
+    case = CASES["transformer"]()
+
+    class SwitchesOff(search.Sampling):
+        def step(self, *args, **kwargs):
+            fastgen.disable()
+            return super().step(*args, **kwargs)
+
+    def run():
+        try:
+            words = case.task.target_dictionary
+            return prepared(case, lambda generator: setattr(generator, "search", SwitchesOff(words)))()
+        finally:
+            fastgen.enable()
+
+    torch.manual_seed(7)
+    with fastgen.disabled():
+        expected = run()
+    torch.manual_seed(7)
+    assert_same_hypotheses(expected, run())

@@ -11,11 +11,13 @@ import torch
 
 pytest.importorskip("fairseq")
 
+from capturing import capturing, replays
 from fairseq import search
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.token_generation_constraints import pack_constraints
 from fairseq_generation import (
     BEAMS,
+    Hypotheses,
     assert_accelerated,
     assert_same_hypotheses,
     compare,
@@ -25,7 +27,7 @@ from fairseq_generation import (
     run_both,
     token_lists,
 )
-from fairseq_models import CASES, language_model, pair_sample, source_sample
+from fairseq_models import CASES, Case, language_model, pair_sample, source_sample
 
 import fastgen
 
@@ -38,7 +40,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "min_len equals the maximum": {"min_len": 9, "max_len_b": 9},
     "max_len_a": {"max_len_a": 0.7, "max_len_b": 2},
     "short": {"max_len_b": 1},
-    "long": {"max_len_b": 40},
+    "long": {"max_len_b": 40, "min_len": 30},
+    "one beam": {"beam": 1},
     "unkpen": {"unkpen": 4.0},
     "unknown words preferred": {"unkpen": -4.0},
     "temperature": {"temperature": 1.9},
@@ -59,7 +62,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_option_gives_the_same(name, option):
+    """In eager steps and, where fairseq's outputs are long enough, in replayed ones."""
     compare(CASES[name](), **OPTIONS[option])
+    if name in ("transformer", "bart", "transformer_lm"):
+        with capturing():
+            report = compare(CASES[name](), **{"min_len": 6} | OPTIONS[option]).report
+        assert replays(report) > 2 or "max_len_b" in OPTIONS[option] or "max_len_a" in OPTIONS[option]
 
 
 @pytest.mark.parametrize("option", [name for name in OPTIONS if name != "unkpen"])
@@ -219,19 +227,23 @@ def test_reference_blocks_what_upstream_does_not():
     assert token_lists(upstream) != token_lists(corrected)
 
 
-@pytest.mark.parametrize("name", ("transformer", "bart", "transformer_lm"))
-def test_end_and_first_token_of_the_user(name):
-    """Another word ends sentences, and another one begins them."""
-    case = CASES[name]()
+def hypotheses_of(case: Case, bos_token: int | None = None, **arguments: Any) -> Hypotheses:
+    """What a `SequenceGenerator` of a program gives with and without fastgen."""
 
     def call() -> list:
-        words = case.task.target_dictionary
-        generator = SequenceGenerator(case.models, words, 3, max_len_b=12, eos=9)
-        return generator.generate(case.models, case.sample, bos_token=14)
+        generator = SequenceGenerator(case.models, case.task.target_dictionary, 3, **{"max_len_b": 12} | arguments)
+        return generator.generate(case.models, case.sample, bos_token=bos_token)
 
     both = run_both(call, accelerated=True)
     assert_same_hypotheses(both.stock, both.fast)
-    assert all(hypothesis["tokens"][-1] == 9 for row in both.fast for hypothesis in row)
+    return both.fast
+
+
+@pytest.mark.parametrize("name", ("transformer", "bart", "transformer_lm"))
+def test_end_and_first_token_of_the_user(name):
+    """Another word ends sentences, and another one begins them."""
+    found = hypotheses_of(CASES[name](), bos_token=14, eos=9)
+    assert all(hypothesis["tokens"][-1] == 9 for row in found for hypothesis in row)
 
 
 def test_tokens_that_are_suppressed():
@@ -239,41 +251,21 @@ def test_tokens_that_are_suppressed():
     with fastgen.disabled():
         usual = {word for row in token_lists(generate(case)) for words in row for word in words} - {2}
     banned = sorted(usual)[:4]
-
-    def call() -> list:
-        words = case.task.target_dictionary
-        names = [words[index] for index in banned]
-        generator = SequenceGenerator(case.models, words, 3, max_len_b=12, tokens_to_suppress=names)
-        return generator.generate(case.models, case.sample)
-
-    both = run_both(call, accelerated=True)
-    assert_same_hypotheses(both.stock, both.fast)
-    assert not {word for row in token_lists(both.fast) for words in row for word in words} & set(banned)
+    names = [case.task.target_dictionary[index] for index in banned]
+    found = hypotheses_of(case, tokens_to_suppress=names)
+    assert not {word for row in token_lists(found) for words in row for word in words} & set(banned)
 
 
 def test_max_len_of_the_generator_limits_all_others():
-    case = CASES["transformer"]()
-
-    def call() -> list:
-        generator = SequenceGenerator(case.models, case.task.target_dictionary, 3, max_len_b=30, max_len=6)
-        return generator.generate(case.models, case.sample)
-
-    both = run_both(call, accelerated=True)
-    assert_same_hypotheses(both.stock, both.fast)
-    assert max(length for row in lengths(both.fast) for length in row) == 6
+    found = hypotheses_of(CASES["transformer"](), max_len_b=30, max_len=6)
+    assert max(length for row in lengths(found) for length in row) == 6
 
 
 def test_length_constrained_search():
     case = CASES["transformer"]()
-
-    def call() -> list:
-        words = case.task.target_dictionary
-        strategy = search.LengthConstrainedBeamSearch(words, min_len_a=0.5, min_len_b=1, max_len_a=1, max_len_b=2)
-        generator = SequenceGenerator(case.models, words, 3, max_len_b=12, search_strategy=strategy)
-        return generator.generate(case.models, case.sample)
-
-    both = run_both(call, accelerated=True)
-    assert_same_hypotheses(both.stock, both.fast)
+    bounds = {"min_len_a": 0.5, "min_len_b": 1, "max_len_a": 1, "max_len_b": 2}
+    strategy = search.LengthConstrainedBeamSearch(case.task.target_dictionary, **bounds)
+    hypotheses_of(case, search_strategy=strategy)
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "ensemble", "lstm", "fconv"))

@@ -19,7 +19,7 @@ ASKED = {"return_dict_in_generate": True, "output_scores": True}
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
-    return {"gpt2": tiny("gpt2"), "bart": tiny("bart", "seq2seq")}
+    return {"gpt2": tiny("gpt2"), "bart": tiny("bart")}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart"])

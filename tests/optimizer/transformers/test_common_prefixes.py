@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
 from capturing import capturing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import compared, padded, tiny, tiny_encoder, token_ids
+from parity import GREEDY, LEFT, TOKENS_ONLY, compared, padded, tiny, token_ids, unchanged
 from sharing import sharing
 
 import fastgen
-from fastgen.optimizer.decoding.report import PREFIX
+from fastgen.optimizer.decoding.report import PREFIX, Report
 from fastgen.optimizer.transformers import prefixes
 from fastgen.testing import costs, replaced, watched
 
@@ -27,18 +28,6 @@ WAYS = {
     "beams": {"num_beams": 3, "do_sample": False},
     "samples": {"num_return_sequences": 2, "do_sample": True},
 }
-TOKENS_ONLY = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}
-NOT_USED = {  # architecture: why
-    "mamba": "CACHE_LAYERS",
-    "falcon_mamba": "CACHE_LAYERS",
-    "jamba": "CACHE_LAYERS",
-    "qwen3_next": "CACHE_LAYERS",
-    "recurrent_gemma": "CACHE_LAYERS",
-    "minimax": "CACHE_TYPE",
-    "openai-gpt": "NO_CACHE",
-    "unilm": "NOT_CAUSAL",
-}
-COLUMNS_COUNT = {"roformer", "trocr", "mpt", "gpt_neo"}  # under padding on the left
 
 
 def prompts(*lengths: int, prefix: int = 7, side: str = "left") -> dict[str, torch.Tensor]:
@@ -52,9 +41,9 @@ def prompts(*lengths: int, prefix: int = 7, side: str = "left") -> dict[str, tor
     return inputs
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def llama():
-    return tiny("llama")
+    return unchanged("llama")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -65,7 +54,7 @@ def test_every_architecture_gives_its_answers_or_says_why_not(architecture, way)
     model = architecture.model()
     for inputs in (prompts(12, 12, 12), prompts(12, 10, 9), prompts(12, 10, 9, side="right")):
         report = compared(model, inputs, max_new_tokens=6, **WAYS[way], **TOKENS_ONLY).report
-        if why := NOT_USED.get(architecture.id):
+        if why := WITHOUT_PREFIX.get(architecture.id):
             assert report.prefix_length == 0 and why in report.codes(PREFIX)
         elif architecture.id in COLUMNS_COUNT and inputs["attention_mask"][1, 0] == 0:
             assert report.prefix_length == 0 and "POSITIONS" in report.codes(PREFIX)
@@ -79,11 +68,6 @@ def test_scores_and_the_returned_cache_are_those_of_the_library(llama, way):
     assert report.prefix_length == 7
 
 
-def test_padded_prompts_whose_cache_is_returned_are_left_alone(llama):
-    report = compared(llama, prompts(12, 9), max_new_tokens=4, do_sample=False).report
-    assert report.prefix_length == 0 and report.codes(PREFIX) == {"RETURN_DICT"}
-
-
 def test_one_row_goes_through_the_model_for_the_prefix_and_all_rows_for_the_rest(llama):
     prefills = []
 
@@ -92,7 +76,7 @@ def test_one_row_goes_through_the_model_for_the_prefix_and_all_rows_for_the_rest
         return dict(prefills[-1])
 
     with replaced("arguments of a prefix", of_prefix):
-        report = compared(llama, prompts(12, 9, 11), max_new_tokens=3, do_sample=False, **TOKENS_ONLY).report
+        report = reported(llama, prompts(12, 9, 11))
     assert prefills[-1]["input_ids"].shape == (1, 7) and prefills[-1]["attention_mask"].all()
     assert "common prefix: 7 tokens of all inputs, 14 not computed" in report.shared
     assert "a prefix of 7 tokens shared" in report.verdict
@@ -110,11 +94,7 @@ def test_a_prefix_is_stored_once_a_rest_per_input_and_what_is_generated_per_row(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_embeddings_are_compared_as_tokens_are(llama, way):
-    inputs = prompts(12, 10, 12)
-    embeds = llama.get_input_embeddings()(inputs.pop("input_ids")).detach()
-    inputs["inputs_embeds"] = embeds
-    report = compared(llama, inputs, max_new_tokens=5, **WAYS[way], **TOKENS_ONLY).report
-    assert report.prefix_length == 7
+    assert reported(llama, as_embeddings(llama, prompts(12, 10, 12)), **WAYS[way]).prefix_length == 7
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -131,53 +111,76 @@ def test_steps_behind_a_prefix_are_captured(llama, way, lengths):
 def test_finished_inputs_leave_behind_a_prefix(llama, way):
     options = {"eos_token_id": list(range(2, 60)), "max_new_tokens": 30, **WAYS[way], **TOKENS_ONLY}
     report = compared(llama, prompts(12, 10, 9, 12), **options).report
-    assert report.prefix_length == 7 and "finished inputs: removed from the batch" in report.shared
+    assert report.prefix_length == 7 and LEFT in report.shared
 
 
-def test_repeated_rows_share_a_prefix_with_the_others(llama):
-    inputs = {name: value.repeat_interleave(2, dim=0) for name, value in prompts(12, 10).items()}
-    report = compared(llama, inputs, max_new_tokens=5, do_sample=True, **TOKENS_ONLY).report
-    assert report.prefix_length == 7 and report.inputs == 2 and report.rows == 4
+def reported(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Report:
+    return compared(model, inputs, **TOKENS_ONLY | GREEDY | {"max_new_tokens": 4} | options).report
 
 
-def test_groups_of_equal_rows_of_any_sizes_share_a_prefix(llama):
-    inputs = {name: value.repeat_interleave(torch.tensor([3, 1]), dim=0) for name, value in prompts(12, 10).items()}
-    report = compared(llama, inputs, max_new_tokens=5, do_sample=True, **TOKENS_ONLY).report
-    assert report.prefix_length == 7 and "GROUP_SIZES_DIFFER" in report.codes()
+@pytest.mark.parametrize("sizes", ((2, 2), (3, 1)), ids=str)
+def test_groups_of_equal_rows_share_a_prefix_with_the_others(llama, sizes):
+    inputs = {name: value.repeat_interleave(torch.tensor(sizes), dim=0) for name, value in prompts(12, 10).items()}
+    report = reported(llama, inputs, do_sample=True)
+    assert report.prefix_length == 7 and report.rows == 4
+    assert ("GROUP_SIZES_DIFFER" in report.codes()) == (sizes == (3, 1))
 
 
-def test_an_encoder_that_decodes_sees_what_follows():
-    model = tiny_encoder("bert")
-    report = compared(model, prompts(12, 12), max_new_tokens=4, do_sample=False, **TOKENS_ONLY).report
-    assert report.prefix_length == 0 and report.codes(PREFIX) == {"NOT_CAUSAL"}
+def as_embeddings(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    embeddings = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    return {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"]}
 
 
-def test_a_model_whose_products_scale_all_rows_alike_is_left_alone():
-    model = torch.ao.quantization.quantize_dynamic(tiny("llama"), {torch.nn.Linear})
-    report = compared(model, prompts(12, 10, 9), max_new_tokens=4, do_sample=False, **TOKENS_ONLY).report
-    assert report.prefix_length == 0 and report.codes(PREFIX) == {"ROWS_COUPLED"}
+def quantized() -> Any:
+    return torch.ao.quantization.quantize_dynamic(tiny("llama"), {torch.nn.Linear})
+
+
+def windowed(window: int) -> Any:
+    return tiny("mistral", sliding_window=window)
+
+
+LLAMA, TWO = partial(unchanged, "llama"), prompts(12, 12)
+BESIDE_ROWS = {"output_hidden_states": True, "return_dict_in_generate": True}
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+FAR = prompts(20, 18, prefix=9)
+LEFT_ALONE: dict[str, tuple[Callable[[], Any], dict[str, torch.Tensor], dict[str, Any], str]] = {
+    "an encoder that decodes": (partial(tiny, "bert-encoder"), TWO, {}, "NOT_CAUSAL"),
+    "products that scale all rows": (quantized, prompts(12, 10, 9), {}, "ROWS_COUPLED"),
+    "a window that the prefix leaves": (partial(windowed, 22), FAR, {"max_new_tokens": 6}, "SLIDING_WINDOW"),
+    "a padded cache that is returned": (LLAMA, prompts(12, 9), {"return_dict_in_generate": True}, "RETURN_DICT"),
+    "states of all columns": (LLAMA, TWO, BESIDE_ROWS, "OUTPUTS"),
+    "a prefill in chunks": (LLAMA, TWO, {"prefill_chunk_size": 4}, "CHUNKED_PREFILL"),
+    "no cache": (LLAMA, TWO, {"use_cache": False}, "CACHE_TYPE"),
+    "a static cache": (LLAMA, TWO, STATIC, "CACHE_TYPE"),
+}
+
+
+@pytest.mark.parametrize("why", LEFT_ALONE)
+def test_calls_that_need_the_whole_prompt_are_left_alone(why):
+    make, inputs, options, code = LEFT_ALONE[why]
+    report = reported(make(), inputs, **options)
+    assert report.prefix_length == 0 and code in report.codes(PREFIX)
+
+
+def test_a_window_that_holds_the_prefix_is_no_hindrance():
+    assert reported(windowed(60), FAR, max_new_tokens=6).prefix_length == 9
+    model = windowed(14)
+    report = reported(model, as_embeddings(model, prompts(12, 8, 10)), max_new_tokens=8)
+    assert report.codes(PREFIX) == {"SLIDING_WINDOW"}  # embeddings count as columns, too
 
 
 def test_a_model_is_tried_again_after_its_configuration_has_changed():
-    model = tiny_encoder("bert")
+    model = tiny("bert-encoder")
     for _ in range(2):
-        compared(model, prompts(12, 12), max_new_tokens=4, do_sample=False, **TOKENS_ONLY)
+        reported(model, prompts(12, 12))
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.is_causal = True
         if hasattr(module, "is_decoder"):
             module.is_decoder = True
     model.config.is_decoder = True
-    report = compared(model, prompts(12, 12), max_new_tokens=4, do_sample=False, **TOKENS_ONLY).report
+    report = reported(model, prompts(12, 12))
     assert report.prefix_length == 7
-
-
-def test_windows_that_a_prefix_leaves_are_the_librarys():
-    inputs = prompts(20, 18, prefix=9)
-    near, far = tiny("mistral", sliding_window=22), tiny("mistral", sliding_window=60)
-    options = {"max_new_tokens": 6, "do_sample": False, **TOKENS_ONLY}
-    assert compared(near, inputs, **options).report.codes(PREFIX) == {"SLIDING_WINDOW"}
-    assert compared(far, inputs, **options).report.prefix_length == 9
 
 
 @pytest.mark.parametrize("way", ("greedy", "beams"))
@@ -187,13 +190,6 @@ def test_nan_that_torch_hides_in_the_whole_prompt(name, way):
     getattr(model.model.layers[0].self_attn, name).weight.data[3, 2] = torch.nan
     report = compared(model, prompts(9, 9, 9, prefix=5), max_new_tokens=4, **WAYS[way]).report
     assert report.prefix_length == 0 and "NAN" in report.codes()
-
-
-def test_embeddings_count_as_columns_that_a_window_may_leave():
-    model, inputs = tiny("mistral", sliding_window=14), prompts(12, 8, 10)
-    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
-    options = {"max_new_tokens": 8, "do_sample": False, **TOKENS_ONLY}
-    assert compared(model, inputs, **options).report.codes(PREFIX) == {"SLIDING_WINDOW"}
 
 
 @pytest.mark.parametrize("kind", ("dynamic", "longrope"))
@@ -209,36 +205,20 @@ def test_positions_that_depend_on_the_length_of_the_prompt_are_the_librarys(kind
     assert fastgen.explain().prefix_length == 0 and fastgen.explain().codes(PREFIX) == {"POSITIONS"}
 
 
-@pytest.mark.parametrize(
-    ("options", "code"),
-    (
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "OUTPUTS"),
-        ({"prefill_chunk_size": 4}, "CHUNKED_PREFILL"),
-        ({"use_cache": False}, "CACHE_TYPE"),
-        ({"cache_implementation": "static", "disable_compile": True}, "CACHE_TYPE"),
-    ),
-    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
-)
-def test_calls_that_need_all_columns_are_left_alone(llama, options, code):
-    options = {**TOKENS_ONLY, "max_new_tokens": 4, "do_sample": False, **options}
-    report = compared(llama, prompts(12, 12), **options).report
-    assert report.prefix_length == 0 and code in report.codes(PREFIX)
-
-
 def test_a_hook_that_would_see_one_row_leaves_the_prefix_to_the_library():
     model, rows = tiny("llama"), []
     model.model.layers[0].register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
-    report = compared(model, prompts(12, 12), max_new_tokens=3, do_sample=False, **TOKENS_ONLY).report
+    report = reported(model, prompts(12, 12))
     assert report.prefix_length == 0 and set(rows) == {2}
 
 
 def test_a_short_prefix_of_a_small_model_is_not_worth_a_forward(llama):
     with sharing("auto"):
-        report = compared(llama, prompts(12, 12), max_new_tokens=3, do_sample=False, **TOKENS_ONLY).report
+        report = reported(llama, prompts(12, 12))
         assert report.prefix_length == 0 and not report.codes(PREFIX)
         with costs(prefill_cost=0, prefill_cost_per_module=0, saved_per_module=0):
-            short = compared(llama, prompts(40, 40, prefix=2), max_new_tokens=3, do_sample=False, **TOKENS_ONLY).report
-            long = compared(llama, prompts(40, 40, prefix=30), max_new_tokens=3, do_sample=False, **TOKENS_ONLY).report
+            short = reported(llama, prompts(40, 40, prefix=2))
+            long = reported(llama, prompts(40, 40, prefix=30))
     assert short.codes(PREFIX) == {"PREFIX_SHORT"} and long.prefix_length == 30
 
 
@@ -252,7 +232,7 @@ def test_a_prefix_of_few_keys_is_stored_for_each_row(llama):
 
 def test_sharing_can_be_switched_off(llama):
     with sharing("never"):
-        compared(llama, prompts(12, 12), max_new_tokens=3, do_sample=False, **TOKENS_ONLY)
+        reported(llama, prompts(12, 12))
     assert fastgen.explain().prefix_length == 0
 
 

@@ -7,9 +7,10 @@ import inspect
 import numpy
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
+from architectures import BY_NAME
 from parity import (
     BEAMS,
+    BOTH,
     CROSS,
     PREFILL,
     PROMPT,
@@ -17,6 +18,7 @@ from parity import (
     assert_equal_outputs,
     assert_same,
     compared,
+    inputs_of,
     is_materialized,
     is_shared,
     left_alone_because,
@@ -24,9 +26,7 @@ from parity import (
     padded,
     run_both,
     tiny,
-    tiny_encoder,
     token_ids,
-    whisper,
 )
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -37,21 +37,9 @@ import fastgen
 from fastgen.testing import ANY_SIZE, costs
 
 NAMES = ("llama", "gpt2", "bart", "t5")
-SEQ2SEQ = ("bart", "t5")
 
 
 pytestmark = pytest.mark.usefixtures("share_always")
-
-
-def build(name: str) -> nn.Module:
-    return tiny(name, "seq2seq" if name in SEQ2SEQ else "causal")
-
-
-def assert_close_logits(both, tolerance: float) -> None:
-    assert len(both.stock.logits) == len(both.fast.logits) == 7
-    for stock, fast in zip(both.stock.logits, both.fast.logits):
-        assert stock.dtype == fast.dtype
-        torch.testing.assert_close(fast.float(), stock.float(), atol=tolerance, rtol=tolerance)
 
 
 T5 = pytest.param("t5", marks=needs("transformers", "5.23", "T5 keeps the attention that it has"))
@@ -60,7 +48,7 @@ T5 = pytest.param("t5", marks=needs("transformers", "5.23", "T5 keeps the attent
 @pytest.mark.parametrize("name", ("llama", "gpt2", "bart", T5))
 @pytest.mark.parametrize("attention", ("eager", "sdpa"))
 def test_attention_implementations(name, attention):
-    model = build(name)
+    model = tiny(name)
     model.set_attn_implementation(attention)
     for arguments in (BEAMS, SAMPLES):
         report = assert_same(model, padded(9, 5), **arguments)
@@ -70,40 +58,32 @@ def test_attention_implementations(name, attention):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("attention", ("eager", "sdpa"))
-@pytest.mark.parametrize(("dtype", "tolerance"), ((torch.bfloat16, 0.15), (torch.float16, 0.02)), ids=str)
-def test_half_precision_agrees_up_to_rounding(name, attention, dtype, tolerance):
-    model = build(name).to(dtype)
+@pytest.mark.parametrize("kind", ("bfloat16", "float16", "autocast"))
+def test_half_precision_agrees_up_to_rounding(name, attention, kind):
+    """Tokens are forced on every row, so that rounding cannot change what the later steps compute."""
+    model, forced = tiny(name), token_ids(2, 3, seed=4)
     model.set_attn_implementation(attention)
-    logits = {"return_dict_in_generate": True, "output_logits": True}
-    prompt = token_ids(2, 3, seed=4)
-    both = run_both(lambda: model.generate(**padded(9, 5), **SAMPLES, prefix_allowed_tokens_fn=only(prompt), **logits))
+    if kind != "autocast":
+        model.to(getattr(torch, kind))
+
+    def only(batch, ids):
+        return [int(forced[batch % forced.shape[0], ids.shape[0] % forced.shape[1]])]
+
+    outputs = {"return_dict_in_generate": True, "output_logits": True, "prefix_allowed_tokens_fn": only}
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+        both = run_both(lambda: model.generate(**padded(9, 5), **SAMPLES, **outputs))
     assert is_shared(both.report, PROMPT)
-    assert_close_logits(both, tolerance)
-
-
-def only(tokens: torch.Tensor):
-    """Forces tokens on every row, so that rounding cannot change what the later steps compute."""
-    return lambda batch, ids: [int(tokens[batch % tokens.shape[0], ids.shape[0] % tokens.shape[1]])]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_autocast(name):
-    model, prompt = build(name), token_ids(2, 3, seed=4)
-    forced = {"prefix_allowed_tokens_fn": only(prompt), "return_dict_in_generate": True, "output_logits": True}
-
-    def call():
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model.generate(**padded(9, 5), **SAMPLES, **forced)
-
-    both = run_both(call)
-    assert is_shared(both.report, PROMPT)
-    assert_close_logits(both, 0.2)
+    assert len(both.stock.logits) == len(both.fast.logits) == 7
+    tolerance = {"bfloat16": 0.15, "float16": 0.02, "autocast": 0.2}[kind]
+    for stock, fast in zip(both.stock.logits, both.fast.logits):
+        assert stock.dtype == fast.dtype
+        torch.testing.assert_close(fast.float(), stock.float(), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_inference_mode(name):
     with torch.inference_mode():
-        assert is_shared(assert_same(build(name), padded(9, 5), **BEAMS), PROMPT)
+        assert is_shared(assert_same(tiny(name), padded(9, 5), **BEAMS), PROMPT)
 
 
 @needs("torch", "2.5", "no flex attention")
@@ -117,7 +97,7 @@ def test_flex_attention_gets_the_whole_keys():
 
 
 def test_whisper_with_a_decoder_prompt_of_language_task_and_earlier_text():
-    model, features = whisper(), Architecture("whisper", "speech", {"feature_shape": (8, 40)}).inputs()
+    model, features = tiny("whisper"), inputs_of("whisper", 1, 1)
     config = model.generation_config
     config.is_multilingual, config.no_timestamps_token_id = True, 70
     config.lang_to_id, config.task_to_id = {"<|en|>": 60, "<|de|>": 61}, {"transcribe": 65, "translate": 66}
@@ -131,15 +111,15 @@ def test_whisper_with_a_decoder_prompt_of_language_task_and_earlier_text():
 
 @needs("transformers", "5.6", "BERT fails with a mask")
 @pytest.mark.parametrize("name", ("bert", "roberta", "xlm-roberta", "electra", "camembert", "ernie"))
-@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+@BOTH
 def test_forward_that_fills_the_cache_and_does_not_return_it(name, arguments):
-    model = tiny_encoder(name)
+    model = tiny(f"{name}-encoder")
     assert not model.config.is_decoder
     assert is_shared(assert_same(model, padded(9, 5), **arguments), PROMPT)
 
 
 @needs("transformers", "5.23", "BigBird fails")
-@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+@BOTH
 def test_random_numbers_of_sparse_attention(arguments):
     sizes = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 2, "max_position_embeddings": 128}
     models = iter([tiny("big_bird", **sizes), tiny("big_bird", **sizes)])  # each gives up sparse attention for good
@@ -156,7 +136,7 @@ def test_random_numbers_of_sparse_attention(arguments):
 @pytest.mark.parametrize("name", ("bart", "t5", "pegasus", "marian", "m2m_100"))
 @pytest.mark.parametrize("attention", ("eager", "sdpa"))
 def test_row_whose_mask_hides_everything(name, attention):
-    model = tiny(name, "seq2seq", max_position_embeddings=512, n_positions=512)
+    model = tiny(name, max_position_embeddings=512, n_positions=512)
     model.set_attn_implementation(attention)
     inputs = padded(300, 7, 1, side="right")  # 300 keys: a product of its own for few queries
     inputs["attention_mask"][1] = 0
@@ -164,38 +144,33 @@ def test_row_whose_mask_hides_everything(name, attention):
         assert is_shared(assert_same(model, inputs, **arguments), CROSS)
 
 
-@pytest.mark.parametrize("name", ("vit-gpt2", "vit-trocr"))
-def test_image_captions(name):
-    architecture = Architecture("vision-encoder-decoder", "vision", name=name)
-    report = assert_same(lively(architecture.model()), architecture.inputs(), **BEAMS)
-    assert is_shared(report, CROSS)
+def compile_in_place(model: nn.Module) -> None:
+    model.compile(backend="eager")
 
 
-class TestCompiled:
-    """Compilation is left to those who ask for it, whichever part of the model they compile."""
+def compile_the_forward(model: nn.Module) -> None:
+    model.forward = torch.compile(model.forward, backend="eager")
 
-    def test_whole_model_in_place(self):
-        model = tiny("llama")
-        model.compile(backend="eager")
-        assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS), "COMPILED")
 
-    def test_forward(self):
-        model = tiny("llama")
-        model.forward = torch.compile(model.forward, backend="eager")
-        assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS), "COMPILED")
+def compile_an_attention(model: nn.Module) -> None:
+    model.model.layers[1].self_attn = torch.compile(model.model.layers[1].self_attn, backend="eager")
 
-    def test_submodule(self):
-        model = tiny("llama")
-        model.model.layers[1].self_attn = torch.compile(model.model.layers[1].self_attn, backend="eager")
-        assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS), "COMPILED")
 
-    def test_forward_of_a_layer(self):
-        model = tiny("llama")
-        model.model.layers[1].forward = torch.compile(model.model.layers[1].forward, backend="eager")
-        assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS), "COMPILED")
+def compile_the_forward_of_a_layer(model: nn.Module) -> None:
+    model.model.layers[1].forward = torch.compile(model.model.layers[1].forward, backend="eager")
 
-    def test_wrapper_whose_generate_is_that_of_the_model_inside(self):
-        assert is_shared(assert_same(torch.compile(tiny("llama"), backend="eager"), padded(9, 5), **BEAMS), PROMPT)
+
+@pytest.mark.parametrize(
+    "compiled", (compile_in_place, compile_the_forward, compile_an_attention, compile_the_forward_of_a_layer)
+)
+def test_compilation_of_any_part_is_left_to_those_who_ask_for_it(compiled):
+    model = tiny("llama")
+    compiled(model)
+    assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS), "COMPILED")
+
+
+def test_wrapper_whose_generate_is_that_of_the_model_inside():
+    assert is_shared(assert_same(torch.compile(tiny("llama"), backend="eager"), padded(9, 5), **BEAMS), PROMPT)
 
 
 class TestAdapters:
@@ -204,7 +179,7 @@ class TestAdapters:
         self.peft = pytest.importorskip("peft")
 
     def adapted(self, config, name="llama", *others: str) -> nn.Module:
-        model = self.peft.get_peft_model(build(name), config)
+        model = self.peft.get_peft_model(tiny(name), config)
         for other in others:
             model.add_adapter(other, config)
         generator = torch.Generator().manual_seed(3)
@@ -256,13 +231,13 @@ def test_offloaded_weights(tmp_path):
     places = parts | {"model.layers.1": "disk"}
     model = accelerate.dispatch_model(tiny("llama"), places, main_device="cpu", offload_dir=str(tmp_path))
     assert is_shared(assert_same(model, padded(9, 5), **BEAMS), PROMPT)
-    model = accelerate.cpu_offload(build("bart"), execution_device=torch.device("cpu")) or build("bart")
+    model = accelerate.cpu_offload(tiny("bart"), execution_device=torch.device("cpu")) or tiny("bart")
     assert is_shared(assert_same(model, padded(9, 5), **BEAMS), PROMPT, CROSS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_after_generating(name):
-    model, inputs = build(name), padded(9, 5)
+    model, inputs = tiny(name), padded(9, 5)
 
     def gradients() -> list[torch.Tensor | None]:
         model.zero_grad()
@@ -276,7 +251,7 @@ def test_training_after_generating(name):
         assert (one is None and other is None) or torch.equal(one, other)
 
 
-@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
+@BOTH
 def test_generating_with_gradients_is_left_alone(arguments):
     model = tiny("llama")
     outputs = {"return_dict_in_generate": True, "output_logits": True}
@@ -291,7 +266,7 @@ def test_generating_with_gradients_is_left_alone(arguments):
 
 
 def test_a_model_goes_on_from_the_states_of_the_call_before():
-    recurrent = next(one for one in ARCHITECTURES if one.id == "recurrent_gemma")
+    recurrent = BY_NAME["recurrent_gemma"]
     models = iter([recurrent.model() for _ in range(2)])
     arguments = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 3}
 

@@ -49,7 +49,7 @@ def stock(model, inputs):
 
 
 def test_two_models():
-    causal, seq2seq, inputs, meeting = tiny("llama"), tiny("bart", "seq2seq"), padded(9, 5), Rendezvous()
+    causal, seq2seq, inputs, meeting = tiny("llama"), tiny("bart"), padded(9, 5), Rendezvous()
     (first, first_report), (second, second_report) = at_once(
         lambda: generate(causal, inputs, meeting), lambda: generate(seq2seq, inputs, meeting)
     )
@@ -61,7 +61,7 @@ def test_two_models():
 
 @pytest.mark.parametrize("name", ("llama", "gpt2", "bart", "t5"))
 def test_one_model(name):
-    model, meeting = tiny(name, "seq2seq" if name in ("bart", "t5") else "causal"), Rendezvous()
+    model, meeting = tiny(name), Rendezvous()
     prompts = padded(9, 5), padded(4, 12, 7, seed=2)
     results = at_once(*(lambda inputs=inputs: generate(model, inputs, meeting) for inputs in prompts))
     for inputs, (output, report) in zip(prompts, results):

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
-from parity import tiny, tiny_encoder
+from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
+from parity import tiny
 from sharing import sharing
 from tokenizers.processors import TemplateProcessing
 from torch import nn
@@ -26,17 +26,7 @@ pytestmark = pytest.mark.usefixtures("share_always")
 # Forwards cost nothing, so that whatever saves a token gains.
 FREE = {"prefill_cost": 0, "prefill_cost_per_module": 0, "saved_per_module": 0, "rows_of_one_read": 0}
 CAUSAL = [one for one in ARCHITECTURES if one.kind == "causal"]
-NOT_SHARED = {  # architecture: why
-    "mamba": "CACHE_LAYERS",
-    "falcon_mamba": "CACHE_LAYERS",
-    "jamba": "CACHE_LAYERS",
-    "qwen3_next": "CACHE_LAYERS",
-    "recurrent_gemma": "CACHE_LAYERS",
-    "minimax": "CACHE_LAYERS",
-    "openai-gpt": "NO_CACHE",
-    "unilm": "NOT_CAUSAL",
-    **dict.fromkeys(("roformer", "trocr", "mpt", "gpt_neo"), "POSITIONS"),
-}
+NOT_SHARED = WITHOUT_PREFIX | {"minimax": "CACHE_LAYERS"} | dict.fromkeys(COLUMNS_COUNT, "POSITIONS")
 
 
 def one_by_one(model, contexts, continuations):
@@ -136,7 +126,7 @@ def test_where_nothing_is_gained_each_context_goes_with_its_continuation():
 
 
 def test_an_encoder_and_a_model_with_a_hook_are_not_shared():
-    encoder, hooked = tiny_encoder("bert"), tiny("llama")
+    encoder, hooked = tiny("bert-encoder"), tiny("llama")
     hooked.model.layers[0].register_forward_hook(lambda module, args, output: None)
     for model, code in ((encoder, "NOT_CAUSAL"), (hooked, "HOOKS")):
         pairs = questions(hooked, prefix=7)
@@ -318,7 +308,7 @@ def test_errors_name_the_argument(contexts, continuations, message):
 def test_nothing_asked_and_encoder_decoders():
     assert fastgen.log_likelihoods(tiny("llama"), [], []) == []
     with pytest.raises(ValueError, match=r"has an encoder \(accepted: decoder-only models\)"):
-        fastgen.log_likelihoods(tiny("bart", "seq2seq"), [[5]], [[6]])
+        fastgen.log_likelihoods(tiny("bart"), [[5]], [[6]])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from capturing import replays
-from parity import CROSS, PROMPT, is_shared, run_both, whisper
+from parity import CROSS, PROMPT, is_shared, run_both, tiny
 
 import fastgen
 from fastgen.optimizer.decoding.report import Report
@@ -27,7 +27,7 @@ def recordings(*frames: int) -> dict[str, torch.Tensor]:
 
 
 def transcriber(**settings: Any) -> torch.nn.Module:
-    model = whisper()
+    model = tiny("whisper")
     model.generation_config.no_timestamps_token_id, model.generation_config.prev_sot_token_id = 70, 55
     model.generation_config.update(max_length=None, **settings)
     return model

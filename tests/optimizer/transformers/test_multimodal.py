@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import BOTH, CROSS, PROMPT, assert_same, is_shared, left_alone_because, lively, padded
+from parity import BOTH, CROSS, PROMPT, TOKENS_ONLY, assert_same, is_shared, left_alone_because, lively, padded
 from torch import nn
 from transformers import (
     Blip2Config,
@@ -40,7 +40,6 @@ from fastgen.optimizer.decoding.report import PREFIX, Report
 pytestmark = pytest.mark.usefixtures("share_always")
 
 IMAGE, VIDEO, BEGIN, END = 95, 96, 97, 98
-TOKENS_ONLY = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 99}
 VISION = SiglipVisionConfig(**SIZES, image_size=16, patch_size=8)

@@ -23,7 +23,7 @@ from parity import (
     lively,
     padded,
     run_both,
-    tiny_encoder,
+    tiny,
     token_ids,
 )
 from transformers import (
@@ -146,7 +146,7 @@ def test_it_is_the_librarys_own_cached_step_where_that_works(arguments, share_al
 
 
 def test_decoder_of_another_encoder(share_always):
-    encoder = tiny_encoder("bert").bert
+    encoder = tiny("bert-encoder").bert
     decoder = make(ProphetNetForCausalLM, pad_token_id=0, add_cross_attention=True)
     model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
     model.generation_config.update(pad_token_id=0, eos_token_id=2, decoder_start_token_id=2)

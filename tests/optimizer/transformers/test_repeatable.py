@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 def scores_of_beams(name: str, calls_before: tuple[int, ...], eos: list[int] | None = None) -> torch.Tensor:
     """Of a call of 40 steps, or 120 that inputs leave at these ends, that follows calls with so many steps each."""
-    model = tiny(name, "seq2seq" if name == "t5" else "causal")
+    model = tiny(name)
     for seed, steps in enumerate((*calls_before, 40 if eos is None else 120), start=8 - len(calls_before)):
         scores = beams(model, seed, steps, eos)
     assert replays(fastgen.explain())

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("share_always")
 @pytest.fixture(scope="module")
 def models():
     names = ("llama", "gpt2", "mistral", "bart", "t5", "falcon_h1")
-    return {name: tiny(name, KINDS.get(name, "causal")) for name in names}
+    return {name: tiny(name) for name in names}
 
 
 def rows(name: str, *sizes: int) -> dict[str, torch.Tensor]:

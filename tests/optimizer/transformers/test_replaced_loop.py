@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from capturing import capturing
-from parity import padded, run_both, tiny, token_ids
+from parity import LEFT, padded, run_both, token_ids, unchanged
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
@@ -18,7 +19,6 @@ from transformers.generation import logits_process, stopping_criteria
 import fastgen
 from fastgen.testing import configured
 
-LEFT = "finished inputs: removed from the batch"
 ENDS = {"eos_token_id": list(range(3, 90, 6)), "max_new_tokens": 40}
 SAMPLE = {"do_sample": True, "eos_token_id": [3, 9, 15, 21]}
 WAYS = pytest.mark.parametrize(
@@ -27,13 +27,10 @@ WAYS = pytest.mark.parametrize(
 CAPTURES = pytest.mark.parametrize("captures", (False, True), ids=("eager", "captured"))
 ROWS = 6
 
-
-@pytest.fixture(autouse=True)
-def everywhere(share_always):
-    yield
+pytestmark = pytest.mark.usefixtures("share_always")
 
 
-llama = functools.cache(functools.partial(tiny, "llama"))
+llama = functools.partial(unchanged, "llama")
 
 
 def generate(way: dict[str, Any], **arguments: Any) -> Any:
@@ -66,7 +63,7 @@ def by_batch_index(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> 
 def test_call_of_a_processor_that_is_replaced_sees_all_rows(monkeypatch, name, method, options, way, captures):
     assert LEFT in generate(way, **options).shared
     monkeypatch.setattr(getattr(logits_process, name), method, by_batch_index)
-    with capturing() if captures else capturing("off"):
+    with capturing("on" if captures else "off"):
         report = generate(way, **options)
     assert LEFT not in report.shared and {"PROCESSOR_BY_ROW", "METHOD_REPLACED"} & report.codes()
 
@@ -114,24 +111,20 @@ def test_method_that_was_replaced_before_fastgen_came_is_called(owner, name, fun
     assert "METHOD_REPLACED" in report.codes()
 
 
+def ends(self: Any, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    return (input_ids[:, -3:].sum(dim=1) % 7 == 0) | (input_ids.shape[1] > 30)
+
+
 @WAYS
 @CAPTURES
-def test_call_of_a_criterion_that_is_replaced_gets_all_tokens(monkeypatch, way, captures):
-    def ends(self: Any, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -3:].sum(dim=1) % 7 == 0
-
-    monkeypatch.setattr(stopping_criteria.EosTokenCriteria, "__call__", ends)
-    with capturing() if captures else capturing("off"):
-        assert "STOPPING_CRITERION" in generate(way).codes()
-
-
-@WAYS
-def test_replaced_call_of_criteria_list_gets_all_tokens(monkeypatch, way):
-    def ends(self: Any, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return (input_ids[:, -3:].sum(dim=1) % 7 == 0) | (input_ids.shape[1] > 30)
-
-    monkeypatch.setattr(StoppingCriteriaList, "__call__", ends)
-    assert "METHOD_REPLACED" in generate(way).codes()
+@pytest.mark.parametrize(
+    ("owner", "code"),
+    ((stopping_criteria.EosTokenCriteria, "STOPPING_CRITERION"), (StoppingCriteriaList, "METHOD_REPLACED")),
+)
+def test_call_of_a_criterion_that_is_replaced_gets_all_tokens(monkeypatch, owner, code, way, captures):
+    monkeypatch.setattr(owner, "__call__", ends)
+    with capturing("on" if captures else "off"):
+        assert code in generate(way).codes()
 
 
 # A value of each row.
@@ -158,7 +151,7 @@ def test_values_of_each_row_keep_all_rows(name, way, captures):
     processor, value = OF_ROWS[name][0](), OF_ROWS[name][1]
     processor.prepared_bias_variables, processor.multi_token_biases = True, []
     setattr(processor, name, value)
-    with capturing() if captures else capturing("off"):
+    with capturing("on" if captures else "off"):
         report = generate(way, top_k=0, logits_processor=LogitsProcessorList([processor]))
     assert LEFT not in report.shared and "PROCESSOR_BY_ROW" in report.codes()
 
@@ -209,7 +202,7 @@ def replacement(original: Any, seen: list) -> Any:
 )
 def test_function_of_torch_that_is_replaced_sees_what_it_does(owner, name, way, captures):
     seen: list = []
-    with capturing() if captures else capturing("off"):
+    with capturing("on" if captures else "off"):
         with mock.patch.object(owner, name, replacement(getattr(owner, name), seen)):
             assert "FUNCTION_REPLACED" in generate(way).codes()
         assert len(seen) % 2 == 0 and seen[: len(seen) // 2] == seen[len(seen) // 2 :]
@@ -234,82 +227,44 @@ def test_mode_of_torch_sees_the_functions_of_the_library(way):
         assert "TORCH_MODE" in generate(way).codes()
 
 
-# Other widths.
+# Other scores.
 
 
-class Narrow(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores[:, :80]
+class Returns(LogitsProcessor):
+    def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
+        self.change = change
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        return self.change(scores)
 
 
-class Wide(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.cat([scores, torch.full((len(scores), 31), -torch.inf)], dim=1)
+SCORES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "of fewer tokens": lambda scores: scores[:, :80],
+    "of more tokens": lambda scores: functional.pad(scores, (0, 31), value=-torch.inf),
+    "of one row for all": lambda scores: scores[:1],
+    "in double precision": lambda scores: scores.double(),
+    "none": lambda scores: None,
+    "with a dimension more": lambda scores: scores[:, None],
+    "without tokens": lambda scores: scores[:, 0],
+    "in a list": lambda scores: [scores],
+}
 
 
-class OneRow(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores[:1]
-
-
-@pytest.mark.parametrize("way", [{}, SAMPLE], ids=("greedy", "sample"))
-def test_scores_of_one_row_may_stand_for_all(way):
-    generate(way, logits_processor=LogitsProcessorList([OneRow()]))
-
-
-class Nothing(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> None:
-        return None
-
-
-@WAYS
 @CAPTURES
-@pytest.mark.parametrize("kind", [Narrow, Wide])
-def test_scores_may_have_another_width_than_logits(kind, way, captures):
-    with capturing() if captures else capturing("off"):
-        generate(way, logits_processor=LogitsProcessorList([kind()]))
-
-
-@WAYS
-@pytest.mark.parametrize("strict", (False, True))
-def test_a_processor_that_returns_nothing_is_the_librarys_error(way, strict):
-    errors = []
-    for on in (False, True):
-        switch = fastgen.enabled() if on else fastgen.disabled()
-        with configured(strict=strict), switch, pytest.raises((AttributeError, TypeError)) as caught:
-            llama().generate(token_ids(3, 5), **ENDS | way, logits_processor=LogitsProcessorList([Nothing()]))
-        errors.append((caught.type, str(caught.value)))
-    assert errors[0] == errors[1]
-    assert all(state.state != "failed" for state in fastgen.status())
-
-
-class WithDimension(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores[:, None]
-
-
-class WithoutTokens(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores[:, 0]
-
-
-class InList(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> list[torch.Tensor]:
-        return [scores]
-
-
+@pytest.mark.parametrize("strict", (False, True), ids=("lenient", "strict"))
 @pytest.mark.parametrize(
-    "way", [{"num_beams": 3}, {"num_beams": 4}, {}, SAMPLE], ids=("as many", "beams", "greedy", "sample")
+    "way", ({"num_beams": 3}, {"num_beams": 4}, {}, SAMPLE), ids=("as many", "beams", "greedy", "sample")
 )
-@pytest.mark.parametrize("kind", [WithDimension, WithoutTokens, InList])
-def test_scores_of_another_shape_do_what_they_do_in_the_library(kind, way):
-    """With as many beams as inputs such scores broadcast, and give tokens; else the error is the library's."""
+@pytest.mark.parametrize("kind", SCORES)
+def test_scores_of_any_shape_do_what_they_do_in_the_library(kind, way, strict, captures):
+    """With as many beams as inputs some broadcast, and give tokens; else the error is the library's."""
     outcomes = []
-    for on in (False, True):
+    for switch in (fastgen.disabled, fastgen.enabled):
         torch.manual_seed(0)
-        with fastgen.enabled() if on else fastgen.disabled():
+        with configured(strict=strict), switch(), capturing("on" if captures else "off"):
+            arguments = ENDS | way | {"logits_processor": [Returns(SCORES[kind])]}
             try:
-                outcomes.append(llama().generate(token_ids(3, 5), **ENDS | way, logits_processor=[kind()]).tolist())
+                outcomes.append(llama().generate(token_ids(3, 5), **arguments).tolist())
             except Exception as error:
                 outcomes.append((type(error), str(error)))
     assert outcomes[0] == outcomes[1]

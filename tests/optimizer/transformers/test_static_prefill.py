@@ -19,7 +19,6 @@ from parity import (
     run_both,
     tiny,
     token_ids,
-    whisper,
 )
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
@@ -37,7 +36,7 @@ SEQ2SEQ = ("bart", "t5")
 
 def build(name):
     sizes = {"mistral": {"sliding_window": 6}, "gemma2": {"sliding_window": 11}, "deepseek_v3": LATENT}
-    return tiny(name, "seq2seq" if name in SEQ2SEQ else "causal", **sizes.get(name, {}))
+    return tiny(name, **sizes.get(name, {}))
 
 
 @BOTH
@@ -62,7 +61,7 @@ def test_layers_that_the_library_moves_to_the_cpu_and_back(arguments):
 @BOTH
 def test_whisper(arguments):
     features = {"input_features": torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1))}
-    assert compared(whisper(), features, **arguments, **STATIC).report.shared == [PREFILL]
+    assert compared(tiny("whisper"), features, **arguments, **STATIC).report.shared == [PREFILL]
 
 
 @BOTH

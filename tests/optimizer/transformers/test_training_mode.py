@@ -6,33 +6,31 @@ import copy
 
 import pytest
 import torch
-from parity import BOTH, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, padded, run_both, tiny
+from parity import BOTH, PROMPT, SAMPLES, assert_same, inputs_of, is_shared, left_alone_because, padded, run_both, tiny
 from torch import nn
 from transformers import GPT2Config
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
 WITHOUT_DROPOUT = {
-    "llama": ("causal", {}),
-    "qwen2": ("causal", {}),
-    "gpt2": ("causal", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
-    "bloom": ("causal", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
-    "t5": ("seq2seq", {"dropout_rate": 0.0}),
-    "bart": ("seq2seq", {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}),
+    "llama": {},
+    "qwen2": {},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "bloom": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "t5": {"dropout_rate": 0.0},
+    "bart": {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
 }
 
 
 def model_of(name: str, **overrides: object) -> nn.Module:
-    kind, without = WITHOUT_DROPOUT[name]
-    return tiny(name, kind, **without | overrides).train()
+    return tiny(name, **WITHOUT_DROPOUT[name] | overrides).train()
 
 
 @pytest.mark.parametrize("name", WITHOUT_DROPOUT)
 @BOTH
 def test_without_dropout_all_is_shared(name, arguments):
-    side = "left" if WITHOUT_DROPOUT[name][0] == "causal" else "right"
     model = model_of(name)
-    assert is_shared(assert_same(model, padded(9, 5, side=side), **arguments), PROMPT)
+    assert is_shared(assert_same(model, inputs_of(name, 9, 5), **arguments), PROMPT)
     assert all(module.training for module in model.modules())
 
 
@@ -98,7 +96,7 @@ def test_dropout_left_on_inside_an_evaluated_model_is_left_alone():
 def test_training_between_calls(name, size):
     """Steps of an optimizer change weights in place: what a call keeps of them is never used after that."""
     untrained = model_of(name, **size)
-    prompts = padded(9, 5, side="left" if WITHOUT_DROPOUT[name][0] == "causal" else "right")
+    prompts = inputs_of(name, 9, 5)
 
     def train() -> list[torch.Tensor]:
         model = copy.deepcopy(untrained)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import random
@@ -16,9 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers
-from architectures import SPECIAL
 from parity import tiny
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
@@ -26,15 +24,7 @@ from fastgen.optimizer.decoding.report import PREFILL
 from fastgen.optimizer.transformers import TESTED, checks, verification
 from fastgen.testing import as_untested, forget_verified, refused_classes, replaced, verified
 
-CONFIG = LlamaConfig(
-    vocab_size=99,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=64,
-    pad_token_id=SPECIAL["pad_token_id"],
-)
+BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 INPUT_IDS = torch.randint(5, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -57,8 +47,10 @@ def wrong_attention():
 
 
 def make(model_class: type = LlamaForCausalLM) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return model_class(copy.deepcopy(CONFIG)).eval()
+    model = tiny("llama")
+    model.generation_config.eos_token_id = None
+    model.__class__ = model_class
+    return model
 
 
 def own_class() -> type:
@@ -69,7 +61,7 @@ def own_class() -> type:
 
 def test_tested_versions_and_classes_are_trusted_at_once(rows):
     model = make()
-    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.generate(INPUT_IDS, **BEAMS)
     assert rows == [2, 6, 6, 6, 6, 6]
 
 
@@ -98,8 +90,8 @@ def test_a_difference_on_a_newer_version_switches_the_patches_off_and_says_what_
 ):
     model = make()
     with fastgen.disabled():
-        expected = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
-    found = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+        expected = model.generate(INPUT_IDS, **BEAMS)
+    found = model.generate(INPUT_IDS, **BEAMS)
     assert torch.equal(found, expected)
     [(group, reason)] = newer_transformers
     assert group == "transformers.shared_caches" and "logits of step 1 differ by" in reason
@@ -109,21 +101,22 @@ def test_a_difference_on_a_newer_version_switches_the_patches_off_and_says_what_
 def test_a_class_outside_transformers_that_differs_is_left_alone_and_others_are_not(wrong_attention, rows):
     model = make(own_class())
     with fastgen.disabled():
-        expected = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+        expected = model.generate(INPUT_IDS, **BEAMS)
     with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
-        assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
+        assert torch.equal(model.generate(INPUT_IDS, **BEAMS), expected)
     rows.clear()
-    assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
+    assert torch.equal(model.generate(INPUT_IDS, **BEAMS), expected)
     assert set(rows) == {6}  # without another comparison
     states = [state for state in fastgen.status() if state.group == verification.GROUP]
     assert states and all(state.state == "applied" for state in states)
 
 
-def test_a_class_outside_transformers_is_shared_once_it_was_compared(rows):
-    model = make(own_class())
-    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_class_outside_transformers_is_shared_once_it_was_compared(rows, dtype):
+    model = make(own_class()).to(dtype)
+    model.generate(INPUT_IDS, **BEAMS)
     rows.clear()
-    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.generate(INPUT_IDS, **BEAMS)
     assert rows == [2, 6, 6, 6, 6, 6]
 
 
@@ -153,17 +146,11 @@ def test_a_prompt_too_short_to_share_shows_what_will_be_wrong_with_long_ones(rep
     assert not verified()
 
 
-def test_half_precision_is_compared_in_all_steps_and_trusted():
-    model = make(own_class()).to(torch.bfloat16)
-    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
-    assert "prefill: one row per input" in fastgen.explain().shared and verified()
-
-
 def test_another_dtype_or_attention_is_compared_again():
     model = make(own_class())
-    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.generate(INPUT_IDS, **BEAMS)
     model.config._attn_implementation = "eager"
-    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.generate(INPUT_IDS, **BEAMS)
     model.double().generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
     assert len(verified()) == 3
 
@@ -178,7 +165,7 @@ def test_too_few_new_tokens_verify_nothing(rows):
 def test_a_call_that_shares_nothing_verifies_nothing_and_costs_nothing(rows):
     model = make(own_class()).train()
     model.model.layers[0].self_attn.attention_dropout = 0.1
-    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.generate(INPUT_IDS, **BEAMS)
     assert rows == [6] * 6 and not verified()
     assert fastgen.explain().codes(PREFILL) == {"TRAINING"} and "training mode" in str(fastgen.explain())
 
@@ -192,9 +179,9 @@ def test_a_model_whose_own_modules_keep_rows_is_left_alone_and_its_class_not_ver
 
     model = make(Keeping)
     with fastgen.disabled():
-        expected = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+        expected = model.generate(INPUT_IDS, **BEAMS)
     for _ in range(2):
-        assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
+        assert torch.equal(model.generate(INPUT_IDS, **BEAMS), expected)
         assert not verified() and not fastgen.explain().shared
 
 
@@ -213,7 +200,7 @@ def test_an_error_of_the_program_is_raised_and_blames_no_class():
     with pytest.raises(IndexError):
         model.generate(torch.full((2, 9), 1000), num_beams=3, max_new_tokens=6)
     assert not refused_classes()
-    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.generate(INPUT_IDS, **BEAMS)
     assert "prefill: one row per input" in fastgen.explain().shared
 
 
@@ -291,7 +278,7 @@ def test_method_of_the_program_that_the_first_call_runs_through_is_not_left_half
             return result
 
     model = make(Busy)
-    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.generate(INPUT_IDS, **BEAMS)
     assert not model.busy
 
 
@@ -306,7 +293,7 @@ def test_python_s_random_numbers_are_those_of_the_original():
 
 def test_nothing_keeps_a_model_of_the_program_alive():
     model = make(own_class())
-    model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
+    model.generate(INPUT_IDS, **BEAMS)
     alive = weakref.ref(model)
     del model
     gc.collect()
@@ -318,8 +305,8 @@ def test_a_program_that_makes_errors_of_warnings_gets_its_output(wrong_attention
         warnings.simplefilter("error")
         model = make(own_class())
         with fastgen.disabled():
-            expected = model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6)
-        assert torch.equal(model.generate(INPUT_IDS, num_beams=3, max_new_tokens=6), expected)
+            expected = model.generate(INPUT_IDS, **BEAMS)
+        assert torch.equal(model.generate(INPUT_IDS, **BEAMS), expected)
 
 
 def test_a_report_names_the_class_or_version_that_no_test_covers():

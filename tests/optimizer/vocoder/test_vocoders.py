@@ -147,7 +147,7 @@ def test_units_of_seamless_become_the_same_waveforms_and_lengths(name):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_weights_that_change_between_calls_are_read_again(generator, norm):
+def test_vocoder_weights_that_change_are_read_again(generator, norm):
     last = compared(with_norm(generator, NORMS[norm]), states()).fast
     layer, sound = generator.conv_pre, states()
 

@@ -1,0 +1,242 @@
+"""Captured graphs, those of one model, and the static caches that they replay into."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from operator import attrgetter
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from capturing import capturing, replays
+from parity import padded, same_tokens, tiny
+from torch import nn
+
+from fastgen.ops.tracing import Diverged
+from fastgen.optimizer.decoding import graphs
+from fastgen.optimizer.decoding.call import GenerateCall, generate_call
+from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache
+from fastgen.optimizer.decoding.kv_cache import KVCache, capacity_for
+from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.transformers import decode_step
+from fastgen.optimizer.transformers.checks import KNOWN
+from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
+from fastgen.optimizer.transformers.decode_step import LateStopCheck
+from fastgen.testing import captured_graphs, holds_graphs, limits
+
+
+def cache_of_one_layer(rows: int = 2) -> KVCache:
+    cache = KVCache(rows, 1)
+    cache.add_layers([()], 8)
+    cache.append(0, *torch.zeros(2, rows, 1, 3, 4))
+    content = cache.content()
+    made = content.to_static(content.spec(8))
+    made.load(content)
+    return made
+
+
+def graph_of(rows: int = 2) -> CapturedGraph:
+    made = CapturedGraph(lambda inputs: inputs["number"] + 1, cache_of_one_layer(rows))
+    made.capture({"number": torch.zeros(3)}, CpuCapture())
+    return made
+
+
+class Branching(nn.Module):
+    """Takes another way for large numbers."""
+
+    def forward(self, number: torch.Tensor) -> torch.Tensor:
+        return number + 1 if number.max() < 5 else number * 2
+
+
+def test_a_forward_that_depends_on_numbers_is_replayed_as_long_as_they_lead_the_same_way():
+    made = CapturedGraph(lambda inputs: Branching()(inputs["number"]), cache_of_one_layer())
+    made.capture({"number": torch.zeros(3)}, CpuCapture())
+    assert torch.equal(made.replay({"number": torch.full((3,), 4.0)}), torch.full((3,), 5.0))
+    with pytest.raises(Diverged):
+        made.replay({"number": torch.full((3,), 6.0)})
+
+
+def test_inputs_that_a_replay_does_not_read_are_not_copied():
+    """As the states of the encoder, which an output may be all the same."""
+    made = CapturedGraph(lambda inputs: (inputs["number"] + 1, inputs["states"]), cache_of_one_layer())
+    states = torch.randn(1000)
+    assert made.capture({"number": torch.zeros(3), "states": states}, CpuCapture())[1].data_ptr() == states.data_ptr()
+    assert made.nbytes < made.cache.nbytes + states.nbytes
+    others = torch.randn(1000)
+    number, found = made.replay({"number": torch.ones(3), "states": others})
+    assert torch.equal(number, torch.full((3,), 2.0)) and torch.equal(found, others)
+    alive = weakref.ref(others.untyped_storage())
+    made.end_call()
+    assert made.replay({"number": torch.ones(3), "states": torch.randn(999)}) is None
+    del found, others
+    gc.collect()
+    assert alive() is None
+
+
+def test_graphs_that_were_not_used_for_longest_are_dropped():
+    known = GraphCache(torch.device("cpu"), torch.float32)
+    with limits(most_graphs=3):
+        for key in range(3):
+            known.put(key, graph_of())
+        known.put(0, known.entries.pop(0))
+        known.put(3, graph_of())
+    assert list(known.entries) == [2, 0, 3]
+    known.most_bytes = 2 * graph_of().nbytes
+    known.put(4, graph_of())
+    assert list(known.entries) == [3, 4]
+    assert sum(graph.nbytes for graph in known.entries.values()) == known.most_bytes
+    known.put(5, graph_of(rows=20))  # larger than the bound: not kept
+    assert list(known.entries) == [3, 4]
+
+
+def test_a_replay_gets_the_inputs_of_its_call_and_no_others_than_were_captured():
+    made = graph_of()
+    assert made.replay({"number": torch.arange(3.0)}).tolist() == [1, 2, 3]
+    number = torch.zeros(3)
+    assert made.replay({"number": number}).tolist() == [1, 1, 1]
+    number += 5  # the same tensor with another content
+    assert made.replay({"number": number}).tolist() == [6, 6, 6]
+    assert made.replay({"number": torch.zeros(4)}) is None and not made.is_captured
+
+
+@pytest.mark.parametrize("prompt_length", [0, 5])
+def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(prompt_length):
+    torch.manual_seed(0)
+    rows_per_input, rows = (3, 6) if prompt_length else (1, 2)
+    cache = KVCache(2, rows_per_input)
+    prompts = [((torch.randn(2, 2, 5, 3), torch.randn(2, 2, 5, 3)),) if prompt_length else () for _ in range(2)]
+    cache.add_layers(prompts, 12)
+    generated = [(torch.randn(rows, 2, 5, 3), torch.randn(rows, 2, 5, 3)) for _ in range(2)]
+    for layer, pair in enumerate(generated):
+        cache.append(layer, *pair)
+    content = cache.content()
+    cache = content.to_static(content.spec(12))
+    cache.generated[0].buffers[0].fill_(torch.nan)  # of an earlier call
+    cache.load(content)
+    assert cache.capacity == 12 and cache.padding == (3 if prompt_length else 0)
+    addresses = [states.data_ptr() for layer in range(2) for pair in cache.segments(layer) for states in pair]
+    for step in range(7):
+        added = [(torch.randn(rows, 2, 1, 3), torch.randn(rows, 2, 1, 3)) for _ in range(2)]
+        for layer, pair in enumerate(added):
+            assert int(cache.seq_lengths[layer]) == prompt_length + cache.generated_length
+            assert cache.mask().sum() == prompt_length + 5 + step + 1
+            cache.append(layer, *pair)
+        cache.advance()
+        order = torch.randint(rows_per_input, (rows,)) + torch.arange(rows) // rows_per_input * rows_per_input
+        cache.reorder(order)
+        pairs = zip(generated, added)
+        generated = [tuple(torch.cat(both, dim=2)[order] for both in zip(before, pair)) for before, pair in pairs]
+        for layer, pair in enumerate(generated):
+            whole = cache.copy(layer)
+            assert all(torch.equal(found[:, :, prompt_length:], states) for found, states in zip(whole, pair))
+            keys, _ = cache.read(layer)
+            assert keys.shape[2] == (8 if prompt_length else 0) + 12 and not keys.isnan().any()
+    found = [states.data_ptr() for layer in range(2) for pair in cache.segments(layer) for states in pair]
+    assert found == addresses
+
+
+def test_capacities_are_few_and_never_too_small():
+    assert len({capacity_for(needed, 4096) for needed in range(1, 4097)}) < 40
+    assert capacity_for(2, 500) == capacity_for(8, 500)  # a short call never grows
+    for most in (20, 100, 5000):
+        for needed in range(1, most + 1):
+            assert needed <= capacity_for(needed, most) <= max(2 * needed, most) * 1.25 + 32
+
+
+def test_a_late_stop_check_is_that_of_the_step_before():
+    flag = LateStopCheck(torch.device("cpu"))
+    seen = [flag.exchange(torch.tensor(value)) for value in (False, True, False, True, True)]
+    assert seen == [False, False, True, False, True]
+
+
+def test_logits_of_tokens_that_a_model_rules_out_do_not_hide_differences():
+    expected = torch.tensor([[1.0, 2.0, torch.finfo(torch.float32).min, -torch.inf]])
+    assert not graphs.differs_sync(expected + torch.tensor([1e-4, 0, 0, 0]), expected)
+    assert graphs.differs_sync(expected + torch.tensor([0.1, 0, 0, 0]), expected)
+    assert graphs.differs_sync(torch.tensor([[1.0, 2.0, 3.0, -torch.inf]]), expected)
+
+
+def test_steps_are_captured_on_the_default_stream_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(graphs, "graphs_of", lambda *models: SimpleNamespace(refused=[]))
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, is_cpu=False, is_cuda=False)
+    monkeypatch.setattr(graphs, "first_weight", lambda decoder: on_gpu)
+    streams = {"off": 0, "auto": 0, "on": 0, "another": 7}
+    expected = {"off": {"CAPTURE_OFF"}, "auto": set(), "on": set(), "another": {"CUDA_STREAM"}}
+    for case, codes in expected.items():
+        stream = SimpleNamespace(cuda_stream=streams[case])
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        with capturing("on" if case == "another" else case), generate_call("test") as call:
+            model = nn.Module()
+            assert graphs.can_capture(call, model, model, 1, 40, KNOWN, list, list) is (not codes)
+        assert call.report.codes() == codes
+
+
+def test_what_stays_the_same_is_padded_once_for_each_padding():
+    call = GenerateCall(Report("test"))
+    inputs = {"attention_mask": torch.ones(2, 3), "encoder_outputs": (torch.ones(2, 3, 4),)}
+    step = decode_step.TransformersDecodeStep(call, tiny("bart"), mock.Mock(max_length=9), [], {}, 2, 1)
+    first, again, longer = (step._pad(inputs, positions) for positions in (2, 2, 4))
+    assert first["attention_mask"].tolist() == 2 * [[0, 0, 1, 1, 1]]
+    assert all(again[name] is first[name] for name in inputs)
+    assert longer["attention_mask"].shape == (2, 7) and longer["encoder_outputs"][0].shape == (2, 7, 4)
+    assert step._pad({**inputs, "attention_mask": torch.zeros(2, 3)}, 4)["attention_mask"].sum() == 0
+
+
+# The graphs of a model.
+
+PROMPTS = padded(3, 7, 5)
+BEAMS = {"num_beams": 4, "max_new_tokens": 14}
+GREEDY = {"max_new_tokens": 14, "do_sample": False}
+
+
+@pytest.fixture
+def captures():
+    if not LAYERS_ARE_KNOWN:
+        pytest.skip("nothing is captured with the static caches of this transformers")
+    with capturing():
+        yield
+
+
+@pytest.mark.usefixtures("captures")
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch before 2.9 has one switch")
+@pytest.mark.parametrize("switch", ("", "cuda.matmul", "mkldnn", "mkldnn.matmul"))
+def test_each_precision_of_products_has_its_own_captures(monkeypatch, switch):
+    model, before = tiny("gpt2"), graphs.torch_settings()
+    owner = attrgetter(f"backends.{switch}" if switch else "backends")(torch)
+    monkeypatch.setattr(owner, "fp32_precision", "tf32")
+    assert replays(same_tokens(model, PROMPTS, **GREEDY))
+    monkeypatch.undo()
+    assert graphs.torch_settings() == before and replays(same_tokens(model, PROMPTS, **GREEDY))
+    assert len({key[1] for key in captured_graphs(model)}) == 2
+
+
+@pytest.mark.usefixtures("captures")
+def test_a_second_thread_on_the_same_model_goes_on_without_graphs():
+    model = tiny("gpt2")
+    expected = model.generate(**PROMPTS, **BEAMS)
+    results = [None] * 4
+
+    def work(index: int) -> None:
+        results[index] = model.generate(**PROMPTS, **BEAMS)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(result, expected) for result in results)
+    assert not holds_graphs(model)
+
+
+@pytest.mark.usefixtures("captures")
+def test_a_model_that_is_gone_leaves_nothing_behind():
+    model = tiny("gpt2")
+    same_tokens(model, PROMPTS, **BEAMS)
+    buffers = weakref.ref(next(iter(captured_graphs(model).values())).cache)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None and buffers() is None

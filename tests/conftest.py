@@ -82,21 +82,19 @@ def _switched_off(optimizer: Any) -> list[str]:
 @pytest.fixture
 def share_always() -> Iterator[None]:
     """Shares whatever can be shared, for comparisons of models so tiny that it would not pay."""
-    from sharing import sharing
+    from fastgen.testing import configured
 
-    with sharing("always"):
+    with configured(share="always"):
         yield
 
 
 @pytest.fixture(params=("copied", "in place"))
 def repeated(request: pytest.FixtureRequest) -> Iterator[None]:
     """Prompts are computed once, and their keys repeated for each row: as plain layers, or written in place."""
-    from sharing import sharing
-
-    from fastgen.testing import costs
+    from fastgen.testing import configured, costs
 
     in_place = {"min_elements_in_place": 0} if request.param == "in place" else {}
-    with sharing("auto"), costs(prefill_cost=0, prefill_cost_per_module=0, **in_place):
+    with configured(share="auto"), costs(prefill_cost=0, prefill_cost_per_module=0, **in_place):
         yield
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from python_process import run_python
-from sharing import sharing
 
 import fastgen
+from fastgen.testing import configured
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +117,7 @@ class Hook:
 @pytest.mark.parametrize("shots", (0, 30))
 def test_multiple_choice_has_the_same_answers(harness, shots):
     asked, hooks = requests(shots), (Hook(), Hook())
-    with sharing("always"):
+    with configured(share="always"):
         harness.set_cache_hook(hooks[0])
         with fastgen.disabled():
             stock = harness.loglikelihood(asked, disable_tqdm=True)
@@ -143,7 +143,7 @@ def test_what_is_left_to_the_harness(harness, monkeypatch):
     def codes() -> set[str]:
         return fastgen.explain().codes("prompt sharing")
 
-    with sharing("always"):
+    with configured(share="always"):
         rolling = [Instance("loglikelihood_rolling", {}, (" ".join(f"w{word}" for word in range(40)),), 0)]
         with fastgen.disabled():
             expected = harness.loglikelihood_rolling(rolling, disable_tqdm=True)

@@ -7,13 +7,12 @@ import threading
 
 import pytest
 import torch
-from capturing import capturing
-from parity import inputs_of, run_both, tiny
-from sharing import sharing
+from parity import capturing, inputs_of, run_both, tiny
 
 import fastgen
 from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.transformers.decode_step import LateStopCheck
+from fastgen.testing import configured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,7 +59,7 @@ def replays(model: torch.nn.Module, inputs: dict[str, torch.Tensor], **arguments
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart", "whisper"])
 def test_tokens_of_cuda_graphs_are_those_of_the_library(name, share, arguments):
     model = model_of(name)
-    with sharing(share):
+    with configured(share=share):
         for seed in range(3):
             assert replays(model, inputs_on_gpu(name, seed), **arguments)
             assert replays(model, inputs_on_gpu(name, seed), **arguments, **ENDS)

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from capturing import capturing
 from fairseq.utils import move_to_cuda
 from fairseq_generation import compare, generate, run_both
 from fairseq_models import CASES, Case
+from parity import capturing
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,10 +10,10 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, REAL, Architecture
 from parity import is_materialized
-from sharing import sharing
 
 import fastgen
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Report
+from fastgen.testing import configured
 
 # Left alone, or only the prefill is run once per input: nothing in their caches can be kept once per input.
 LEFT_ALONE = {"minimax", "nllb-moe", "recurrent_gemma"}
@@ -115,7 +115,7 @@ def write_table(path: Path) -> None:
     ]
     for architecture in ARCHITECTURES:
         model, inputs = architecture.model(), architecture.inputs()
-        with sharing("always"):
+        with configured(share="always"):
             parities = {mode: measure(model, inputs, mode) for mode in MODES}
         equal = [mode for mode, parity in parities.items() if parity.tokens_equal]
         difference = max(parity.largest_score_difference for parity in parities.values())

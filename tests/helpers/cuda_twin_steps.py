@@ -17,8 +17,7 @@ from typing import Any
 
 import cuda_twin
 import torch
-from capturing import capturing
-from parity import tiny
+from parity import capturing, tiny
 
 import fastgen
 

@@ -14,6 +14,7 @@ import torch
 from fairseq import sequence_generator
 from fairseq.sequence_generator import EnsembleModel
 from fairseq_models import Case
+from ngram_definition import banned
 from parity import Both, assert_equal_outputs
 from torch import Tensor, nn
 
@@ -38,12 +39,8 @@ class BlockingFromDefinition(nn.Module):
         self.no_repeat_ngram_size = no_repeat_ngram_size
 
     def forward(self, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int) -> Tensor:
-        before = self.no_repeat_ngram_size - 1
         for row, written in enumerate(tokens[:, : step + 1].tolist()):
-            last = written[len(written) - before :]
-            for start in range(len(written) - before):
-                if written[start : start + before] == last:
-                    lprobs[row, written[start + before]] = -torch.inf
+            lprobs[row, list(banned(written, self.no_repeat_ngram_size))] = -torch.inf
         return lprobs
 
 

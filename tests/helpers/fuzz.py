@@ -29,18 +29,16 @@ import numpy
 import torch
 import transformers
 from accelerate import hooks as accelerate_hooks
-from capturing import capturing
 from fuzz_cases import Case, draw, model_of
 from fuzz_changes import PROGRAMS
-from parity import assert_equal_outputs
-from sharing import sharing
+from parity import assert_equal_outputs, capturing
 from torch import nn
 
 import fastgen
 from fastgen.models.cache_names import CACHE
 from fastgen.ops import cpu_linear
 from fastgen.optimizer.transformers import kv_layers
-from fastgen.testing import ANY_SIZE, costs, force
+from fastgen.testing import ANY_SIZE, configured, costs, force
 
 HALF_TOLERANCE = 0.25
 TIE = 1e-4
@@ -143,7 +141,7 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
     """What the program has done before it calls generate."""
     with ExitStack() as stack:
         by_gates = case.context in ("default gates", "repeated keys", "keys written in place")
-        stack.enter_context(sharing("auto" if by_gates else "always"))
+        stack.enter_context(configured(share="auto" if by_gates else "always"))
         if case.context in ("repeated keys", "keys written in place"):  # the prompt once, and its keys for each row
             stack.enter_context(costs(prefill_cost=0, prefill_cost_per_module=0))
         if case.context == "keys written in place":

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,13 +24,16 @@ from transformers.cache_utils import (
 
 import fastgen
 from fastgen.models.cache_names import CACHE
-from fastgen.optimizer.decoding.report import MATERIALIZED, Report
+from fastgen.optimizer.decoding.graphs import CpuCapture
+from fastgen.optimizer.decoding.report import MATERIALIZED, STEPS, Report
 from fastgen.optimizer.decoding.segmented_kv import OPERATIONS
+from fastgen.testing import configured, costs, limits
 
 PREFILL = "prefill: one row per input"
 PROMPT = "the prompt's keys and values: once per input"
 CROSS = "cross-attention keys and values: once per input"
 LEFT = "finished inputs: removed from the batch"
+CAPTURED = CpuCapture.name
 BEAMS = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 7}
 SAMPLES = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 7}
 GREEDY = {"do_sample": False, "max_new_tokens": 7}
@@ -210,6 +213,25 @@ def is_materialized(report: Report) -> bool:
 def left_alone_because(report: Report, code: str, names: str = "") -> bool:
     """Whether nothing was shared, for a reason with this code whose text names what is in the way."""
     return not report.shared and any(one.code == code and names in one.text for _, one in report.not_done)
+
+
+@contextmanager
+def capturing(cuda_graphs: str = "on", smallest_capacity: int = 8, steps_before: int = 1) -> Iterator[None]:
+    """Captures the steps of models and calls of any size; buffers begin so small that calls outgrow them."""
+    thresholds = {"min_capture_steps": 1, "min_replays_on_gpu": 1}
+    thresholds |= {"steps_before_capture": steps_before, "steps_before_capture_on_gpu": steps_before}
+    with configured(cuda_graphs=cuda_graphs), costs(**thresholds), limits(smallest_capacity=smallest_capacity):
+        yield
+
+
+def replays(report: Report) -> int:
+    return report.kernels[CAPTURED]
+
+
+def not_captured_because(report: Report, code: str, names: str = "") -> bool:
+    """Whether no step was replayed, for a reason with this code whose text names what is in the way."""
+    reasons = [one for part, one in report.not_done if part == STEPS]
+    return not replays(report) and any(one.code == code and names in one.text for one in reasons)
 
 
 def filled_cache(model: torch.nn.Module, prefix: torch.Tensor) -> DynamicCache:

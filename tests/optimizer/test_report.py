@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import logging
+import re
 
 import pytest
-from capturing import capturing
-from parity import BEAMS, PREFILL, padded, tiny
+from parity import BEAMS, PREFILL, capturing, padded, tiny
 from python_process import REPOSITORY
-from sharing import sharing
 from versions import needs
 
 import fastgen
@@ -19,8 +17,7 @@ from fastgen.ops.kernel import Kernel
 from fastgen.ops.no_repeat_ngram.kernels import KERNELS, kernel_for
 from fastgen.optimizer.decoding.call import GenerateCall, add_reasons, count, current_call, generate_call, last_report
 from fastgen.optimizer.decoding.report import Decision, Reason, Report
-from fastgen.reasons import CHOSEN, CODES
-from fastgen.testing import ANY_SIZE, costs, watched
+from fastgen.testing import ANY_SIZE, configured, costs, watched
 
 LOOPS = needs("transformers", "5.3", "loops prepare their steps in another way")
 CAPTURES = needs("transformers", "5.17", "steps are not captured")
@@ -96,7 +93,7 @@ def test_a_report_begins_with_a_verdict_in_words():
     model.generate(**padded(9, 5), **BEAMS)
     few = "decode steps not captured: the call has fewer than 24 steps"
     assert repr(fastgen.explain()).startswith(f"{few}; prompts shared\n")
-    with sharing("auto"):
+    with configured(share="auto"):
         model.generate(**padded(9, 5), **BEAMS)
     assert fastgen.explain().verdict == f"{few}; prompts not shared: the model is too small to gain"
     with capturing():
@@ -127,7 +124,7 @@ def test_a_call_that_generates_nothing_has_no_steps_in_its_verdict():
 @LOOPS
 def test_a_decision_is_no_fallback():
     model = tiny("gpt2")
-    with sharing("auto"):
+    with configured(share="auto"):
         model.generate(**padded(9, 5), **BEAMS)
     found = fastgen.explain()
     assert not found.fallbacks and found.codes() == {"FEW_STEPS", "TOO_SMALL"}
@@ -175,19 +172,16 @@ def test_reasons_are_noted_once_with_their_parts():
     assert found.verdict == "decode steps not captured: the caller passed a cache; prompts not shared: small"
 
 
-def codes_of(tree: ast.AST, function: str) -> set[str]:
-    """The codes in calls of this function: its first argument, or the first item of each tuple in its place."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == function]
-    first = [one.elts[0] if isinstance(one, ast.Tuple) else one for node in calls for one in node.args]
-    return {one.value for one in first if isinstance(one, ast.Constant) and str(one.value).isupper()}
-
-
-def test_codes_in_the_source_are_those_that_are_declared():
-    """Each once in fastgen/reasons.py, and none there that no code gives; those that are chosen are decisions."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (REPOSITORY / "fastgen").rglob("*.py")]
-    used = {code for tree in trees for name in ("Reason", "Decision", "that_hold") for code in codes_of(tree, name)}
-    assert sorted(code for codes in CODES.values() for code in codes) == sorted(used)
-    assert CODES[CHOSEN].keys() == {code for tree in trees for code in codes_of(tree, "Decision")}
+def test_codes_in_the_source_are_those_of_the_documentation():
+    """Each code once in the table of docs/reasons.md, and none there that no code gives."""
+    sources = [path.read_text(encoding="utf-8") for path in (REPOSITORY / "fastgen").rglob("*.py")]
+    code_of = r'(?:(?:Reason|Decision|with_code|refused|that_hold\()\(\s*|^ +\()"([A-Z0-9_]+)",'  # cases: tuples
+    used = {code for source in sources for code in re.findall(code_of, source, re.MULTILINE)}
+    page = (REPOSITORY / "docs" / "reasons.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `([A-Z0-9_]+)` \|", page, re.MULTILINE)
+    assert sorted(documented) == sorted(used)
+    decided = re.findall(r"^\| `([A-Z0-9_]+)` \|", page.partition("## Chosen")[2].partition("\n## ")[0], re.MULTILINE)
+    assert set(decided) == {code for source in sources for code in re.findall(r'Decision\(\s*"([A-Z0-9_]+)"', source)}
 
 
 def test_under_debug_each_call_is_one_line(caplog):

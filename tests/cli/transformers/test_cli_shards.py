@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from cli_models import WORDS, save_bart, save_gpt2, save_llama, sentences
-from sharing import sharing
 
 from fastgen.cli.exits import InputError
 from fastgen.cli.transformers.args import parse_arguments
@@ -17,6 +16,7 @@ from fastgen.cli.transformers.command import main
 from fastgen.cli.transformers.journal import Journal
 from fastgen.cli.transformers.shards import of_launcher, output_of, place
 from fastgen.cli.transformers.tasks import Task
+from fastgen.testing import configured
 
 # Two blocks of 64 lines and a part of one, with lines that need no model and lines that fail.
 LINES = [*sentences(60), "", "", *sentences(70, seed=1), " ".join(WORDS * 2), *sentences(9, seed=2)]
@@ -253,7 +253,7 @@ def test_scores_of_shards_and_of_a_resumed_run_are_those_of_one(
     llama, source, out = save_llama(tmp_path / "llama"), tmp_path / "in.txt", tmp_path / "out"
     source.write_text("".join(f"{line}\n" for line in sentences(48, longest=9)))
     flags = ("--causal_lm", *FLAGS[:2], "--window", 4, "--beam", 3, "--max_new_tokens", 100, *FLAGS[4:])
-    with sharing("always"):
+    with configured(share="always"):
         run(llama, source, tmp_path / "one", *flags)
         for shard in range(3):
             run(llama, source, out, *flags, "--num_shards", 3, "--shard_id", shard)

@@ -20,7 +20,6 @@ import transformers
 from cli_language_models import save_whisper
 from cli_models import WORDS, save_bart, save_gpt2, save_llama, sentences
 from ray_runs import POISON, Cluster, changed, left_behind, of_runs, titles
-from sharing import sharing
 
 from fastgen.cli import own_ray
 from fastgen.cli.transformers.command import main
@@ -28,6 +27,7 @@ from fastgen.cli.transformers.command import main
 pytest.importorskip("ray")
 
 from fastgen.cli.own_ray import OBJECT_STORE
+from fastgen.testing import configured
 
 LINES = [*sentences(70), "", " ".join(WORDS * 2), *sentences(10, seed=1)]
 FLAGS = ("--bs", "4", "--beam", "2", "--output_format", "jsonl")
@@ -208,7 +208,7 @@ def test_scores_of_workers_are_those_of_one_process(tmp_path: Path, monkeypatch:
     (tmp_path / "in").write_text("".join(f"{line}\n" for line in sentences(32, longest=9)))
     llama = save_llama(tmp_path / "llama")
     flags = ("--causal_lm", "--beam", "3", "--max_new_tokens", "100", "--bs", "4", "--output_format", "jsonl")
-    with sharing("always"):
+    with configured(share="always"):
         assert run(llama, tmp_path / "in", tmp_path / "one", *flags) == 0
         assert run(llama, tmp_path / "in", tmp_path / "out", *flags, "--workers", "2") == 0
     assert (tmp_path / "out").read_bytes() == (tmp_path / "one").read_bytes()

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from capturing import capturing, replays
-from parity import CROSS, PREFILL, PROMPT, assert_same, compared, is_shared, lively, padded, run_both, token_ids
+from parity import (
+    CROSS,
+    PREFILL,
+    PROMPT,
+    assert_same,
+    capturing,
+    compared,
+    is_shared,
+    lively,
+    padded,
+    replays,
+    run_both,
+    token_ids,
+)
 from python_process import run_code
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM

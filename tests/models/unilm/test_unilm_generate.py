@@ -6,8 +6,19 @@ from functools import partial
 
 import pytest
 import torch
-from capturing import capturing, replays
-from parity import BEAMS, PROMPT, SAMPLES, assert_same, compared, is_shared, padded, run_both, token_ids
+from parity import (
+    BEAMS,
+    PROMPT,
+    SAMPLES,
+    assert_same,
+    capturing,
+    compared,
+    is_shared,
+    padded,
+    replays,
+    run_both,
+    token_ids,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.t5.modeling_t5 import T5Attention
 from unilm_slow import SlowUniLM, next_logits, tiny_unilm

@@ -6,7 +6,6 @@ import pytest
 import torch
 from parity import BEAMS, PREFILL, PROMPT, SAMPLES, assert_same, is_shared, left_alone_because, padded, tiny, token_ids
 from python_process import run_code
-from sharing import sharing
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -66,9 +65,9 @@ def test_a_prompt_of_a_few_tokens_has_a_long_encoder_output_too():
 
 def test_always_and_never_do_not_ask_what_pays():
     model = tiny("llama")
-    with sharing("always"):
+    with configured(share="always"):
         assert is_shared(assert_same(model, padded(9, 5), **BEAMS), PROMPT)
-    with sharing("never"):
+    with configured(share="never"):
         assert left_alone_because(assert_same(model, {"input_ids": token_ids(8, 60)}, **SAMPLES), "SHARE_NEVER")
 
 
@@ -146,7 +145,7 @@ def test_bytes_that_are_not_read_decide_on_a_gpu(dtype, size, is_cross, part, st
 @pytest.mark.parametrize(("is_cross", "least"), [(False, 1 << 19), (True, 1 << 17)])
 def test_on_a_cpu_elements_of_keys_count(dtype, is_cross, least):
     length = least // (4 * 8 * 16)
-    with sharing("auto"):
+    with configured(share="auto"):
         assert COSTS.should_share(fake_keys(4, 8, length, 16, dtype=dtype), rows_per_input=2, is_cross=is_cross)
         assert not COSTS.should_share(fake_keys(4, 8, length - 1, 16, dtype=dtype), rows_per_input=2, is_cross=is_cross)
 

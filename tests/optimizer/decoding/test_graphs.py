@@ -11,8 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from capturing import capturing, replays
-from parity import padded, same_tokens, tiny
+from parity import capturing, padded, replays, same_tokens, tiny
 from torch import nn
 
 from fastgen.ops.tracing import Diverged
@@ -102,6 +101,7 @@ def test_a_replay_gets_the_inputs_of_its_call_and_no_others_than_were_captured()
     assert made.replay({"number": torch.zeros(4)}) is None and not made.is_captured
 
 
+@pytest.mark.usefixtures("captures")  # whose buffers may be small
 @pytest.mark.parametrize("prompt_length", [0, 5])
 def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(prompt_length):
     torch.manual_seed(0)

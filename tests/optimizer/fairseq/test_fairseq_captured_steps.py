@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from capturing import capturing, replays
 from fairseq.models.transformer import TransformerDecoder
 from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
 from fairseq.modules.transformer_layer import TransformerDecoderLayer
@@ -20,12 +19,12 @@ from fairseq.search import BeamSearch
 from fairseq.sequence_generator import EnsembleModel
 from fairseq_generation import assert_same_hypotheses, compare, generate, run_both, token_lists
 from fairseq_models import CASES, source_sample
-from sharing import sharing
+from parity import capturing, replays
 from torch import nn
 
 import fastgen
 from fastgen.optimizer.decoding.report import STEPS
-from fastgen.testing import broken, captured_graphs, holds_graphs
+from fastgen.testing import broken, captured_graphs, configured, holds_graphs
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +40,7 @@ def test_weights_of_the_attention_come_without_the_padding(name):
 
 @pytest.mark.parametrize("share", ("always", "never"))
 def test_prompt_lies_before_the_generated_keys(share):
-    with sharing(share):
+    with configured(share=share):
         assert replays(compare(CASES["transformer_lm"](), max_len_b=30).report) > 3
 
 

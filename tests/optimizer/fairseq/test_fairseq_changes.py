@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from capturing import capturing, replays
 from fairseq import search
 from fairseq.modules import MultiheadAttention
 from fairseq_generation import assert_same_hypotheses, run_both
 from fairseq_models import CASES
+from parity import capturing, replays
 from torch import nn
 from torch.nn import functional
 

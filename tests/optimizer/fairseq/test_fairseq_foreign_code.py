@@ -14,14 +14,13 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from capturing import capturing, replays
 from fairseq import search, utils
 from fairseq.models.transformer import transformer_decoder
 from fairseq.modules import FairseqDropout, MultiheadAttention, transformer_layer
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
 from fairseq_models import CASES, RECURRENT, Case, build, prompts, source_sample, translation, translation_task
-from parity import Both
+from parity import Both, capturing, replays
 from torch.nn import functional
 
 import fastgen

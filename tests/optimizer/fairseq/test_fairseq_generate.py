@@ -14,7 +14,6 @@ import torch
 pytest.importorskip("fairseq")
 
 import fairseq
-from capturing import capturing, replays
 from fairseq.sequence_generator import EnsembleModel
 from fairseq_generation import (
     BEAMS,
@@ -29,6 +28,7 @@ from fairseq_generation import (
 )
 from fairseq_models import CASES, Case, iterative, pair_sample, prompts, source_sample, translation
 from packaging.version import Version
+from parity import capturing, replays
 
 import fastgen
 from fastgen.optimizer.decoding.report import Report

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-import fastgen
+pytest.importorskip("fairseq")
 
-blocking = pytest.importorskip("fairseq.ngram_repeat_block", reason="fairseq is not installed")
+from fairseq import ngram_repeat_block as blocking
+from fairseq_generation import BlockingFromDefinition
+
+import fastgen
 
 PAD, EOS, VOCABULARY = 1, 2, 11
 
@@ -23,24 +24,13 @@ def tokens_and_scores(bsz: int, beam_size: int, step: int, seed: int = 0, width:
     return tokens, torch.randn(bsz * beam_size, VOCABULARY, generator=generator)
 
 
-def expected_scores(tokens, lprobs, ngram_size, step):
-    """From the definition, with a loop."""
-    expected = lprobs.clone()
-    for row, held in enumerate(tokens[:, : step + 1].tolist()):
-        ngrams = {tuple(held[i : i + ngram_size]) for i in range(len(held) - ngram_size + 1)}
-        for token in range(VOCABULARY):
-            if (*held[len(held) - ngram_size + 1 :], token) in ngrams:
-                expected[row, token] = -math.inf
-    return expected
-
-
 @pytest.mark.parametrize("ngram_size", [1, 2, 3, 4])
 def test_ngrams_are_blocked_on_the_cpu(ngram_size):
     block = blocking.NGramRepeatBlock(ngram_size)
     blocked = 0
     for step in range(11):
         tokens, lprobs = tokens_and_scores(3, 2, step, seed=step)
-        expected = expected_scores(tokens, lprobs, ngram_size, step)
+        expected = BlockingFromDefinition(ngram_size)(tokens, lprobs.clone(), 3, 2, step)
         found = block(tokens, lprobs, 3, 2, step)
         assert found is lprobs and torch.equal(found, expected)
         blocked += int(found.isinf().sum())

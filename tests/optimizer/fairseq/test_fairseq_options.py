@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from capturing import capturing, replays
 from fairseq import search
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.token_generation_constraints import pack_constraints
@@ -28,6 +27,7 @@ from fairseq_generation import (
     token_lists,
 )
 from fairseq_models import CASES, Case, language_model, pair_sample, source_sample
+from parity import capturing, replays
 
 import fastgen
 

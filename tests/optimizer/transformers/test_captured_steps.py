@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from capturing import capturing, not_captured_because, replays
-from parity import inputs_of, padded, run_both, same_tokens, tiny
-from sharing import sharing
+from parity import capturing, inputs_of, not_captured_because, padded, replays, run_both, same_tokens, tiny
 from torch import nn
 from versions import needs_peft
 
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
-from fastgen.testing import broken, captured_graphs, costs, errors_noted, holds_graphs, replaced, watched
+from fastgen.testing import broken, captured_graphs, configured, costs, errors_noted, holds_graphs, replaced, watched
 
 MODELS = ("gpt2", "llama", "llama-eager", "t5", "bart", "whisper")
 BEAMS = {"num_beams": 4, "max_new_tokens": 14}
@@ -47,7 +45,7 @@ def _capturing():
 @pytest.fixture(params=("always", "never"))
 def shared(request):
     """Prompts are kept once per input, or for each row."""
-    with sharing(request.param):
+    with configured(share=request.param):
         yield
 
 
@@ -394,7 +392,7 @@ def test_later_calls_walk_through_no_model_that_is_as_it_was(name, shared):
 @pytest.mark.parametrize("share", ("always", "never"))
 def test_a_cache_that_somebody_has_kept_is_plain_and_whole_afterwards(share):
     model, inputs = tiny("llama"), inputs_of("llama", *LENGTHS)
-    with sharing(share), watched("use a cache") as uses:
+    with configured(share=share), watched("use a cache") as uses:
         tokens = model.generate(**inputs, **{**SAMPLES, "eos_token_id": None})
     cache = uses[-1].args[0]
     with torch.no_grad():

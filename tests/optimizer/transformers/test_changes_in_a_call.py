@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from capturing import replays
-from parity import lively, run_both, token_ids
+from parity import lively, replays, run_both, token_ids
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, StoppingCriteria

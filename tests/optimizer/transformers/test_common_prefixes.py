@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
-from capturing import capturing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import GREEDY, LEFT, TOKENS_ONLY, compared, padded, tiny, token_ids, unchanged
-from sharing import sharing
+from parity import GREEDY, LEFT, TOKENS_ONLY, capturing, compared, padded, tiny, token_ids, unchanged
 
 import fastgen
 from fastgen.optimizer.decoding.report import PREFIX, Report
 from fastgen.optimizer.transformers import prefixes
-from fastgen.testing import costs, replaced, watched
+from fastgen.testing import configured, costs, replaced, watched
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -213,7 +211,7 @@ def test_a_hook_that_would_see_one_row_leaves_the_prefix_to_the_library():
 
 
 def test_a_short_prefix_of_a_small_model_is_not_worth_a_forward(llama):
-    with sharing("auto"):
+    with configured(share="auto"):
         report = reported(llama, prompts(12, 12))
         assert report.prefix_length == 0 and not report.codes(PREFIX)
         with costs(prefill_cost=0, prefill_cost_per_module=0, saved_per_module=0):
@@ -225,13 +223,13 @@ def test_a_short_prefix_of_a_small_model_is_not_worth_a_forward(llama):
 def test_a_prefix_of_few_keys_is_stored_for_each_row(llama):
     free = {"prefill_cost": 0, "prefill_cost_per_module": 0, "saved_per_module": 0, "rows_of_one_read": 1}
     for way in WAYS.values():
-        with sharing("auto"), costs(**free):
+        with configured(share="auto"), costs(**free):
             report = compared(llama, prompts(12, 9, prefix=7), max_new_tokens=6, **way, **TOKENS_ONLY).report
         assert report.prefix_length == 7 and "FEW_KEYS" in report.codes()
 
 
 def test_sharing_can_be_switched_off(llama):
-    with sharing("never"):
+    with configured(share="never"):
         reported(llama, prompts(12, 12))
     assert fastgen.explain().prefix_length == 0
 

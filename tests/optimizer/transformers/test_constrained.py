@@ -9,11 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from capturing import capturing, replays
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import assert_equal_outputs, padded, run_both, tiny, token_ids
-from sharing import sharing
+from parity import assert_equal_outputs, capturing, padded, replays, run_both, tiny, token_ids
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
@@ -23,7 +21,7 @@ from fastgen.optimizer.decoding.report import ALLOWED
 from fastgen.optimizer.transformers import constrained
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.optimizer.transformers.constrained import ALL_ROWS, ALONE
-from fastgen.testing import as_untested, forget_verified, watched
+from fastgen.testing import as_untested, configured, forget_verified, watched
 
 EOS, VOCABULARY = 2, 300
 MODELS = ("llama", "t5")
@@ -39,7 +37,7 @@ def models() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _share():
-    with sharing("always"):
+    with configured(share="always"):
         yield
 
 

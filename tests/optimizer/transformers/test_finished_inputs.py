@@ -10,8 +10,7 @@ from typing import Any
 import parity
 import pytest
 import torch
-from capturing import capturing
-from parity import LEFT, PREFILL, run_both, same_tokens, tiny, token_ids
+from parity import LEFT, PREFILL, capturing, run_both, same_tokens, tiny, token_ids
 from transformers import LogitsProcessor
 
 import fastgen

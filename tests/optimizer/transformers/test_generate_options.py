@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from architectures import VOCABULARY
-from capturing import capturing, replays
 from parity import (
     BEAMS,
     BOTH,
@@ -24,11 +23,13 @@ from parity import (
     SAMPLES,
     assert_equal_outputs,
     assert_same,
+    capturing,
     compared,
     inputs_of,
     is_shared,
     left_alone_because,
     padded,
+    replays,
     run_both,
     same_tokens,
     tiny,

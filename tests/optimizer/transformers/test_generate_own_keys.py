@@ -9,9 +9,8 @@ import pytest
 import torch
 from own_models import odd_model, repeated, weigh
 from parity import BEAMS, PROMPT, SAMPLES, assert_equal_outputs, is_shared, padded, run_both
-from sharing import sharing
 
-from fastgen.testing import as_tested, costs
+from fastgen.testing import as_tested, configured, costs
 
 BOTH_DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 
@@ -41,7 +40,7 @@ def assert_same_records(attend, dtype, at_the_end=list):
         return output, at_the_end(record)
 
     for share, arguments in itertools.product(("always", "auto"), (BEAMS, SAMPLES)):
-        with sharing(share), costs(prefill_cost=0, prefill_cost_per_module=0):
+        with configured(share=share), costs(prefill_cost=0, prefill_cost_per_module=0):
             both = run_both(functools.partial(call, arguments))
             assert is_shared(both.report) and (PROMPT in str(both.report)) is (share == "always")
             if dtype == torch.bfloat16 and share == "always":

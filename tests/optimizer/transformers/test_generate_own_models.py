@@ -7,10 +7,9 @@ import torch
 from fuzz_changes import steered
 from own_models import FORMS, ODD, OddModel, by_einsum, odd_model, repeated, weigh
 from parity import BEAMS, BOTH, PROMPT, assert_same, is_materialized, is_shared, padded
-from sharing import sharing
 from torch import Tensor
 
-from fastgen.testing import as_tested, costs
+from fastgen.testing import as_tested, configured, costs
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -33,7 +32,7 @@ def test_plain_products_work_on_segments(arguments):
 def test_a_long_prompt_after_one_too_short_to_share(attend, arguments):
     """The class is trusted after the first call, and its attention meets shared keys first in the second."""
     model = odd_model(attend)
-    with sharing("auto"), costs(prefill_cost=0, prefill_cost_per_module=0):
+    with configured(share="auto"), costs(prefill_cost=0, prefill_cost_per_module=0):
         first = assert_same(model, padded(3, 2), **arguments)
     assert is_shared(first) and PROMPT not in str(first)
     second = assert_same(model, padded(9, 5), **arguments)

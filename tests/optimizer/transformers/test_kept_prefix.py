@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,18 +13,17 @@ from unittest import mock
 import pytest
 import torch
 from architectures import ARCHITECTURES, WITHOUT_PREFIX
-from capturing import capturing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import TOKENS_ONLY, compared, tiny, token_ids, unchanged
+from parity import TOKENS_ONLY, capturing, compared, tiny, token_ids, unchanged
 from peft import LoraConfig, get_peft_model
-from sharing import sharing
 
 import fastgen
 from fastgen import testing
 from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.report import KEPT, PREFIX, Decision
 from fastgen.optimizer.transformers import checks, kept_prefix
+from fastgen.testing import configured
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -60,9 +60,10 @@ def llama():
     return unchanged("llama")
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "architecture", [one for one in ARCHITECTURES if one.kind == "causal"], ids=lambda architecture: architecture.id
+    ("architecture", "way"),
+    list(zip([one for one in ARCHITECTURES if one.kind == "causal"], itertools.cycle(WAYS))),
+    ids=lambda value: getattr(value, "id", value),
 )
 def test_every_architecture_gives_its_answers_and_goes_on_from_the_call_before_or_says_why_not(architecture, way):
     model = architecture.model()
@@ -81,7 +82,7 @@ def test_every_architecture_gives_its_answers_and_goes_on_from_the_call_before_o
 
 def test_a_report_tells_what_is_kept_and_why_it_was_not_used(llama):
     short, other = Decision("PREFIX_SHORT", "too short to gain", "9 of 13 tokens were kept"), token_ids(1, 14, seed=8)
-    with sharing("auto"), fastgen.reusing_prefix(llama):
+    with configured(share="auto"), fastgen.reusing_prefix(llama):
         first, second = (compared(llama, prompts(5, seed=seed), **SHORT).report for seed in range(2))
         third = compared(llama, {"input_ids": other, "attention_mask": torch.ones_like(other)}, **SHORT).report
     assert not first.codes(KEPT) and "prefix kept for later calls: 14 tokens" in first.shared
@@ -355,7 +356,7 @@ def test_encoder_decoders_and_tiny_models_are_as_without_the_block(llama):
     inputs = {"input_ids": token_ids(2, 9), "attention_mask": torch.ones(2, 9).long()}
     with fastgen.reusing_prefix(bart):
         assert compared(bart, inputs, **SHORT).report.prefix_length == 0
-    with sharing("auto"), fastgen.reusing_prefix(llama):
+    with configured(share="auto"), fastgen.reusing_prefix(llama):
         for seed in range(2):
             assert compared(llama, prompts(5, seed=seed), **SHORT).report.prefix_tokens_kept == 0
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import DROP, INDEXED, LATENT
-from capturing import capturing, replays
 from parity import (
     BEAMS,
     BOTH,
     PROMPT,
     assert_equal_caches,
     assert_same,
+    capturing,
     compared,
     is_shared,
     left_alone_because,
     padded,
+    replays,
     run_both,
     tiny,
 )

@@ -8,8 +8,7 @@ from random import Random
 import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
-from parity import tiny
-from sharing import sharing
+from parity import tiny, unchanged
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 from torch.nn import functional
@@ -19,7 +18,7 @@ import fastgen
 from fastgen.models.demo import demo_path
 from fastgen.optimizer.decoding.report import PREFILL
 from fastgen.optimizer.transformers import log_likelihoods
-from fastgen.testing import costs, watched
+from fastgen.testing import configured, costs, watched
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -86,7 +85,7 @@ def test_every_architecture_gives_what_single_forwards_give(architecture):
 @pytest.mark.parametrize("tokens_per_batch", (1, 30, 8192))
 @pytest.mark.parametrize(("prefix", "options", "longest"), ((0, 4, 4), (9, 1, 3), (9, 4, 1), (3, 3, 5)))
 def test_batches_of_any_size(prefix, options, longest, tokens_per_batch):
-    model = tiny("llama")
+    model = unchanged("llama")
     pairs = questions(model, prefix, options=options, longest=longest)
     found = fastgen.log_likelihoods(model, *pairs, tokens_per_batch=tokens_per_batch)
     assert_equal(found, one_by_one(model, *pairs))
@@ -109,15 +108,15 @@ def test_a_window_holds_the_padding_between_a_prefix_and_the_rest_of_a_context()
 
 
 def test_a_prefix_is_computed_once_for_all_batches():
-    model = tiny("llama")
+    model = unchanged("llama")
     _, seen = shapes_of_forwards(model, *questions(model, prefix=9, longest=1), tokens_per_batch=8)
     assert seen[0] == (1, 9) and len(seen) > 3 and all(length < 9 for _, length in seen[1:])
 
 
 def test_where_nothing_is_gained_each_context_goes_with_its_continuation():
-    model = tiny("llama")
+    model = unchanged("llama")
     pairs = questions(model, prefix=7)
-    with sharing("auto"):
+    with configured(share="auto"):
         assert_equal(fastgen.log_likelihoods(model, *pairs), one_by_one(model, *pairs))
         assert fastgen.explain().codes(PREFILL) == {"PREFIX_SHORT"}
         with costs(prefill_cost=0, prefill_cost_per_module=0, saved_per_module=0, rows_of_one_read=1):
@@ -237,7 +236,7 @@ def test_long_continuations_are_no_loss():
     draw = partial(random.choices, range(5, 90))
     contexts = [context for context in (draw(k=50) for _ in range(8)) for _ in range(4)]
     continuations = [draw(k=60) for _ in contexts]
-    with sharing("auto"), costs(**FREE):
+    with configured(share="auto"), costs(**FREE):
         found = fastgen.log_likelihoods(model, contexts, continuations)
         assert "1200 tokens need not be computed" in str(fastgen.explain())
         small = fastgen.log_likelihoods(model, contexts, continuations, tokens_per_batch=110)
@@ -277,7 +276,7 @@ def test_wrappers_of_peft_that_do_more_than_pass_on_are_called():
 
 
 def test_nothing_is_shared_where_fastgen_is_disabled():
-    model = tiny("llama")
+    model = unchanged("llama")
     contexts, continuations = questions(model, 12)
     with fastgen.disabled():
         found = fastgen.log_likelihoods(model, contexts, continuations)
@@ -286,34 +285,19 @@ def test_nothing_is_shared_where_fastgen_is_disabled():
     assert fastgen.explain().shared
 
 
-def test_one_string_is_no_list_of_texts():
-    with pytest.raises(TypeError, match="contexts is one string"):
-        fastgen.log_likelihoods(tiny("llama"), "abc", [" d", " e", " f"])
-
-
-@pytest.mark.parametrize(
-    ("contexts", "continuations", "message"),
-    (
-        ([[5]], [], r"1 contexts and 0 continuations \(accepted: as many of both\)"),
-        ([[5], []], [[6], [7]], r"contexts\[1\] is empty \(accepted: at least one token\)"),
-        ([[5]], [[]], r"continuations\[0\] is empty"),
-        (["a"], ["b"], r"contexts\[0\] is a string, and tokenizer is None"),
-    ),
-)
-def test_errors_name_the_argument(contexts, continuations, message):
-    with pytest.raises(ValueError, match=message):
-        fastgen.log_likelihoods(tiny("llama"), contexts, continuations)
-
-
-def test_nothing_asked_and_encoder_decoders():
-    assert fastgen.log_likelihoods(tiny("llama"), [], []) == []
-    with pytest.raises(ValueError, match=r"has an encoder \(accepted: decoder-only models\)"):
-        fastgen.log_likelihoods(tiny("bart"), [[5]], [[6]])
-
-
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     (
+        ({"contexts": "abc", "continuations": ["d"] * 3}, TypeError, "contexts is one string"),
+        ({"continuations": []}, ValueError, r"2 contexts and 0 continuations \(accepted: as many of both\)"),
+        ({"contexts": [[5], []]}, ValueError, r"contexts\[1\] is empty \(accepted: at least one token\)"),
+        ({"continuations": [[], [7]]}, ValueError, r"continuations\[0\] is empty"),
+        (
+            {"contexts": ["a", "b"], "continuations": ["c", "d"]},
+            ValueError,
+            r"contexts\[0\] is a string, and",
+        ),
+        ({"model": tiny("bart")}, ValueError, r"has an encoder \(accepted: decoder-only models\)"),
         ({"contexts": [5, 6]}, TypeError, r"contexts\[0\] is 5 \(accepted: a list of token ids"),
         ({"contexts": torch.tensor([5, 6])}, TypeError, r"contexts\[0\] is tensor\(5\) \(accepted"),
         ({"continuations": [7, 8]}, TypeError, r"continuations\[0\] is 7 \(accepted"),
@@ -330,8 +314,9 @@ def test_nothing_asked_and_encoder_decoders():
     ),
 )
 def test_errors_name_the_value_and_what_would_be_accepted(changed, error, message):
-    arguments = {"model": tiny("gpt2"), "contexts": [[5, 6]] * 2, "continuations": [[7], [8, 9]]}
+    arguments = {"model": unchanged("gpt2"), "contexts": [[5, 6]] * 2, "continuations": [[7], [8, 9]]}
     assert len(fastgen.log_likelihoods(**arguments)) == 2
+    assert fastgen.log_likelihoods(unchanged("gpt2"), [], []) == []
     with pytest.raises(error, match=message):
         fastgen.log_likelihoods(**(arguments | changed))
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from capturing import replays
-from parity import CROSS, PROMPT, is_shared, run_both, tiny
+from parity import CROSS, PROMPT, is_shared, replays, run_both, tiny
 
 import fastgen
 from fastgen.optimizer.decoding.report import Report

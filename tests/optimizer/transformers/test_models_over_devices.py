@@ -22,7 +22,7 @@ RANK = """
 import json, os, sys
 import torch, transformers
 from parity import BEAMS, PROMPT, SAMPLES, compared, is_shared, padded
-from sharing import sharing
+from fastgen.testing import configured
 
 folder = sys.argv[1]
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
@@ -30,7 +30,7 @@ heads = model.model.layers[0].self_attn.k_proj.weight
 assert heads.to_local().shape[0] == heads.shape[0] // 2  # this rank has half of them
 found = {}
 for name, arguments in {"beams": BEAMS, "samples": SAMPLES}.items():
-    with sharing("always"):
+    with configured(share="always"):
         both = compared(model, padded(9, 5), **arguments)
     found[name] = {"shared": is_shared(both.report, PROMPT), "sequences": both.fast.sequences.tolist()}
 with open(f"{folder}/rank-{os.environ['RANK']}.json", "w") as file:

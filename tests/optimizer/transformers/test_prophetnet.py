@@ -8,12 +8,14 @@ without its cache, which has none of the defects of its cache, is what these tes
 from __future__ import annotations
 
 import copy
+import itertools
 from contextlib import nullcontext
 from types import FunctionType
 from unittest import mock
 
 import pytest
 import torch
+from architectures import SPECIAL
 from parity import (
     CROSS,
     PROMPT,
@@ -28,7 +30,6 @@ from parity import (
 )
 from transformers import (
     EncoderDecoderModel,
-    LogitsProcessor,
     ProphetNetConfig,
     ProphetNetForCausalLM,
     ProphetNetForConditionalGeneration,
@@ -39,17 +40,16 @@ import fastgen
 from fastgen.optimizer.transformers.models import prophetnet
 from fastgen.testing import watched
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+PARTS = {"layers": 2, "attention_heads": 4}
+
+pytestmark = pytest.mark.usefixtures("one_thread", "share_always")
 
 
 def make(kind=ProphetNetForConditionalGeneration, **overrides):
-    layers = {f"num_{end}_layers": 2 for end in ("encoder", "decoder")}
-    heads = {f"num_{end}_attention_heads": 4 for end in ("encoder", "decoder")}
+    parts = {f"num_{end}_{what}": number for end in ("encoder", "decoder") for what, number in PARTS.items()}
     widths = {"hidden_size": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64}
-    special = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 2}
     sizes = {"vocab_size": 99, "num_buckets": 6, "relative_max_distance": 12}
-    config = ProphetNetConfig(**{**layers, **heads, **widths, **special, **sizes, **overrides})
-    return lively(kind(config)).eval()
+    return lively(kind(ProphetNetConfig(**{**parts, **widths, **SPECIAL, **sizes, **overrides}))).eval()
 
 
 @pytest.fixture
@@ -70,6 +70,10 @@ def whole_positions(monkeypatch):
     monkeypatch.setattr(ProphetNetNgramSelfAttention, "get_predict_relative_pos_embeddings", embeddings)
 
 
+def is_by_streams(report):
+    return any(kernel.startswith(prophetnet.KERNEL) for kernel in report.kernels)
+
+
 def compared(model, inputs, **arguments):
     """The library without its cache and fastgen with it give the same; returns fastgen's report."""
     arguments = {"max_new_tokens": 9, "return_dict_in_generate": True, "output_logits": True, **arguments}
@@ -81,7 +85,7 @@ def compared(model, inputs, **arguments):
     torch.testing.assert_close(both.stock.scores, both.fast.scores, rtol=1e-4, atol=1e-4)
     if arguments.get("num_beams", 1) > 1:
         torch.testing.assert_close(both.stock.sequences_scores, both.fast.sequences_scores, rtol=1e-4, atol=1e-4)
-    assert any(kernel.startswith(prophetnet.KERNEL) for kernel in both.report.kernels)
+    assert is_by_streams(both.report)
     return both.report
 
 
@@ -96,40 +100,32 @@ WAYS = {
 
 @pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("lengths", [(7,), (9, 4, 6, 8)], ids=["one input", "four inputs"])
-def test_encoder_decoder_gives_what_the_library_gives_without_cache(lengths, arguments, whole_positions, share_always):
-    report = compared(make(), padded(*lengths, side="right"), **arguments)
-    if arguments:
-        assert is_shared(report, CROSS)
-
-
-@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("lengths", [(7,), (9, 4, 6, 8)], ids=["one input", "four inputs"])
-def test_decoder_only_gives_what_the_library_gives_without_cache(lengths, arguments, whole_positions, share_always):
-    model = make(ProphetNetForCausalLM, add_cross_attention=False)
-    report = compared(model, padded(*lengths), **arguments)
-    if arguments:
-        assert is_shared(report, PROMPT)
+@pytest.mark.parametrize("has_encoder", (True, False), ids=("encoder-decoder", "decoder only"))
+def test_cached_steps_give_what_the_library_gives_without_cache(has_encoder, lengths, arguments, whole_positions):
+    model = make() if has_encoder else make(ProphetNetForCausalLM, add_cross_attention=False)
+    report = compared(model, padded(*lengths, side="right" if has_encoder else "left"), **arguments)
+    assert not arguments or is_shared(report, CROSS if has_encoder else PROMPT)
 
 
 @pytest.mark.parametrize("ngram", [1, 3])
 @pytest.mark.parametrize("kind", [ProphetNetForConditionalGeneration, ProphetNetForCausalLM])
-def test_other_numbers_of_predict_streams(ngram, kind, whole_positions, share_always):
+def test_other_numbers_of_predict_streams(ngram, kind, whole_positions):
     model = make(kind, ngram=ngram, add_cross_attention=kind is ProphetNetForConditionalGeneration)
     compared(model, padded(8, 5), num_beams=3)
 
 
-def test_prophetnet_in_double_precision(whole_positions, share_always):
+def test_prophetnet_in_double_precision(whole_positions):
     inputs = padded(8, 5, side="right")
     inputs["attention_mask"] = inputs["attention_mask"].double()  # with integers the library's encoder gives nan
     compared(make().double(), inputs, num_beams=3)
 
 
-def test_prompts_of_the_decoder_with_padding(whole_positions, share_always):
+def test_prompts_of_the_decoder_with_padding(whole_positions):
     prompts = {f"decoder_{name}": states for name, states in padded(6, 4, seed=3).items()}
     compared(make(), padded(8, 5, side="right") | prompts, num_beams=3)
 
 
-def test_finished_inputs_leave_the_batch(whole_positions, share_always):
+def test_finished_inputs_leave_the_batch(whole_positions):
     model, inputs = make(), padded(9, 4, 6, 8, side="right")
     arguments = {"num_beams": 3, "max_new_tokens": 20, "eos_token_id": list(range(60, 99))}
     with fastgen.disabled():
@@ -139,20 +135,20 @@ def test_finished_inputs_leave_the_batch(whole_positions, share_always):
 
 
 @pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}])
-def test_it_is_the_librarys_own_cached_step_where_that_works(arguments, share_always):
+def test_it_is_the_librarys_own_cached_step_where_that_works(arguments):
     report = assert_same(make(pad_token_id=0), {"input_ids": token_ids(2, 7)}, max_new_tokens=9, **arguments)
     assert is_shared(report, CROSS)
-    assert any(kernel.startswith(prophetnet.KERNEL) for kernel in report.kernels)
+    assert is_by_streams(report)
 
 
-def test_decoder_of_another_encoder(share_always):
+def test_decoder_of_another_encoder():
     encoder = tiny("bert-encoder").bert
     decoder = make(ProphetNetForCausalLM, pad_token_id=0, add_cross_attention=True)
     model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
     model.generation_config.update(pad_token_id=0, eos_token_id=2, decoder_start_token_id=2)
     report = assert_same(model, padded(8, 5, side="right"), num_beams=3, max_new_tokens=9)
     assert is_shared(report, CROSS)
-    assert any(kernel.startswith(prophetnet.KERNEL) for kernel in report.kernels)
+    assert is_by_streams(report)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -162,25 +158,22 @@ def test_the_library_raises_where_the_padding_token_is_not_the_first(num_beams):
         make().generate(token_ids(2, 7), num_beams=num_beams, max_new_tokens=4)
 
 
-def test_the_library_sees_the_padding_of_prompts_in_its_cache(whole_positions):
-    model = make(ProphetNetForCausalLM, add_cross_attention=False, pad_token_id=0)
-    inputs = padded(9, 4)
+def second_logits(model, inputs, use_cache):
+    options = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True, "use_cache": use_cache}
     with fastgen.disabled():
-        cached, whole = (
-            model.generate(**inputs, max_new_tokens=5, use_cache=use_cache, return_dict_in_generate=True,
-                           output_logits=True).logits[1] for use_cache in (True, False)
-        )  # fmt: skip
+        return model.generate(**inputs, **options).logits[1]
+
+
+def test_the_library_sees_the_padding_of_prompts_in_its_cache(whole_positions):
+    model, inputs = make(ProphetNetForCausalLM, add_cross_attention=False, pad_token_id=0), padded(9, 4)
+    cached, whole = (second_logits(model, inputs, use_cache) for use_cache in (True, False))
     torch.testing.assert_close(cached[0], whole[0], rtol=1e-4, atol=1e-4)  # without padding
     assert (cached[1] - whole[1]).abs().max() > 0.01
 
 
 def test_the_library_mixes_positions_up_without_its_cache():
-    model, input_ids = make(pad_token_id=0), token_ids(2, 7)
-    arguments = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
-    with fastgen.disabled():
-        cached = model.generate(input_ids, **arguments).logits[1]
-        whole = model.generate(input_ids, use_cache=False, **arguments).logits[1]
-    assert (cached - whole).abs().max() > 0.01
+    model, inputs = make(pad_token_id=0), {"input_ids": token_ids(2, 7)}
+    assert (second_logits(model, inputs, True) - second_logits(model, inputs, False)).abs().max() > 0.01
 
 
 def test_buckets_are_computed_once_per_step():
@@ -189,13 +182,13 @@ def test_buckets_are_computed_once_per_step():
     assert len(buckets) == 5  # the first of 6 tokens comes from the prompt
 
 
-def test_more_than_logits_comes_from_the_library(share_always):
+def test_more_than_logits_comes_from_the_library():
     model, asked = make(pad_token_id=0), {"output_attentions": True, "output_hidden_states": True}
     report = assert_same(model, {"input_ids": token_ids(2, 7)}, num_beams=3, max_new_tokens=5, **asked)
-    assert not any(kernel.startswith(prophetnet.KERNEL) for kernel in report.kernels)
+    assert not is_by_streams(report)
 
 
-def test_a_hooked_layer_sees_all_streams(share_always):
+def test_a_hooked_layer_sees_all_streams():
     model, seen = make(pad_token_id=0), []
     model.prophetnet.decoder.layers[0].self_attn.register_forward_hook(
         lambda module, args, output: seen.append(output[0].shape[1])
@@ -226,17 +219,14 @@ def test_forwards_outside_of_generate_and_gradients_are_the_librarys():
         assert (stock.grad is None and fast.grad is None) or torch.equal(stock.grad, fast.grad)
 
 
-REPLACED = {
-    "a method of one module": lambda model: (model.prophetnet.decoder.position_embeddings, "_forward"),
-    "the forward of a projection": lambda model: (model.prophetnet.decoder.layers[1].self_attn.query_proj, "forward"),
-}
-
-
-@pytest.mark.parametrize("place", REPLACED.values(), ids=REPLACED)
-def test_code_of_the_program_is_called_as_by_the_library(place, share_always):
-    model = make(pad_token_id=0)
-    owner, name = place(model)
-    original, seen = getattr(owner, name), []
+@pytest.mark.parametrize("place", ("a method of one module", "the forward of a projection"))
+def test_code_of_the_program_is_called_as_by_the_library(place):
+    model, seen = make(pad_token_id=0), []
+    decoder = model.prophetnet.decoder
+    is_method = place.startswith("a method")
+    owner = decoder.position_embeddings if is_method else decoder.layers[1].self_attn.query_proj
+    name = "_forward" if is_method else "forward"
+    original = getattr(owner, name)
 
     def steered(states):
         result = original(states)
@@ -248,33 +238,27 @@ def test_code_of_the_program_is_called_as_by_the_library(place, share_always):
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
-class Hooking(LogitsProcessor):
-    """Puts a hook on a layer's attention after some steps."""
-
-    def __init__(self, attention):
-        self.attention, self.steps, self.seen = attention, 0, []
-
-    def __call__(self, input_ids, scores):
-        self.steps += 1
-        if self.steps == 3:
-            self.attention.register_forward_hook(self.hook)
-        return scores
-
-    def hook(self, module, args, output):
-        self.seen.append(output[0].shape)
-        return (output[0] * 1.3, *output[1:])
-
-
 def test_a_hook_that_a_processor_adds_runs_from_the_next_step_on():
-    models = iter((make(pad_token_id=0), make(pad_token_id=0)))
-    processors = []
+    calls = iter([(make(pad_token_id=0), []), (make(pad_token_id=0), [])])
+    seen = []
 
     def generate():
-        model = next(models)
-        processors.append(Hooking(model.prophetnet.decoder.layers[0].self_attn))
+        model, shapes = next(calls)
+        steps = itertools.count(1)
+        seen.append(shapes)
+
+        def hook(module, args, output):
+            shapes.append(output[0].shape)
+            return (output[0] * 1.3, *output[1:])
+
+        def hooking(input_ids, scores):
+            if next(steps) == 3:
+                model.prophetnet.decoder.layers[0].self_attn.register_forward_hook(hook)
+            return scores
+
         arguments = {"max_new_tokens": 9, "return_dict_in_generate": True, "output_logits": True}
-        return model.generate(token_ids(2, 7), logits_processor=[processors[-1]], **arguments)
+        return model.generate(token_ids(2, 7), logits_processor=[hooking], **arguments).logits
 
     both = run_both(generate)
-    torch.testing.assert_close(both.stock.logits, both.fast.logits, rtol=1e-4, atol=1e-4)
-    assert processors[0].seen == processors[1].seen != []
+    torch.testing.assert_close(both.stock, both.fast, rtol=1e-4, atol=1e-4)
+    assert seen[0] == seen[1] != []

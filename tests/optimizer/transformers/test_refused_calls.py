@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from capturing import capturing
-from parity import tiny, token_ids
+from parity import capturing, tiny, token_ids
 from torch import Tensor
 from transformers import LogitsProcessor
 

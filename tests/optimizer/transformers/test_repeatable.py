@@ -7,8 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from capturing import replays
-from parity import padded, tiny
+from parity import padded, replays, tiny
 
 import fastgen
 from fastgen.ops.tracing import Diverged

@@ -8,8 +8,18 @@ from unittest import mock
 
 import pytest
 import torch
-from capturing import capturing, replays
-from parity import BEAMS, SAMPLES, assert_same, is_shared, left_alone_because, run_both, tiny, token_ids
+from parity import (
+    BEAMS,
+    SAMPLES,
+    assert_same,
+    capturing,
+    is_shared,
+    left_alone_because,
+    replays,
+    run_both,
+    tiny,
+    token_ids,
+)
 from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN

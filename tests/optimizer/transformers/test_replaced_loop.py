@@ -9,8 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from capturing import capturing
-from parity import LEFT, padded, run_both, token_ids, unchanged
+from parity import LEFT, capturing, padded, run_both, token_ids, unchanged
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList

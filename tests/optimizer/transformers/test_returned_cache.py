@@ -10,7 +10,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from capturing import capturing
 from parity import (
     BEAMS,
     BOTH,
@@ -21,6 +20,7 @@ from parity import (
     assert_equal_caches,
     assert_equal_outputs,
     assert_same,
+    capturing,
     compared,
     filled_cache,
     inputs_of,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from capturing import CAPTURED, capturing, not_captured_because
+from parity import CAPTURED, capturing, not_captured_because
 from seamless_models import KINDS, LANGUAGES, SIZES, inputs_of, seamless
-from sharing import sharing
 
 import fastgen
 from fastgen.optimizer.decoding.report import Report
+from fastgen.testing import configured
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,7 +55,7 @@ def compare(model: Any, kind: str, batch_size: int, **options: Any) -> Report:
 @pytest.mark.parametrize("version", SIZES)
 def test_all_classes(version: str, kind: str, num_beams: int, batch_size: int) -> None:
     model = seamless(version, kind)
-    with sharing("always"):
+    with configured(share="always"):
         report = compare(model, kind, batch_size, num_beams=num_beams)
     assert num_beams == 1 or "prefill: one row per input" in text_report(report).shared
     with capturing():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from capturing import capturing, not_captured_because, replays
 from parity import (
     BEAMS,
     BOTH,
@@ -13,10 +12,13 @@ from parity import (
     assert_equal_caches,
     assert_equal_outputs,
     assert_same,
+    capturing,
     compared,
     is_shared,
     moves_rows,
+    not_captured_because,
     padded,
+    replays,
     run_both,
     same_tokens,
     tiny,

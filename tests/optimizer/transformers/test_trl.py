@@ -8,7 +8,6 @@ import pytest
 import torch
 from parity import PREFILL, PROMPT, Both, run_both
 from peft import LoraConfig
-from sharing import sharing
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -17,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 import fastgen
 from fastgen.optimizer.decoding.report import STEPS as DECODE_STEPS
 from fastgen.optimizer.decoding.report import Report
+from fastgen.testing import configured
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -105,7 +105,7 @@ def trained(name: str, tokenizer: Any, folder: Any, adapters: bool, options: dic
 @pytest.mark.parametrize("adapters", (False, True), ids=("all weights", "adapters"))
 def test_training_is_the_same_with_shared_prompts(tokenizer, tmp_path, adapters):
     options = {"bf16": False, "gradient_checkpointing": adapters, "max_completion_length": 20}
-    with sharing("always"):
+    with configured(share="always"):
         both = trained("GRPO", tokenizer, tmp_path, adapters, options)
     assert (both.report.inputs, both.report.rows) == (2, 16) and PREFILL in both.report.shared
     for report in both.fast[-1]:

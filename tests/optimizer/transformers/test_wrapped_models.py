@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed
-from capturing import replays
-from parity import PROMPT, Both, is_shared, padded, run_both, tiny
+from parity import PROMPT, Both, is_shared, padded, replays, run_both, tiny
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

@@ -1,4 +1,4 @@
-"""Tiny multilingual models and a tiny Whisper with random weights, as folders that from_pretrained can load."""
+"""Tiny multilingual models, a Whisper and models that speak, with random weights, as folders of from_pretrained."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import sentencepiece
 import torch
 import transformers
-from cli_models import WORDS
+from cli_models import SPECIAL_TOKENS, WORDS, small
+from seamless_models import LANGUAGES, seamless
 
 PIECES = ["▁", *sorted(set("".join(WORDS)))]
-SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
 
 
 def save_nllb(folder: Path) -> Path:
@@ -55,13 +55,10 @@ def save_whisper(folder: Path, **config: object) -> Path:
     extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=2)
     settings = {
         "vocab_size": len(tokenizer),
-        **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 16),
-        **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
-        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+        **small(16),
         "num_mel_bins": 8,
         "max_source_positions": 100,
         "max_target_positions": 32,
-        "init_std": 0.5,
         "decoder_start_token_id": 1,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
     }
@@ -83,6 +80,20 @@ def save_whisper(folder: Path, **config: object) -> Path:
     return folder
 
 
+def save_seamless(folder: Path, version: str = "SeamlessM4Tv2", kind: str = "ForTextToSpeech") -> Path:
+    """Of two languages, three speakers and 16 kHz; it hears features [F, 10]."""
+    model = seamless(version, kind)
+    model.generation_config._from_model_config = False  # else its languages would be left out when it is loaded
+    model.save_pretrained(folder)
+    languages = [f"__{language}__" for language in LANGUAGES]
+    words = ["<pad>", "<unk>", "<s>", "</s>", *languages, *(f"▁{word}" for word in WORDS[:24])]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = transformers.SeamlessM4TTokenizer(vocab=vocabulary, merges=[], extra_special_tokens=languages)
+    extractor = transformers.SeamlessM4TFeatureExtractor(feature_size=5, num_mel_bins=5)
+    transformers.SeamlessM4TProcessor(extractor, tokenizer).save_pretrained(folder)
+    return folder
+
+
 def _unigrams() -> list[tuple[str, float]]:
     return [*((token, 0.0) for token in SPECIAL_TOKENS), *((piece, -3.0) for piece in PIECES)]
 
@@ -93,18 +104,9 @@ def _save_translator(
     tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> Path:
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": len(tokenizer) + 120,  # M2M100 has languages and made-up words behind those
-        **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 16),
-        **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
-        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
-        "max_position_embeddings": 64,
-        "init_std": 0.5,
-        "decoder_start_token_id": 2,
-        "pad_token_id": 1,
-        "eos_token_id": 2,
-        "forced_eos_token_id": None,
-    }
+    tokens = {"decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": None}
+    size = len(tokenizer) + 120  # M2M100 has languages and made-up words behind those
+    settings = {**small(16), **tokens, "vocab_size": size, "max_position_embeddings": 64}
     model = transformers.AutoModelForSeq2SeqLM.from_config(config(**settings))
     model.generation_config.update(max_length=9)
     model.eval().save_pretrained(folder)

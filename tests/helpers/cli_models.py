@@ -27,57 +27,35 @@ def sentences(number: int, longest: int = 12, seed: int = 0) -> list[str]:
     return [" ".join(draw.choices(WORDS, k=draw.randint(2, longest))) for _ in range(number)]
 
 
+def small(ffn_dim: int) -> dict[str, object]:
+    """Sizes of an encoder and a decoder of one layer, and weights so large that outputs differ."""
+    sizes = {"layers": 1, "attention_heads": 2, "ffn_dim": ffn_dim}
+    parts = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
+    return {"d_model": 16, "init_std": 0.5, **parts}
+
+
 def save_bart(folder: Path, **config: object) -> Path:
     torch.manual_seed(0)
     tokenizer = _tokenizer(pad_token="<pad>", ends_inputs=True)
-    settings = {
-        "vocab_size": len(tokenizer),
-        "d_model": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-        "max_position_embeddings": POSITIONS,
-        "init_std": 0.5,
-        "forced_eos_token_id": None,
-    }
-    return _save(folder, BartForConditionalGeneration(BartConfig(**settings | config)), tokenizer, max_length=9)
+    settings = {"max_position_embeddings": POSITIONS, "forced_eos_token_id": None, "vocab_size": len(tokenizer)}
+    model = BartForConditionalGeneration(BartConfig(**small(32) | settings | config))
+    return _save(folder, model, tokenizer, max_length=9)
 
 
 def save_t5(folder: Path, **config: object) -> Path:
     torch.manual_seed(0)
     tokenizer = _tokenizer(pad_token="<pad>", ends_inputs=True)
-    settings = {
-        "vocab_size": len(tokenizer),
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 1,
-        "num_heads": 2,
-        "pad_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 1,
-        "initializer_factor": 8.0,
-    }
-    return _save(folder, T5ForConditionalGeneration(T5Config(**settings | config)), tokenizer, max_length=9)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "initializer_factor": 8.0}
+    tokens = {"vocab_size": len(tokenizer), "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return _save(folder, T5ForConditionalGeneration(T5Config(**sizes | tokens | config)), tokenizer, max_length=9)
 
 
 def save_gpt2(folder: Path) -> Path:
     """Its tokenizer has no pad token, as GPT-2's has none."""
     torch.manual_seed(0)
     tokenizer = _tokenizer(pad_token=None, ends_inputs=False)
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_embd=16,
-        n_layer=1,
-        n_head=2,
-        n_positions=POSITIONS,
-        initializer_range=0.5,
-        bos_token_id=0,
-        eos_token_id=2,
-    )
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": POSITIONS, "initializer_range": 0.5}
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=2, **sizes)
     return _save(folder, GPT2LMHeadModel(config), tokenizer, max_new_tokens=6)
 
 

@@ -8,32 +8,15 @@ import torch
 import transformers
 
 LANGUAGES = ("eng", "fra")
-SIZE = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "max_position_embeddings": 64,
-    "max_new_tokens": 20,
-    "encoder_layers": 1,
-    "encoder_ffn_dim": 24,
-    "encoder_attention_heads": 2,
-    "decoder_layers": 2,
-    "decoder_ffn_dim": 24,
-    "decoder_attention_heads": 2,
-    "speech_encoder_layers": 1,
-    "speech_encoder_attention_heads": 2,
-    "speech_encoder_intermediate_size": 24,
-    "feature_projection_input_dim": 10,
-    "adaptor_kernel_size": 4,
-    "adaptor_stride": 2,
-    "conv_depthwise_kernel_size": 3,
-    "t2u_vocab_size": 30,
-    "t2u_encoder_layers": 1,
-    "t2u_encoder_ffn_dim": 24,
-    "t2u_encoder_attention_heads": 2,
-    "t2u_decoder_layers": 2,
-    "t2u_decoder_ffn_dim": 24,
-    "t2u_decoder_attention_heads": 2,
-    "t2u_max_position_embeddings": 64,
+# Of the text's encoder and decoder, of those that make units, and of the speech encoder.
+LAYERS = {
+    f"{prefix}{part}_{what}": number
+    for prefix in ("", "t2u_")
+    for part, layers in (("encoder", 1), ("decoder", 2))
+    for what, number in (("layers", layers), ("ffn_dim", 24), ("attention_heads", 2))
+}
+SPEECH = {"speech_encoder_layers": 1, "speech_encoder_attention_heads": 2, "speech_encoder_intermediate_size": 24}
+VOCODER = {
     "upsample_initial_channel": 16,
     "upsample_rates": (3, 2),
     "upsample_kernel_sizes": (7, 4),
@@ -41,11 +24,24 @@ SIZE = {
     "resblock_dilation_sizes": ((1, 3), (1, 3)),
     "unit_hifi_gan_vocab_size": 30,
     "unit_embed_dim": 8,
-    "lang_embed_dim": 4,
-    "spkr_embed_dim": 4,
+    **dict.fromkeys(("lang_embed_dim", "spkr_embed_dim"), 4),
     "vocoder_num_langs": 2,
     "vocoder_num_spkrs": 3,
     "vocoder_offset": 0,
+}
+SIZE = {
+    **LAYERS,
+    **SPEECH,
+    **VOCODER,
+    "vocab_size": 40,
+    "hidden_size": 16,
+    **dict.fromkeys(("max_position_embeddings", "t2u_max_position_embeddings"), 64),
+    "max_new_tokens": 20,
+    "feature_projection_input_dim": 10,
+    "adaptor_kernel_size": 4,
+    "adaptor_stride": 2,
+    "conv_depthwise_kernel_size": 3,
+    "t2u_vocab_size": 30,
 }
 SIZES: dict[str, dict[str, Any]] = {
     "SeamlessM4T": {**SIZE, "max_source_positions": 64, "num_conv_pos_embeddings": 4, "t2u_max_new_tokens": 24},

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import soundfile
 import transformers
+from cli_language_models import save_seamless
 from cli_models import save_bart
-from cli_speech_models import save_seamless
 
 import fastgen
 from fastgen.cli.transformers.audio import SoundFolder

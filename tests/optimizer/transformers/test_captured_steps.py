@@ -96,17 +96,6 @@ def test_a_processor_of_the_program_sees_no_step_too_many(arguments):
     assert len(set(calls)) > 1
 
 
-def test_later_calls_use_the_graphs_of_earlier_ones():
-    for name in ("gpt2", "t5"):
-        model = tiny(name)
-        with watched("capture a step") as captures:
-            for seed in range(3):
-                assert captured(model, name, seed, **BEAMS)
-                if not seed:
-                    first = len(captures)
-        assert len(captures) == first and first
-
-
 @pytest.mark.parametrize("name", ("llama", "gpt2", "bart", "t5"))
 def test_inputs_of_other_lengths_use_them_too(name, shared):
     model = tiny(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import assert_equal_outputs, capturing, padded, replays, run_both, tiny, token_ids
+from parity import LEFT, assert_equal_outputs, capturing, inputs_of, padded, replays, run_both, tiny, token_ids
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
@@ -21,24 +22,17 @@ from fastgen.optimizer.decoding.report import ALLOWED
 from fastgen.optimizer.transformers import constrained
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.optimizer.transformers.constrained import ALL_ROWS, ALONE
-from fastgen.testing import as_untested, configured, forget_verified, watched
+from fastgen.testing import as_untested, forget_verified, watched
 
 EOS, VOCABULARY = 2, 300
 MODELS = ("llama", "t5")
-LEFT = "finished inputs: removed from the batch"
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "share_always")
 
 
-@pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
+@functools.cache
+def model_of(name: str) -> Any:
     """In float64: among hundreds of beams there are some that differ by less than the rounding of float32."""
-    return {name: tiny(name, vocab_size=VOCABULARY).double() for name in MODELS}
-
-
-@pytest.fixture(autouse=True)
-def _share():
-    with configured(share="always"):
-        yield
+    return tiny(name, vocab_size=VOCABULARY).double()
 
 
 class ByDictionaries:
@@ -84,63 +78,38 @@ NUMBERS = st.sampled_from([*range(3, 9), *range(3, VOCABULARY)])
 SEQUENCES = st.lists(st.lists(NUMBERS, min_size=1, max_size=5), min_size=1, max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+BEAM_SEARCH = st.fixed_dictionaries(
+    {
+        "num_beams": st.integers(2, 12) | st.just(40),
+        "num_return_sequences": st.integers(1, 2),
+        "early_stopping": st.sampled_from([True, False, "never"]),
+        "length_penalty": st.sampled_from([0.0, 1.0, -1.0, 2.0]),
+        "max_new_tokens": st.integers(1, 7),
+        "return_dict_in_generate": st.booleans(),
+        "do_sample": st.just(False),
+    }
+)
+TOKENS = {"max_new_tokens": st.just(6), "min_new_tokens": st.sampled_from([None, 3])}  # no token is left before the end
+GREEDY = st.fixed_dictionaries({"do_sample": st.just(False), **TOKENS})
+DRAWN = st.fixed_dictionaries(
+    {"do_sample": st.just(True), "num_beams": st.sampled_from([1, 3]), "num_return_sequences": st.just(2), **TOKENS}
+)
+
+
+@settings(max_examples=90, deadline=None)
 @given(
     name=st.sampled_from(MODELS),
     sequences=SEQUENCES,
     has_end=st.booleans(),
     ends=st.sampled_from([[], [EOS], [EOS, 7]]),
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
-    num_beams=st.one_of(st.integers(2, 12), st.just(40)),
-    returned=st.integers(1, 12),
-    early_stopping=st.sampled_from([True, False, "never"]),
-    length_penalty=st.sampled_from([0.0, 1.0, -1.0, 2.0]),
-    new_tokens=st.integers(1, 7),
-    has_scores=st.booleans(),
+    options=BEAM_SEARCH | BEAM_SEARCH | GREEDY | DRAWN,
 )
-def test_any_beam_search(
-    models, name, sequences, has_end, ends, lengths, num_beams, returned, early_stopping, length_penalty, new_tokens,
-    has_scores,
-):  # fmt: skip
-    sequences = [sequence + [EOS] * has_end for sequence in sequences]
-    compare(
-        models[name],
-        padded(*lengths, side="left" if name == "llama" else "right"),
-        sequences,
-        ends,
-        num_beams=num_beams,
-        num_return_sequences=min(returned, num_beams),
-        early_stopping=early_stopping,
-        length_penalty=length_penalty,
-        max_new_tokens=new_tokens,
-        return_dict_in_generate=has_scores,
-        output_scores=has_scores,
-        do_sample=False,
-    )
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    name=st.sampled_from(MODELS),
-    sequences=SEQUENCES,
-    ends=st.sampled_from([[], [EOS], [EOS, 7]]),
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
-    do_sample=st.booleans(),
-    num_beams=st.sampled_from([1, 1, 3]),
-    min_new_tokens=st.sampled_from([None, 3]),
-)
-def test_greedy_and_drawn_tokens(models, name, sequences, ends, lengths, do_sample, num_beams, min_new_tokens):
-    compare(
-        models[name],
-        padded(*lengths, side="left" if name == "llama" else "right"),
-        [[*sequence, EOS] for sequence in sequences],
-        ends,
-        num_beams=num_beams if do_sample else 1,
-        num_return_sequences=2 if do_sample else 1,
-        do_sample=do_sample,
-        min_new_tokens=min_new_tokens,  # no token is left where it bans the only one that is allowed
-        max_new_tokens=6,
-    )
+def test_any_way_of_decoding(name, sequences, has_end, ends, lengths, options):
+    is_search = not options["do_sample"] and "num_beams" in options
+    names = [sequence + [EOS] * (has_end or not is_search) for sequence in sequences]
+    scores = {"output_scores": options.get("return_dict_in_generate", False)}
+    compare(model_of(name), inputs_of(name, *lengths), names, ends, **options, **scores)
 
 
 def semantic_ids(count: int, codes: int = 60) -> list[list[int]]:
@@ -151,14 +120,14 @@ def semantic_ids(count: int, codes: int = 60) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_beams", [30, 200, 512])
 @pytest.mark.parametrize("name", MODELS)
-def test_wide_beams(models, name, num_beams):
+def test_wide_beams(name, num_beams):
     arguments = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 3, "eos_token_id": None}
-    found = compare(models[name], {"input_ids": token_ids(2, 5)}, semantic_ids(2000), [], **arguments)
+    found = compare(model_of(name), {"input_ids": token_ids(2, 5)}, semantic_ids(2000), [], **arguments)
     assert found.shape[0] == 2 * num_beams
     assert fastgen.explain().kernels[ALONE] == 3 and not fastgen.explain().kernels[ALL_ROWS]
 
 
-def test_no_mask_is_made_and_no_row_is_asked_alone(models):
+def test_no_mask_is_made_and_no_row_is_asked_alone():
     """The processor, which masks, is not called, and neither is the trie."""
     trie = fastgen.PrefixTrie(semantic_ids(500)).after(5)
     arguments = {"num_beams": 20, "max_new_tokens": 3, "eos_token_id": None, "prefix_allowed_tokens_fn": trie}
@@ -166,12 +135,12 @@ def test_no_mask_is_made_and_no_row_is_asked_alone(models):
         mock.patch.object(fastgen.PrefixTrie, "__call__", side_effect=AssertionError),
         mock.patch.object(constrained, "_constrained", side_effect=AssertionError),
     ):
-        assert models["llama"].generate(token_ids(1, 5), **arguments).shape == (1, 8)
+        assert model_of("llama").generate(token_ids(1, 5), **arguments).shape == (1, 8)
         with pytest.raises(AssertionError), fastgen.disabled():
-            models["llama"].generate(token_ids(1, 5), **arguments)
+            model_of("llama").generate(token_ids(1, 5), **arguments)
 
 
-def test_the_first_step_asks_for_one_row_of_each_input(models):
+def test_the_first_step_asks_for_one_row_of_each_input():
     names, rows, asked = [[*name, EOS] for name in semantic_ids(500)], [], fastgen.PrefixTrie.allowed_sync
 
     def counted(trie: fastgen.PrefixTrie, input_ids: torch.Tensor) -> Any:
@@ -180,24 +149,24 @@ def test_the_first_step_asks_for_one_row_of_each_input(models):
 
     trie = fastgen.PrefixTrie(names, [EOS]).after(5)
     with mock.patch.object(fastgen.PrefixTrie, "allowed_sync", counted):
-        models["llama"].generate(token_ids(2, 5), num_beams=8, max_new_tokens=3, prefix_allowed_tokens_fn=trie)
+        model_of("llama").generate(token_ids(2, 5), num_beams=8, max_new_tokens=3, prefix_allowed_tokens_fn=trie)
     assert rows == [2, 16, 16]
 
 
-def test_beside_other_processors_all_rows_are_asked_at_once(models):
+def test_beside_other_processors_all_rows_are_asked_at_once():
     names = [[*sequence, EOS] for sequence in semantic_ids(500)]
     with mock.patch.object(fastgen.PrefixTrie, "__call__", side_effect=AssertionError):
-        compare(models["llama"], padded(6, 3), names, [EOS], num_beams=5, max_new_tokens=6, repetition_penalty=1.5)
+        compare(model_of("llama"), padded(6, 3), names, [EOS], num_beams=5, max_new_tokens=6, repetition_penalty=1.5)
     kernels = fastgen.explain().kernels
     assert kernels[ALL_ROWS] and not kernels[ALONE]
 
 
-def test_finished_inputs_leave_where_something_is_allowed_everywhere(models):
+def test_finished_inputs_leave_where_something_is_allowed_everywhere():
     names = [[*name[:length], EOS] for name, length in zip(semantic_ids(90), (1, 2, 3) * 30)]
     arguments = {"num_beams": 2, "max_new_tokens": 12, "early_stopping": True}
     left = 0
     for ends, stays in (([EOS], False), ([], True)):
-        compare(models["llama"], padded(6, 3, 5, 4, 7, 2), names, ends, **arguments)
+        compare(model_of("llama"), padded(6, 3, 5, 4, 7, 2), names, ends, **arguments)
         report = fastgen.explain()
         left += LEFT in report.shared
         assert (LEFT in report.shared) <= (not stays)
@@ -205,11 +174,11 @@ def test_finished_inputs_leave_where_something_is_allowed_everywhere(models):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_error_names_the_input_as_in_the_library(models, name):
+def test_an_error_names_the_input_as_in_the_library(name):
     told = set()
     for seed, num_beams in [(1, 3), *((seed, 1) for seed in range(8))]:
         found = compare(
-            models[name], padded(4, 4, seed=seed), [[5], [6, 7, 8]], [], num_beams=num_beams, max_new_tokens=3
+            model_of(name), padded(4, 4, seed=seed), [[5], [6, 7, 8]], [], num_beams=num_beams, max_new_tokens=3
         )
         told |= {found[1].partition(".")[0]} if isinstance(found, tuple) else set()
     message = "`prefix_allowed_tokens_fn` returned an empty list for batch ID {}"
@@ -218,24 +187,21 @@ def test_an_error_names_the_input_as_in_the_library(models, name):
 
 @pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_beams": 3, "repetition_penalty": 1.5}, {}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_that_would_all_be_empty_are_an_error(models, name, arguments):
+def test_outputs_that_would_all_be_empty_are_an_error(name, arguments):
     """`.after` is missing, so that no row is on a path of the trie."""
-    trie = fastgen.PrefixTrie([[8, 9, EOS]], at_dead_ends=[EOS])
-    stock, fast, _ = run_both(
-        lambda: outcome(
-            lambda: models[name].generate(**padded(4, 4), prefix_allowed_tokens_fn=trie, max_new_tokens=4, **arguments)
-        )
-    )
+    trie, model = fastgen.PrefixTrie([[8, 9, EOS]], at_dead_ends=[EOS]), model_of(name)
+    options = {"prefix_allowed_tokens_fn": trie, "max_new_tokens": 4, **arguments}
+    stock, fast, _ = run_both(lambda: outcome(lambda: model.generate(**padded(4, 4), **options)))
     assert stock == fast and fast[0] == "ValueError" and "no output begins with token" in fast[1]
 
 
-def test_a_token_beyond_the_vocabulary_is_the_librarys_error(models):
-    found = compare(models["llama"], padded(4), [[5, 6], [VOCABULARY]], [], num_beams=3, max_new_tokens=4)
+def test_a_token_beyond_the_vocabulary_is_the_librarys_error():
+    found = compare(model_of("llama"), padded(4), [[5, 6], [VOCABULARY]], [], num_beams=3, max_new_tokens=4)
     assert found[0] == "IndexError"
     assert fastgen.explain().codes(ALLOWED) == {"TRIE_OUTSIDE_VOCABULARY"}
 
 
-def test_other_functions_are_called_for_each_row_as_the_library_does(models):
+def test_other_functions_are_called_for_each_row_as_the_library_does():
     sequences, calls = [[*name, EOS] for name in semantic_ids(300)], []
 
     def counted(batch_id: int, input_ids: torch.Tensor) -> list[int]:
@@ -245,32 +211,28 @@ def test_other_functions_are_called_for_each_row_as_the_library_does(models):
     by_dictionaries = ByDictionaries(sequences, 5, [EOS])
     arguments = {"num_beams": 8, "max_new_tokens": 4, "prefix_allowed_tokens_fn": counted}
     with fastgen.disabled():
-        stock = models["llama"].generate(token_ids(1, 5).repeat(2, 1), **arguments)
+        stock = model_of("llama").generate(token_ids(1, 5).repeat(2, 1), **arguments)
     expected = calls.copy()
     assert len(expected) == 2 * 8 * 4
     calls.clear()
-    assert torch.equal(stock, models["llama"].generate(token_ids(1, 5).repeat(2, 1), **arguments))
+    assert torch.equal(stock, model_of("llama").generate(token_ids(1, 5).repeat(2, 1), **arguments))
     assert calls == expected
 
 
 @pytest.mark.parametrize("answer", [torch.tensor([5, 9]), range(5, 90, 3), [-1, 7], (8,), []], ids=str)
-def test_other_functions_may_give_what_an_index_may_be(models, answer):
-    stock, fast, _ = run_both(
-        lambda: outcome(
-            lambda: models["t5"].generate(
-                **padded(4, 2), num_beams=3, max_new_tokens=4, prefix_allowed_tokens_fn=lambda *_: answer
-            )
-        )
-    )
+def test_other_functions_may_give_what_an_index_may_be(answer):
+    model, options = model_of("t5"), {"num_beams": 3, "max_new_tokens": 4}
+    options["prefix_allowed_tokens_fn"] = lambda *_: answer
+    stock, fast, _ = run_both(lambda: outcome(lambda: model.generate(**padded(4, 2), **options)))
     assert_equal_outputs(stock, fast)
 
 
-def test_an_error_of_the_function_is_the_programs(models):
+def test_an_error_of_the_function_is_the_programs():
     def broken(batch_id: int, input_ids: torch.Tensor) -> list[int]:
         raise KeyError("ours")
 
     with pytest.raises(KeyError, match="ours"):
-        models["llama"].generate(token_ids(1, 5), num_beams=3, max_new_tokens=3, prefix_allowed_tokens_fn=broken)
+        model_of("llama").generate(token_ids(1, 5), num_beams=3, max_new_tokens=3, prefix_allowed_tokens_fn=broken)
     assert PATCH_SET.in_effect(constrained.NAME)
 
 
@@ -289,7 +251,7 @@ def test_scores_that_are_not_finite(trie, value):
 @pytest.mark.skipif(not LAYERS_ARE_KNOWN, reason="nothing is captured with the static caches of this transformers")
 @pytest.mark.parametrize("arguments", [{"num_beams": 6}, {}], ids=["beams", "greedy"])
 @pytest.mark.parametrize("name", MODELS)
-def test_captured_steps_are_constrained_too(models, name, arguments):
+def test_captured_steps_are_constrained_too(name, arguments):
     model = tiny(name, vocab_size=VOCABULARY)
     names = [[*chain.from_iterable(parts), EOS] for parts in zip(*[iter(semantic_ids(120))] * 4)]
     with capturing():
@@ -302,9 +264,9 @@ class Doubles(LogitsProcessor):
         return scores * 2
 
 
-def test_a_processor_of_the_program_sees_what_the_library_gives_it(models):
+def test_a_processor_of_the_program_sees_what_the_library_gives_it():
     names = [[*sequence, EOS] for sequence in semantic_ids(300)]
-    compare(models["t5"], padded(6, 3), names, [EOS], num_beams=5, max_new_tokens=5, logits_processor=[Doubles()])
+    compare(model_of("t5"), padded(6, 3), names, [EOS], num_beams=5, max_new_tokens=5, logits_processor=[Doubles()])
 
 
 def test_a_newer_transformers_is_verified_first():

@@ -186,14 +186,6 @@ def test_a_model_that_moves_its_cache_itself_is_given_it():
     assert moved == {(15, False), (15, True)}  # by the library's loop, and by fastgen's
 
 
-def test_all_of_a_search_are_left_in_their_places():
-    """Of the inputs that left first the results stand where they belong."""
-    model = tiny("llama")
-    with watched("compact beams") as compactions:
-        _, fast, _ = run_both(lambda: model.generate(**inputs_of("llama"), **ENDS, num_beams=2, early_stopping=True))
-    assert len(fast) == 5 and len(compactions) > 1
-
-
 def test_scores_that_become_nan_after_inputs_have_left_are_those_of_all_inputs_together():
     model, began_anew = tiny("bart"), 0
     model.model.decoder.embed_positions.weight.data[10] = torch.nan

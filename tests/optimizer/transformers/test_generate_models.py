@@ -17,7 +17,6 @@ from parity import (
     SAMPLES,
     assert_equal_outputs,
     assert_same,
-    compared,
     inputs_of,
     is_materialized,
     is_shared,
@@ -78,12 +77,6 @@ def test_half_precision_agrees_up_to_rounding(name, attention, kind):
     for stock, fast in zip(both.stock.logits, both.fast.logits):
         assert stock.dtype == fast.dtype
         torch.testing.assert_close(fast.float(), stock.float(), atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_inference_mode(name):
-    with torch.inference_mode():
-        assert is_shared(assert_same(tiny(name), padded(9, 5), **BEAMS), PROMPT)
 
 
 @needs("torch", "2.5", "no flex attention")
@@ -233,22 +226,6 @@ def test_offloaded_weights(tmp_path):
     assert is_shared(assert_same(model, padded(9, 5), **BEAMS), PROMPT)
     model = accelerate.cpu_offload(tiny("bart"), execution_device=torch.device("cpu")) or tiny("bart")
     assert is_shared(assert_same(model, padded(9, 5), **BEAMS), PROMPT, CROSS)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_training_after_generating(name):
-    model, inputs = tiny(name), padded(9, 5)
-
-    def gradients() -> list[torch.Tensor | None]:
-        model.zero_grad()
-        model(**inputs, labels=inputs["input_ids"]).loss.backward()
-        return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
-
-    before = gradients()
-    both = compared(model, inputs, **BEAMS)
-    assert is_shared(both.report, PROMPT)
-    for one, other in zip(before, gradients()):
-        assert (one is None and other is None) or torch.equal(one, other)
 
 
 @BOTH

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -250,35 +249,6 @@ def test_hooks_of_all_modules_are_called_as_often(generator):
     assert compared(generator, states()).by_onednn
     handle.remove()
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
-
-
-def test_a_waveform_is_not_written_by_later_calls(generator):
-    with torch.no_grad():
-        first = generator(states(1, 6))
-        copy = first.clone()
-        generator(states(1, 6)), generator(states(1, 4))
-    assert torch.equal(first, copy)
-
-
-def test_threads_may_call_one_vocoder(generator):
-    with_norm(generator, parametrizations.weight_norm)
-    inputs = [states(1, frames) for frames in (3, 5, 8, 9)]
-    with fastgen.disabled(), torch.no_grad():
-        expected = [generator(sound) for sound in inputs]
-    results: list[bool] = []
-
-    def call(place: int) -> None:
-        for _ in range(10):
-            with torch.no_grad():
-                is_equal = torch.allclose(generator(inputs[place]), expected[place], rtol=0, atol=1e-5)
-            results.append(is_equal and fastgen.explain().kernels[op.ONEDNN] == 1)
-
-    threads = [threading.Thread(target=call, args=(place,)) for place in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 40
 
 
 def test_what_is_left_to_the_library_has_a_reason(generator):

@@ -214,7 +214,7 @@ def test_each_precision_of_products_has_its_own_captures(monkeypatch, switch):
 
 
 @pytest.mark.usefixtures("captures")
-def test_a_second_thread_on_the_same_model_goes_on_without_graphs():
+def test_a_second_thread_on_the_model_goes_on_without_graphs():
     model = tiny("gpt2")
     expected = model.generate(**PROMPTS, **BEAMS)
     results = [None] * 4

@@ -56,15 +56,22 @@ def captured(model: nn.Module, name: str, seed: int = 1, **arguments: Any) -> in
 
 @WAYS
 @pytest.mark.parametrize("name", MODELS)
-def test_every_step_after_the_first_is_a_replay(name, arguments, shared):
-    """Buffers are outgrown; one row is captured as several are."""
+def test_tokens_are_those_of_the_library(name, arguments, shared):
+    """Also of one row, without a mask."""
+    model, one = tiny(name), inputs_of(name, 6)
+    one.pop("attention_mask", None)
+    for inputs in (one, inputs_of(name, *LENGTHS)):
+        assert replays(same_tokens(model, inputs, **arguments, min_new_tokens=6))
+
+
+@WAYS
+@pytest.mark.parametrize("name", ("gpt2", "t5"))
+def test_every_step_after_the_first_is_a_replay(name, arguments):
+    """Buffers are outgrown."""
     model = tiny(name)
-    replayed, steps = captured(model, name, **arguments | LONG | {"max_new_tokens": 24}), 23
+    replayed = captured(model, name, **arguments | LONG)
     assert len(captured_graphs(model)) > 1
-    assert replayed == steps - len(captured_graphs(model))  # the steps from which they were made
-    inputs = inputs_of(name, 3)
-    inputs.pop("attention_mask", None)
-    assert replays(same_tokens(model, inputs, **arguments | {"min_new_tokens": 6}))
+    assert replayed == 39 - len(captured_graphs(model))  # the steps from which they were made
 
 
 @WAYS
@@ -231,7 +238,7 @@ def test_after_a_failure_eager_steps_go_on(what, name, arguments):
     model = tiny(name)
     with broken(part, error, after):
         report = same_tokens(model, inputs_of(name, *LENGTHS), **arguments | LONG)
-    assert code in report.codes() and replays(report) < 39
+    assert replays(report) < 39 and (code in report.codes() or part == "capture kernels")
     assert bool(replays(report)) == (part != "fill a static cache") and not holds_graphs(model)
     if part != "grow a static cache":  # it is not tried again
         report = same_tokens(model, inputs_of(name, *LENGTHS), **arguments)
@@ -311,8 +318,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 @pytest.mark.parametrize("why", [pytest.param(why, marks=[needs_peft] * why.endswith("Config")) for why in REFUSED])
 def test_what_cannot_be_captured_says_why(why, arguments, shared):
     make, code, text = REFUSED[why]
-    model, inputs = make(), padded(16, 14, 16)
-    inputs["input_ids"][:, 2:8] = inputs["input_ids"][:1, 2:8]
+    model, inputs = make(), inputs_of("llama", *LENGTHS)
+    if why.endswith("Config"):  # with a common prefix
+        inputs = padded(16, 14, 16)
+        inputs["input_ids"][:, 2:8] = inputs["input_ids"][:1, 2:8]
     for _ in range(2):
         assert not_captured_because(same_tokens(model, inputs, **arguments), code, text)
 
@@ -338,7 +347,7 @@ class AfterManySteps(CostModel):
         return is_captured or steps >= 40
 
 
-def test_calls_too_short_for_a_graph_get_one_when_there_are_several():
+def test_calls_too_short_for_a_graph_get_one_together():
     model = tiny("gpt2")
     with capturing("auto", smallest_capacity=64), costs(AfterManySteps):
         counts = [captured(model, "gpt2", **{**GREEDY, "eos_token_id": None}) for _ in range(5)]
@@ -356,8 +365,8 @@ def test_a_new_graph_waits_for_a_call_that_is_not_short():
 @pytest.mark.parametrize("name", ("llama", "gpt2", "bart"))
 @pytest.mark.parametrize("options", (GREEDY, BEAMS), ids=("greedy", "beams"))
 def test_in_half_precision_steps_are_captured_without_padding(name, options, dtype):
-    model = tiny(name).to(dtype)
-    assert replays(same_tokens(model, inputs_of(name, 7), **options))
+    model, inputs = tiny(name).to(dtype), {key: value[:1] for key, value in inputs_of(name, *LENGTHS).items()}
+    assert replays(same_tokens(model, inputs, **options))
     made = captured_graphs(model).values()
     assert made and not any(graph.cache.padding for graph in made)
 
@@ -379,7 +388,7 @@ def test_later_calls_walk_through_no_model_that_is_as_it_was(name, shared):
 
 
 @pytest.mark.parametrize("share", ("always", "never"))
-def test_a_cache_that_somebody_has_kept_is_plain_and_whole_afterwards(share):
+def test_a_cache_that_somebody_has_kept_ends_plain_and_whole(share):
     model, inputs = tiny("llama"), inputs_of("llama", *LENGTHS)
     with configured(share=share), watched("use a cache") as uses:
         tokens = model.generate(**inputs, **{**SAMPLES, "eos_token_id": None})

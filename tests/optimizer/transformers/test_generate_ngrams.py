@@ -325,7 +325,7 @@ def test_scores_that_a_function_mode_sees_are_not_written(num_beams, calls):
     assert set(calls) == {"copy"}
 
 
-def test_scores_that_a_processor_of_the_library_has_seen_are_copied(calls):
+def test_scores_that_another_processor_has_seen_are_copied(calls):
     model = unchanged("gpt2")
     both = run_both(lambda: model.generate(PROMPTS, **BAN, repetition_penalty=1.3, num_beams=2))
     assert torch.equal(both.stock, both.fast) and set(calls) == {"copy"}
@@ -344,7 +344,7 @@ def test_a_list_that_the_caller_has_and_uses_meanwhile(calls):
     assert calls == ["in place", "copy"] * 3
 
 
-def test_a_newer_transformers_is_compared_once_for_each_processor(calls):
+def test_a_newer_transformers_is_compared_once_a_processor(calls):
     processor, input_ids, scores = NoRepeatNGramLogitsProcessor(2), rows(2, 6), torch.randn(2, VOCABULARY)
     expected = stock(lambda: processor(input_ids, scores))
     with as_untested(), forget_verified():
@@ -353,7 +353,7 @@ def test_a_newer_transformers_is_compared_once_for_each_processor(calls):
         assert calls == ["copy", "copy"] and verified() == {NoRepeatNGramLogitsProcessor}
 
 
-def test_a_newer_transformers_that_bans_other_tokens_is_left_alone():
+def test_a_newer_transformers_that_bans_others_is_left_alone():
     processor, input_ids, scores = NoRepeatNGramLogitsProcessor(1), rows(2, 6), torch.randn(2, VOCABULARY)
     wrong = replaced("no-repeat n-gram", lambda ban, input_ids, scores, *args, **kwargs: scores)
     with as_untested() as failures, forget_verified(), wrong:

@@ -197,7 +197,7 @@ def test_chunked_prefill_raises_the_error_of_the_library(inputs, arguments):
 @pytest.mark.parametrize("length", (6, 13, 20), ids="{} tokens".format)
 @pytest.mark.parametrize("weight", ("q_proj", "k_proj"))
 @pytest.mark.parametrize("name", ("llama", "llama-eager", "bart", "bart-eager"))
-def test_attention_that_is_no_number_gives_what_the_library_gives(name, weight, length, arguments):
+def test_attention_that_is_no_number_is_the_librarys(name, weight, length, arguments):
     model = tiny(name)
     for parameter_name, parameter in model.named_parameters():
         if weight in parameter_name:

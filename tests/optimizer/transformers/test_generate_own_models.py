@@ -77,7 +77,7 @@ SWITCHES = {"bool": (False, True), "number": (0, 1), "string": ("", "on"), "tens
 
 
 @pytest.mark.parametrize(("off", "on"), SWITCHES.values(), ids=SWITCHES)
-def test_a_class_compared_with_a_switch_off_is_compared_with_it_on(off, on):
+def test_a_class_compared_with_a_switch_off_is_again_with_it_on(off, on):
     """What is no plain attribute of the model's modules, a program's code reads at its own risk."""
     model = odd_model(by_einsum, Switched)
     model.switch = off

@@ -194,7 +194,7 @@ def test_decoding_method_of_the_caller_sees_plain_layers_only(name, arguments):
 
 
 @pytest.mark.parametrize("kept", (copy.deepcopy, lambda cache: cache), ids=("copied", "kept"))
-def test_cache_that_a_program_keeps_or_copies_between_steps_is_plain(kept):
+def test_cache_that_a_program_keeps_or_copies_is_plain(kept):
     caches, model = [], tiny("llama")
     library = type(model)
 

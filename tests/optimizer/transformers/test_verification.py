@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers
-from parity import tiny
+from parity import same_tokens, tiny
 from transformers import LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -26,6 +26,7 @@ from fastgen.testing import as_untested, forget_verified, refused_classes, repla
 
 BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 INPUT_IDS = torch.randint(5, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+INPUTS = {"input_ids": INPUT_IDS}
 
 
 @pytest.fixture(autouse=True)
@@ -89,10 +90,7 @@ def test_a_difference_on_a_newer_version_switches_the_patches_off_and_says_what_
     newer_transformers, wrong_attention
 ):
     model = make()
-    with fastgen.disabled():
-        expected = model.generate(INPUT_IDS, **BEAMS)
-    found = model.generate(INPUT_IDS, **BEAMS)
-    assert torch.equal(found, expected)
+    same_tokens(model, INPUTS, **BEAMS)
     [(group, reason)] = newer_transformers
     assert group == "transformers.shared_caches" and "logits of step 1 differ by" in reason
     assert fastgen.explain().codes(PREFILL) == {"DIFFERS"} and "logits of step 1 differ by" in str(fastgen.explain())
@@ -100,12 +98,10 @@ def test_a_difference_on_a_newer_version_switches_the_patches_off_and_says_what_
 
 def test_a_class_outside_transformers_that_differs_is_left_alone_and_others_are_not(wrong_attention, rows):
     model = make(own_class())
-    with fastgen.disabled():
-        expected = model.generate(INPUT_IDS, **BEAMS)
     with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
-        assert torch.equal(model.generate(INPUT_IDS, **BEAMS), expected)
+        same_tokens(model, INPUTS, **BEAMS)
     rows.clear()
-    assert torch.equal(model.generate(INPUT_IDS, **BEAMS), expected)
+    same_tokens(model, INPUTS, **BEAMS)
     assert set(rows) == {6}  # without another comparison
     states = [state for state in fastgen.status() if state.group == verification.GROUP]
     assert states and all(state.state == "applied" for state in states)
@@ -178,10 +174,8 @@ def test_a_model_whose_own_modules_keep_rows_is_left_alone_and_its_class_not_ver
             return output
 
     model = make(Keeping)
-    with fastgen.disabled():
-        expected = model.generate(INPUT_IDS, **BEAMS)
     for _ in range(2):
-        assert torch.equal(model.generate(INPUT_IDS, **BEAMS), expected)
+        same_tokens(model, INPUTS, **BEAMS)
         assert not verified() and not fastgen.explain().shared
 
 
@@ -303,10 +297,7 @@ def test_nothing_keeps_a_model_of_the_program_alive():
 def test_a_program_that_makes_errors_of_warnings_gets_its_output(wrong_attention):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = make(own_class())
-        with fastgen.disabled():
-            expected = model.generate(INPUT_IDS, **BEAMS)
-        assert torch.equal(model.generate(INPUT_IDS, **BEAMS), expected)
+        same_tokens(make(own_class()), INPUTS, **BEAMS)
 
 
 def test_a_report_names_the_class_or_version_that_no_test_covers():

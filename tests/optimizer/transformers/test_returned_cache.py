@@ -164,12 +164,19 @@ def test_quantized_cache_is_left_alone(arguments):
 def test_states_in_the_place_of_tokens(what, name, arguments):
     model, inputs = unchanged(name), inputs_of(name, 9, 5)
     with torch.no_grad():
-        if what == "embeddings":
-            states = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
-        else:
-            states = {"encoder_outputs": BaseModelOutput(model.get_encoder()(**inputs).last_hidden_state)}
-    report = assert_same(model, states | {"attention_mask": inputs["attention_mask"]}, **arguments)
-    assert is_shared(report, PROMPT, *[CROSS] * (name in SEQ2SEQ))
+        embeddings = model.get_input_embeddings()(inputs["input_ids"])
+        encoded = model.get_encoder()(**inputs).last_hidden_state if name in SEQ2SEQ else None
+
+    def call():
+        own = {"inputs_embeds": embeddings}
+        if what == "encoder outputs":  # which the library changes
+            own = {"encoder_outputs": BaseModelOutput(encoded.clone())}
+        outputs = {"return_dict_in_generate": True, "output_scores": True}
+        return model.generate(**own, attention_mask=inputs["attention_mask"], **arguments, **outputs)
+
+    both = run_both(call)
+    assert_equal_outputs(both.stock, both.fast)
+    assert is_shared(both.report, PROMPT, *[CROSS] * (name in SEQ2SEQ))
 
 
 @pytest.mark.parametrize("name", NAMES)

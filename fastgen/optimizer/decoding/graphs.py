@@ -4,7 +4,7 @@ after the other.
 Seamless, "CUDA Graph": one launch for all kernels of the text decoder's step. On a CPU the kernels are called without
 the Python in between (fastgen/ops/cpu_graph.py). Knows no host library.
 
-Tests: tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/test_cuda_twin.py, tests/gpu/
+Tests: tests/optimizer/decoding/test_graphs.py, tests/optimizer/test_cuda_twin.py, tests/gpu/
 """
 
 from __future__ import annotations

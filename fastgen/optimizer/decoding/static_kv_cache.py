@@ -10,7 +10,7 @@
 Who writes into one: a step, by `append`; the loop between two steps, by `reorder` and `advance`; and `load`, which
 gives it to a call. Static caches follow Seamless, "Updating and retrieving KV cache". Knows no host library.
 
-Tests: tests/optimizer/decoding/test_kv_cache.py tests/optimizer/transformers/test_captured_steps.py
+Tests: tests/optimizer/decoding/test_kv_cache.py, tests/optimizer/decoding/test_graphs.py
 """
 
 from __future__ import annotations

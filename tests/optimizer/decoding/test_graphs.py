@@ -17,22 +17,23 @@ from torch import nn
 from fastgen.ops.tracing import Diverged
 from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
-from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache
-from fastgen.optimizer.decoding.kv_cache import KVCache, capacity_for
+from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache, GraphState
+from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache, capacity_for
 from fastgen.optimizer.transformers import decode_step
-from fastgen.optimizer.transformers.checks import KNOWN
+from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, LoopArguments
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
 from fastgen.optimizer.transformers.decode_step import LateStopCheck
 from fastgen.testing import captured_graphs, holds_graphs, limits
 
 
-def cache_of_one_layer(rows: int = 2) -> KVCache:
+def cache_of_one_layer(rows: int = 2) -> StaticKVCache:
     cache = KVCache(rows, 1)
     cache.add_layers([()], 8)
     cache.append(0, *torch.zeros(2, rows, 1, 3, 4))
     content = cache.content()
-    made = content.to_static(content.spec(8))
+    made = StaticKVCache(content.spec(8))
     made.load(content)
     return made
 
@@ -98,7 +99,7 @@ def test_a_replay_gets_the_inputs_of_its_call_and_no_others_than_were_captured()
     assert made.replay({"number": number}).tolist() == [1, 1, 1]
     number += 5  # the same tensor with another content
     assert made.replay({"number": number}).tolist() == [6, 6, 6]
-    assert made.replay({"number": torch.zeros(4)}) is None and not made.is_captured
+    assert made.replay({"number": torch.zeros(4)}) is None and made.state is GraphState.DROPPED
 
 
 @pytest.mark.usefixtures("captures")  # whose buffers may be small
@@ -113,8 +114,8 @@ def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(
     for layer, pair in enumerate(generated):
         cache.append(layer, *pair)
     content = cache.content()
-    cache = content.to_static(content.spec(12))
-    cache.generated[0].buffers[0].fill_(torch.nan)  # of an earlier call
+    cache = StaticKVCache(content.spec(12))
+    cache.buffers[0].fill_(torch.nan)  # of an earlier call
     cache.load(content)
     assert cache.capacity == 12 and cache.padding == (3 if prompt_length else 0)
     addresses = [states.data_ptr() for layer in range(2) for pair in cache.segments(layer) for states in pair]
@@ -170,14 +171,16 @@ def test_steps_are_captured_on_the_default_stream_of_a_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
         with capturing("on" if case == "another" else case), generate_call("test") as call:
             model = nn.Module()
-            assert graphs.can_capture(call, model, model, 1, 40, KNOWN, list, list) is (not codes)
+            checks = SimpleNamespace(call=call, model=model, decoder=model, known=KNOWN, capture=[], rows=[])
+            assert graphs.can_capture(checks, 1, 40) is (not codes)
         assert call.report.codes() == codes
 
 
 def test_what_stays_the_same_is_padded_once_for_each_padding():
     call = GenerateCall(Report("test"))
     inputs = {"attention_mask": torch.ones(2, 3), "encoder_outputs": (torch.ones(2, 3, 4),)}
-    step = decode_step.TransformersDecodeStep(call, tiny("bart"), mock.Mock(max_length=9), [], {}, 2, 1)
+    arguments = LoopArguments(torch.ones(2, 1), [], [], mock.Mock(max_length=9), False, {})
+    step = decode_step.TransformersDecodeStep(CallChecks(call, tiny("bart"), arguments), [], 1)
     first, again, longer = (step._pad(inputs, positions) for positions in (2, 2, 4))
     assert first["attention_mask"].tolist() == 2 * [[0, 0, 1, 1, 1]]
     assert all(again[name] is first[name] for name in inputs)

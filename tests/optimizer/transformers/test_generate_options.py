@@ -83,7 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "typical_p": SAMPLES | {"typical_p": 0.6, "epsilon_cutoff": 0.001},
 }
 OF_ENCODERS = {"encoder_no_repeat_ngram_size": BEAMS | {"encoder_no_repeat_ngram_size": 1}}
-OTHERS = ("gpt2", "t5", "llama-eager", "marian", "gemma2", "bloom", "whisper")
+OTHERS = ("gpt2", "t5", "llama-eager", "marian", "gemma2", "bloom")
 MATRIX = pytest.mark.parametrize(
     ("name", "option"),
     [("llama", option) for option in OPTIONS]
@@ -96,8 +96,6 @@ MAY_STAY |= {"prefix_allowed_tokens_fn", "sequence_bias", "encoder_no_repeat_ngr
 
 
 def what_is_shared(name: str) -> tuple[str, ...]:
-    if name == "whisper":  # which repeats its sounds itself
-        return (CROSS,)
     return (PROMPT, CROSS) if unchanged(name).config.is_encoder_decoder else (PROMPT,)
 
 

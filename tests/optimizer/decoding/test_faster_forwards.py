@@ -7,7 +7,6 @@ import functools
 import io
 import pickle
 import threading
-from collections import Counter
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from x86_kernels import torch_threads
 
 import fastgen
 from fastgen.ops import cpu_linear, x86
+from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
 from fastgen.optimizer.transformers.faster_forwards import forwards
 from fastgen.testing import ANY_SIZE, costs, force, watched
@@ -62,11 +62,10 @@ def in_a_thread(action):
 
 def by_faster_forward(module, states):
     """What a module makes of states inside `faster_forwards`, and the kernels that ran."""
-    usage = Counter()
-    with torch.no_grad(), faster_forwards({module: module.modules()}, forwards(), usage):
+    with torch.no_grad(), generate_call("test") as call, faster_forwards(call, {module: module.modules()}, forwards()):
         found = module(states)
     assert "forward" not in vars(module)
-    return found, usage
+    return found, call.report.kernels
 
 
 WITH_KERNELS = pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
@@ -110,12 +109,12 @@ def test_gradients_and_modes_of_the_program_see_the_original():
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    module, usage, seen, states = NewGELUActivation(), Counter(), [], torch.randn(5, requires_grad=True)
-    with faster_forwards({module: module.modules()}, forwards(), usage):
+    module, seen, states = NewGELUActivation(), [], torch.randn(5, requires_grad=True)
+    with generate_call("test") as call, faster_forwards(call, {module: module.modules()}, forwards()):
         module(states).sum().backward()
         with torch.no_grad(), Watching():
             module(states)
-    assert not usage and states.grad is not None and torch.tanh in seen
+    assert not call.report.kernels and states.grad is not None and torch.tanh in seen
 
 
 def test_another_thread_may_call_and_train_the_model_meanwhile(gpt2):

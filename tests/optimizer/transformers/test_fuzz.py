@@ -42,5 +42,5 @@ def test_fuzzer_finds_what_is_broken(what):
 
 
 def test_fuzzer_finds_helpers_of_the_program_that_go_unnoticed(monkeypatch):
-    monkeypatch.setattr(user_code, "_is_from", lambda value, packages: True)
+    monkeypatch.setattr(user_code, "is_from", lambda value, packages: True)
     assert has_differed(run(first=0, comparisons=60, context="replaced helper", is_enough=has_differed)[0])

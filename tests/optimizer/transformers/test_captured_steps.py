@@ -7,6 +7,7 @@ tests/optimizer/decoding/test_graphs.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -322,8 +323,10 @@ def test_what_cannot_be_captured_says_why(why, arguments, shared):
     if why.endswith("Config"):  # with a common prefix
         inputs = padded(16, 14, 16)
         inputs["input_ids"][:, 2:8] = inputs["input_ids"][:1, 2:8]
-    for _ in range(2):
-        assert not_captured_because(same_tokens(model, inputs, **arguments), code, text)
+    # In bfloat16 shared prompts are rounded otherwise, which makes other tokens.
+    with configured(share="auto") if code == "AUTOCAST" else nullcontext():
+        for _ in range(2):
+            assert not_captured_because(same_tokens(model, inputs, **arguments), code, text)
 
 
 @TWO_WAYS

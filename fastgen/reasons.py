@@ -26,7 +26,10 @@ CODES: dict[str, dict[str, str]] = {
             "what prompts have in common, or what was kept of a prompt, is too short to be worth a forward of its own"
         ),
         "SHARE_NEVER": "nothing is shared under `FASTGEN_SHARE=never`",
-        "TOO_SMALL": "a prefill once per input saves less than it costs; the detail has both, in multiply-adds",
+        "TOO_SMALL": (
+            "a prefill once per input saves less than it costs (the detail has both, in multiply-adds), or the call is "
+            "so short, on so small a model, that nothing can gain what fastgen costs"
+        ),
     },
     "The call": {
         "NO_CALL": (

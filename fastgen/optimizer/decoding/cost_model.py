@@ -44,6 +44,8 @@ class CostModel:
     min_large_per_module: elements of large weights, per module, from which large products are so much of the work that
     a microsecond for every call of torch does not matter; min_large: of all modules.
 
+    most_steps_of_tiny_call: a call of no more steps, whose prefill is too small to gain, runs without fastgen.
+
     min_leaving: the part of the rows that has to be finished for a batch to be compacted. min_steps_expected: for
     which a batch is expected to go on.
     """
@@ -66,6 +68,7 @@ class CostModel:
     rows_of_one_read: int = 8
     min_large_per_module: int = 1 << 16
     min_large: int = 1
+    most_steps_of_tiny_call: int = 2
     min_leaving: float = 1 / 8
     min_steps_expected: int = 8
 
@@ -83,6 +86,11 @@ class CostModel:
         if self.shares is not None:
             return self.shares
         return size.weights * saved_tokens >= self.overhead_of_prefill_once(size)
+
+    def may_gain(self, size: ModelSize, tokens: int, steps: int) -> bool:
+        """Whether a call of at most so many steps, with at most so many tokens in its prefill, may gain anything."""
+        is_tiny = steps <= self.most_steps_of_tiny_call and not self.should_prefill_once(size, tokens)
+        return not is_tiny or self.should_swap_forwards(size)
 
     def should_split_prefix(self, size: ModelSize, saved_tokens: int) -> bool:
         """Whether a forward more, which computes a common prefix once, and so `saved_tokens` fewer, is worth it."""

@@ -17,23 +17,30 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any
 
-from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
-from fastgen.optimizer.transformers import checks, kv_layers, verification
+from torch import Tensor
+
+from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.model_facts import size_of
+from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Decision, Reason
+from fastgen.optimizer.transformers import checks, kept_prefix, kv_layers, verification
 from fastgen.optimizer.transformers.call import generate_call
 from fastgen.optimizer.transformers.faster_forwards import swap_forwards
 from fastgen.patching import disabled
+
+TOO_SMALL = Decision("TOO_SMALL", "the model and the call are too small to gain")
 
 # Arguments that are called between steps.
 _CALLBACKS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 
 
 def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: Any) -> Any:
-    """Runs the library's `generate` inside a `GenerateCall`, with fastgen off if results of this class have differed.
+    """Runs the library's `generate` inside a `GenerateCall`.
 
+    fastgen is off in a call that is too small to gain, and if results of this class have differed.
     args: `inputs` and `generation_config`, then what steps may call; behind eight of them `custom_generate`.
     """
     with generate_call(self) as call:
-        if reasons := verification.refused_reasons(self):
+        if reasons := verification.refused_reasons(self) or _tiny_reasons(call, self, args, kwargs):
             call.report.add_reasons(PREFILL, reasons)
             with disabled():
                 return original(self, *args, **kwargs)
@@ -55,3 +62,17 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
         if not call.rows:
             call.report.add_reasons(PREFILL, [Reason("NO_PREFILL", "this decoding method does not call _prefill")])
     return result
+
+
+def _tiny_reasons(
+    call: GenerateCall, model: checks.HostModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Reason]:
+    """Why a call cannot gain what fastgen costs; empty if it can, or if it is not known how large it is."""
+    prompt, steps = args[0] if args else kwargs.get("input_ids"), kwargs.get("max_new_tokens")
+    if not isinstance(prompt, Tensor) or type(steps) is not int or kept_prefix.reuse_of(model) is not None:
+        return []
+    config = kwargs.get("generation_config") or model.generation_config
+    names = ("num_beams", "num_return_sequences")
+    rows = max(kwargs.get(name) or getattr(config, name, None) or 1 for name in names)
+    may_gain = call.costs.may_gain(size_of(model, checks.KNOWN), rows * prompt.numel(), steps)
+    return [] if may_gain else [TOO_SMALL]

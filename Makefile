@@ -18,7 +18,7 @@ WITH_DOTS = while sleep 5 && kill -0 $$$$ 2> /dev/null; do printf .; done & dots
 
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
-.PHONY: demo test test-all test-both test-fairseq matrix fuzz soak test-gpu gpu-check sanitize lint table bench bench-gpu clean
+.PHONY: demo test test-all test-both test-fairseq matrix fuzz test-gpu gpu-check sanitize lint table bench bench-gpu clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
@@ -57,10 +57,6 @@ matrix: $(VENV)/pip.installed
 # 20,000 random calls of generate against the unpatched library; `make test` and `make test-all` run 1,150 of them.
 fuzz: $(VENV)/test.installed
 	cd tests/helpers && FASTGEN_STRICT=1 OMP_NUM_THREADS=1 ../../$(BIN)/python fuzz.py --comparisons 20000
-
-# 2,000 calls on models that change between the calls; `make test` runs 80 of them.
-soak: $(VENV)/test.installed
-	cd tests/helpers && FASTGEN_STRICT=1 OMP_NUM_THREADS=1 ../../$(BIN)/python soak.py
 
 # Says so where there is no GPU.
 test-gpu: $(VENV)/test.installed

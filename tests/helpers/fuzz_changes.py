@@ -187,25 +187,26 @@ class _Prefix(_AtStep):
         return list(range(2, 99))
 
 
+USER_CODE: dict[str, Callable[[Callable[[], None], int], dict[str, Any]]] = {
+    "processor": lambda change, step: {"logits_processor": [_Processor(change, step)]},
+    "criterion": lambda change, step: {"stopping_criteria": [_Criterion(change, step)]},
+    "prefix function": lambda change, step: {"prefix_allowed_tokens_fn": _Prefix(change, step)},
+    "streamer": lambda change, step: {"streamer": _Streamer(change, step)},
+}
+
+
 def changes_in_a_call(random: Random, model: nn.Module, generate: Generate) -> Any:
     """One call that captures what may be captured, one in which user code changes the model, one after it."""
     if random.random() < 0.2:
         adapter(random, model)
     changes, step = random.sample(CHANGES, random.choice((1, 1, 2))), random.choice((1, 2, 3, 5))
-    arguments, kind = {}, random.choice(("processor", "criterion", "prefix function", "streamer"))
+    kind = random.choice(tuple(USER_CODE))
 
     def change() -> None:
         for one in changes:
             one(random, model)
 
-    if kind == "streamer":
-        arguments = {"streamer": _Streamer(change, step)}
-    elif kind == "prefix function":
-        arguments = {"prefix_allowed_tokens_fn": _Prefix(change, min(step, 2))}
-    elif kind == "criterion":
-        arguments = {"stopping_criteria": [_Criterion(change, step)]}
-    else:
-        arguments = {"logits_processor": [_Processor(change, step)]}
+    arguments = USER_CODE[kind](change, min(step, 2) if kind == "prefix function" else step)
     before = generate(model) if random.random() < 0.7 else None
     within = generate(model, **arguments)
     model.eval()

@@ -1,6 +1,6 @@
 """Tracing: notes which kernels of torch a function calls, and tells whether the program traces or transforms them.
 
-Tests: tests/ops/test_cpu_graph.py, tests/optimizer/transformers/test_foreign_code.py
+Tests: tests/ops/test_cpu_graph.py, tests/optimizer/transformers/test_replaced_code.py
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ reason, add a row. The codes are explained in fastgen/reasons.py.
 Whether a part is worthwhile is asked of the `CostModel` before. What cannot be done with one argument is in
 row_groups.py, what cannot be done with one cache in kv_layers.py: rows of these tables ask them.
 
-Tests: tests/optimizer/transformers/test_foreign_code.py, tests/optimizer/transformers/test_replaced_code.py,
+Tests: tests/optimizer/transformers/test_replaced_code.py,
 tests/optimizer/transformers/test_training_mode.py, tests/optimizer/transformers/test_captured_steps.py,
 tests/optimizer/transformers/test_replaced_loop.py
 """

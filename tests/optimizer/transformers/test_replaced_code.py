@@ -1,20 +1,28 @@
-"""Functions and methods that the program has put in the place of the library's see the rows that they see there."""
+"""User code in the place of the library's, around a generate or in its steps, sees the rows that it sees there."""
 
 from __future__ import annotations
 
 import functools
+import types
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import wrapt
+from accelerate import hooks as accelerate_hooks
+from fuzz_changes import steered as steered_rows
 from parity import (
     BEAMS,
+    BOTH,
+    PROMPT,
     SAMPLES,
     assert_same,
     capturing,
     is_shared,
     left_alone_because,
+    moves_rows,
     replays,
     run_both,
     tiny,
@@ -22,153 +30,51 @@ from parity import (
 )
 from torch import nn
 from torch.nn import functional
-from transformers.activations import ACT2FN
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.llama import modeling_llama
 
 import fastgen
 from fastgen import testing
+from fastgen.ops import cpu_linear
+from fastgen.optimizer.decoding.call import generate_call
+from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
+from fastgen.testing import force
 
-ROWS = 8  # of `SAMPLES`, for two inputs
+INPUTS = {"input_ids": token_ids(2, 9)}
+ROWS = (6, 8)  # of `BEAMS` and of `SAMPLES`, for two inputs
 
 
 @pytest.fixture(autouse=True)
 def everywhere(share_always):
-    with capturing():
+    with capturing(), force(cpu_linear.ONEDNN):
         yield
 
 
-def steered(states: torch.Tensor) -> torch.Tensor:
-    """Another vector for each row, if there are as many rows as in the library."""
-    rows = states.shape[0]
-    return states + torch.linspace(-1, 1, rows).view(rows, *[1] * (states.dim() - 1)) * (rows == ROWS)
+def steered(output: Any) -> Any:
+    """Each row times another number, if there are as many rows as in the library; of a tuple, its first item."""
+    if isinstance(output, tuple):
+        return (steered(output[0]), *output[1:])
+    if isinstance(output, torch.Tensor):
+        return steered_rows(output) if len(output) in ROWS else output
+    output.logits = steered(output.logits)
+    return output
 
 
-def steering(original: Any, index: int = 0) -> Any:
-    """A function that treats rows differently: of several outputs, the one of this index."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        if isinstance(output, tuple):
-            return (*output[:index], steered(output[index]), *output[index + 1 :])
-        return steered(output)
-
-    return function
+def steering(original: Callable) -> Callable:
+    return lambda *args, **kwargs: steered(original(*args, **kwargs))
 
 
-def same_and_left_alone(model: Any, name: str) -> None:
-    report = assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES)
-    assert left_alone_because(report, "USER_CODE", name) and not report.shared
-    output = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False, "max_new_tokens": 40}
-    report = assert_same(model, {"input_ids": token_ids(2, 9)}, **BEAMS | output)
-    assert not replays(report)
-
-
-@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "rotate_half", "eager_attention_forward", "repeat_kv"])
-@pytest.mark.parametrize("before", [False, True], ids=("first use", "after calls"))
-def test_function_that_the_program_has_put_into_a_file_of_models(monkeypatch, name, before):
-    model = tiny("llama", attn_implementation="eager")
-    if before:
-        assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
-    monkeypatch.setattr(modeling_llama, name, steering(getattr(modeling_llama, name)))
-    same_and_left_alone(model, name)
-    monkeypatch.undo()
-    with capturing():
-        assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
-
-
-def test_function_of_torch_in_a_module_that_the_forward_makes(monkeypatch):
-    """CodeGen's attention has no softmax of its own: it makes an `nn.Softmax` at each step."""
-    model = tiny("codegen", rotary_dim=4)
-    assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **BEAMS))
-    monkeypatch.setattr(functional, "softmax", steering(functional.softmax))
-    report = assert_same(model, {"input_ids": token_ids(2, 9)}, **BEAMS)
-    assert left_alone_because(report, "USER_CODE", "softmax") and not report.shared
-
-
-def test_mask_function_of_the_program(monkeypatch):
-    original = modeling_llama.create_causal_mask
-    seen = []
-
-    def create_causal_mask(*args: Any, **kwargs: Any) -> Any:
-        seen.append(kwargs["inputs_embeds"].shape[0])
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", create_causal_mask)
-    both = run_both(lambda: (tiny("llama").generate(token_ids(2, 9), **SAMPLES), seen.copy(), seen.clear())[:2])
-    assert torch.equal(both.stock[0], both.fast[0]) and both.stock[1] == both.fast[1] == [ROWS] * 7
-
-
-def test_code_that_captures_attention_weights_sees_all_rows_in_every_step(monkeypatch):
-    original = modeling_llama.eager_attention_forward
-    seen: list[tuple[int, ...]] = []
-
-    def capturing(*args: Any, **kwargs: Any) -> Any:
-        output, weights = original(*args, **kwargs)
-        seen.append(tuple(weights.shape))
-        return output, weights
-
-    model = tiny("llama", attn_implementation="eager")
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", capturing)
-    arguments = {"num_beams": 4, "max_new_tokens": 60, "min_new_tokens": 60}
-    for _ in range(2):
-        both = run_both(lambda: (model.generate(token_ids(2, 9), **arguments), seen.copy(), seen.clear())[:2])
-        assert torch.equal(both.stock[0], both.fast[0])
-        assert (
-            both.fast[1] == both.stock[1] and len(both.fast[1]) == 120 and {shape[0] for shape in both.fast[1]} == {8}
-        )
-
-
-def test_method_that_the_program_has_replaced_on_the_class(monkeypatch):
-    kind = modeling_gpt_neo.GPTNeoSelfAttention
-    monkeypatch.setattr(kind, "_attn", steering(kind._attn))
-    same_and_left_alone(tiny("gpt_neo", attention_types=[[["global"], 2]]), "_attn")
-
-
-def test_method_that_the_program_has_replaced_on_one_module():
-    model = tiny("gpt_neo", attention_types=[[["global"], 2]])
-    attention = model.transformer.h[0].attn.attention
-    attention._attn = steering(attention._attn)
-    same_and_left_alone(model, "_attn of module transformer.h.0.attn.attention")
-
-
-def test_activation_that_is_a_function_of_the_program():
-    model = tiny("llama")
-    mlp = model.model.layers[1].mlp
-    del mlp.act_fn
-    mlp.act_fn = steering(ACT2FN["silu"])
-    same_and_left_alone(model, "act_fn of module model.layers.1.mlp")
-
-
-def test_function_of_torch_that_the_program_has_replaced(monkeypatch):
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", steering(functional.scaled_dot_product_attention))
-    model = tiny("llama")
-    report = assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES)
-    assert not report.shared
-
-
-def test_code_of_the_program_outside_of_the_forward_changes_nothing(monkeypatch):
-    model = tiny("llama")
-    generate = model.generate
-    model.generate = lambda *args, **kwargs: generate(*args, **kwargs)
-    save = type(model).save_pretrained
-    monkeypatch.setattr(type(model), "save_pretrained", lambda *args, **kwargs: save(*args, **kwargs))
-    assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
-
-
-def test_helpers_are_looked_up_once_as_long_as_nothing_is_replaced():
-    model = tiny("llama")
-    model.generate(token_ids(2, 9), **SAMPLES)
-    with testing.watched("walk through a model") as walks:
-        model.generate(token_ids(2, 9), **SAMPLES)
-    assert not walks and is_shared(fastgen.explain())
+# What is put in place of a function, a method or the forward of one module.
 
 
 class Steering:
-    """An object that is called as a function is."""
+    """An object that says that it is what it wraps."""
 
     def __init__(self, original: Any) -> None:
         self.function = steering(original)
+        functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -184,30 +90,184 @@ class Descriptor:
         return functools.partial(self.function, module)
 
 
+def partial(original: Callable) -> Callable:
+    call = lambda original, *args, **kwargs: steered(original(*args, **kwargs))  # noqa: E731
+    return functools.update_wrapper(functools.partial(call, original), original)
+
+
+def bound(original: Callable) -> Callable:
+    call = lambda self, *args, **kwargs: steered(original(*args, **kwargs))  # noqa: E731
+    return types.MethodType(functools.wraps(original)(call), original.__self__)
+
+
+def proxied(original: Callable) -> Callable:
+    return wrapt.FunctionWrapper(original, lambda original, _, args, kwargs: steered(original(*args, **kwargs)))
+
+
+REPLACEMENTS: dict[str, Callable[[Callable], Any]] = {
+    "function": steering,
+    "wrapper": lambda original: functools.wraps(original)(steering(original)),  # has the name of what it wraps
+    "partial": partial,
+    "bound": bound,
+    "decorated": lambda original: torch.no_grad()(steering(original)),
+    "proxy": proxied,
+    "object": Steering,
+    "mock": lambda original: mock.Mock(wraps=steering(original)),
+}
+
+
+# Places in files and classes of the library and of torch: architecture, owner, name, replacement.
+
+
+LLAMA, MLP, NEO = ("llama", {}), modeling_llama.LlamaMLP, modeling_gpt_neo.GPTNeoSelfAttention
+EAGER, ROTARY = ("llama", {"attn_implementation": "eager"}), "apply_rotary_pos_emb"
+PLACES: list[tuple[tuple[str, dict[str, Any]], Any, str, Callable]] = [
+    *((EAGER, modeling_llama, name, steering) for name in (ROTARY, "rotate_half", "repeat_kv")),
+    (EAGER, modeling_llama, "eager_attention_forward", steering),
+    *((LLAMA, modeling_llama, ROTARY, REPLACEMENTS[how]) for how in ("object", "mock")),
+    (LLAMA, functional, "scaled_dot_product_attention", steering),
+    (("codegen", {"rotary_dim": 4}), functional, "softmax", steering),  # of an `nn.Softmax` that each step makes
+    *((LLAMA, MLP, "forward", REPLACEMENTS[how]) for how in ("function", "wrapper")),
+    (LLAMA, MLP, "forward", Descriptor),
+    (LLAMA, MLP, "forward", lambda original: functools.partialmethod(steering(original))),
+    (LLAMA, MLP, "__call__", steering),  # which the class inherits
+    (("gpt_neo", {"attention_types": [[["global"], 2]]}), NEO, "_attn", steering),
+]
+
+
+@pytest.mark.parametrize("before", [False, True], ids=("first use", "after calls"))
 @pytest.mark.parametrize(
-    "kind", [Steering, lambda original: mock.Mock(wraps=steering(original))], ids=("object", "mock")
+    ("model", "owner", "name", "replacement"), PLACES, ids=lambda value: getattr(value, "__name__", None)
 )
-def test_object_in_place_of_a_function_is_user_code(monkeypatch, kind):
+def test_code_that_replaces_the_librarys_sees_all_rows(monkeypatch, model, owner, name, replacement, before):
+    model = tiny(model[0], **model[1])
+    if before:
+        assert is_shared(assert_same(model, INPUTS, **SAMPLES))
+    monkeypatch.setattr(owner, name, replacement(getattr(owner, name)))
+    assert_left_alone(model, name)
+    monkeypatch.undo()
+    with capturing():
+        assert is_shared(assert_same(model, INPUTS, **SAMPLES))
+
+
+def assert_left_alone(model: Any, name: str) -> None:
+    report = assert_same(model, INPUTS, **SAMPLES)
+    assert left_alone_because(report, "USER_CODE", name)
+    output = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False, "max_new_tokens": 40}
+    assert not replays(assert_same(model, INPUTS, **BEAMS | output))
+
+
+# Places in one model.
+
+
+@pytest.mark.parametrize("how", REPLACEMENTS)
+@pytest.mark.parametrize("place", ["", "model.layers.0", "model.layers.1.mlp.down_proj"])
+def test_the_forward_of_one_module_sees_all_rows(how, place):
     model = tiny("llama")
-    assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", kind(modeling_llama.apply_rotary_pos_emb))
-    same_and_left_alone(model, "apply_rotary_pos_emb")
+    module = model.get_submodule(place)
+    module.forward = REPLACEMENTS[how](module.forward)
+    assert not assert_same(model, INPUTS, **SAMPLES).shared
+    assert "USER_CODE" in fastgen.explain().codes()
 
 
-@pytest.mark.parametrize("kind", [Descriptor, lambda original: functools.partialmethod(steering(original))])
-def test_descriptor_in_place_of_a_forward_is_user_code(monkeypatch, kind):
+def method_of_one_module(model: Any) -> str:
+    attention = model.model.layers[0].self_attn
+    attention.q_proj._call_impl = steering(attention.q_proj._call_impl)
+    return "_call_impl of module model.layers.0.self_attn.q_proj"
+
+
+def activation(model: Any) -> str:
+    mlp = model.model.layers[1].mlp
+    del mlp.act_fn
+    mlp.act_fn = steering(functional.silu)
+    return "act_fn of module model.layers.1.mlp"
+
+
+def module_of_the_program(model: Any) -> str:
+    class Inner(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return steered(self.inner(states))
+
+    model.model.layers[0].mlp = Inner(model.model.layers[0].mlp).eval()
+    return "Inner"
+
+
+def torchscript(model: Any) -> str:
+    model.model.layers[0].mlp = torch.jit.script(nn.Linear(32, 32).eval())
+    return "TorchScript"
+
+
+@BOTH
+@pytest.mark.parametrize("put_in", [method_of_one_module, activation, module_of_the_program, torchscript])
+def test_user_code_in_one_model_sees_all_rows(put_in, arguments):
     model = tiny("llama")
-    assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", kind(modeling_llama.LlamaMLP.forward))
-    same_and_left_alone(model, "forward")
+    name = put_in(model)
+    assert left_alone_because(assert_same(model, INPUTS, **arguments), "USER_CODE", name)
 
 
-def test_method_added_to_a_class_that_inherited_it_is_user_code(monkeypatch):
+class SteeringHook(accelerate_hooks.ModelHook):
+    def post_forward(self, module, output):
+        return steered(output)
+
+
+@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("place", ["", "model.layers.0", "model.layers.1.mlp.down_proj"])
+def test_hooks_of_accelerate_that_the_program_wrote_see_all_rows(place, is_wrapped, others):
     model = tiny("llama")
-    assert is_shared(assert_same(model, {"input_ids": token_ids(2, 9)}, **SAMPLES))
-    assert "__call__" not in vars(modeling_llama.LlamaMLP)
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "__call__", steering(nn.Module.__call__), raising=False)
-    same_and_left_alone(model, "__call__")
+    module = model.get_submodule(place)
+    if is_wrapped:
+        module.forward = REPLACEMENTS["wrapper"](module.forward)
+    else:
+        accelerate_hooks.add_hook_to_module(module, SteeringHook(), append=True)
+    for _ in range(others + is_wrapped):
+        accelerate_hooks.add_hook_to_module(module, accelerate_hooks.ModelHook(), append=True)
+    assert not assert_same(model, INPUTS, **SAMPLES).shared
+    assert not {"USER_CODE", "HOOKS"}.isdisjoint(fastgen.explain().codes())
+
+
+def test_hooks_of_accelerate_itself_change_nothing():
+    model = tiny("llama")
+    accelerate_hooks.add_hook_to_module(model.model.layers[0], accelerate_hooks.AlignDevicesHook())
+    assert is_shared(assert_same(model, INPUTS, **SAMPLES), PROMPT)
+
+
+def test_user_code_outside_of_the_forward_changes_nothing(monkeypatch):
+    model = tiny("llama")
+    generate = model.generate
+    model.generate = lambda *args, **kwargs: generate(*args, **kwargs)
+    save = type(model).save_pretrained
+    monkeypatch.setattr(type(model), "save_pretrained", lambda *args, **kwargs: save(*args, **kwargs))
+    assert is_shared(assert_same(model, INPUTS, **SAMPLES))
+    with testing.watched("walk through a model") as walks:
+        assert is_shared(assert_same(model, INPUTS, **SAMPLES))
+    assert not walks
+
+
+# What user code sees, call by call.
+
+
+@pytest.mark.parametrize("name", ["create_causal_mask", "eager_attention_forward"])
+def test_replaced_functions_are_called_in_every_step(monkeypatch, name):
+    original, seen = getattr(modeling_llama, name), []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        tensors = [*args, *kwargs.values()]
+        seen.append([list(value.shape) for value in tensors if isinstance(value, torch.Tensor)])
+        return output
+
+    model = tiny("llama", attn_implementation="eager")
+    monkeypatch.setattr(modeling_llama, name, counting)
+    arguments = {"num_beams": 4, "max_new_tokens": 60, "min_new_tokens": 60}
+    for _ in range(2):
+        both = run_both(lambda: (model.generate(token_ids(2, 9), **arguments), seen.copy(), seen.clear())[:2])
+        assert torch.equal(both.stock[0], both.fast[0])
+        assert both.stock[1] == both.fast[1] and len(both.fast[1]) >= 60
 
 
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True}], ids=("greedy", "samples"))
@@ -225,11 +285,64 @@ def test_call_of_one_model_is_called_as_in_the_library(arguments):
     assert torch.equal(stock, fast) and "METHOD_REPLACED" in report.codes()
 
 
+class SteeringMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **kwargs or {})
+        return steered(output) if func is functional.silu else output
+
+
+def test_modes_of_the_program_see_all_rows_and_products():
+    model = tiny("llama")
+
+    def call(arguments: dict[str, Any], mode: Any) -> Any:
+        with mode:
+            return model.generate(**INPUTS, **arguments), mode
+
+    both = run_both(lambda: call(SAMPLES, SteeringMode()))
+    assert torch.equal(both.stock[0], both.fast[0]) and left_alone_because(both.report, "TORCH_MODE")
+    both = run_both(lambda: call({"max_new_tokens": 3}, FlopCounterMode(display=False)))
+    assert both.stock[1].get_total_flops() == both.fast[1].get_total_flops() > 0
+
+
+def test_rows_moved_from_input_to_input():
+    model = tiny("llama")
+    both = run_both(lambda: model.generate(**INPUTS, custom_generate=moves_rows, **SAMPLES))
+    torch.testing.assert_close(both.fast, both.stock, atol=1e-4, rtol=1e-4)
+    assert is_shared(both.report)
+
+
 def test_beams_under_half_precision_by_default():
     model, default = tiny("llama"), torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
-        stock, fast, _ = run_both(lambda: model.generate(token_ids(2, 9), **BEAMS))
+        stock, fast, _ = run_both(lambda: model.generate(**INPUTS, **BEAMS))
     finally:
         torch.set_default_dtype(default)
     assert torch.equal(stock, fast)
+
+
+STATES, WEIGHT, BIAS = torch.randn(8, 64), torch.randn(48, 64), torch.randn(96)
+PRODUCTS: dict[str, tuple[torch.Tensor, torch.Tensor | None, Callable]] = {
+    "every second of a bias": (WEIGHT, BIAS[::2], lambda module: module(STATES)),
+    "one bias for all": (WEIGHT, BIAS[:1].expand(48), lambda module: module(STATES)),
+    "rows that overlap": (WEIGHT.flatten().as_strided((48, 64), (3, 1)), None, lambda module: module(STATES)),
+    "sparse": (WEIGHT.to_sparse_csr(), None, lambda module: module(STATES)),
+    "by name": (WEIGHT, None, lambda module: module(input=STATES)),
+    "jvp": (WEIGHT, None, lambda module: torch.func.jvp(module, (STATES,), (STATES,))[1]),
+    "vmap": (WEIGHT, None, lambda module: torch.func.vmap(module)(STATES.view(2, 4, 64))),
+    "trace": (WEIGHT, None, lambda module: torch.jit.trace(module, STATES, check_trace=False)(STATES)),
+}
+
+
+@pytest.mark.parametrize("what", PRODUCTS)
+def test_odd_products_are_those_of_torch(what):
+    """Through an `nn.Linear`, while it has fastgen's forward and afterwards."""
+    weight, bias, through = PRODUCTS[what]
+    module = nn.Linear(64, 48, bias=bias is not None)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        module.bias = nn.Parameter(bias, requires_grad=False)
+    with torch.no_grad():
+        with generate_call("test") as call, faster_forwards(call, {module: module.modules()}, linears()):
+            product = through(module)
+        torch.testing.assert_close(product, through(module), atol=1e-4, rtol=1e-5)

@@ -7,7 +7,6 @@ import types
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -142,35 +141,50 @@ def test_what_the_user_put_around_the_decoder_sees_all_rows(case, monkeypatch):
     assert rows and all(tokens == encoded for tokens, encoded in rows)
 
 
-@pytest.mark.parametrize("on_class", (False, True))
-def test_step_of_the_search_that_is_replaced_sees_the_prompt(on_class, monkeypatch):
-    case, steps, original = CASES["transformer_lm"](), [], search.BeamSearch.step
-    case.sample = prompts(case.task.dictionary, (6, 6, 6))
+def counted(owner: Any, name: str, seen: list) -> Any:
+    """What the function of this name does, while it notes the shapes that it gets."""
+    original = getattr(owner, name)
 
-    def step(self, step, lprobs, *args, **kwargs):
-        steps.append(step)
-        return original(self, step, lprobs, *args, **kwargs)
-
-    def replace(generator):
-        if not on_class:
-            generator.search.step = functools.partial(step, generator.search)
-
-    if on_class:
-        monkeypatch.setattr(search.BeamSearch, "step", step)
-    same(case, replace, beam=2, max_len_b=12)
-    assert len(steps) > 6 and is_seen_twice(steps)
-
-
-def test_function_of_torch_that_is_replaced_is_called(case):
-    original, calls = torch.topk, []
-
-    def topk(*args, **kwargs):
-        calls.append([list(value.shape) for value in args if isinstance(value, torch.Tensor)])
+    def call(*args, **kwargs):
+        seen.append([list(value.shape) for value in args if isinstance(value, torch.Tensor)])
         return original(*args, **kwargs)
 
-    with mock.patch.object(torch, "topk", topk):
-        compare(case, accelerated=False)
-    assert is_seen_twice(calls) and "FUNCTION_REPLACED" in fastgen.explain().codes()
+    return call
+
+
+def of_generator(path: str) -> Callable[[Any], Any]:
+    return lambda generator: functools.reduce(getattr, path.split("."), generator) if path else generator
+
+
+COUNTED = {  # the case, where the method is, its name
+    "prefix tokens of one generator": ("transformer", of_generator(""), "_prefix_tokens"),
+    "states of the ensemble": ("transformer", EnsembleModel, "reorder_incremental_state"),
+    "outputs of the encoder": ("transformer", EnsembleModel, "reorder_encoder_out"),
+    "a step of one search": ("transformer_lm", of_generator("search"), "step"),
+    "steps of all searches": ("transformer_lm", search.BeamSearch, "step"),
+    "a function of torch": ("transformer", torch, "topk"),
+}
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_what_the_program_replaces_is_called_as_often(what, monkeypatch):
+    name, owner, method = COUNTED[what]
+    case, seen, options = CASES[name](), [], {}
+    is_of_generator = isinstance(owner, types.FunctionType)
+
+    def replace(generator: Any) -> None:
+        if is_of_generator:
+            monkeypatch.setattr(owner(generator), method, counted(owner(generator), method, seen), raising=False)
+
+    if not is_of_generator:
+        monkeypatch.setattr(owner, method, counted(owner, method, seen))
+    if name == "transformer_lm":
+        case.sample, options = prompts(case.task.dictionary, (6, 6, 6)), {"beam": 2, "max_len_b": 12}
+    else:
+        options["inference"] = {"prefix_tokens": case.sample["net_input"]["src_tokens"][:, :2]}
+    same(case, replace, **options)
+    assert len(seen) > 2 and is_seen_twice(seen)
+    assert owner is not torch or "FUNCTION_REPLACED" in fastgen.explain().codes()
 
 
 # Methods that are replaced.
@@ -191,25 +205,6 @@ def test_finalize_hypos_that_is_replaced_is_called(on_the_class, monkeypatch):
     if on_the_class:
         monkeypatch.setattr(SequenceGenerator, "finalize_hypos", finalize_hypos)
     assert same(case, replace).fast[0][0]["score"] < plain[0][0]["score"] - 0.5
-
-
-def test_prefix_tokens_of_one_generator_are_called():
-    case, calls = CASES["transformer"](), []
-
-    def count(generator):
-        own = generator._prefix_tokens
-        generator._prefix_tokens = lambda *args: calls.append(1) or own(*args)
-
-    same(case, count, inference={"prefix_tokens": case.sample["net_input"]["src_tokens"][:, :2]})
-    assert len(calls) % 2 == 0 and calls
-
-
-@pytest.mark.parametrize("name", ("reorder_incremental_state", "reorder_encoder_out"))
-def test_reorders_of_the_ensemble_that_are_replaced_are_called(name, monkeypatch):
-    calls, own = [], getattr(EnsembleModel, name)
-    monkeypatch.setattr(EnsembleModel, name, lambda *args: calls.append(1) or own(*args))
-    same(CASES["transformer"]())
-    assert len(calls) % 2 == 0 and calls
 
 
 def scaled(original: Any) -> Any:

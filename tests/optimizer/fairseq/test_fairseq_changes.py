@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("fairseq")
 

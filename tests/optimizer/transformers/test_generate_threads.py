@@ -48,25 +48,17 @@ def stock(model, inputs):
         return generate(model, inputs)[0]
 
 
-def test_two_models():
-    causal, seq2seq, inputs, meeting = tiny("llama"), tiny("bart"), padded(9, 5), Rendezvous()
-    (first, first_report), (second, second_report) = at_once(
-        lambda: generate(causal, inputs, meeting), lambda: generate(seq2seq, inputs, meeting)
-    )
-    assert_equal_outputs(stock(causal, inputs), first)
-    assert_equal_outputs(stock(seq2seq, inputs), second)
-    assert first_report.model == "LlamaForCausalLM" and is_shared(first_report, PROMPT)
-    assert second_report.model == "BartForConditionalGeneration" and is_shared(second_report, PROMPT, CROSS)
-
-
-@pytest.mark.parametrize("name", ("llama", "gpt2", "bart", "t5"))
-def test_one_model(name):
-    model, meeting = tiny(name), Rendezvous()
-    prompts = padded(9, 5), padded(4, 12, 7, seed=2)
-    results = at_once(*(lambda inputs=inputs: generate(model, inputs, meeting) for inputs in prompts))
-    for inputs, (output, report) in zip(prompts, results):
+@pytest.mark.parametrize("names", [("llama", "bart"), *zip(*[("llama", "gpt2", "bart", "t5")] * 2)], ids=str)
+def test_threads_generate_at_the_same_time(names):
+    """With two models, or with one."""
+    models = {name: tiny(name) for name in names}
+    calls = [(models[name], inputs) for name, inputs in zip(names, (padded(9, 5), padded(4, 12, 7, seed=2)))]
+    meeting = Rendezvous()
+    results = at_once(*(lambda call=call: generate(*call, meeting) for call in calls))
+    for (model, inputs), (output, report) in zip(calls, results):
         assert_equal_outputs(stock(model, inputs), output)
-        assert is_shared(report, PROMPT) and report.inputs == len(inputs["input_ids"])
+        assert report.model == type(model).__name__ and report.inputs == len(inputs["input_ids"])
+        assert is_shared(report, PROMPT, *[CROSS] * model.config.is_encoder_decoder)
 
 
 def test_disabled_in_one_thread_does_not_disable_another():
@@ -90,14 +82,6 @@ def test_thread_started_inside_disabled_uses_fastgen_unless_it_gets_the_context(
         [(_, no_report)] = at_once(lambda: context.run(generate, model, inputs))
     assert is_shared(report, PROMPT)
     assert no_report.codes() == {"NO_CALL"}
-
-
-def test_reports_of_threads_do_not_mix():
-    model = tiny("llama")
-    generate(model, padded(9, 5))
-    mine = fastgen.explain()
-    [(_, other)] = at_once(lambda: generate(model, padded(3, 3, 3)))
-    assert fastgen.explain() is mine and mine.inputs == 2 and other.inputs == 3
 
 
 def test_error_in_one_thread_leaves_the_other_alone():

@@ -102,27 +102,20 @@ def test_returned_cache_can_be_copied_and_changed(name, change, way):
 
 
 @pytest.mark.parametrize("name", DECODER_ONLY)
-def test_returned_cache_takes_the_next_token(name):
-    logits = []
-    for output in both_caches(unchanged(name)):
-        cache, next_ids = output.past_key_values, output.sequences[:, -1:]
-        with torch.no_grad():
-            logits.append(unchanged(name)(next_ids, past_key_values=cache, use_cache=True).logits)
-        assert cache.get_seq_length() == output.sequences.shape[1]
-    assert_equal_outputs(*logits)
-
-
-@pytest.mark.parametrize("name", DECODER_ONLY)
 @pytest.mark.parametrize("arguments", ({}, {"do_sample": True}), ids=("greedy", "sample"))
-def test_returned_cache_goes_into_another_generate(name, arguments):
-    stock, fast = both_caches(unchanged(name), SAMPLES)
-    caches = iter((stock.past_key_values, fast.past_key_values))
-    longer = torch.cat([fast.sequences, token_ids(fast.sequences.shape[0], 2, seed=6)], dim=1)
-    both = run_both(
-        lambda: unchanged(name).generate(
-            longer, past_key_values=next(caches), max_new_tokens=4, return_dict_in_generate=True, **arguments
-        )
-    )
+def test_returned_cache_goes_into_forwards_and_another_generate(name, arguments):
+    model, outputs = unchanged(name), both_caches(unchanged(name), SAMPLES)
+    longer = torch.cat([outputs[1].sequences, token_ids(outputs[1].sequences.shape[0], 2, seed=6)], dim=1)
+    caches = iter([output.past_key_values for output in outputs])
+
+    def call():
+        cache = next(caches)
+        options = {"max_new_tokens": 4, "return_dict_in_generate": True, **arguments}
+        generated = model.generate(longer, past_key_values=cache, **options)
+        with torch.no_grad():
+            return generated, model(generated.sequences[:, -1:], past_key_values=cache, use_cache=True).logits
+
+    both = run_both(call)
     assert_equal_outputs(both.stock, both.fast)
     assert left_alone_because(both.report, "ONE_ROW_PER_INPUT")
 

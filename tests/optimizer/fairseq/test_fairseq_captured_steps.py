@@ -12,18 +12,14 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from fairseq.models.transformer import TransformerDecoder
 from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
-from fairseq.modules.transformer_layer import TransformerDecoderLayer
 from fairseq.search import BeamSearch
 from fairseq.sequence_generator import EnsembleModel
 from fairseq_generation import assert_same_hypotheses, compare, generate, run_both, token_lists
 from fairseq_models import CASES, source_sample
 from parity import capturing, replays
-from torch import nn
 
 import fastgen
-from fastgen.optimizer.decoding.report import STEPS
 from fastgen.testing import broken, captured_graphs, configured, holds_graphs
 
 
@@ -51,50 +47,6 @@ def test_a_graph_serves_sources_of_other_lengths():
     assert len(made) == 1
     report = compare(case, source_sample(case.task, (6, 4, 4), seed=5), **options).report
     assert replays(report) == 7 and list(captured_graphs(case.models[0])) == made
-
-
-def test_weights_that_change_are_used():
-    case = CASES["transformer"]()
-    compare(case)
-    with torch.no_grad():
-        for parameter in case.models[0].decoder.parameters():
-            parameter.mul_(0.9)
-    assert replays(compare(case).report) > 3
-    layer = case.models[0].decoder.layers[0]
-    layer.fc1.weight = nn.Parameter(layer.fc1.weight * 0.5)
-    assert replays(compare(case).report) > 3
-
-
-class OwnLinear(nn.Linear):
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return super().forward(rows) * 1.5
-
-
-class OwnFeatures(TransformerDecoder):
-    """Does something else from the thirteenth token on, which a graph would not see."""
-
-    def extract_features(self, tokens, *args, **kwargs):
-        features, extra = super().extract_features(tokens, *args, **kwargs)
-        return (-features if tokens.shape[1] > 12 else features), extra
-
-
-class OwnConnection(TransformerDecoderLayer):
-    def residual_connection(self, x, residual):
-        return residual + x * 0.5
-
-
-@pytest.mark.parametrize("part", ("decoder", "layer", "activation", "linear"))
-def test_code_of_the_program_is_called_in_each_step(part):
-    case = CASES["transformer_lm"]()
-    decoder = case.models[0].decoder
-    layer = decoder.layers[0]
-    own = {"decoder": (decoder, OwnFeatures), "layer": (layer, OwnConnection), "linear": (layer.fc1, OwnLinear)}
-    if part == "activation":
-        layer.activation_fn = lambda rows: rows.relu() * 2
-    else:
-        owner, owner.__class__ = own[part]
-    report = compare(case, max_len_b=30, min_len=20).report
-    assert not replays(report) and "USER_CODE" in report.codes(STEPS)
 
 
 class Keeping(BeamSearch):

@@ -110,20 +110,46 @@ def test_generator_of_the_user_keeps_its_methods(case):
 
 
 class ScaledAttention(MultiheadAttention):
-    """An attention of the user's own, in the place of upstream's."""
-
     def forward(self, query, key, value, *args, **kwargs):
         return super().forward(query * 2.0, key, value, *args, **kwargs)
 
 
-@pytest.mark.parametrize("name", ("transformer", "bart"))
-def test_attention_of_the_user_keeps_its_forward(name):
-    case = CASES[name]()
+class OwnFeatures(transformer_decoder.TransformerDecoder):
+    """Does something else from the thirteenth token on, which a graph would not see."""
+
+    def extract_features(self, tokens, *args, **kwargs):
+        features, extra = super().extract_features(tokens, *args, **kwargs)
+        return (-features if tokens.shape[1] > 12 else features), extra
+
+
+class OwnConnection(transformer_layer.TransformerDecoderLayer):
+    def residual_connection(self, x, residual):
+        return residual + x * 0.5
+
+
+class OwnLinear(torch.nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) * 1.5
+
+
+OWN_CLASSES = [
+    ("transformer", "layers.0.encoder_attn", ScaledAttention),
+    ("bart", "layers.0.encoder_attn", ScaledAttention),
+    ("transformer_lm", "", OwnFeatures),
+    ("transformer_lm", "layers.0", OwnConnection),
+    ("transformer_lm", "layers.0.fc1", OwnLinear),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "own"), OWN_CLASSES)
+def test_classes_of_the_user_keep_their_methods(name, place, own):
+    case, options = CASES[name](), {"max_len_b": 30, "min_len": 20}
     with fastgen.disabled():
-        plain = generate(case)
-    for layer in case.models[0].decoder.layers:
-        layer.encoder_attn.__class__ = ScaledAttention
-    both = compare(case)
+        plain = generate(case, **options)
+    case.models[0].decoder.get_submodule(place).__class__ = own
+    with capturing():
+        both = compare(case, **options)
+    assert not replays(both.report) and {"USER_CODE", "MODEL_STATE"} & both.report.codes()
     with pytest.raises(AssertionError):
         assert_same_hypotheses(plain, both.fast)
 

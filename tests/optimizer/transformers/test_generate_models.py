@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import numpy
 import pytest
@@ -139,28 +140,26 @@ def test_row_whose_mask_hides_everything(name, attention):
         assert is_shared(assert_same(model, inputs, **arguments), CROSS)
 
 
-def compile_in_place(model: nn.Module) -> None:
-    model.compile(backend="eager")
+def compile_child(path: str, name: str) -> Callable[[nn.Module], None]:
+    def compile_it(model: nn.Module) -> None:
+        owner = model.get_submodule(path)
+        setattr(owner, name, torch.compile(getattr(owner, name), backend="eager"))
+
+    return compile_it
 
 
-def compile_the_forward(model: nn.Module) -> None:
-    model.forward = torch.compile(model.forward, backend="eager")
+COMPILED = {
+    "the model in place": lambda model: model.compile(backend="eager"),
+    "its forward": compile_child("", "forward"),
+    "an attention": compile_child("model.layers.1", "self_attn"),
+    "the forward of a layer": compile_child("model.layers.1", "forward"),
+}
 
 
-def compile_an_attention(model: nn.Module) -> None:
-    model.model.layers[1].self_attn = torch.compile(model.model.layers[1].self_attn, backend="eager")
-
-
-def compile_the_forward_of_a_layer(model: nn.Module) -> None:
-    model.model.layers[1].forward = torch.compile(model.model.layers[1].forward, backend="eager")
-
-
-@pytest.mark.parametrize(
-    "compiled", (compile_in_place, compile_the_forward, compile_an_attention, compile_the_forward_of_a_layer)
-)
-def test_compilation_of_any_part_is_left_to_those_who_ask_for_it(compiled):
+@pytest.mark.parametrize("what", COMPILED)
+def test_compilation_of_any_part_is_left_to_those_who_ask_for_it(what):
     model = tiny("llama")
-    compiled(model)
+    COMPILED[what](model)
     assert left_alone_because(assert_same(model, padded(9, 5), **BEAMS), "COMPILED")
 
 

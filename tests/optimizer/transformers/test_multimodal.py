@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Gemma3TextConfig, GemmaConfig, LlamaConfig, SiglipVisionConfig
 
 import fastgen
-from fastgen.optimizer.decoding.report import PREFIX, Report
+from fastgen.optimizer.decoding.report import PREFIX
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
@@ -211,64 +211,66 @@ def alike(inputs: dict[str, torch.Tensor], prefix: int, differ: bool = True) -> 
     return inputs
 
 
-def prefix_report(make: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], arguments: dict) -> Report:
-    return assert_same(ready(make), inputs, **arguments, **TOKENS_ONLY)
+Inputs = dict[str, torch.Tensor]
 
 
-@BOTH
-@pytest.mark.parametrize("make", (llava, blip2, idefics3))
-def test_images_behind_a_common_prefix(make, arguments):
-    torch.manual_seed(0)
-    inputs = with_images(14, 14, axes=(1,) if make is idefics3 else ())
-    report = prefix_report(make, alike(inputs, 3, differ=False), arguments)
-    assert report.prefix_length == 3  # the first image is another one in each row
+def behind(axes: tuple[int, ...] = ()) -> Inputs:
+    """The first image is another one in each row."""
+    return alike(with_images(14, 14, axes=axes), 3, differ=False)
 
 
-@BOTH
-@pytest.mark.parametrize("make", (llava, blip2, idefics3))
-def test_an_image_inside_a_common_prefix(make, arguments):
-    torch.manual_seed(0)
-    inputs = alike(with_images(14, 14, 14, axes=(1,) if make is idefics3 else ()), 10)
+def inside(axes: tuple[int, ...] = ()) -> Inputs:
+    inputs = alike(with_images(14, 14, 14, axes=axes), 10)
     inputs["pixel_values"][:] = inputs["pixel_values"][:1].clone()
-    report = prefix_report(make, inputs, arguments)
-    assert report.prefix_length == 10 and report.prefix_tokens_saved == 20
+    return inputs
 
 
-@BOTH
-def test_one_image_inside_a_common_prefix_and_others_behind_it(arguments):
-    torch.manual_seed(0)
+def first_inside_and_second_behind() -> Inputs:
     inputs = alike(with_images(16, 14, images=2), 8, differ=False)
     inputs["input_ids"][1, 3:12] = torch.tensor([*[IMAGE] * 4, 7, *[IMAGE] * 4])  # padded by two: 2 tokens further left
     inputs["input_ids"][0, :14] = torch.cat([inputs["input_ids"][1, 2:], torch.tensor([7, 8])])[:14]
     inputs["pixel_values"][2] = inputs["pixel_values"][0]
-    report = prefix_report(llava, inputs, arguments)
-    assert report.prefix_length == 6 and report.prefix_tokens_saved == 6
+    return inputs
 
 
-def test_other_numbers_of_images_behind_a_common_prefix():
-    torch.manual_seed(0)
+def other_numbers() -> Inputs:
     inputs = alike(with_images(15, 15, images=2), 3, differ=False)
     inputs["input_ids"][0, 8:12] = 7
     inputs["pixel_values"] = inputs["pixel_values"][:3]
-    report = prefix_report(llava, inputs, {"do_sample": False, "max_new_tokens": 5})
-    assert report.prefix_length == 3
+    return inputs
+
+
+def with_types() -> Inputs:
+    inputs = behind()
+    return inputs | {"token_type_ids": (inputs["input_ids"] == IMAGE).long()}
+
+
+def patches_behind() -> Inputs:
+    return alike(with_patches(), 3, differ=False)
+
+
+# The model, its inputs, how many tokens of a common prefix are computed once, and how many are saved, or why none are.
+PREFIXES = [
+    *((make, inputs, *lengths) for make in (llava, blip2) for inputs, *lengths in ((behind, 3, 3), (inside, 10, 20))),
+    (idefics3, partial(behind, (1,)), 3, 3),
+    (idefics3, partial(inside, (1,)), 10, 20),
+    (llava, first_inside_and_second_behind, 6, 6),
+    (llava, other_numbers, 3, 3),
+    (gemma3, behind, 0, "SLIDING_WINDOW"),
+    (paligemma, behind, 0, "NOT_CAUSAL"),
+    (gemma3, with_types, 0, "IMAGES"),
+    (qwen2_vl, patches_behind, 0, "ARGUMENT_COLUMNS"),
+    (qwen3_vl, patches_behind, 0, "ARGUMENT_COLUMNS"),
+]
 
 
 @BOTH
-@pytest.mark.parametrize(("make", "code"), ((gemma3, "SLIDING_WINDOW"), (paligemma, "NOT_CAUSAL")))
-def test_images_in_models_that_need_the_whole_prompt(make, code, arguments):
+@pytest.mark.parametrize(("make", "inputs", "length", "saved"), PREFIXES)
+def test_images_behind_and_inside_a_common_prefix(make, inputs, length, saved, arguments):
     torch.manual_seed(0)
-    report = prefix_report(make, alike(with_images(14, 14), 3, differ=False), arguments)
-    assert report.prefix_length == 0 and code in report.codes(PREFIX)
-
-
-@BOTH
-def test_types_of_tokens_beside_images_leave_the_prefix_to_the_library(arguments):
-    torch.manual_seed(0)
-    inputs = alike(with_images(14, 14), 3, differ=False)
-    inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
-    report = prefix_report(gemma3, inputs, arguments)
-    assert report.prefix_length == 0 and "IMAGES" in report.codes(PREFIX)
+    report = assert_same(ready(make), inputs(), **arguments, **TOKENS_ONLY)
+    assert report.prefix_length == length
+    assert saved in (report.codes(PREFIX) if length == 0 else {report.prefix_tokens_saved})
 
 
 @pytest.mark.parametrize("order", (1, -1))
@@ -294,11 +296,3 @@ def test_positions_of_a_text_model_that_depend_on_the_length_of_the_prompt_are_t
         expected = unused.generate(**inputs, **options)
     assert torch.equal(model.generate(**inputs, **options), expected)
     assert fastgen.explain().prefix_length == 0 and fastgen.explain().codes(PREFIX) == {"POSITIONS"}
-
-
-@BOTH
-@pytest.mark.parametrize("make", (qwen2_vl, qwen3_vl))
-def test_positions_on_several_axes_leave_the_prefix_to_the_library(make, arguments):
-    torch.manual_seed(0)
-    report = prefix_report(make, alike(with_patches(), 3, differ=False), arguments)
-    assert report.prefix_length == 0 and report.codes(PREFIX)

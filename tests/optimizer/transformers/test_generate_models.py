@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from random import Random
 
 import numpy
 import pytest
 import torch
 from architectures import BY_NAME
+from fuzz_changes import USER_CODE, forward_hook
 from parity import (
     BEAMS,
     BOTH,
@@ -30,7 +32,6 @@ from parity import (
 )
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
-from transformers.generation.streamers import BaseStreamer
 from versions import needs
 
 import fastgen
@@ -261,30 +262,14 @@ def test_a_model_goes_on_from_the_states_of_the_call_before():
     assert left_alone_because(report, "MODEL_STATE")
 
 
-class Hooking(BaseStreamer):
-    """Puts a hook that tells rows apart on a model's output layer when it gets the prompt."""
-
-    def __init__(self, model):
-        self.model, self.puts = model, 0
-
-    def put(self, value):
-        self.puts += 1
-        if self.puts == 1:
-            self.model.lm_head.register_forward_hook(
-                lambda module, args, output: output * torch.linspace(0.5, 1.5, len(output))[:, None, None]
-            )
-
-    def end(self):
-        pass
-
-
 def test_a_streamer_that_changes_a_large_model_with_the_prompt_changes_the_prefill():
     models = iter([tiny("llama"), tiny("llama")])
     outputs = {"return_dict_in_generate": True, "output_logits": True}
 
     def call():
         model = next(models)
-        return model.generate(**padded(6, 3), **SAMPLES, **outputs, streamer=Hooking(model))
+        streamer = USER_CODE["streamer"](lambda: forward_hook(Random(1), model), 1)
+        return model.generate(**padded(6, 3), **SAMPLES, **outputs, **streamer)
 
     with costs(**ANY_SIZE):  # all modules are looked at when the call begins
         stock, fast, report = run_both(call)

@@ -54,36 +54,24 @@ def stock(call):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("ngram_size", [1, 2, 3, 9, 10])
-def test_a_row_s_own_ngrams_are_banned_as_the_library_does(ngram_size, dtype, calls):
-    processor = NoRepeatNGramLogitsProcessor(ngram_size)
-    for length in range(1, 12):
-        input_ids, scores = rows(5, length, seed=length), torch.randn(5, VOCABULARY).to(dtype)
-        before = scores.clone()
-        found = processor(input_ids, scores)
-        assert torch.equal(scores, before)
-        expected = stock(lambda: processor(input_ids, scores))  # noqa: B023
-        assert found.dtype == dtype and torch.equal(found, expected)
-        assert (found is scores) == (expected is scores)
-    assert calls == ["copy"] * (12 - ngram_size)
-
-
-@pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("ngram_size", [1, 2, 3, 6, 7])
-def test_an_input_s_ngrams_are_banned_as_the_library_does(ngram_size, num_beams, calls):
-    encoder_input_ids = rows(4, 6, seed=1)
-    processor = EncoderNoRepeatNGramLogitsProcessor(ngram_size, encoder_input_ids)
-    original = stock(lambda: EncoderNoRepeatNGramLogitsProcessor(ngram_size, encoder_input_ids))
-    banned = 0
-    for length in range(1, 9):
-        input_ids, scores = rows(4 * num_beams, length, seed=length), torch.randn(4 * num_beams, VOCABULARY)
+@pytest.mark.parametrize("beams", [None, 1, 3], ids=("of a row", "of an input", "of an input, with beams"))
+def test_ngrams_are_banned_as_the_library_does(ngram_size, beams, dtype, calls):
+    if beams:
+        count, arguments = 4 * beams, (ngram_size, rows(4, 6, seed=1))
+        processor = EncoderNoRepeatNGramLogitsProcessor(*arguments)
+        original = stock(lambda: EncoderNoRepeatNGramLogitsProcessor(*arguments))
+    else:
+        count, processor = 5, NoRepeatNGramLogitsProcessor(ngram_size)
+        original = processor
+    for length in range(1, 12):
+        input_ids, scores = rows(count, length, seed=length), torch.randn(count, VOCABULARY).to(dtype)
         before = scores.clone()
-        found = processor(input_ids, scores)
-        assert torch.equal(scores, before) and found is not scores
-        assert torch.equal(found, stock(lambda: original(input_ids, scores)))  # noqa: B023
-        banned += int(found.isinf().sum())
-    assert calls == ["copy"] * 8
-    assert (banned > 0) == (ngram_size < 6)
+        banned = processor(input_ids, scores)
+        assert torch.equal(scores, before) and banned.dtype == dtype
+        expected = stock(lambda: original(input_ids, scores))  # noqa: B023
+        assert torch.equal(banned, expected) and (banned is scores) == (expected is scores)
+    assert calls == ["copy"] * (11 if beams else 12 - ngram_size)
 
 
 def of_encoder(encoder_input_ids: Any, ngram_size: Any = 2, change: Callable = lambda processor: None) -> torch.Tensor:

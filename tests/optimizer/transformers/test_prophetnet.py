@@ -8,7 +8,6 @@ without its cache, which has none of the defects of its cache, is what these tes
 from __future__ import annotations
 
 import copy
-import itertools
 from contextlib import nullcontext
 from types import FunctionType
 from unittest import mock
@@ -16,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from architectures import SPECIAL
+from fuzz_changes import USER_CODE
 from parity import (
     CROSS,
     PROMPT,
@@ -239,25 +239,20 @@ def test_code_of_the_program_is_called_as_by_the_library(place):
 
 
 def test_a_hook_that_a_processor_adds_runs_from_the_next_step_on():
-    calls = iter([(make(pad_token_id=0), []), (make(pad_token_id=0), [])])
-    seen = []
+    models, seen = iter([make(pad_token_id=0), make(pad_token_id=0)]), []
 
     def generate():
-        model, shapes = next(calls)
-        steps = itertools.count(1)
+        model, shapes = next(models), []
         seen.append(shapes)
 
         def hook(module, args, output):
             shapes.append(output[0].shape)
             return (output[0] * 1.3, *output[1:])
 
-        def hooking(input_ids, scores):
-            if next(steps) == 3:
-                model.prophetnet.decoder.layers[0].self_attn.register_forward_hook(hook)
-            return scores
-
+        attention = model.prophetnet.decoder.layers[0].self_attn
+        hooking = USER_CODE["processor"](lambda: attention.register_forward_hook(hook), 3)
         arguments = {"max_new_tokens": 9, "return_dict_in_generate": True, "output_logits": True}
-        return model.generate(token_ids(2, 7), logits_processor=[hooking], **arguments).logits
+        return model.generate(token_ids(2, 7), **hooking, **arguments).logits
 
     both = run_both(generate)
     torch.testing.assert_close(both.stock, both.fast, rtol=1e-4, atol=1e-4)

@@ -62,31 +62,25 @@ class Returns(LogitsProcessor):
         return self.change(scores) if self.own_calls == 5 else scores
 
 
-@WAYS
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "list": lambda scores: scores.tolist(),
+    "an error of its own": lambda scores: scores[:, 0, 0, 0],
+    "nan": lambda scores: scores * torch.nan,
+}
+
+
 @pytest.mark.parametrize(
-    "change", [lambda scores: scores.tolist(), lambda scores: scores[:, 0, 0, 0]], ids=("list", "an error of its own")
+    ("change", "options"),
+    [(change, options) for change in CHANGES for options in (GREEDY, SAMPLES, BEAMS) if change != "nan"]
+    + [("nan", SAMPLES)],
 )
 def test_a_processor_of_the_program_is_called_once_a_step(options, change):
     model, calls = tiny("llama"), []
 
     def call():
-        Returns.calls = 0
+        Returns.calls, processor = 0, Returns(CHANGES[change])
         try:
-            model.generate(token_ids(2, 9), max_new_tokens=12, logits_processor=[Returns(change)], **options)
-        finally:
-            calls.append(Returns.calls)
-
-    assert_refused_alike(call)
-    assert calls == [5, 5]
-
-
-def test_a_processor_whose_scores_are_nan_is_called_once_a_step():
-    model, calls = tiny("llama"), []
-
-    def call():
-        Returns.calls, processor = 0, Returns(lambda scores: scores * torch.nan)
-        try:
-            model.generate(token_ids(2, 9), max_new_tokens=12, logits_processor=[processor], **SAMPLES)
+            model.generate(token_ids(2, 9), max_new_tokens=12, logits_processor=[processor], **options)
         finally:
             calls.append(Returns.calls)
 

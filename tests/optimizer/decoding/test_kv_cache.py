@@ -74,9 +74,7 @@ def test_buffers_start_small_and_never_grow_past_the_length_that_generation_can_
 @pytest.mark.parametrize("prompt", ("prefix and prompt", "prompt", "repeated prompt"))
 @pytest.mark.parametrize("rows_per_input", (1, 3))
 @pytest.mark.parametrize("materialize_at", (None, 0, 20))
-def test_all_layers_hold_what_concatenation_and_index_select_give(
-    has_kernel, limit, prompt, rows_per_input, materialize_at
-):
+def test_all_layers_hold_what_concatenation_gives(has_kernel, limit, prompt, rows_per_input, materialize_at):
     with nullcontext() if has_kernel else without("C++"):
         hold_what_concatenation_gives(limit, prompt, rows_per_input, materialize_at)
 

@@ -290,7 +290,9 @@ def test_dropout_that_is_switched_on_after_the_generator_was_built(part, options
             if part == "decoder" or isinstance(module, FairseqDropout):
                 module.train()
 
-    same(case, train, **options)
+    plain = generate(case, **options)
+    with pytest.raises(AssertionError):
+        assert_same_hypotheses(plain, same(case, train, **options).fast)
 
 
 @SAMPLING

@@ -229,7 +229,7 @@ def test_a_checksum_sees_one_changed_bit_and_two_that_change_places(dtype, size,
 
 
 @pytest.mark.parametrize("size", (64, 256, 512, 1024))
-def test_a_checksum_sees_rows_of_a_one_hot_matrix_that_change_places(size):
+def test_a_checksum_sees_one_hot_rows_that_change_places(size):
     for row, other in ((0, 1), (3, 11), (0, 16), (5, 37), (0, 32)):
         assert sees_two_that_change_places(torch.eye(size), row, other)
 

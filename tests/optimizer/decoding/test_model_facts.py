@@ -112,23 +112,17 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.parametrize("put_in", UNUSUAL.values(), ids=UNUSUAL)
-def test_facts_end_with_the_data_of_a_weight_whatever_tensors_the_model_has(put_in):
+@pytest.mark.parametrize(
+    ("put_in", "change"),
+    [(None, change) for change in CHANGES] + [(unusual, "data of a weight") for unusual in UNUSUAL],
+)
+def test_facts_end_with_whatever_is_replaced(put_in, change):
+    """In models with usual tensors and with others."""
     model = Model()
-    put_in(model)
+    UNUSUAL.get(put_in, lambda model: None)(model)
     facts = facts_of(model, KNOWN)
     assert facts_of(model, KNOWN) is facts
-    set_data(model)
-    assert not facts.is_current()
-    assert facts_of(model, KNOWN) is not facts
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_facts_end_with_whatever_is_replaced(change):
-    model = Model()
-    facts = facts_of(model, KNOWN)
-    assert facts_of(model, KNOWN) is facts
-    change(model)
+    CHANGES[change](model)
     assert not facts.is_current()
     assert facts_of(model, KNOWN) is not facts
 
@@ -274,14 +268,17 @@ def test_a_model_that_cannot_be_looked_into_is_like_no_other():
     assert not facts.is_current() and facts.likeness() != facts.likeness()
 
 
-def test_plain_values_in_collections_count():
+PLAIN = [((0, 1), (0, 2)), ([1, 2], [1, 3]), ({"a": 1}, {"a": 2}), (False, True), (0, 1), ("", "on")]
+
+
+@pytest.mark.parametrize(("before", "after"), PLAIN)
+def test_plain_values_count_also_in_collections(before, after):
     model = Model()
-    for held in ([1, 2], (1, 2), {"a": 1}):
-        model.blocks[0].held = held
-        facts = facts_of(model, KNOWN)
-        likeness = facts.likeness()
-        model.blocks[0].held = {"a": 2} if isinstance(held, dict) else type(held)([1, 3])
-        assert not facts.is_current() and facts_of(model, KNOWN).likeness() != likeness
+    model.blocks[0].held = before
+    facts = facts_of(model, KNOWN)
+    likeness = facts.likeness()
+    model.blocks[0].held = after
+    assert not facts.is_current() and facts_of(model, KNOWN).likeness() != likeness
 
 
 def test_size_is_measured_anew_for_another_type_only():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fuzz_changes import steered
-from own_models import FORMS, ODD, OddModel, by_einsum, odd_model, repeated, weigh
+from own_models import FORMS, ODD, by_einsum, odd_model, repeated, weigh
 from parity import BEAMS, BOTH, PROMPT, assert_same, is_materialized, is_shared, padded
 from torch import Tensor
 
@@ -60,29 +59,6 @@ def test_keys_stored_by_a_model_do_not_change_afterwards(arguments):
 
     with as_tested():  # which trusts the class immediately
         assert assert_same(odd_model(with_memory), padded(9, 5), **arguments).shared
-
-
-class Switched(OddModel):
-    """Steers its rows where its attribute `switch` says so."""
-
-    def forward(self, *args, **kwargs):
-        outputs = super().forward(*args, **kwargs)
-        if self.switch:
-            outputs.logits = steered(outputs.logits)
-        return outputs
-
-
-SWITCHES = {"bool": (False, True), "number": (0, 1), "string": ("", "on")}
-
-
-@pytest.mark.parametrize(("off", "on"), SWITCHES.values(), ids=SWITCHES)
-def test_a_class_compared_with_a_switch_off_is_again_with_it_on(off, on):
-    """What is no plain attribute of the model's modules, a program's code reads at its own risk."""
-    model = odd_model(by_einsum, Switched)
-    model.switch = off
-    assert is_shared(assert_same(model, padded(9, 5), **BEAMS))
-    model.switch = on
-    assert_same(model, padded(9, 5), **BEAMS)
 
 
 def test_a_class_whose_state_has_no_end_is_compared_in_each_call():

@@ -49,7 +49,7 @@ def stock(model, inputs):
 
 
 @pytest.mark.parametrize("names", [("llama", "bart"), *zip(*[("llama", "gpt2", "bart", "t5")] * 2)], ids=str)
-def test_threads_generate_at_the_same_time(names):
+def test_two_threads_generate_on_one_model_and_on_two(names):
     """With two models, or with one."""
     models = {name: tiny(name) for name in names}
     calls = [(models[name], inputs) for name, inputs in zip(names, (padded(9, 5), padded(4, 12, 7, seed=2)))]

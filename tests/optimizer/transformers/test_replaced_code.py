@@ -15,7 +15,6 @@ from accelerate import hooks as accelerate_hooks
 from fuzz_changes import steered as steered_rows
 from parity import (
     BEAMS,
-    BOTH,
     PROMPT,
     SAMPLES,
     assert_same,
@@ -201,12 +200,10 @@ def torchscript(model: Any) -> str:
     return "TorchScript"
 
 
-@BOTH
 @pytest.mark.parametrize("put_in", [method_of_one_module, activation, module_of_the_program, torchscript])
-def test_user_code_in_one_model_sees_all_rows(put_in, arguments):
+def test_user_code_in_one_model_sees_all_rows(put_in):
     model = tiny("llama")
-    name = put_in(model)
-    assert left_alone_because(assert_same(model, INPUTS, **arguments), "USER_CODE", name)
+    assert_left_alone(model, put_in(model))
 
 
 class SteeringHook(accelerate_hooks.ModelHook):

@@ -227,13 +227,8 @@ class CallChecks:
                 names.add(key[1])
         return that_hold(("MODEL_STATE", "the model keeps states of its rows in {}", sorted(names)))
 
-    def prefill_sync(
-        self, arguments: dict[str, Any], generation_config: Any, groups: RowGroups, are_equal: bool
-    ) -> list[Reason]:
-        """Why a prefill has to run with all rows, and not with one of each group. May read the device.
-
-        are_equal: the rows of a group are known to be.
-        """
+    def prefill_sync(self, arguments: dict[str, Any], generation_config: Any, groups: RowGroups) -> list[Reason]:
+        """Why a prefill has to run with all rows, and not with one of each group. May read the device."""
         cache, of_cache = kv_layers.cache_of(arguments), []
         if self.call.host.user_cache:
             of_cache = [USER_CACHE]
@@ -245,7 +240,7 @@ class CallChecks:
             of_cache = [MODEL_CACHE]
         of_arguments = row_groups.unsupported_reasons(self.model.config.model_type, arguments, groups.rows)
         reasons = self.rows + of_cache + of_arguments
-        differ = not (reasons or are_equal or row_groups.groups_are_equal_sync(arguments, groups))
+        differ = not (reasons or groups.are_equal or row_groups.groups_are_equal_sync(arguments, groups))
         return [ROWS_DIFFER] if differ else reasons
 
     def prefix(self, cache: Any, most: int, moves_columns: bool, has_positions: bool) -> list[Reason]:

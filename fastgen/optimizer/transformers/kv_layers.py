@@ -48,12 +48,11 @@ class KVLayer(DynamicLayer):
     user_code: the attention is not the library's, and may expect of its keys all that holds for those of a plain layer.
     """
 
-    library_class: type[DynamicLayer] = DynamicLayer
-
     def __init__(self, layer: DynamicLayer, kv: KVCache | StaticKVCache, index: int, user_code: bool = False) -> None:
         self.__dict__ |= vars(layer)
         for name in ("keys", "values"):
             self.__dict__.pop(name, None)
+        self.library_class = getattr(layer, "library_class", type(layer))
         self.kv: Any = kv
         self.index, self.user_code = index, user_code
 
@@ -97,8 +96,8 @@ class KVLayer(DynamicLayer):
     def to_dynamic_layer(self) -> DynamicLayer:
         """Makes this layer the library's with the same content, in the memory of what was materialized of it."""
         keys, values = self.kv.copy(self.index)
-        del self.kv, self.index, self.user_code
         self.__class__ = self.library_class
+        del self.kv, self.index, self.user_code, self.library_class
         if isinstance(self, DynamicSlidingWindowLayer):  # keeps one position less than it shows
             keys, values = cut((keys, values), 1 - self.sliding_window, None)
         self.keys, self.values = keys, values
@@ -111,8 +110,6 @@ class KVLayer(DynamicLayer):
 
 class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
     """A `DynamicSlidingWindowLayer`: positions that no row sees any more are dropped for all rows at once."""
-
-    library_class = DynamicSlidingWindowLayer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
         unseen = self.kv.length(self.index) - (self.sliding_window - 1)
@@ -129,9 +126,10 @@ class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
 
 
 class StaticKVLayer(KVLayer):
-    """A layer of a `StaticKVCache`."""
+    """A layer of a `StaticKVCache`. If its window slides, everything fits (`layer_reasons`): only masks differ."""
 
     is_compileable = True  # the library makes masks before the step, for the whole capacity
+    is_sliding = property(lambda self: issubclass(self.library_class, DynamicSlidingWindowLayer))
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int | Tensor:
         return self.kv.seq_lengths[self.index] if self.index < self.kv.growing else self.kv.length(self.index)
@@ -139,19 +137,13 @@ class StaticKVLayer(KVLayer):
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         return self.kv.prompt_length + self.kv.capacity, 0
 
-
-class StaticKVSlidingLayer(StaticKVLayer, DynamicSlidingWindowLayer):
-    """A `DynamicSlidingWindowLayer` of which everything still fits, see `layer_reasons`: it differs in masks only."""
-
-    library_class = DynamicSlidingWindowLayer
-
     def to_dynamic_layer(self) -> DynamicLayer:
-        self.cumulative_length = self.kv.length(self.index)
+        if self.is_sliding:
+            self.cumulative_length = self.kv.length(self.index)
         return super().to_dynamic_layer()
 
 
 ADOPTED = {DynamicLayer: KVLayer, DynamicSlidingWindowLayer: KVSlidingLayer}
-STATIC = {DynamicLayer: StaticKVLayer, DynamicSlidingWindowLayer: StaticKVSlidingLayer}
 
 
 def unsupported_reasons(cache: Any) -> list[Reason]:
@@ -356,16 +348,9 @@ def view_of(cache: Cache, static: StaticKVCache) -> Cache:
 
 def use(cache: Cache, static: StaticKVCache) -> None:
     """Lets the layers of this cache be those of a `StaticKVCache`, all or none; lets go of their own memory."""
-    numbers = itertools.count()
-    used = []
+    layers = iter([StaticKVLayer(layer, static, index) for index, layer in enumerate(layers_of(cache))])
     for part in parts(cache):
-        layers = [
-            STATIC[getattr(layer, "library_class", type(layer))](layer, static, index)
-            for layer, index in zip(part.layers, numbers)
-        ]
-        used.append((part, layers))
-    for part, layers in used:
-        part.layers = layers
+        part.layers = [*itertools.islice(layers, len(part.layers))]
 
 
 def parts(cache: object) -> list[Cache]:

@@ -255,7 +255,7 @@ class Scorer:
             CACHE: cache,
         }
         facts = self.call.facts_of(self.model, checks.KNOWN)
-        two = prefixes.CommonPrefix(2, 0, None)
+        two = prefixes.CommonPrefix(2)
         return prefixes.model_reasons(facts, lambda tried: self.model(**tried, use_cache=True), two, arguments)
 
     # With what contexts and continuations have in common.

@@ -69,13 +69,9 @@ def prefill(
 
     arguments = {"input_ids": input_ids, **model_kwargs}
     try:
-        plan = plan_prefill(CallChecks.of(call, self), arguments, generation_config, forward)
-        outputs = plan.run()
+        return plan_prefill(CallChecks.of(call, self), arguments, generation_config, forward).run(model_kwargs)
     except LeaveAlone as left_alone:
         reasons = left_alone.reasons
-    else:
-        plan.update(model_kwargs)
-        return outputs
     call.report.add_reasons(PREFILL, reasons)
     outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     if reasons[0].code == "ERROR":  # and the library had none
@@ -97,7 +93,7 @@ def plan_prefill(
     the model can compute a common prefix apart is tried once, and put back. Reads the device.
     """
     call, model = checks.call, checks.model
-    groups, are_equal, reasons = groups_of_equal_rows(call, model, arguments, generation_config)
+    groups, reasons = groups_of_equal_rows(call, model, arguments, generation_config)
     call.set_rows(groups.inputs, groups.rows)
     is_each_alone = len(groups) == groups.rows
     first_rows, prefix = arguments, None
@@ -109,18 +105,18 @@ def plan_prefill(
         prefix = prefixes.common_prefix_sync(checks, first_rows, generation_config)
     if prefix is None:
         LeaveAlone.for_any(reasons)
-    # Looking at all modules of the model comes last: it takes longest.
-    LeaveAlone.for_any(
-        checks.prefill_sync(arguments, generation_config, groups, are_equal or is_each_alone)
-        or verification.first_use_reasons(model, generation_config, arguments["input_ids"].shape[1], call)
+    length = arguments["input_ids"].shape[1]
+    LeaveAlone.for_any(  # looking at all modules of the model comes last: it takes longest
+        checks.prefill_sync(arguments, generation_config, groups)
+        or verification.first_use_reasons(model, generation_config, length, call)
     )
     facts = call.facts_of(model, KNOWN)
     if prefix is not None and (reasons := prefixes.model_reasons(facts, forward, prefix, first_rows)):
         call.report.add_reasons(PREFIX, reasons)
         prefix = None
         LeaveAlone.for_any([ONE_ROW] if is_each_alone else [])
-    limit = max((generation_config.max_length or 0) - arguments["input_ids"].shape[1], 1)
-    return PrefillPlan(call, model, checks, groups, first_rows, prefix, limit, forward)
+    limit = max((generation_config.max_length or 0) - length, 1)
+    return PrefillPlan(checks, groups, first_rows, prefix, limit, forward)
 
 
 @dataclass
@@ -130,8 +126,6 @@ class PrefillPlan:
     first_rows: the arguments of one row per group. limit: the number of tokens that can be generated, at least 1.
     """
 
-    call: GenerateCall
-    model: HostModel
     checks: CallChecks
     groups: RowGroups
     first_rows: dict[str, Any]
@@ -139,111 +133,92 @@ class PrefillPlan:
     limit: int
     forward: Callable[[dict[str, Any]], ModelOutput]
 
-    def run(self) -> ModelOutput:
-        """Returns the outputs of all rows; raises LeaveAlone, with everything put back, if they would not be equal."""
-        cache, facts = kv_layers.cache_of(self.first_rows), self.call.facts_of(self.model, KNOWN)
+    def run(self, model_kwargs: dict[str, Any]) -> ModelOutput:
+        """Returns the outputs of all rows; raises LeaveAlone, with everything put back, if they would not be equal.
+
+        model_kwargs: of all rows; what the prefill sets for the steps that follow is set there.
+        """
+        call, model = self.checks.call, self.checks.model
+        cache, facts = kv_layers.cache_of(self.first_rows), call.facts_of(model, KNOWN)
         undos = [] if cache is None else [kv_layers.undo_of(cache)]
-        tensors = None
         if facts.row_states is None:  # the model may keep states of its rows, from which its next forward goes on
-            tensors = facts.row_tensors()
             undos.append(undo_of_tensors(facts.modules.values()))
         with Rollback(*undos) as rollback:
-            self.arguments = self._fill_prefix(cache)
-            outputs = self._forward(cache, facts)
-            self._check(outputs, cache, facts, tensors)
+            arguments = self._fill_prefix(cache)
+            outputs = self._forward(arguments, cache, facts)
             if len(self.groups) == 1:
-                prefixes.keep_prompt_sync(self.call, self.model, self.first_rows, outputs)
-            with _own_errors(self.model):
+                prefixes.keep_prompt_sync(call, model, self.first_rows, outputs)
+            with _own_errors(model):
                 self._expand(outputs, cache)
             rollback.keep()
-        return outputs
-
-    def update(self, model_kwargs: dict[str, Any]) -> None:
-        """Makes the `model_kwargs` of all rows what the prefill has set for the steps that follow."""
-        for name in model_kwargs.keys() - self.arguments.keys():
+        for name in model_kwargs.keys() - arguments.keys():
             del model_kwargs[name]
-        for name, value in self.arguments.items():
-            if (name not in self.first_rows or value is not self.first_rows[name]) and name != row_groups.IMAGES:
-                model_kwargs[name] = row_groups.repeat(name, value, self.groups)
+        before = {**self.first_rows, row_groups.IMAGES: arguments.get(row_groups.IMAGES)}
+        changed = {name: value for name, value in arguments.items() if value is not before.get(name, self)}
+        model_kwargs |= row_groups.repeat(changed, self.groups)
+        return outputs
 
     def _fill_prefix(self, cache: Any) -> dict[str, Any]:
         """Returns the arguments of the forward; puts a common prefix into the cache, once for all groups."""
         if self.prefix is None:
             return dict(self.first_rows)
-        prefixes.fill_sync(self.call, self.model, self.forward, self.prefix, self.first_rows)
-        count = len(self.groups)
-        if count > 1:
-            limit = self.prefix.columns_behind + (self.limit if self.groups.rows_per_input == 1 else 0)
-            with _own_errors(self.model):
-                expand_cache(self.model, cache, 1, count, limit, self.call, is_prefix=True)
-        return self.prefix.of_rests(self.first_rows)
+        call, model, prefix = self.checks.call, self.checks.model, self.prefix
+        prefixes.fill_sync(call, model, self.forward, prefix, self.first_rows)
+        if len(self.groups) > 1:
+            columns_behind = prefixes.prompt_of(self.first_rows).shape[1] - prefix.length
+            limit = columns_behind + (self.limit if self.groups.rows_per_input == 1 else 0)
+            with _own_errors(model):
+                expand_cache(model, cache, 1, len(self.groups), limit, call, is_prefix=True)
+        return prefix.of_rests(self.first_rows)
 
-    def _forward(self, cache: Cache | None, facts: ModelFacts) -> ModelOutput:
-        is_static = kv_layers.is_static(cache)
+    def _forward(self, arguments: dict[str, Any], cache: Cache | None, facts: ModelFacts) -> ModelOutput:
+        """Returns the outputs of one row per group; raises LeaveAlone if one of all rows would have given others."""
+        tensors = facts.row_tensors() if facts.row_states is None else None
         try:
-            with filling_all_rows(cache, self.groups) if is_static else nullcontext():
-                return self.forward(self.arguments)
+            with filling_all_rows(cache, self.groups) if kv_layers.is_static(cache) else nullcontext():
+                outputs = self.forward(arguments)
         except Exception:  # the states of another call may be of more rows
-            if facts.row_states is None:
+            if tensors is not None:
                 facts.row_states = self.checks.row_states({self.groups.rows}) or None
                 LeaveAlone.for_any(facts.row_states or [])
             raise
-
-    def _check(
-        self,
-        outputs: ModelOutput,
-        cache: Cache | None,
-        facts: ModelFacts,
-        tensors: dict[tuple[int, str], Tensor] | None,
-    ) -> None:
-        """Raises LeaveAlone if the forward shows that one of all rows would have given others.
-
-        tensors: those on the model's modules before, None if it is known that none are of its rows.
-        """
         if self.prefix is not None and outputs["logits"].isnan().any():  # torch hides NaN of few keys without a mask
             raise LeaveAlone([NAN])
         if tensors is not None:
-            sizes = {len(self.groups)}
-            facts.row_states = self.checks.row_states(sizes, tensors)
+            facts.row_states = self.checks.row_states({len(self.groups)}, tensors)
             LeaveAlone.for_any(facts.row_states)
         if cache is None and self.first_rows.get("use_cache", True):
             new_cache = kv_layers.cache_of(outputs)  # by the model, as all do in transformers 5.0
             facts.row_states = [NO_CACHE] if new_cache is None else kv_layers.unsupported_types(new_cache)
             LeaveAlone.for_any(facts.row_states)
+        return outputs
 
     def _expand(self, outputs: ModelOutput, user_cache: Cache | None) -> None:
         """Makes the outputs of one row per group those of all rows, and adds to the report.
 
         user_cache: what the forward was given. Some fill it and do not return it (BERT with `is_decoder=False`).
         """
-        call, groups, report = self.call, self.groups, self.call.report
+        call, groups, report = self.checks.call, self.groups, self.checks.call.report
+        cache = next((value for value in outputs.values() if isinstance(value, Cache)), user_cache)
         call.is_accelerated = True
         if len(groups) < groups.rows:
             what = "one row per input" if groups.are_inputs else "one of each group of equal rows"
             report.shared.append(f"prefill: {what}")
-        for cache in _caches_of(outputs, user_cache):
-            if kv_layers.is_static(cache):
-                report.add_reasons(KV_CACHE, [STATIC_CACHE])
-                continue
+        if kv_layers.is_static(cache):
+            report.add_reasons(KV_CACHE, [STATIC_CACHE])
+        elif cache is not None:
             if not groups.are_inputs:
                 kv_layers.take_rows(cache, groups.of_rows[:: groups.rows_per_input])
-            expand_cache(self.model, cache, groups.inputs, groups.rows_per_input, self.limit, call)
+            expand_cache(self.checks.model, cache, groups.inputs, groups.rows_per_input, self.limit, call)
         if not groups.are_inputs and groups.rows_per_input == 1:
             sizes = ", ".join(map(str, groups.sizes[:8]))
             text = f"stored for each row: equal rows come in groups of {sizes}, not of one size"
             report.add_reasons(KV_CACHE, [Reason("GROUP_SIZES_DIFFER", text)])
         if (prefix := self.prefix) is not None:
             report.set_prefix(prefix.length, prefix.length * (len(groups) - 1) + prefix.kept, prefix.kept)
-        for name, value in tuple(outputs.items()):
-            if not isinstance(value, Cache):
-                outputs[name] = row_groups.repeat(name, value[:, -1:] if name == "logits" else value, groups)
-
-
-def _caches_of(outputs: ModelOutput, user_cache: Cache | None) -> list[Cache]:
-    """The caches among the outputs, and the user's if it is none of these or of their parts."""
-    caches = [value for value in outputs.values() if isinstance(value, Cache)]
-    parts = [part for cache in caches for part in (cache, *kv_layers.parts(cache))]
-    return caches if user_cache is None or user_cache in parts else [*caches, user_cache]
+        outputs["logits"] = outputs["logits"][:, -1:]
+        for name, value in row_groups.repeat(outputs, groups).items():
+            outputs[name] = value
 
 
 def expand_cache(
@@ -280,29 +255,29 @@ def _own_errors(model: HostModel) -> Iterator[None]:
 
 def groups_of_equal_rows(
     call: GenerateCall, model: HostModel, arguments: dict[str, Any], generation_config: Any
-) -> tuple[RowGroups, bool, list[Reason]]:
-    """Which consecutive rows are equal: those of beams, of samples, or repeated by the caller.
+) -> tuple[RowGroups, list[Reason]]:
+    """Which consecutive rows are equal (beams, samples, or repeated by the caller), and why they are too few to gain.
 
-    Also whether they were compared, and why they are too few to gain anything. Repetitions are looked for where they
-    would gain something: Whisper's own generate repeats its inputs, and so do callers, who need not repeat all of them
-    equally often (a batch of an evaluation may begin in the middle of the samples of a prompt).
+    Repetitions are looked for where they would gain something: Whisper's own generate repeats its inputs, and so do
+    callers, who need not repeat all of them equally often (a batch of an evaluation may begin in the middle of the
+    samples of a prompt).
     """
     rows_per_input = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     rows = arguments["input_ids"].shape[0]
-    each = RowGroups([1] * rows)
+    each = RowGroups([1] * rows, are_equal=True)
     if rows < 2:
-        return each, False, [ONE_ROW]
+        return each, [ONE_ROW]
     if rows % rows_per_input:
         text = f"{rows} rows are no multiple of {rows_per_input} beams or samples"
-        return each, False, [Reason("ROWS_NOT_MULTIPLE", text)]
+        return each, [Reason("ROWS_NOT_MULTIPLE", text)]
     groups = RowGroups([rows_per_input] * (rows // rows_per_input))
     reasons = too_small_reasons(call, model, arguments, 1 if rows_per_input == 1 else len(groups))
     if rows_per_input > 1:
-        return groups, False, reasons
+        return groups, reasons
     if reasons or untested_reasons(model):
-        return each, False, [ONE_ROW, *reasons]
+        return each, [ONE_ROW, *reasons]
     groups = row_groups.repetitions_sync(arguments, rows)
-    return groups, True, [ONE_ROW] if len(groups) == rows else too_small_reasons(call, model, arguments, len(groups))
+    return groups, [ONE_ROW] if len(groups) == rows else too_small_reasons(call, model, arguments, len(groups))
 
 
 def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str, Any], kept: int) -> list[Reason]:
@@ -323,14 +298,13 @@ def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str,
     return [Decision("TOO_SMALL", "the model is too small to gain", detail)]
 
 
-# The library's own static caches, which a prefill with one row per group fills for all rows. Their layers stay the
-# library's, for which it compiles its steps: keys and values are written by its `update` to where a prefill with all
-# rows writes them.
-
-
 @contextmanager
 def filling_all_rows(cache: object, groups: RowGroups) -> Iterator[None]:
-    """Inside this context a static cache takes and returns one row per group, and keeps it for all of its rows."""
+    """Inside this context a `StaticCache` takes and returns one row per group, and keeps it for all of its rows.
+
+    Its layers stay the library's, for which it compiles its steps: their `update` writes to where a prefill with all
+    rows writes.
+    """
 
     def fill_all_rows(update: Callable[..., KV], keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> KV:
         of_rows, firsts = groups.of_rows.to(keys.device), groups.firsts.to(keys.device)

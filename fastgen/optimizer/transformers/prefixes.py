@@ -28,7 +28,7 @@ from fastgen.optimizer.decoding.rollback import Rollback, undo_of_tensors
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import kv_layers
 from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel
-from fastgen.optimizer.transformers.kept_prefix import PrefixReuse, reuse_of
+from fastgen.optimizer.transformers.kept_prefix import PLAIN, PrefixReuse, reuse_of
 from fastgen.optimizer.transformers.models import images
 from fastgen.optimizer.transformers.row_groups import IMAGES
 
@@ -42,54 +42,53 @@ COLUMNS = (TOKENS, EMBEDS, MASK, POSITIONS, TYPES)
 
 @dataclass(frozen=True)
 class CommonPrefix:
-    """length: columns that all rows have in common; columns_behind: those that follow. order: int64 `[rows, length of
-    the prompt]`, the order of the columns that puts the prefix first; None where it is that already, because no row has
-    padding on the left. kept: how many of the first columns an earlier call has kept; kept_layers: keys and values of
-    as many or more, of each layer. head: how many are to be kept for the next one, which are computed by themselves.
-    images: those of the prefix, and those behind it."""
+    """length: columns that all rows have in common. padding: int64 `[rows]`, the columns on the left of each row that
+    are none of it; None if there are none. kept: how many of the first columns an earlier call has kept; kept_layers:
+    keys and values of as many or more, of each layer. head: how many are to be kept for the next one, which are
+    computed by themselves. images: those of the prefix, and those behind it."""
 
     length: int
-    columns_behind: int
-    order: Tensor | None
+    padding: Tensor | None = None
     kept: int = 0
     kept_layers: Sequence[KV] = ()
     head: int = 0
     images: tuple[dict[str, Any], dict[str, Any]] | None = None
 
-    @classmethod
-    def after(cls, length: int, columns: int, padding: Tensor | None) -> CommonPrefix:
-        """The first `length` of so many columns, behind the padding `[rows]` on the left of each row."""
-        if padding is None:
-            return cls(length, columns - length, None)
-        places, padding = torch.arange(columns, device=padding.device).expand(len(padding), columns), padding[:, None]
-        behind = torch.where(places < length + padding, places - length, places)
-        return cls(length, columns - length, torch.where(places < length, places + padding, behind))
-
     def of_prefix(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """These arguments of a prefill, for one row that holds the prefix."""
-        found = self.of_rests(arguments)
-        for name in (TOKENS, *column_names(arguments)):
-            if name in found:
-                found[name] = found[name][:1, : self.length] if name in column_names(arguments) else found[name][:1]
-        return found if self.images is None else found | {IMAGES: self.images[0]}
+        row, names = self.of_rests(arguments), column_names(arguments)
+        for name in {TOKENS, *names} & row.keys():
+            row[name] = row[name][:1, : self.length if name in names else None]
+        return row if self.images is None else row | {IMAGES: self.images[0]}
 
     def of_rests(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """These arguments for all rows, with all columns in the order that puts the prefix first."""
         ordered = dict(arguments)
-        for name in column_names(arguments) if self.order is not None else ():
-            ordered[name] = _take(ordered[name], self.order)
+        if self.padding is not None:
+            shape, padding = prompt_of(arguments).shape[:2], self.padding[:, None]
+            places = torch.arange(shape[1], device=padding.device).expand(shape)
+            behind = torch.where(places < self.length + padding, places - self.length, places)
+            order = torch.where(places < self.length, places + padding, behind)
+            for name in column_names(arguments):
+                if (value := arguments[name]).shape[:2] == shape:
+                    ordered[name] = value.take_along_dim(order[:, :, None] if value.dim() == 3 else order, dim=1)
         return ordered if self.images is None else ordered | {IMAGES: self.images[1]}
 
     def columns(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
         """Those of the prefix, `[1, length, …]`, of the arguments that have some; no mask, where it hides nothing."""
         of_prefix = self.of_prefix(arguments)
-        found = {name: of_prefix[name] for name in column_names(arguments)}
-        if MASK in found and bool((found[MASK] == 1).all()):
-            del found[MASK]
-        return found
+        columns = {name: of_prefix[name] for name in column_names(arguments)}
+        if MASK in columns and bool((columns[MASK] == 1).all()):
+            del columns[MASK]
+        return columns
+
+    def tokens(self, arguments: dict[str, Any]) -> Tensor:
+        """Those of the prefix, `[length]`, where no embeddings stand for them."""
+        start = 0 if self.padding is None else int(self.padding[0])
+        return arguments[TOKENS][0, start : start + self.length]
 
 
-def _prompt(arguments: dict[str, Any]) -> Tensor:
+def prompt_of(arguments: dict[str, Any]) -> Tensor:
     """`[rows, length]`, or embeddings `[rows, length, width]`."""
     return arguments[TOKENS] if arguments.get(EMBEDS) is None else arguments[EMBEDS]
 
@@ -111,7 +110,7 @@ def common_prefix_sync(checks: CallChecks, arguments: dict[str, Any], generation
     The last column of each row stays outside, because its logits are wanted. Adds to the report why a prefix is not
     used. Reads the device.
     """
-    call, model, (rows, length) = checks.call, checks.model, _prompt(arguments).shape[:2]
+    call, model, (rows, length) = checks.call, checks.model, prompt_of(arguments).shape[:2]
     size, costs, reuse = size_of(model, KNOWN), call.costs, reuse_of(model)
 
     def gains(tokens: int) -> bool:
@@ -119,28 +118,23 @@ def common_prefix_sync(checks: CallChecks, arguments: dict[str, Any], generation
 
     if reuse is None and not gains((rows - 1) * (length - 1)):
         return None
-    longest, padding = _longest_sync(arguments, model.config)
-    if longest < 2:  # one may be the beginning of every text
+    prefix = longest_sync(arguments, model.config)
+    if prefix.length < 2:  # one may be the beginning of every text
         return None
-    prefix = CommonPrefix.after(longest, length, padding)
     if reuse is not None:
         prefix = _with_kept_sync(call, model, reuse, prefix, arguments, gains)
     reused = max(prefix.kept, prefix.head)
-    tokens = (rows - 1) * (longest - reused)
-    is_short = not gains(tokens)
-    if is_short and not reused and rows == 1:
-        return None
-    if is_short and reused:
-        shorter = CommonPrefix.after(reused, length, padding)
-        prefix = replace(shorter, kept=prefix.kept, kept_layers=prefix.kept_layers, head=prefix.head)
+    tokens = (rows - 1) * (prefix.length - reused)
+    if not gains(tokens):
+        if not reused:
+            detail = f"{prefix.length} tokens of all inputs, {tokens} need not be computed"
+            call.report.add_reasons(PREFIX, [Decision("PREFIX_SHORT", "too short to gain", detail)] if rows > 1 else [])
+            return None
+        prefix = replace(prefix, length=reused)
     if arguments.get(IMAGES):
-        prefix_tokens = _first_tokens(arguments, prefix.length, padding)
-        prefix = replace(prefix, images=images.split_sync(arguments, model.config, prefix_tokens))
-    if is_short and not reused:
-        detail = f"{longest} tokens of all inputs, {tokens} need not be computed"
-        reasons: list[Reason] = [Decision("PREFIX_SHORT", "too short to gain", detail)]
-    else:
-        reasons = unsupported_reasons(checks, arguments, generation_config, prefix)
+        split = images.split_sync(arguments, model.config, prefix.tokens(arguments))
+        prefix = replace(prefix, images=split)
+    reasons = unsupported_reasons(checks, arguments, generation_config, prefix)
     call.report.add_reasons(PREFIX, reasons)
     return None if reasons else prefix
 
@@ -157,12 +151,12 @@ def _with_kept_sync(
 
     gains: whether so many tokens that need not be computed are worth a forward of their own.
     """
-    rows, columns = _prompt(arguments).shape[:2]
+    rows = len(prompt_of(arguments))
     asked = longest.length if reuse.head is None else reuse.head if reuse.head <= longest.length else 0
     kept, layers = 0, list[KV]()
     if asked > 1:
-        part = replace(longest, length=asked, columns_behind=columns - asked)
-        kept, layers = reuse.found_sync(call, model, part.columns(arguments), options_of(arguments))
+        columns = replace(longest, length=asked).columns(arguments)
+        kept, layers = reuse.found_sync(call, model, columns, options_of(arguments))
     head = asked if reuse.head is not None and gains(rows * asked) else 0
     if reuse.kept is not None and not gains(rows * kept):
         detail = f"{kept} of {asked} tokens were kept"
@@ -188,7 +182,7 @@ def fill_sync(
             continue
         of_part = part.of_prefix(arguments)
         if filled and of_part.get(MASK) is None:  # from which the library knows which columns are new
-            of_part[MASK] = _prompt(of_part).new_ones(1, part.length, dtype=torch.int64)
+            of_part[MASK] = prompt_of(of_part).new_ones(1, part.length, dtype=torch.int64)
         forward(of_part)
         filled = part.length
         if reuse is not None and filled == (reuse.head or filled):
@@ -200,7 +194,7 @@ def keep_prompt_sync(call: GenerateCall, model: HostModel, arguments: dict[str, 
     reuse = None if model.config.is_encoder_decoder else reuse_of(model)
     if reuse is None or reuse.head is not None or _have_other_shapes(arguments, moves=True):
         return
-    columns = CommonPrefix(_prompt(arguments).shape[1], 0, None).columns(arguments)
+    columns = CommonPrefix(prompt_of(arguments).shape[1]).columns(arguments)
     if MASK not in columns:
         cache = kv_layers.cache_of(outputs) or kv_layers.cache_of(arguments)
         reuse.keep(call, model, columns, options_of(arguments), cache)
@@ -257,13 +251,12 @@ def unsupported_reasons(
     checks: CallChecks, arguments: dict[str, Any], generation_config: Any, prefix: CommonPrefix
 ) -> list[Reason]:
     """Why this prefix cannot be computed apart from what follows; empty if it can."""
-    config, moves, generated = checks.model.config, prefix.order is not None, generation_config.max_length or 0
-    most = _prompt(arguments).shape[1] + generated - arguments[TOKENS].shape[1]  # max_length counts no embeddings
+    config, moves, generated = checks.model.config, prefix.padding is not None, generation_config.max_length or 0
+    most = prompt_of(arguments).shape[1] + generated - arguments[TOKENS].shape[1]  # max_length counts no embeddings
     outputs = ("output_attentions", "output_hidden_states")
     outputs_of_all = [name for name in outputs if arguments.get(name) or getattr(config, name, False)]
     are_joined = prefix.images is not None and not images.can_split_sync(arguments, config)
-    plain = (type(None), bool, int, float, str)
-    foreign = [name for name, value in options_of(arguments).items() if name != IMAGES and not isinstance(value, plain)]
+    foreign = [name for name, value in options_of(arguments).items() if name != IMAGES and not isinstance(value, PLAIN)]
     foreign = foreign or _have_other_shapes(arguments, moves)
     would_show = moves and generation_config.return_dict_in_generate
     return that_hold(
@@ -278,7 +271,7 @@ def unsupported_reasons(
 
 def _have_other_shapes(arguments: dict[str, Any], moves: bool) -> list[str]:
     """Which arguments with columns are none `[rows, length]`: M-RoPE has positions on several axes."""
-    rows, length = _prompt(arguments).shape[:2]
+    rows, length = prompt_of(arguments).shape[:2]
     found = []
     for name in column_names(arguments):
         shapes = [(rows, length)] if moves or name != POSITIONS else [(rows, length), (1, length)]
@@ -287,45 +280,23 @@ def _have_other_shapes(arguments: dict[str, Any], moves: bool) -> list[str]:
     return found
 
 
-def _longest_sync(arguments: dict[str, Any], config: Any) -> tuple[int, Tensor | None]:
-    """The length of the longest common prefix of what the mask does not hide, and how much padding is on the left of
-    each row, `[rows]`, None if there is none."""
-    prompt = _prompt(arguments)
-    rows, length = prompt.shape[:2]
-    mask = arguments.get(MASK)
-    columns, padding, most = None, None, length - 1
-    if mask is not None and mask.shape == (rows, length):
-        on_the_left = (mask != 0).long().argmax(dim=1)
-        if (largest := int(on_the_left.max())) > 0:
-            padding = on_the_left
-            columns = (torch.arange(length, device=prompt.device) + padding[:, None]).clamp_(max=length - 1)
-            most -= largest
+def longest_sync(arguments: dict[str, Any], config: Any) -> CommonPrefix:
+    """Returns the longest common prefix of what the mask does not hide, of length 0 if there is none."""
+    prompt, mask = prompt_of(arguments), arguments.get(MASK)
+    most, padding = prompt.shape[1] - 1, None
+    if mask is not None and mask.shape == prompt.shape[:2]:
+        padding = (mask != 0).long().argmax(dim=1)
+        largest = int(padding.max())
+        most, padding = most - largest, padding if largest else None
     if most < 1:
-        return 0, padding
+        return CommonPrefix(0, padding)
+    ordered = CommonPrefix(most, padding).of_rests(arguments)
     equal = torch.ones(most, dtype=torch.bool, device=prompt.device)
     for name in column_names(arguments):
-        value = arguments[name]
-        if value.shape[:2] != (rows, length):
-            continue
-        if columns is not None:
-            value = _take(value, columns)
-        same = (value[1:, :most] == value[:1, :most]).all(dim=0)
-        equal &= same.all(dim=1) if same.dim() == 2 else same
-        if name == MASK:
-            equal &= value[0, :most] != 0
-    found = int(equal.long().cumprod(dim=0).sum())
-    if arguments.get(IMAGES):
-        found = images.length_without_others_sync(arguments, config, _first_tokens(arguments, found, padding))
-    return found, padding
-
-
-def _first_tokens(arguments: dict[str, Any], length: int, padding: Tensor | None) -> Tensor:
-    start = 0 if padding is None else int(padding[0])
-    return arguments[TOKENS][0, start : start + length]
-
-
-def _take(value: Tensor, columns: Tensor) -> Tensor:
-    """`[rows, length, …]` with the columns of each row in this order."""
-    if value.dim() == 3:
-        columns = columns[:, :, None].expand(-1, -1, value.shape[2])
-    return value.gather(1, columns)
+        if (value := ordered[name]).shape[:2] == prompt.shape[:2]:
+            equal &= (value[1:, :most] == value[:1, :most]).transpose(0, 1).flatten(1).all(dim=1)
+            equal &= name != MASK or value[0, :most] != 0
+    prefix = CommonPrefix(int(equal.long().cumprod(dim=0).sum()), padding)
+    if not arguments.get(IMAGES):
+        return prefix
+    return replace(prefix, length=images.length_without_others_sync(arguments, config, prefix.tokens(arguments)))

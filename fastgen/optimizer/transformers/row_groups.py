@@ -40,12 +40,12 @@ class RowGroups:
     """Rows that are equal, next to each other: `sizes` of the groups, one after the other.
 
     An input has as many rows (`rows_per_input`) as divide all groups: of groups of 16 and 8 rows, 8; of 5 and 3, one.
-    are_inputs: all are of one size, so that each is an input. firsts: the first row of each group, int64 `[groups]`.
-    of_rows: the group of each row, int64.
+    are_inputs: all are of one size, so that each is an input. are_equal: the rows were compared. firsts: the first row
+    of each group, int64 `[groups]`. of_rows: the group of each row, int64.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: Sequence[int], are_equal: bool = False) -> None:
+        self.sizes, self.are_equal = sizes, are_equal
         self.rows, self.rows_per_input = sum(sizes), math.gcd(*sizes) or 1  # of an empty batch
         self.inputs = self.rows // self.rows_per_input
         self.are_inputs = len(sizes) == self.inputs
@@ -82,23 +82,23 @@ def unsupported_reasons(model_type: str, arguments: dict[str, Any], rows: int) -
     return reasons
 
 
-def take(arguments: dict[str, Any], rows: int, kept: Tensor) -> dict[str, Any]:
+def take(arguments: Mapping[str, Any], rows: int, kept: Tensor) -> dict[str, Any]:
     """The same arguments with these of their rows (int64) only; images stay, no decoding step looks at them."""
-    taken = dict(arguments)
-    for name, value in arguments.items():
-        if isinstance(value, ModelOutput):
-            taken[name] = type(value)(**take(value, rows, kept))
-        elif isinstance(value, Tensor) and (dim := _row_dim(name, value, rows)) is not None:
-            taken[name] = value.index_select(dim, kept.to(value.device))
-    return taken
+    return {name: _taken(name, value, rows, kept) for name, value in arguments.items()}
 
 
-def repeat(name: str, value: Any, groups: RowGroups) -> Any:
-    """A value of one row per group (a tensor, or tuples of tensors) with all rows of each group."""
+def repeat(arguments: Mapping[str, Any], groups: RowGroups) -> dict[str, Any]:
+    """The arguments or outputs of one row per group with all rows of each group."""
+    return {name: _taken(name, value, len(groups), groups.of_rows) for name, value in arguments.items()}
+
+
+def _taken(name: str, value: Any, rows: int, kept: Tensor) -> Any:
+    if isinstance(value, ModelOutput):
+        return type(value)(**take(value, rows, kept))
     if isinstance(value, tuple):
-        return tuple(repeat(name, part, groups) for part in value)
-    dim = _row_dim(name, value, len(groups)) if isinstance(value, Tensor) else None
-    return value if dim is None else value.index_select(dim, groups.of_rows.to(value.device))
+        return tuple(_taken(name, part, rows, kept) for part in value)
+    dim = _row_dim(name, value, rows) if isinstance(value, Tensor) else None
+    return value if dim is None else value.index_select(dim, kept.to(value.device))
 
 
 def groups_are_equal_sync(arguments: dict[str, Any], groups: RowGroups) -> bool:
@@ -112,7 +112,7 @@ def repetitions_sync(arguments: dict[str, Any], rows: int) -> RowGroups:
     """Equal rows that stand next to each other. Reads the device."""
     others = (~_equal_to_row_before_sync(arguments, rows)).nonzero().flatten() + 1
     starts = [0, *others.tolist()]
-    return RowGroups([end - start for start, end in zip(starts, [*starts[1:], rows])])
+    return RowGroups([end - start for start, end in zip(starts, [*starts[1:], rows])], are_equal=True)
 
 
 def _equal_to_row_before_sync(arguments: dict[str, Any], rows: int) -> Tensor:

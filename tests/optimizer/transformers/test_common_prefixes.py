@@ -246,11 +246,11 @@ def test_the_longest_common_prefix_leaves_a_token_of_each_row(rows, side):
         place = slice(longest - len(tokens), None) if side == "left" else slice(len(tokens))
         ids[row, place], mask[row, place] = torch.tensor(tokens), 1
     inputs = {"input_ids": ids, "attention_mask": mask}
-    found, padding = prefixes._longest_sync(inputs, None)
+    prefix = prefixes.longest_sync(inputs, None)
     most = min(map(len, rows)) - (side == "left" or min(map(len, rows)) == longest)
     common = next((n for n in range(most) if len({tokens[n] for tokens in rows}) > 1), most)
-    assert found == common
-    moved = prefixes.CommonPrefix.after(common, longest, padding).of_rests(inputs)
+    assert prefix.length == common
+    moved = prefix.of_rests(inputs)
     for row, tokens in enumerate(rows):
         assert moved["input_ids"][row][moved["attention_mask"][row] == 1].tolist() == tokens
         assert moved["input_ids"][row, :common].tolist() == tokens[:common]

@@ -129,7 +129,7 @@ def test_the_library_is_asked_before_sharing_is_switched_off(refused):
 
     def fail(expand: Callable, plan: Any, *others: Any) -> None:
         if refused:
-            plan.model.lm_head = None
+            plan.checks.model.lm_head = None
         raise KeyError("ours")
 
     if refused:

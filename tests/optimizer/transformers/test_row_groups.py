@@ -14,7 +14,8 @@ def test_position_ids_of_several_axes_have_their_rows_second(axes):
     position_ids = torch.arange(axes * 6 * 5).view(axes, 6, 5)  # with 6 axes as many axes as rows
     given = row_groups.take({"position_ids": position_ids}, 6, RowGroups([3, 3]).firsts)["position_ids"]
     assert torch.equal(given, position_ids[:, [0, 3]])
-    assert torch.equal(row_groups.repeat("position_ids", given, RowGroups([3, 3])), position_ids[:, [0, 0, 0, 3, 3, 3]])
+    repeated = row_groups.repeat({"position_ids": given}, RowGroups([3, 3]))["position_ids"]
+    assert torch.equal(repeated, position_ids[:, [0, 0, 0, 3, 3, 3]])
 
 
 def test_rows_of_position_ids_are_compared_row_by_row():

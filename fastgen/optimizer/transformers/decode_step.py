@@ -50,7 +50,7 @@ class TransformersDecodeStep(DecodeStep):
         self.checks, self.generation_config = checks, config
         self.processors, self.arguments = processors, arguments
         self._dynamic: Any = None  # the cache before the capture, for eager steps after it
-        self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: what was given, the padding, and what it gave
+        self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: an argument, the padding, and both together
         cache = kv_layers.cache_of(arguments)
         undos = [] if cache is None else [kv_layers.undo_of(cache)]
         self._rollback = Rollback(undo_of_random_numbers(model.device), undo_of_attributes(processors), *undos)
@@ -138,21 +138,16 @@ class TransformersDecodeStep(DecodeStep):
         """
         is_cross = self.model.config.is_encoder_decoder
         masks, encoded = tree_leaves(inputs.get(MASK)), inputs.get(ENCODED)
-        dims = 2 if is_cross else 4
-        fits = bool(masks) and all(isinstance(mask, Tensor) and mask.dim() == dims for mask in masks)
-        if fits and is_cross:  # encoders of sound downsample: a mask may be longer
-            fits = encoded is not None and masks[0].shape[1] == encoded[0].shape[1]
-        if not fits:
+        if not masks or any(not isinstance(mask, Tensor) or mask.dim() != (2 if is_cross else 4) for mask in masks):
             raise CannotPad
-        padded = dict(inputs)
+        if is_cross and (encoded is None or masks[0].shape[1] != encoded[0].shape[1]):  # encoders of sound downsample
+            raise CannotPad
         for name in (MASK, ENCODED) if is_cross else (MASK,):
-            known, of, found = self._padded.get(name, (None, 0, None))
-            if known is not inputs[name] or of != padding:
-                pad = _hidden_before if name == MASK else _zeros_before
-                found = tree_map_only(Tensor, partial(pad, padding=padding), inputs[name])
-                self._padded[name] = inputs[name], padding, found
-            padded[name] = found
-        return padded
+            value, length, _ = self._padded.get(name, (None, 0, None))
+            if value is not inputs[name] or length != padding:
+                pad = partial(_hidden_before if name == MASK else _zeros_before, padding=padding)
+                self._padded[name] = inputs[name], padding, tree_map_only(Tensor, pad, inputs[name])
+        return {**inputs, **{name: padded for name, (_, _, padded) in self._padded.items()}}
 
     def reorder(self, beam_idx: Tensor) -> None:
         """Row i goes on with the keys of row `beam_idx[i]`; ValueError where the library raises it, too."""
@@ -205,8 +200,7 @@ class TransformersDecodeStep(DecodeStep):
         super().compact(batch_index, rows)
         self.processors = copy.copy(self.processors)
         for index, processor in enumerate(self.processors):  # one knows how long the padding of each row is
-            lengths = getattr(processor, "prompt_ignore_length", None)
-            if isinstance(lengths, Tensor):
+            if isinstance(lengths := getattr(processor, "prompt_ignore_length", None), Tensor):
                 self.processors[index] = copy.copy(processor)
                 self.processors[index].prompt_ignore_length = lengths.index_select(0, rows.to(lengths.device))
 

@@ -61,10 +61,6 @@ class PrefixReuse:
         self.kept: KeptPrefix | None = None
         self._state: tuple[GenerateCall, tuple[Any, ...] | None] | None = None
 
-    def is_of(self, model: Any) -> bool:
-        """Whether this model's calls are meant; PEFT's models and others call `generate` of one inside."""
-        return model is self.model or any(model is module for module in self.model.modules())
-
     def found_sync(
         self, call: GenerateCall, model: checks.HostModel, columns: dict[str, Tensor], options: dict[str, Any]
     ) -> tuple[int, list[KV]]:
@@ -107,14 +103,12 @@ class PrefixReuse:
     def _state_of(self, call: GenerateCall, model: checks.HostModel) -> tuple[Any, ...] | None:
         """All that keys and values depend on beside the prompt, looked up once for each call; None if it is not known
         of the weights."""
-        known = self._state
-        if known is None or known[0] is not call:
-            facts = call.facts_of(model, checks.KNOWN)
+        if self._state is None or self._state[0] is not call:
+            facts, device = call.facts_of(model, checks.KNOWN), model.device.type
             sums = checksums_sync(facts) if self.check_weights else []
-            device = model.device.type
             autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            known = self._state = call, None if sums is None else (facts, torch_settings(), autocast, sums)
-        return known[1]
+            self._state = call, None if sums is None else (facts, torch_settings(), autocast, sums)
+        return self._state[1]
 
 
 def _cache_reasons(cache: Cache | None, length: int) -> list[Reason]:
@@ -180,5 +174,6 @@ def _factors(count: int, device: torch.device) -> Tensor:
 
 
 def reuse_of(model: checks.HostModel) -> PrefixReuse | None:
-    """Returns that of the innermost `reusing_prefix` for this model."""
-    return next((reuse for reuse in settings_of(PrefixReuse) if reuse.is_of(model)), None)
+    """Returns that of the innermost `reusing_prefix` for this model; PEFT's models and others call one inside."""
+    innermost_first = settings_of(PrefixReuse)
+    return next((reuse for reuse in innermost_first if model is reuse.model or model in reuse.model.modules()), None)

@@ -192,14 +192,13 @@ def adopt(
 
     before = reversed([layer for layer in layers_of(cache) if isinstance(layer, KVLayer)])
     prefixes = {layer.kv: layer.kv.segments(layer.index)[-1][0] for layer in before}  # keys of the first layer of each
-    kinds, repeated, writes_in_place = _layers_by_kind(cache, inputs, rows_per_input, limit, call, should_share)
-    gains = any(shares for _, shares, *_ in kinds) or (writes_in_place and not call.host.user_code)
+    kinds, repeated, gains = _layers_by_kind(cache, inputs, rows_per_input, limit, call, should_share)
     shared: Counter[str] = Counter()
     kv, few = KVCache(inputs, rows_per_input, usage=call.report.kernels), 0
-    for (is_cross, shares, outgrows_window, *_), places in kinds.items():
+    for (is_cross, shares, stays, *_), places in kinds.items():
         shared["cross" if is_cross else "prompt"] += shares * len(places)
         few += len(places) * (share is None and not shares)
-        if shares or (gains and not call.host.user_code and not outgrows_window):
+        if gains and not stays:
             _put_in(kv, places, shares, None if is_cross else limit, call.host.user_code)
         else:
             for part, index in places:
@@ -213,7 +212,8 @@ def adopt(
     if shared["prompt"]:
         what = "the prefix's keys and values: once for all rows" if is_prefix else PROMPT_ONCE
         call.report.shared.append(f"{what}, {shared['prompt']} layers")
-    reasons = [Reason("LAYER_TYPE", f"{count} layers of {name} stored for each row") for name, count in repeated]
+    counts = sorted(repeated.items())
+    reasons = [Reason("LAYER_TYPE", f"{count} layers of {name} stored for each row") for name, count in counts]
     if few:
         reasons.append(Decision("FEW_KEYS", f"{few} layers stored for each row: too few keys to gain"))
     call.report.add_reasons(KV_CACHE, reasons)
@@ -224,12 +224,13 @@ def adopt(
 
 def _layers_by_kind(
     cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall, should_share: Callable[..., bool]
-) -> tuple[dict[tuple, list[tuple[Cache, int]]], list[tuple[str, int]], bool]:
-    """Returns layers to adopt by what those of a buffer have in common, the number of others, whose rows it repeats, by
-    their class, and whether writing in place pays."""
+) -> tuple[dict[tuple, list[tuple[Cache, int]]], Counter[str], bool]:
+    """Returns layers by what those of a buffer have in common, the number of those of other classes, whose rows it
+    repeats, and whether anything gains by it. A layer stays the library's if it is not shared, and user code may look
+    at it or its window drops positions."""
     kinds: dict[tuple, list[tuple[Cache, int]]] = {}
     repeated: Counter[str] = Counter()
-    writes_in_place = False
+    gains = False
     for part, is_cross in zip(parts(cache), (False, True)):
         for index, layer in enumerate(part.layers):
             if isinstance(layer, KVLayer):
@@ -240,28 +241,24 @@ def _layers_by_kind(
             elif layer.is_initialized and layer.keys.numel():
                 keys, shares = layer.keys, should_share(layer.keys, is_cross)
                 slides = getattr(layer, "sliding_window", None) is not None and not shares
-                if not is_cross and not slides:
-                    writes_in_place |= call.costs.should_write_in_place(keys, rows_per_input, limit)
                 outgrows_window = slides and layer.sliding_window <= keys.shape[2] + limit
-                kind = is_cross, shares, outgrows_window, keys.shape, layer.values.shape, keys.dtype, keys.device
+                stays = outgrows_window or (call.host.user_code and not shares)
+                writes = not (is_cross or slides or stays)
+                gains |= shares or (writes and call.costs.should_write_in_place(keys, rows_per_input, limit))
+                kind = is_cross, shares, stays, keys.shape, layer.values.shape, keys.dtype, keys.device
                 kinds.setdefault(kind, []).append((part, index))
-    return kinds, sorted(repeated.items()), writes_in_place
+    return kinds, repeated, gains
 
 
 def _put_in(kv: KVCache, places: list[tuple[Cache, int]], shares: bool, limit: int | None, user_code: bool) -> None:
     """Puts `KVLayer`s in the place of these layers, all of one kind."""
-    prompts = []
-    for part, index in places:
-        pair = part.layers[index].keys.contiguous(), part.layers[index].values.contiguous()
-        if user_code:  # which may have kept what it saw, and write into it
-            pair = pair[0].clone(), pair[1].clone()
-        prompts.append((pair,))
+    layers = [part.layers[index] for part, index in places]
+    prompts = [((layer.keys.contiguous(), layer.values.contiguous()),) for layer in layers]
     if limit is not None and not shares:
-        limit += prompts[0][0][0].shape[2]
-    for (part, index), number in zip(places, kv.add_layers(prompts, limit)):
+        limit += layers[0].keys.shape[2]
+    for (part, index), layer, number in zip(places, layers, kv.add_layers(prompts, limit)):
         if not shares:
             kv.repeat_prompt(number)
-        layer = part.layers[index]
         part.layers[index] = ADOPTED[type(layer)](layer, kv, number, user_code)
 
 

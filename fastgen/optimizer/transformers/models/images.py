@@ -19,23 +19,20 @@ from fastgen.optimizer.decoding.rollback import LeaveAlone
 from fastgen.optimizer.transformers.row_groups import IMAGES, RowGroups
 
 
-def _rows_sync(arguments: dict[str, Any], config: Any) -> dict[str, list[Tensor]] | None:
-    """For each modality the numbers of the features of each row, int64; None where they are not known."""
-    found = {}
+def _rows_sync(arguments: dict[str, Any], config: Any) -> dict[str, tuple[int, list[Tensor]]] | None:
+    """For each modality its placeholder token, and the numbers of the features of each row, int64; None where they are
+    not known."""
+    rows = {}
     for modality, output in arguments[IMAGES].items():
-        items = getattr(output, "pooler_output", None)
-        if items is None or _token_id(config, modality) is None or arguments.get("inputs_embeds") is not None:
+        items, token = getattr(output, "pooler_output", None), getattr(config, f"{modality}_token_id", None)
+        if items is None or token is None or arguments.get("inputs_embeds") is not None:
             return None
-        counts = (arguments["input_ids"] == _token_id(config, modality)).sum(-1).tolist()
+        counts = (arguments["input_ids"] == token).sum(-1).tolist()
         features = torch.arange(len(_flat(items)), device=items[0].device)
         if sum(counts) != len(features):
             return None
-        found[modality] = list(features.split(counts))
-    return found
-
-
-def _token_id(config: Any, modality: str) -> int | None:
-    return getattr(config, f"{modality}_token_id", None)
+        rows[modality] = token, list(features.split(counts))
+    return rows
 
 
 def _flat(items: Any) -> Tensor:
@@ -61,7 +58,7 @@ def of_first_rows_sync(arguments: dict[str, Any], config: Any, groups: RowGroups
     if rows is None:
         raise LeaveAlone([Reason("IMAGES", f"{name}: they are not known to be those of the prompt's rows")])
     outputs = {}
-    for modality, of_rows in rows.items():
+    for modality, (_, of_rows) in rows.items():
         output = arguments[IMAGES][modality]
         deep = getattr(output, "deepstack_features", None)
         if deep is not None and not isinstance(deep[0][0], Tensor):
@@ -75,11 +72,8 @@ def of_first_rows_sync(arguments: dict[str, Any], config: Any, groups: RowGroups
     return outputs
 
 
-# Behind a common prefix.
-
-
 def can_split_sync(arguments: dict[str, Any], config: Any) -> bool:
-    """Whether columns may be computed apart: not where the tokens of images see each other or go into later layers."""
+    """Whether a prefix may be computed apart: not where tokens of images see each other or go into later layers."""
     outputs = arguments[IMAGES].values()
     is_deep = any(getattr(output, "deepstack_features", None) is not None for output in outputs)
     return not is_deep and arguments.get("token_type_ids") is None and _rows_sync(arguments, config) is not None
@@ -88,8 +82,8 @@ def can_split_sync(arguments: dict[str, Any], config: Any) -> bool:
 def length_without_others_sync(arguments: dict[str, Any], config: Any, tokens: Tensor) -> int:
     """How many of the tokens `[length]` that all rows begin with have the same features in all rows, too."""
     length = len(tokens)
-    for modality, rows in (_rows_sync(arguments, config) or {}).items():
-        places = (tokens[:length] == _token_id(config, modality)).nonzero()[:, 0]
+    for modality, (token, rows) in (_rows_sync(arguments, config) or {}).items():
+        places = (tokens[:length] == token).nonzero()[:, 0]
         features = _flat(arguments[IMAGES][modality].pooler_output)
         of_rows = torch.stack([features[row[: len(places)]] for row in rows])  # [rows, placeholders, width]
         differ = (of_rows != of_rows[0]).any(dim=-1).any(dim=0)
@@ -101,8 +95,8 @@ def length_without_others_sync(arguments: dict[str, Any], config: Any, tokens: T
 def split_sync(arguments: dict[str, Any], config: Any, tokens: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     """The items that belong to the tokens `[length]` of a common prefix, and those behind it in all rows."""
     first, behind = {}, {}
-    for modality, rows in (_rows_sync(arguments, config) or {}).items():
-        output, count = arguments[IMAGES][modality], int((tokens == _token_id(config, modality)).sum())
+    for modality, (token, rows) in (_rows_sync(arguments, config) or {}).items():
+        output, count = arguments[IMAGES][modality], int((tokens == token).sum())
         if count:
             first[modality] = _chosen(output, rows[0][:count])
         if len(left := torch.cat([row[count:] for row in rows])):

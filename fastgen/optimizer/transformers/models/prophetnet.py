@@ -62,21 +62,19 @@ def _is_step(model: Any, args: tuple, kwargs: dict[str, Any], prefix: str) -> bo
 
     prefix: of the names of the decoder's arguments.
     """
-    call = current_call()
+    call, config = current_call(), model.config
+    input_ids, mask = kwargs.get(f"{prefix}input_ids"), kwargs.get(f"{prefix}attention_mask")
     if call is None or call.host.user_code or args or model.training or torch.is_grad_enabled():
         return False
     unread = ("labels", f"{prefix}inputs_embeds", "output_attentions", "output_hidden_states")
-    if any(kwargs.get(name) is not None and kwargs[name] is not False for name in unread):
+    asks = [*map(kwargs.get, unread), config.output_attentions, config.output_hidden_states]
+    if any(value is not None and value is not False for value in asks):
         return False
-    config: Any = model.config
-    cache: Any = kwargs.get(CACHE)
-    if config.output_attentions or config.output_hidden_states or not kwargs.get("return_dict", config.return_dict):
+    if not kwargs.get("return_dict", config.return_dict) or input_ids is None or input_ids.shape[1] != 1:
         return False
-    input_ids = kwargs.get(f"{prefix}input_ids")
-    if input_ids is None or input_ids.shape[1] != 1 or not _is_filled(cache, model, kwargs):
+    if not _is_filled(kwargs.get(CACHE), model, kwargs):
         return False
-    mask = kwargs.get(f"{prefix}attention_mask")
-    if mask is not None and tuple(mask.shape) != (input_ids.shape[0], cache.get_seq_length() + 1):
+    if mask is not None and tuple(mask.shape) != (input_ids.shape[0], kwargs[CACHE].get_seq_length() + 1):
         return False
     if call.host.has_callbacks:
         call.has_changed(model)  # then it is looked at anew

@@ -44,7 +44,8 @@ class KVLayer(DynamicLayer):
     """Layer `index` of `kv` in the place of `layer`.
 
     Reading `keys` or `values` gives tensors of the full shape `[rows, kv_heads, length, head_dim]`. Methods of
-    `DynamicLayer` that are not overridden here read and assign them; an assignment makes the layer the library's.
+    `DynamicLayer` that are not overridden here read and assign them; an assignment makes the layer the library's. If
+    the window of a layer of a `StaticKVCache` slides, everything fits (`layer_reasons`): only masks differ.
     user_code: the attention is not the library's, and may expect of its keys all that holds for those of a plain layer.
     """
 
@@ -56,6 +57,8 @@ class KVLayer(DynamicLayer):
         self.kv: Any = kv
         self.index, self.user_code = index, user_code
 
+    is_compileable = property(lambda self: isinstance(self.kv, StaticKVCache))  # masks are made before the step
+    is_sliding = property(lambda self: issubclass(self.library_class, DynamicSlidingWindowLayer))
     keys: Any = property(
         lambda self: self._read("keys", 0), lambda self, keys: setattr(self.to_dynamic_layer(), "keys", keys)
     )
@@ -81,7 +84,14 @@ class KVLayer(DynamicLayer):
         return self.kv.read(self.index)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int | Tensor:
+        if self.is_compileable and self.index < self.kv.growing:
+            return self.kv.seq_lengths[self.index]
         return self.kv.length(self.index)
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        if self.is_compileable:
+            return self.kv.prompt_length + self.kv.capacity, 0
+        return super().get_mask_sizes(*args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         stays = True  # indices on a device are trusted, not read
@@ -96,10 +106,12 @@ class KVLayer(DynamicLayer):
     def to_dynamic_layer(self) -> DynamicLayer:
         """Makes this layer the library's with the same content, in the memory of what was materialized of it."""
         keys, values = self.kv.copy(self.index)
+        if self.is_sliding:  # keeps one position less than it shows
+            if self.is_compileable:
+                self.cumulative_length = keys.shape[2]
+            keys, values = cut((keys, values), 1 - self.sliding_window, None)
         self.__class__ = self.library_class
         del self.kv, self.index, self.user_code, self.library_class
-        if isinstance(self, DynamicSlidingWindowLayer):  # keeps one position less than it shows
-            keys, values = cut((keys, values), 1 - self.sliding_window, None)
         self.keys, self.values = keys, values
         return self
 
@@ -123,24 +135,6 @@ class KVSlidingLayer(KVLayer, DynamicSlidingWindowLayer):
 
     def _read(self, name: str, which: int) -> Tensor:
         return getattr(self.to_dynamic_layer(), name)  # without the first position that the last update has returned
-
-
-class StaticKVLayer(KVLayer):
-    """A layer of a `StaticKVCache`. If its window slides, everything fits (`layer_reasons`): only masks differ."""
-
-    is_compileable = True  # the library makes masks before the step, for the whole capacity
-    is_sliding = property(lambda self: issubclass(self.library_class, DynamicSlidingWindowLayer))
-
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int | Tensor:
-        return self.kv.seq_lengths[self.index] if self.index < self.kv.growing else self.kv.length(self.index)
-
-    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        return self.kv.prompt_length + self.kv.capacity, 0
-
-    def to_dynamic_layer(self) -> DynamicLayer:
-        if self.is_sliding:
-            self.cumulative_length = self.kv.length(self.index)
-        return super().to_dynamic_layer()
 
 
 ADOPTED = {DynamicLayer: KVLayer, DynamicSlidingWindowLayer: KVSlidingLayer}
@@ -345,7 +339,7 @@ def view_of(cache: Cache, static: StaticKVCache) -> Cache:
 
 def use(cache: Cache, static: StaticKVCache) -> None:
     """Lets the layers of this cache be those of a `StaticKVCache`, all or none; lets go of their own memory."""
-    layers = iter([StaticKVLayer(layer, static, index) for index, layer in enumerate(layers_of(cache))])
+    layers = iter([KVLayer(layer, static, index) for index, layer in enumerate(layers_of(cache))])
     for part in parts(cache):
         part.layers = [*itertools.islice(layers, len(part.layers))]
 

@@ -52,8 +52,8 @@ def test_the_prefill_runs_once_per_input_and_the_cache_is_that_of_the_library(na
 @needs("torch", "2.7", "the library takes CUDA's streams, which need a GPU")
 @BOTH
 def test_layers_that_the_library_moves_to_the_cpu_and_back(arguments):
-    streams = (mock.patch.object(torch, "Stream", mock.MagicMock()), mock.patch("torch.cuda.default_stream"))
-    with streams[0], streams[1]:
+    stream = type("Stream", (mock.MagicMock,), {"__module__": "torch"})
+    with mock.patch.object(torch, "Stream", stream), mock.patch("torch.cuda.default_stream"):
         both = compared(build("llama"), padded(9, 5), **arguments, cache_implementation="offloaded_static")
     assert both.report.shared == [PREFILL] and both.fast.past_key_values.offloading
 
@@ -72,31 +72,6 @@ def test_the_next_call_may_be_the_librarys(arguments):
     assert compared(model, padded(9, 5), **arguments, **STATIC).report.shared == [PREFILL]
     with fastgen.disabled():
         assert torch.equal(model.generate(**padded(7, 8), **other, **STATIC), expected)
-
-
-@needs("transformers", "5.6", "the function that makes the cache has another name")
-@BOTH
-def test_a_cache_that_the_model_keeps_from_call_to_call(arguments):
-    """As the library did before 5.14: buffers for all rows, which every call writes from the start."""
-    model, kept = build("llama"), []
-    make = model._prepare_static_cache
-
-    def prepare(*args, **kwargs):
-        kept.append(kept[-1] if kept else make(*args, **kwargs))
-        kept[-1].reset()
-        return kept[-1]
-
-    def call():
-        kept.clear()
-        first, second = padded(9, 5), padded(9, 7, seed=2)
-        results = [model.generate(**inputs, **arguments, **STATIC) for inputs in (first, second, first)]
-        with fastgen.disabled():
-            return [*results, model.generate(**second, **arguments, **STATIC)]
-
-    with mock.patch.object(model, "_prepare_static_cache", prepare):
-        both = run_both(call)
-    assert_equal_outputs(both.stock, both.fast)
-    assert both.report.shared == [PREFILL] and len(kept) == 4
 
 
 def test_rows_that_the_caller_repeated():

@@ -70,11 +70,9 @@ class PrefixReuse:
         if kept is None or kept.columns.keys() != columns.keys() or kept.options != options:
             return 0, []
         length = min(_common_length_sync(kept.columns[name], value) for name, value in columns.items())
-        if length:
-            state = self._state_of(call, model)
-            if state is None or state[0] is not kept.state[0] or state[1:] != kept.state[1:]:
-                call.report.add_reasons(KEPT, [OUTDATED])
-                self.kept, length = None, 0
+        if length and self._state_of(call, model) != kept.state:
+            call.report.add_reasons(KEPT, [OUTDATED])
+            self.kept, length = None, 0
         return length, kept.layers
 
     def keep(
@@ -103,12 +101,13 @@ class PrefixReuse:
     def _state_of(self, call: GenerateCall, model: checks.HostModel) -> tuple[Any, ...] | None:
         """All that keys and values depend on beside the prompt, looked up once for each call; None if it is not known
         of the weights."""
-        if self._state is None or self._state[0] is not call:
+        looked_up = self._state  # by this call, or by one in another thread
+        if looked_up is None or looked_up[0] is not call:
             facts, device = call.facts_of(model, checks.KNOWN), model.device.type
             sums = checksums_sync(facts) if self.check_weights else []
             autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            self._state = call, None if sums is None else (facts, torch_settings(), autocast, sums)
-        return self._state[1]
+            looked_up = self._state = call, None if sums is None else (facts, torch_settings(), autocast, sums)
+        return looked_up[1]
 
 
 def _cache_reasons(cache: Cache | None, length: int) -> list[Reason]:

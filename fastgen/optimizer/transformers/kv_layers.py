@@ -56,9 +56,9 @@ class KVLayer(DynamicLayer):
         self.library_class = getattr(layer, "library_class", type(layer))
         self.kv: Any = kv
         self.index, self.user_code = index, user_code
+        self.is_compileable = isinstance(kv, StaticKVCache)  # then the library makes masks before the step
+        self.is_sliding = issubclass(self.library_class, DynamicSlidingWindowLayer)
 
-    is_compileable = property(lambda self: isinstance(self.kv, StaticKVCache))  # masks are made before the step
-    is_sliding = property(lambda self: issubclass(self.library_class, DynamicSlidingWindowLayer))
     keys: Any = property(
         lambda self: self._read("keys", 0), lambda self, keys: setattr(self.to_dynamic_layer(), "keys", keys)
     )
@@ -111,7 +111,7 @@ class KVLayer(DynamicLayer):
                 self.cumulative_length = keys.shape[2]
             keys, values = cut((keys, values), 1 - self.sliding_window, None)
         self.__class__ = self.library_class
-        del self.kv, self.index, self.user_code, self.library_class
+        del self.kv, self.index, self.user_code, self.library_class, self.is_compileable, self.is_sliding
         self.keys, self.values = keys, values
         return self
 

@@ -146,8 +146,11 @@ class BeamSearch:
         if allowed is None and self.step.processors:
             log_probs = self.step.processors(self.input_ids, functional.log_softmax(logits, dim=-1))
             # With the library's operations, whose errors these are; a processor may cut tokens off, or add some.
-            log_probs = torch.reshape(log_probs, [*self.scores.shape, *log_probs.shape[1:]]).flatten(0, 1)
-            width = log_probs.shape[-1]
+            by_beam = torch.reshape(log_probs, [*self.scores.shape, *log_probs.shape[1:]])
+            log_probs, width = by_beam.flatten(0, 1), by_beam.shape[-1]
+            if by_beam.dim() != 3:
+                sums = torch.reshape(by_beam + self.scores[:, :, None], (len(self.scores), -1))
+                allowed, width = torch.topk(sums, k=self.num_candidates), sums.shape[1] // self.num_beams
         candidates, index = allowed or best_of_all(logits, self.scores, self.num_candidates, log_probs)
         if self.step.steps == 1:
             self.input_ids = self.prompt

@@ -247,10 +247,12 @@ def _layers_by_kind(
 def _put_in(kv: KVCache, places: list[tuple[Cache, int]], shares: bool, limit: int | None, user_code: bool) -> None:
     """Puts `KVLayer`s in the place of these layers, all of one kind."""
     layers = [part.layers[index] for part, index in places]
-    prompts = [((layer.keys.contiguous(), layer.values.contiguous()),) for layer in layers]
+    pairs = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in layers]
+    if user_code:  # which may have kept what it saw, and write into it
+        pairs = [(keys.clone(), values.clone()) for keys, values in pairs]
     if limit is not None and not shares:
         limit += layers[0].keys.shape[2]
-    for (part, index), layer, number in zip(places, layers, kv.add_layers(prompts, limit)):
+    for (part, index), layer, number in zip(places, layers, kv.add_layers([(pair,) for pair in pairs], limit)):
         if not shares:
             kv.repeat_prompt(number)
         part.layers[index] = ADOPTED[type(layer)](layer, kv, number, user_code)

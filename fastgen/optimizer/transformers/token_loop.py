@@ -156,8 +156,9 @@ class TokenLoop:
     def drawn(self, probs: Tensor) -> Tensor:
         """A token for each row, of probabilities `[rows, vocabulary_size]`; any for those that have ended."""
         live = self.going_on
-        all_go_on = self.draws_itself and len(probs) == self.all_rows and bool(live.all())
-        is_torchs = not self.draws_itself or (all_go_on and probs.numel() < MIN_ELEMENTS_TO_DRAW)
+        draws_itself = self.draws_itself and probs.shape[:-1] == live.shape
+        all_go_on = draws_itself and len(probs) == self.all_rows and bool(live.all())
+        is_torchs = not draws_itself or (all_go_on and probs.numel() < MIN_ELEMENTS_TO_DRAW)
         if is_torchs or not probs.sum().isfinite():  # where probs are not finite, an error
             return torch.multinomial(probs, num_samples=1).squeeze(1)
         if all_go_on:

@@ -74,16 +74,16 @@ PATCHES = (
     ),
     *_group(
         "no_repeat_ngram",
-        ("no_repeat_ngram", f"{_PROCESSORS}NoRepeatNGramLogitsProcessor.{_SCORES}", "no_repeat_ngram:no_repeat_ngram"),
+        ("no_repeat_ngram", f"{_PROCESSORS}NoRepeatNGramLogitsProcessor.{_SCORES}", "processors:no_repeat_ngram"),
         (
             "encoder_ngrams",
             f"{_PROCESSORS}EncoderNoRepeatNGramLogitsProcessor.__init__(self, encoder_ngram_size, encoder_input_ids)",
-            "no_repeat_ngram:encoder_ngrams",
+            "processors:encoder_ngrams",
         ),
         (
             "no_repeat_encoder_ngram",
             f"{_PROCESSORS}EncoderNoRepeatNGramLogitsProcessor.{_SCORES}",
-            "no_repeat_ngram:no_repeat_ngram",
+            "processors:no_repeat_ngram",
         ),
     ),
     *_group(
@@ -91,7 +91,7 @@ PATCHES = (
         (
             "prefix_constrained",
             f"{_PROCESSORS}PrefixConstrainedLogitsProcessor.{_SCORES}",
-            "constrained:prefix_constrained",
+            "processors:prefix_constrained",
         ),
     ),
     *_of_seamless("seamless_m4t", "SeamlessM4T"),

@@ -20,10 +20,16 @@ from fastgen.ops.beam_top_k import Candidates, best_of_all, best_of_allowed, bes
 from fastgen.optimizer.decoding.call import count
 from fastgen.optimizer.decoding.graphs import can_capture
 from fastgen.optimizer.decoding.report import LOOP, Reason
-from fastgen.optimizer.transformers import constrained, no_repeat_ngram
 from fastgen.optimizer.transformers.call import current_call, drop_unused_outputs
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
+from fastgen.optimizer.transformers.processors import (
+    ALONE,
+    PrefixConstrainedLogitsProcessor,
+    all_rows_occur,
+    trie_alone,
+    writing_processors,
+)
 
 # What the library adds to the score of a candidate that is out of the race, and gives to slots that are free.
 OUT = -1.0e9
@@ -54,7 +60,7 @@ def beam_search(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
-    processors = no_repeat_ngram.writing_processors(logits_processor, generation_config)
+    processors = writing_processors(logits_processor, generation_config)
     arguments = input_ids, processors, stopping_criteria, generation_config, synced_gpus
     theirs = partial(original, self, *arguments, **model_kwargs)
     if (call := current_call()) is None:
@@ -115,7 +121,7 @@ class BeamSearch:
         self.complete = torch.zeros_like(self.scores, dtype=torch.bool)
         self.can_improve = torch.ones((inputs, 1), dtype=torch.bool, device=device)
         self.is_full = torch.zeros_like(self.can_improve)
-        self.is_constrained = [*map(type, step.processors)] == [constrained.PrefixConstrainedLogitsProcessor]
+        self.is_constrained = [*map(type, step.processors)] == [PrefixConstrainedLogitsProcessor]
         self.batch_index = torch.arange(inputs, device=device)
         self.beam_ids = torch.arange(self.num_beams, device=device)
         self.results: tuple[Tensor, ...] | None = None  # of all inputs, once some have left
@@ -161,7 +167,7 @@ class BeamSearch:
     def allowed_candidates(self, logits: Tensor) -> Candidates | None:
         """The scores and indices `[B, C]` of the best where a trie says what is allowed; None where all count."""
         found, count_of_rows = None, self.input_ids.shape[0]
-        if (trie := constrained.trie_alone(self.step.processors, logits.shape[1])) is None:
+        if (trie := trie_alone(self.step.processors, logits.shape[1])) is None:
             return None
         racing = (self.scores.flatten() > LOWEST).nonzero().flatten() if trie.at_dead_ends else ()
         if len(racing) not in (0, count_of_rows):  # these may be enough: in the first step it is one row of each input
@@ -169,11 +175,11 @@ class BeamSearch:
             found = best_of_different(logits, self.scores, racing[rows], tokens, self.num_candidates)
         if found is None:
             rows, tokens = trie.allowed_sync(self.input_ids)
-            if not constrained.all_rows_occur(rows, count_of_rows):
+            if not all_rows_occur(rows, count_of_rows):
                 return None
             found = best_of_allowed(logits, self.scores, rows, tokens, self.num_candidates)
         if found is not None:
-            count(constrained.ALONE)
+            count(ALONE)
         return found
 
     def advance(

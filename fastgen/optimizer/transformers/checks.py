@@ -49,7 +49,7 @@ from fastgen.optimizer.decoding.report import (
     that_hold,
 )
 from fastgen.optimizer.decoding.user_code import KnownCode, named
-from fastgen.optimizer.transformers import TESTED, architectures, compat, kv_layers, processors, row_groups
+from fastgen.optimizer.transformers import TESTED, compat, kv_layers, processors, row_groups
 from fastgen.optimizer.transformers.row_groups import RowGroups
 from fastgen.provenance import PYTHON, comes_with, packages_of
 
@@ -212,7 +212,7 @@ class CallChecks:
             (TORCH_MODE, _is_in_mode()),
             ("USER_CODE", "{} is not the library's, and may treat rows differently", user_code[:1]),
             ("COMPILED", "{} is compiled", compiled),
-            ("ROWS_COUPLED", f"{kind}: {architectures.COUPLED_ROWS.get(kind)}", kind in architectures.COUPLED_ROWS),
+            ("ROWS_COUPLED", f"{kind}: {compat.COUPLED_ROWS.get(kind)}", kind in compat.COUPLED_ROWS),
         )
 
     def row_states(self, sizes: set[int], before: dict[tuple[int, str], Tensor] | None = None) -> list[Reason]:
@@ -249,8 +249,8 @@ class CallChecks:
         moves_columns: those of a row change places. has_positions: the model is told the positions of tokens.
         """
         kind, has_layers = self.model.config.model_type, cache is not None and not kv_layers.is_static(cache)
-        is_lost = moves_columns and not has_positions and kind not in architectures.POSITIONS_OF_MASK
-        counted = architectures.COUNTED_COLUMNS.get(kind)
+        is_lost = moves_columns and not has_positions and kind not in compat.POSITIONS_OF_MASK
+        counted = compat.COUNTED_COLUMNS.get(kind)
         text: Any = self.model.config.get_text_config(decoder=True)
         ropes = getattr(text, "rope_parameters", None)  # of all layers, or for each type of layer
         ropes = [ropes, *ropes.values()] if isinstance(ropes, dict) else []
@@ -313,7 +313,7 @@ class CallChecks:
         model, arguments, name = self.model, self.arguments.model_kwargs, type(self.model).__name__
         most, cache = self.arguments.generation_config.max_length or 0, arguments.get(CACHE)
         waits = not getattr(model, "_can_compile_fullgraph", False)
-        waits = waits and model.config.model_type not in architectures.SYNC_FREE
+        waits = waits and model.config.model_type not in compat.SYNC_FREE
         embedding: Any = getattr(model.get_decoder(), "embed_positions", None)
         table = getattr(embedding, "weights", None)  # M2M100's would have to grow
         positions = len(table) if isinstance(table, Tensor) else None

@@ -1,4 +1,4 @@
-"""Differences between versions of transformers, each asked once.
+"""Differences between versions of transformers, each asked once, and between architectures, by their `model_type`.
 
 Tests: tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/transformers/test_finished_inputs.py,
 tests/optimizer/transformers/test_constrained.py
@@ -7,9 +7,8 @@ tests/optimizer/transformers/test_constrained.py
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -19,11 +18,6 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import utils
 
 from fastgen.models.cache_names import CACHE
-from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.verify import Difference, verify_once
-from fastgen.patching import disabled
-
-T = TypeVar("T")
 
 # Since 5.23 the penalty knows padding; before, it took it for tokens that were seen.
 REPETITION_PENALTY_COUNTS_PADDING = Version(transformers.__version__) < Version("5.23")
@@ -53,25 +47,26 @@ def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
     return getattr(model, "_optimize_model_for_decode", nullcontext)()
 
 
-def verified_if_newer(
-    group: str, kind: type, ours: Callable[[], T], theirs: Callable[[], T], difference: Callable[[T, T], str]
-) -> T:
-    """What `ours` returns; where transformers is newer than any version tested, a class is compared first.
+# What holds for single architectures, and no attribute of the library tells.
 
-    difference: a text, empty if there is none; else the group of patches is switched off.
-    """
-    if "transformers" not in PATCH_SET.untested_hosts:
-        return ours()
+# The rows of a batch have an influence on each other.
+COUPLED_ROWS = {
+    "nllb-moe": "the capacity of its experts depends on the number of rows",
+    "big_bird": "its sparse attention draws random numbers for each row",
+}
 
-    def refuse(found: Difference) -> None:
-        PATCH_SET.fail(group, f"{kind.__name__} {found}")
+# A key's column counts beside its position.
+COUNTED_COLUMNS = {
+    "gpt_neo": "its local attention counts columns",
+    "mpt": "its attention biases count columns",
+}
 
-    def library() -> T:
-        with disabled():
-            return theirs()
+# Positions are counted in the attention mask, which all rows have.
+POSITIONS_OF_MASK = ("bloom",)
 
-    return verify_once(kind, ours, library, lambda *both: _difference(difference(*both)), refuse)
+# Steps do not wait for the device with the positions of seamless.py, whatever the library says.
+SYNC_FREE = ("seamless_m4t", "seamless_m4t_v2")
 
-
-def _difference(text: str) -> Difference | None:
-    return Difference(text) if text else None
+# Arguments that a model takes and does not read while it decodes. Whisper's generate goes on with the mask of all
+# recordings when some of them have ended, or are decoded again at another temperature.
+UNREAD_ARGUMENTS = {"whisper": ("attention_mask",)}

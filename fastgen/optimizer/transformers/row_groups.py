@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen.optimizer.decoding.report import Reason
-from fastgen.optimizer.transformers.architectures import UNREAD_ARGUMENTS
+from fastgen.optimizer.transformers.compat import UNREAD_ARGUMENTS
 
 # Arguments whose rows belong to images, videos or sounds in a prompt and not to the prompt's own rows.
 MULTIMODAL = re.compile("pixel|image|video|audio|mm_|input_features|input_values|vision|speech")

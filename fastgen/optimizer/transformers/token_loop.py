@@ -23,10 +23,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from fastgen.optimizer.decoding.graphs import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import LOOP, STEPS
-from fastgen.optimizer.transformers import compat, no_repeat_ngram
+from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.call import current_call, drop_unused_outputs
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
+from fastgen.optimizer.transformers.processors import writing_processors
 
 # Of a draw: random integers at a time, and how few torch draws faster where all rows go on.
 MOST_BITS = 1 << 20
@@ -47,7 +48,7 @@ def sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    processors = no_repeat_ngram.writing_processors(logits_processor, generation_config)
+    processors = writing_processors(logits_processor, generation_config)
     theirs = partial(original, self, input_ids, processors, stopping_criteria, generation_config, **model_kwargs)
     if (call := current_call()) is None:
         return theirs(synced_gpus=synced_gpus, streamer=streamer)

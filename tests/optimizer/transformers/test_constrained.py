@@ -19,9 +19,9 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 import fastgen
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.report import ALLOWED
-from fastgen.optimizer.transformers import constrained
+from fastgen.optimizer.transformers import processors
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
-from fastgen.optimizer.transformers.constrained import ALL_ROWS, ALONE
+from fastgen.optimizer.transformers.processors import ALL_ROWS, ALONE
 from fastgen.testing import as_untested, forget_verified, watched
 
 EOS, VOCABULARY = 2, 300
@@ -133,7 +133,7 @@ def test_no_mask_is_made_and_no_row_is_asked_alone():
     arguments = {"num_beams": 20, "max_new_tokens": 3, "eos_token_id": None, "prefix_allowed_tokens_fn": trie}
     with (
         mock.patch.object(fastgen.PrefixTrie, "__call__", side_effect=AssertionError),
-        mock.patch.object(constrained, "_constrained", side_effect=AssertionError),
+        mock.patch.object(processors, "_constrained", side_effect=AssertionError),
     ):
         assert model_of("llama").generate(token_ids(1, 5), **arguments).shape == (1, 8)
         with pytest.raises(AssertionError), fastgen.disabled():
@@ -233,7 +233,7 @@ def test_an_error_of_the_function_is_the_programs():
 
     with pytest.raises(KeyError, match="ours"):
         model_of("llama").generate(token_ids(1, 5), num_beams=3, max_new_tokens=3, prefix_allowed_tokens_fn=broken)
-    assert PATCH_SET.in_effect(constrained.NAME)
+    assert PATCH_SET.in_effect(processors.TRIE_GROUP)
 
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
@@ -285,7 +285,7 @@ def test_a_newer_transformers_that_allows_other_tokens_switches_it_off():
     other = mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: [7])
     with other, forget_verified(), as_untested() as failures:
         found = processor(token_ids(4, 2), torch.randn(4, VOCABULARY))
-    assert failures[0][0] == constrained.NAME and found.isfinite().nonzero()[:, 1].tolist() == [7] * 4
+    assert failures[0][0] == processors.TRIE_GROUP and found.isfinite().nonzero()[:, 1].tolist() == [7] * 4
 
 
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["alone", "with a processor"])

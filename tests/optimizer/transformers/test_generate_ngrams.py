@@ -24,7 +24,7 @@ from versions import needs
 
 import fastgen
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.transformers import no_repeat_ngram as patch
+from fastgen.optimizer.transformers import processors
 from fastgen.testing import as_untested, forget_verified, replaced, verified
 
 VOCABULARY = 12
@@ -166,7 +166,7 @@ class TestLeftToTheLibrary:
         with generate_call("model") as call:
             found = processor(torch.tensor([[1]]), torch.zeros(1, 5))
         assert found.isinf().nonzero().tolist() == [[0, 2]] and not calls
-        assert call.report.codes() == {"SHAPES"} and "torch.int32 (supported: torch.int64" in str(call.report)
+        assert call.report.codes() == {"SHAPES"} and "torch.int32 on cpu (supported: torch.int64" in str(call.report)
 
     @needs("transformers", "5.17", "more rows than scores are no error")
     def test_wrong_arguments(self, calls):
@@ -346,5 +346,5 @@ def test_a_newer_transformers_that_bans_others_is_left_alone():
     wrong = replaced("no-repeat n-gram", lambda ban, input_ids, scores, *args, **kwargs: scores)
     with as_untested() as failures, forget_verified(), wrong:
         assert torch.equal(processor(input_ids, scores), stock(lambda: processor(input_ids, scores)))
-    assert failures == [(patch.GROUP, "NoRepeatNGramLogitsProcessor bans other tokens than fastgen")]
-    assert patch.GROUP in {state.group for state in fastgen.status()}
+    assert failures == [(processors.NGRAM_GROUP, "NoRepeatNGramLogitsProcessor bans other tokens than fastgen")]
+    assert processors.NGRAM_GROUP in {state.group for state in fastgen.status()}

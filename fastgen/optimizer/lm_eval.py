@@ -10,18 +10,17 @@ Tests: tests/test_lm_eval.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
-from torch.nn import functional
 from tqdm import tqdm
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.report import PREFILL, Reason, that_hold
 from fastgen.optimizer.transformers.call import generate_call
-from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Pair, Scorer, base_of, contexts_of
+from fastgen.optimizer.transformers.context_groups import Pair, contexts_of
+from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Scorer, base_of
 from fastgen.provenance import comes_with
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -38,8 +37,7 @@ def log_likelihoods(
         reasons = unsupported_reasons(self, requests)
         call.report.add_reasons(PREFILL, reasons)
         if not reasons:
-            softmax = partial(functional.log_softmax, dim=-1, dtype=self.softmax_dtype)
-            scorer = Scorer(call, base_of(self.model), tokens_per_batch(self, pairs), softmax)
+            scorer = Scorer(call, base_of(self.model), tokens_per_batch(self, pairs), self.softmax_dtype)
             if groups := scorer.groups(contexts_of(pairs)):
                 return _answers(self, requests, pairs, scorer.shared(groups), disable_tqdm)
     return original(self, requests, disable_tqdm=disable_tqdm, override_bs=override_bs)

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
-from operator import index
-from typing import Any, NamedTuple
+from operator import index, methodcaller
+from typing import Any
 
 import numpy
 import torch
@@ -37,30 +36,13 @@ from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import PREFILL, Decision, Reason
 from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.call import generate_call
+from fastgen.optimizer.transformers.context_groups import Context, Group, Pair, Tokens, batches, contexts_of, groups_of
 from fastgen.optimizer.transformers.prefill import expand_cache
 
-Tokens = tuple[int, ...]
-Pair = tuple[Tokens, Tokens]
 LogLikelihood = tuple[float, bool]
 
 # What a batch holds, in rows times the length of the longest, unless the caller says otherwise.
 TOKENS_PER_BATCH = 8192
-
-# Groups within groups of contexts that begin alike are looked for so deep.
-MOST_GROUPS_WITHIN = 16
-
-_LOG_SOFTMAX = partial(functional.log_softmax, dim=-1, dtype=torch.float32)
-
-
-class Context(NamedTuple):
-    """A context, and its different continuations, all with at least one token."""
-
-    tokens: Tokens
-    continuations: list[Tokens]
-
-
-# Contexts, each with as many continuations as fit into a batch, and how many tokens all of them begin with.
-Group = tuple[list[Context], int]
 
 
 def log_likelihoods(
@@ -70,14 +52,12 @@ def log_likelihoods(
     tokenizer: Any = None,
     tokens_per_batch: int = TOKENS_PER_BATCH,
 ) -> list[LogLikelihood]:
-    """For each pair the sum of log-probabilities, and whether it is the greedy continuation.
+    """See `fastgen.log_likelihoods`.
 
-    model: a decoder-only model of transformers. contexts, continuations: as many of both, lists of token ids; or
-    strings, with their tokenizer, which is asked for a context and its continuation as one text; special tokens that it
-    puts behind a text are left out. tokens_per_batch: how many tokens, rows times the longest, go through the model at
-    once. Results are those of a forward of each context with its continuation, to 1e-4 in fp32. ValueError where the
-    two differ in number, one is empty or longer than the model's positions, or holds what is no token of the model;
-    TypeError where they are no lists of these kinds.
+    The tokenizer is asked for a context and its continuation as one text; special tokens that it puts behind a text are
+    left out. tokens_per_batch: rows times the longest. ValueError where contexts and continuations differ in number,
+    one is empty or longer than the model's positions, or holds what is no token of the model; TypeError where they are
+    no lists of strings or of token ids.
     """
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise TypeError(f"model is a {type(model).__name__} (accepted: a decoder-only model of transformers)")
@@ -93,9 +73,16 @@ def log_likelihoods(
         raise ValueError(f"{type(model).__name__} has an encoder (accepted: decoder-only models)")
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     vocabulary = model.config.get_text_config().vocab_size if embedding is None else embedding.shape[0]
-    encode_once = lru_cache(maxsize=None)(partial(_encoded, tokenizer))  # equal contexts come with each continuation
-    encode = None if tokenizer is None else partial(_encoded_pair, tokenizer, encode_once)
-    pairs = [_tokens(*pair, encode, number, vocabulary) for number, pair in enumerate(zip(contexts, continuations))]
+    encode = lru_cache(maxsize=None)(partial(_encoded, tokenizer))  # equal contexts come with each continuation
+    pairs = []
+    for number, pair in enumerate(zip(contexts, continuations)):
+        if all(isinstance(text, str) for text in pair):
+            if tokenizer is None:
+                text = f"contexts[{number}] is a string, and tokenizer is None"
+                raise ValueError(f"{text} (accepted: the model's tokenizer)")
+            pair = _encoded_pair(tokenizer, encode, *pair)
+        context, continuation = (f"{name}[{number}]" for name in ("contexts", "continuations"))
+        pairs.append((_tokens(context, pair[0], vocabulary), _tokens(continuation, pair[1], vocabulary)))
     if not pairs:
         return []
     model = base_of(model)
@@ -125,41 +112,30 @@ def _check_lengths(model: Any, pairs: list[Pair], error: Exception) -> None:
     """ValueError where one of these is longer than the positions that the model says it has."""
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
-    lengths = [len(context) + len(continuation) for context, continuation in pairs]
-    if most is not None and (longest := max(lengths)) > most + 1:
-        number = lengths.index(longest)
+    number, (context, continuation) = max(enumerate(pairs), key=lambda item: sum(map(len, item[1])))
+    if most is not None and len(context) + len(continuation) > most + 1:
         raise ValueError(
-            f"contexts[{number}] and continuations[{number}] have {len(pairs[number][0])} and {len(pairs[number][1])} "
-            f"tokens (accepted: {most + 1} together, the model's {most} positions and the last token)"
+            f"contexts[{number}] and continuations[{number}] have {len(context)} and {len(continuation)} tokens "
+            f"(accepted: {most + 1} together, the model's {most} positions and the last token)"
         ) from error
 
 
-def _tokens(
-    context: Any, continuation: Any, encode: Callable[[str, str], Any] | None, number: int, vocabulary: int
-) -> Pair:
-    """The token ids of this pair of arguments. encode: of two strings; vocabulary: how many tokens there are."""
-    if isinstance(context, str) and isinstance(continuation, str):
-        if encode is None:
-            raise ValueError(f"contexts[{number}] is a string, and tokenizer is None (accepted: the model's tokenizer)")
-        context, continuation = encode(context, continuation)
-    found = []
-    for name, ids in (("contexts", context), ("continuations", continuation)):
-        try:
-            found.append(tuple(map(index, ids)))
-        except TypeError as error:
-            accepted = "a list of token ids, or a string as the other one is"
-            raise TypeError(f"{name}[{number}] is {reprlib.repr(ids)} (accepted: {accepted})") from error
-        if not found[-1]:
-            raise ValueError(f"{name}[{number}] is empty (accepted: at least one token)")
-        for token in found[-1]:
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"{name}[{number}] holds {token} (accepted: token ids from 0 to {vocabulary - 1})")
-    return found[0], found[1]
+def _tokens(name: str, ids: Any, vocabulary: int) -> Tokens:
+    """The token ids that are an item of an argument. vocabulary: how many tokens there are."""
+    try:
+        tokens = tuple(map(index, ids))
+    except TypeError as error:
+        accepted = "a list of token ids, or a string as the other one is"
+        raise TypeError(f"{name} is {reprlib.repr(ids)} (accepted: {accepted})") from error
+    if not tokens:
+        raise ValueError(f"{name} is empty (accepted: at least one token)")
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"{name} holds {token} (accepted: token ids from 0 to {vocabulary - 1})")
+    return tokens
 
 
-def _encoded_pair(
-    tokenizer: Any, encode: Callable[[str], list[int]], context: str, continuation: str
-) -> tuple[list[int], list[int]]:
+def _encoded_pair(tokenizer: Any, encode: Callable, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """As lm-evaluation-harness splits a text; the token that begins texts stands for an empty context.
 
     encode: `_encoded`, which remembers contexts.
@@ -192,58 +168,40 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def contexts_of(pairs: Iterable[Pair]) -> list[Context]:
-    by_context: dict[Tokens, dict[Tokens, None]] = {}
-    for context, continuation in pairs:
-        by_context.setdefault(context, {})[continuation] = None
-    return [Context(tokens, list(found)) for tokens, found in by_context.items()]
-
-
 class Scorer:
-    """The forwards of one call, of decoder-only models. log_softmax: of logits `[…, vocabulary_size]`."""
+    """The forwards of one call, of decoder-only models."""
 
     def __init__(
-        self,
-        call: GenerateCall,
-        model: checks.HostModel,
-        tokens_per_batch: int,
-        log_softmax: Callable[[Tensor], Tensor] = _LOG_SOFTMAX,
+        self, call: GenerateCall, model: Any, tokens_per_batch: int, softmax_dtype: torch.dtype | None = torch.float32
     ) -> None:
-        self.call, self.model, self.tokens_per_batch, self.log_softmax = call, model, tokens_per_batch, log_softmax
+        self.call, self.model, self.tokens_per_batch, self.softmax_dtype = call, model, tokens_per_batch, softmax_dtype
         self.accepted = set(inspect.signature(model.forward).parameters)
         self.size = size_of(model, checks.KNOWN)
-
-    # Whether anything is shared.
 
     def groups(self, contexts: list[Context]) -> list[Group]:
         """For `shared`; none where nothing is to be shared, and then the report has the reasons."""
         self.call.set_rows(len(contexts), sum(len(context.continuations) for context in contexts))
-        groups, once, each = self._groups(contexts) if PATCH_SET.is_on else [], 0, 0
+        groups: list[Group] = []
+        if PATCH_SET.is_on:
+            groups = groups_of(contexts, partial(self.call.costs.is_worth_a_forward, self.size), self.tokens_per_batch)
+        count = sum(len(row) for context in contexts for row in set(context.rows))
         for parts, length in groups:
-            once += length + sum(len(part.tokens) - length + sum(map(len, _behind(part))) for part in parts)
-        for context in contexts:
-            each += sum(map(len, set(_rows(context))))
-        saved = f"{each - once} tokens need not be computed"
+            count -= length + sum(len(part.tokens) - length + sum(map(len, part.behind)) for part in parts)
+        saved = f"{count} tokens need not be computed"
         if not groups:
             reasons: list[Reason] = [Decision("DISABLED", "fastgen is disabled")]
-        elif not self.call.costs.should_split_prefix(self.size, each - once):
+        elif not self.call.costs.should_split_prefix(self.size, count):
             reasons = [Decision("PREFIX_SHORT", "contexts are too short to gain", saved)]
         else:
             reasons = self._unsupported_reasons(contexts)
         self.call.report.add_reasons(PREFILL, reasons)
-        self.call.report.shared += [] if reasons else [f"contexts: once for all their continuations, {saved}"]
+        if not reasons:
+            self.call.report.shared.append(f"contexts: once for all their continuations, {saved}")
         return [] if reasons else groups
-
-    def _groups(self, contexts: list[Context]) -> list[Group]:
-        gains = partial(self.call.costs.is_worth_a_forward, self.size)
-        return [
-            ([part for context in group for part in _parts_of(context, self.tokens_per_batch)], length)
-            for group, length in _groups_of(contexts, gains)
-        ]
 
     def _unsupported_reasons(self, contexts: list[Context]) -> list[Reason]:
         # Padding lies between a prefix and the rest of a context: a window has to hold the columns of all rows.
-        most = max(len(tokens) for tokens, _ in contexts) + max(len(one) for _, found in contexts for one in found)
+        most = max(len(tokens) for tokens, _ in contexts) + max(len(one) for _, all_of in contexts for one in all_of)
         cache = DynamicCache(config=self.model.config)
         of_call = checks.CallChecks(self.call, self.model)
         if reasons := of_call.prefix(cache, most, True, prefixes.POSITIONS in self.accepted) + of_call.rows:
@@ -258,9 +216,8 @@ class Scorer:
         two = prefixes.CommonPrefix(2)
         return prefixes.model_reasons(facts, lambda tried: self.model(**tried, use_cache=True), two, arguments)
 
-    # With what contexts and continuations have in common.
-
     def shared(self, groups: list[Group]) -> Iterator[tuple[Pair, LogLikelihood]]:
+        """The answers, with what contexts and continuations have in common computed once."""
         self.call.is_accelerated = True
         saved = [(length, length * (len(parts) - 1)) for parts, length in groups if length]
         if saved:
@@ -269,14 +226,14 @@ class Scorer:
             prefix = DynamicCache(config=self.model.config)
             if length:
                 self._forward(torch.tensor([parts[0].tokens[:length]]), torch.ones(1, length), prefix, 1)
-            ordered = sorted(parts, key=lambda one: (len(_behind(one)), len(one.tokens)))
-            for batch in _batches(ordered, partial(_shape_of, prefix=length), self.tokens_per_batch):
+            ordered = sorted(parts, key=lambda one: (len(one.behind), len(one.tokens)))
+            for batch in batches(ordered, methodcaller("shape", length), self.tokens_per_batch):
                 yield from self._batch(batch, prefix, length)
 
     def _batch(self, batch: list[Context], prefix: DynamicCache, length: int) -> Iterator[tuple[Pair, LogLikelihood]]:
         rests, mask = _padded([context.tokens[length:] for context in batch], left=True)
-        behind = [_behind(context) for context in batch]
-        most, longest = max(map(len, behind)), max((len(one) for found in behind for one in found), default=0)
+        behind = [context.behind for context in batch]
+        _, most, longest = map(max, zip(*(context.shape(length) for context in batch)))
         cache: Any = DynamicCache(config=self.model.config)
         if length:
             for number, layer in enumerate(prefix.layers):
@@ -299,14 +256,13 @@ class Scorer:
                     scores = torch.cat([scores, then[row, number, : len(continuation) - 1]])
                 yield (context.tokens, continuation), _likelihood(scores, continuation)
 
-    # Each context with each of its continuations.
-
     def each_alone(self, contexts: list[Context]) -> Iterator[tuple[Pair, LogLikelihood]]:
+        """The answers, with each context computed with each of its continuations."""
         asked: dict[Tokens, list[Pair]] = {}
         for context in contexts:
-            for continuation, row in zip(context.continuations, _rows(context)):
+            for continuation, row in zip(context.continuations, context.rows):
                 asked.setdefault(row, []).append((context.tokens, continuation))
-        for batch in _batches(sorted(asked, key=len), lambda row: (len(row), 0, 0), self.tokens_per_batch):
+        for batch in batches(sorted(asked, key=len), lambda row: (len(row), 0, 0), self.tokens_per_batch):
             tokens, mask = _padded(batch, left=False)
             kept = tokens.shape[1] + 1 - min(len(before) for row in batch for before, _ in asked[row])
             logits = self._forward(tokens, mask, None, kept)
@@ -332,94 +288,7 @@ class Scorer:
         outputs = self.model(
             tokens.to(device), **{CACHE: cache}, use_cache=cache is not None, return_dict=True, **arguments
         )
-        return self.log_softmax(outputs.logits[:, -kept:])
-
-
-def _groups_of(contexts: list[Context], gains: Callable[[int], bool]) -> list[Group]:
-    """The contexts in groups that begin alike, and how many tokens those of each begin with.
-
-    gains: whether so many tokens that need not be computed are worth a forward more.
-    """
-    arrays = [numpy.array(context.tokens, dtype=">u4") for context in contexts]
-    order = sorted(range(len(contexts)), key=lambda number: arrays[number].tobytes())  # of words: most in common
-    ordered = [contexts[number] for number in order]
-    common = [_common(arrays[one], arrays[other]) for one, other in pairwise(order)]
-    groups: list[Group] = []
-
-    def rest_of(start: int, end: int, depth: int = 0) -> Group:
-        """What is in no group yet of `ordered[start:end]`, and with how many tokens it begins; adds groups."""
-        found, between = ordered[start:end], common[start : end - 1]
-        length = min([*between, *(len(context.tokens) - 1 for context in found)])  # each has one more at least
-        if not between or depth == MOST_GROUPS_WITHIN:
-            return found, length
-        found, least = [], min(between)
-        cuts = [number for number, count in enumerate(between, start + 1) if count == least]
-        for first, last in zip([start, *cuts], [*cuts, end]):
-            rest, own = rest_of(first, last, depth + 1)
-            saved = (own - length) * (len(rest) - 1) - length  # a group computes its prefix from the first token on
-            if saved > 0 and gains(saved):
-                groups.append((rest, own))
-            else:
-                found += rest
-        return found, length
-
-    rest, length = rest_of(0, len(ordered))
-    groups += [(rest, length)] if rest else []
-    return [(group, length if len(group) > 1 and length > 1 else 0) for group, length in groups]
-
-
-def _common(one: numpy.ndarray, other: numpy.ndarray) -> int:
-    """How many tokens both begin with."""
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
-    return int(differ.argmax()) if differ.any() else length
-
-
-def _rows(context: Context) -> list[Tokens]:
-    """What a model gets to see of each continuation: all but its last token, whose successor nobody asks for."""
-    return [context.tokens + continuation[:-1] for continuation in context.continuations]
-
-
-def _behind(context: Context) -> list[Tokens]:
-    """What follows the context in a forward: the different continuations without their last tokens."""
-    return list(dict.fromkeys(one[:-1] for one in context.continuations if len(one) > 1))
-
-
-def _parts_of(context: Context, tokens: int) -> Iterator[Context]:
-    """The context with so many of its continuations at once that they have at most this many tokens, or with one.
-
-    Those of one token, which need no forward of their own, come with the first.
-    """
-    short = [one for one in context.continuations if len(one) == 1]
-    longer = [one for one in context.continuations if len(one) > 1]
-    count = max(1, tokens // max(map(len, longer), default=1))
-    for start in range(0, max(len(longer), 1), count):
-        yield Context(context.tokens, [*(() if start else short), *longer[start : start + count]])
-
-
-def _shape_of(context: Context, prefix: int) -> tuple[int, int, int]:
-    """Tokens behind the prefix, continuations with tokens behind those, and how many the longest has."""
-    behind = _behind(context)
-    return len(context.tokens) - prefix, len(behind), max(map(len, behind), default=0)
-
-
-def _batches(items: list[Any], shape_of: Callable[[Any], tuple[int, int, int]], tokens: int) -> Iterator[list[Any]]:
-    """These items, in their order, in batches of so many tokens, padding included; at least one item each.
-
-    shape_of: of an item, the lengths of its two forwards, of which the second has some rows for each item; in a batch
-    the largest of each counts.
-    """
-    batch: list[Any] = []
-    largest = (0, 0, 0)
-    for item in items:
-        shape = shape_of(item)
-        length, rows, longest = map(max, largest, shape)
-        if batch and (len(batch) + 1) * max(length, rows * longest) > tokens:
-            yield batch
-            batch, (length, rows, longest) = [], shape
-        batch.append(item)
-        largest = length, rows, longest
-    yield batch
+        return functional.log_softmax(outputs.logits[:, -kept:], dim=-1, dtype=self.softmax_dtype)
 
 
 def _padded(rows: Sequence[Tokens], left: bool) -> tuple[Tensor, Tensor]:

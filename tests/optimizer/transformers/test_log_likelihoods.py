@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import fastgen
 from fastgen.models.demo import demo_path
 from fastgen.optimizer.decoding.report import PREFILL
-from fastgen.optimizer.transformers import log_likelihoods
+from fastgen.optimizer.transformers import context_groups, log_likelihoods
 from fastgen.testing import configured, costs, watched
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -222,11 +222,11 @@ def test_pairs_of_contexts_that_are_nearly_equal_stay_behind_one_prefix():
     shots, contexts = draw(k=300), []
     for _ in range(20):
         stem = draw(k=60)
-        contexts += [log_likelihoods.Context((*shots, *stem, *draw(k=9)), [(1,)]) for _ in range(2)]
-    groups = log_likelihoods._groups_of(contexts, lambda saved: saved > 10)
+        contexts += [context_groups.Context((*shots, *stem, *draw(k=9)), [(1,)]) for _ in range(2)]
+    groups = context_groups.groups_of(contexts, lambda saved: saved > 10, 8192)
     assert [(len(group), length) for group, length in groups] == [(40, 300)]
-    other = [log_likelihoods.Context((*draw(k=300), 7), [(1,)])]
-    groups = log_likelihoods._groups_of([*contexts, *other], lambda saved: saved > 10)
+    other = [context_groups.Context((*draw(k=300), 7), [(1,)])]
+    groups = context_groups.groups_of([*contexts, *other], lambda saved: saved > 10, 8192)
     assert sorted((len(group), length) for group, length in groups) == [(1, 0), (40, 300)]
 
 

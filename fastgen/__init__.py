@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from fastgen import models
 from fastgen.config import CONFIG, configure, start_logging
 from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.fairseq import import_hint as _import_hint
 from fastgen.patching import PatchState, PatchStates, disabled, switched
 from fastgen.patching.import_hooks import explain_failure
 from fastgen.patching.target import upgrade_reason
@@ -80,12 +81,6 @@ def _arm(everywhere: bool, again: bool) -> None:
         PATCH_SET.arm(everywhere, again)
 
 
-def _import_hint(error: Exception) -> str:
-    from fastgen.optimizer.fairseq.compat import import_hint
-
-    return import_hint(error)
-
-
 def disable() -> None:
     """Puts the originals back, in all threads; they stay until `enable()` or the next `enabled()`."""
     PATCH_SET.revert("fastgen.disable()")
@@ -130,7 +125,7 @@ def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
 
     hosts = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     if "fairseq" in hosts and hasattr(model, "search"):
-        from fastgen.optimizer.fairseq.verify import FairseqCall
+        from fastgen.optimizer.fairseq.generate import FairseqCall
 
         return verify.verify(FairseqCall(model, inputs, generate_kwargs), enabled)
     if callable(getattr(model, "generate", None)):

@@ -125,7 +125,7 @@ def test_a_generator_of_fairseq_is_compared():
 
     from fairseq_models import CASES
 
-    from fastgen.optimizer.fairseq.verify import FairseqCall
+    from fastgen.optimizer.fairseq.generate import FairseqCall
 
     case = CASES["transformer"]()
     generator = case.task.build_generator(case.models, Namespace(beam=3, max_len_b=8))

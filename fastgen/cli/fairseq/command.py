@@ -22,7 +22,7 @@ from typing import Any
 import fastgen
 from fastgen.cli.exits import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError, stoppable
 from fastgen.cli.threads import set_openmp_variables
-from fastgen.optimizer.fairseq.compat import how_to_install, import_hint
+from fastgen.optimizer.fairseq import how_to_install, import_hint
 
 FOR_SCORES_OF_TRAINING = {"sklearn", "sklearn.metrics", "scipy.stats"}
 

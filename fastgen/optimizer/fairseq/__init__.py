@@ -1,5 +1,11 @@
-"""What fastgen changes in fairseq, as data; the replacements are imported when they are first called."""
+"""What fastgen changes in fairseq, as data, and how fairseq is installed; importing this loads no torch.
 
+The replacements are imported when they are first called.
+
+Tests: tests/test_package.py, tests/optimizer/fairseq/test_fairseq_installation.py
+"""
+
+import sys
 from functools import partial
 
 from fastgen.patching import Patch, patch_group
@@ -73,3 +79,32 @@ PATCHES = (
         ("spectrogram_vocoder", f"{_VOCODER}HiFiGANVocoder.forward(self, x)", "modules:vocode_without_gradients"),
     ),
 )
+
+_PYTHON = ".".join(map(str, sys.version_info[:2]))
+
+
+def how_to_install() -> str:
+    """Returns one line: the commands for this version of Python, or where to read them, or which versions can.
+
+    No way installs torchaudio, which fairseq's metadata require and nothing here uses: its builds on PyPI need CUDA's
+    libraries, and next to a CPU build of torch they break the import of fairseq and of models of transformers.
+    """
+    if sys.version_info >= (3, 13):
+        return f"no build of it exists for Python {_PYTHON} (accepted: 3.10 to 3.12)"
+    if sys.version_info < (3, 11):
+        return "see docs/fairseq.md, Install: Python 3.10 needs a C++ compiler and pip < 24.1"
+    needs = "'numpy<2' bitarray cffi cython hydra-core omegaconf regex sacrebleu scikit-learn"
+    return f"pip install --no-deps ve-fairseq==0.12.3 && pip install {needs}"
+
+
+def import_hint(error: Exception) -> str:
+    """Returns one line for an error that ended the import of fairseq, if fairseq's own age explains it; else empty.
+
+    fairseq 0.12.2 gives dataclasses mutable defaults, which Python refuses from 3.11 on.
+    """
+    if "mutable default" not in str(error):
+        return ""
+    return (
+        f"Python {_PYTHON} cannot import the fairseq that is installed (accepted: ve-fairseq, the same code for Python "
+        f"3.11 and 3.12): pip uninstall fairseq hydra-core omegaconf, then {how_to_install()}"
+    )

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
-
-from fastgen.optimizer.fairseq import compat
 
 # Names in the file. Each is a container of values, or makes one; none runs what it is given.
 ALLOWED = (
@@ -61,7 +60,7 @@ def load_checkpoint_to_cpu(original: Callable[..., dict], path: str, *args: Any,
 @contextmanager
 def allowed() -> Iterator[None]:
     """Lets torch's safe loader build what is in ALLOWED; what the program itself has allowed stays so afterwards."""
-    if not compat.has_safe_loader():
+    if not hasattr(torch.serialization, "safe_globals"):  # torch 2.4 loads everything unless asked not to
         yield
         return
     with _READING:
@@ -83,12 +82,12 @@ def refusal(path: str, error: BaseException) -> str:
 
 def _found() -> list[tuple[Any, str]]:
     """Those of ALLOWED that this installation has, with the names that files call them by."""
-    entries = []
+    entries, is_old = [], numpy.__version__.startswith("1.")
     for name in ALLOWED:
         module, _, attribute = name.rpartition(".")
+        module = module if is_old else module.replace("numpy.core", "numpy._core")  # the old name warns
         try:
-            found = importlib.import_module(compat.name_in_numpy(module))
-            entries.append((getattr(found, attribute), name))
+            entries.append((getattr(importlib.import_module(module), attribute), name))
         except (ImportError, AttributeError):
             continue  # numpy 1 has no numpy._core, and numpy before 1.25 no numpy.dtypes
     return entries

@@ -10,10 +10,9 @@ tests/optimizer/fairseq/test_fairseq_captured_steps.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from fairseq.models.fairseq_incremental_decoder import FairseqIncrementalDecoder
@@ -53,44 +52,6 @@ KNOWN = KnownCode(
 )
 
 
-class HostEnsemble(Protocol):
-    """What is asked of fairseq's `EnsembleModel`."""
-
-    models: Any
-    single_model: Any
-    training: bool
-    has_encoder: Callable[[], bool]
-    forward_encoder: Callable[[dict[str, Any]], Any]
-    forward_decoder: Callable[[Tensor, Any, Any, float], tuple[Tensor, Any]]
-
-
-class HostGenerator(Protocol):
-    """What is asked of a `SequenceGenerator` or a subclass of it."""
-
-    model: HostEnsemble
-    lm_model: Any
-    lm_weight: float
-    search: Any
-    repeat_ngram_blocker: Any
-    beam_size: int
-    vocab_size: int
-    pad: int
-    unk: int
-    eos: int
-    max_len: int
-    max_len_a: float
-    max_len_b: int
-    min_len: int
-    match_source_len: bool
-    temperature: float
-    unk_penalty: float
-    should_set_src_lengths: bool
-    token_indices_to_suppress: Any
-    _prefix_tokens: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    finalize_hypos: Callable[..., Any]
-    generate: Callable[..., Any]
-
-
 @dataclass
 class ModelPlan:
     """Which modules of a model get caches of fastgen, and what is left to fairseq.
@@ -110,8 +71,9 @@ class ModelPlan:
 
     def find_others(self, decoder: nn.Module) -> None:
         """Notes the modules of this decoder that keep states as in fairseq."""
-        known = {*self.self_attention, *self.cross_attention}
-        self.others = [module for module in decoder.modules() if module not in known and _has_state(module)]
+        known, base = {*self.self_attention, *self.cross_attention}, FairseqIncrementalDecoder.reorder_incremental_state
+        others = [module for module in decoder.modules() if module not in known]
+        self.others = [one for one in others if getattr(type(one), base.__name__, base) is not base]
 
 
 def plan(model: nn.Module, facts: ModelFacts) -> ModelPlan:
@@ -200,7 +162,7 @@ def computes_whole(attention: Any) -> bool:
     )
 
 
-def computes_prompt_at_once(generator: HostGenerator, plans: list[ModelPlan]) -> bool:
+def computes_prompt_at_once(generator: SequenceGenerator, plans: list[ModelPlan]) -> bool:
     """Whether tokens that outputs have to begin with may be computed at once; otherwise they are fed one by one."""
     return (
         not generator.model.has_encoder()
@@ -222,7 +184,7 @@ class CallChecks:
     def __init__(
         self,
         call: GenerateCall,
-        generator: HostGenerator,
+        generator: SequenceGenerator,
         max_len: int | None,
         first_token: int,
         prefixes: Tensor | None,
@@ -273,12 +235,8 @@ class CallChecks:
         """Why steps are not captured, as far as the models' layers tell; `graphs.can_capture` asks the rest."""
         if len(self.plans) > 1:
             return [Reason("ENSEMBLE", f"an ensemble of {len(self.plans)} models")]
-        plan, ensemble, decoder, positions = (
-            self.plans[0],
-            self.generator.model,
-            self.decoder,
-            self.decoder.embed_positions,
-        )
+        plan, ensemble, decoder = self.plans[0], self.generator.model, self.decoder
+        positions = decoder.embed_positions
         attentions, crosses = {*plan.self_attention, *plan.cross_attention}, _cross_attentions(decoder)
         is_replaced = not comes_with(ensemble.forward_decoder, EnsembleModel)
         keeps_states = bool(plan.others) or len(attentions) != len(decoder.layers) + len(crosses)
@@ -312,11 +270,6 @@ def _table_size(positions: Any) -> float | None:
 def _cross_attentions(decoder: Any) -> list[Any]:
     """Those of all layers that have one, whether fastgen knows them or not."""
     return [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
-
-
-def _has_state(module: nn.Module) -> bool:
-    reorder = getattr(type(module), "reorder_incremental_state", None)
-    return reorder not in (None, FairseqIncrementalDecoder.reorder_incremental_state)
 
 
 def _is_in_decoder(name: str) -> bool:

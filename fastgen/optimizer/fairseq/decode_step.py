@@ -11,24 +11,23 @@ Tests: tests/optimizer/fairseq/test_fairseq_caches.py, tests/optimizer/fairseq/t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from fairseq.modules.multihead_attention import MultiheadAttention
-from fairseq.sequence_generator import EnsembleModel
+from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.call import GenerateCall, setting
 from fastgen.optimizer.decoding.decode_step import DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache, rounded
 from fastgen.optimizer.decoding.user_code import is_user_code
-from fastgen.optimizer.fairseq.checks import KNOWN, HostGenerator, ModelPlan
+from fastgen.optimizer.fairseq.checks import KNOWN, ModelPlan
 from fastgen.patching import SwitchedOff
 
 # What a model gives for a step: log-probabilities `[rows, vocabulary]`, and weights `[rows, source_length]` or None.
@@ -111,14 +110,11 @@ class DecodingState(dict):
     def prefill(self, call: GenerateCall, decoder: Any, tokens: Tensor) -> tuple[Tensor, Any]:
         """Returns the features of whole prompts, tokens `[inputs, length]`, whose keys and values all rows begin with.
 
-        A forward of several positions has no incremental state; `whole_attention` gets this one from the call. If the
+        A forward of several positions has no incremental state: `whole_attention` finds this one as a setting. If the
         prompt is too short for sharing to pay, it is stored for each row.
         """
-        call.host.filled = self
-        try:
+        with setting(self):
             outputs = decoder.forward(tokens, features_only=True)
-        finally:
-            call.host.filled = None
         for attention in self.plan.self_attention:
             if (pair := self.prompt(attention)) is None:
                 raise RuntimeError("the forward over the prompt left no keys in a layer")
@@ -162,16 +158,6 @@ class DecodingState(dict):
             self.encoder_out = self._repeating_encoder.reorder_encoder_out(self.encoder_out, order)
 
 
-@dataclass
-class FairseqCall:
-    """The part of a `GenerateCall` that only fairseq's patches read and write (`GenerateCall.host`).
-
-    filled: the state that takes the keys of a forward without one, while that forward runs.
-    """
-
-    filled: DecodingState | None = None
-
-
 class FairseqDecodeStep(DecodeStep):
     """The step of all models of a generator; rows of a sentence stand next to each other.
 
@@ -182,7 +168,12 @@ class FairseqDecodeStep(DecodeStep):
     host = "fairseq"
 
     def __init__(
-        self, call: GenerateCall, generator: HostGenerator, states: list[DecodingState], max_len: int, captures: bool
+        self,
+        call: GenerateCall,
+        generator: SequenceGenerator,
+        states: list[DecodingState],
+        max_len: int,
+        captures: bool,
     ) -> None:
         model, rows = generator.model.single_model, states[0].kv.rows
         super().__init__(call, model, model.decoder, rows, states[0].rows_per_input, max_len + 1, captures, KNOWN)

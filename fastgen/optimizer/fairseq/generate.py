@@ -1,25 +1,31 @@
-"""`SequenceGenerator._generate`: asks whether fastgen's loop and caches fit, and starts them.
+"""`SequenceGenerator._generate`: fastgen's loop and caches, if they fit; and the call for `fastgen.verify`.
 
-Tests: tests/optimizer/fairseq/test_fairseq_generate.py, tests/optimizer/fairseq/test_fairseq_foreign_code.py
+Tests: tests/optimizer/fairseq/test_fairseq_generate.py, tests/optimizer/fairseq/test_fairseq_foreign_code.py,
+tests/optimizer/test_verify.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
+from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from fastgen.ops.tolerances import tolerance
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.optimizer.decoding.graphs import can_capture
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import LOOP, Reason, Report
-from fastgen.optimizer.decoding.verify import random_states
-from fastgen.optimizer.fairseq.checks import KNOWN, SOURCES, CallChecks, HostGenerator, ModelPlan
-from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqCall, FairseqDecodeStep
+from fastgen.optimizer.decoding.verify import ABSENT, Difference, first_token_difference, random_states
+from fastgen.optimizer.fairseq.checks import KNOWN, SOURCES, CallChecks, ModelPlan
+from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.optimizer.fairseq.loop import Hypothesis, Loop, prefill_sync
 from fastgen.patching import is_final
 from fastgen.provenance import is_from_elsewhere
@@ -27,14 +33,14 @@ from fastgen.provenance import is_from_elsewhere
 
 def generate(
     original: Callable,
-    self: HostGenerator,
+    self: SequenceGenerator,
     sample: dict[str, Any],
     prefix_tokens: Tensor | None = None,
     constraints: Tensor | None = None,
     bos_token: int | None = None,
 ) -> list[list[Hypothesis]]:
     net_input, first_token = sample["net_input"], self.eos if bos_token is None else bos_token
-    with generate_call(type(self.model.single_model).__name__, FairseqCall()) as call:
+    with generate_call(type(self.model.single_model).__name__) as call:
         source_and_lengths = source_of_sync(self, net_input)
         limit = None if source_and_lengths is None else source_and_lengths[-1]
         checks = CallChecks(call, self, limit, first_token, prefix_tokens, constraints)
@@ -64,7 +70,7 @@ def generate(
                 call.report.shared.append(text)
             ids = sample.get("id")
             ids = ids if isinstance(ids, Tensor) else torch.arange(inputs, device=device)
-            return Loop(self, step, max_len, first_token, device, ids, lengths, prefix_tokens, prompt).run()
+            return Loop(self, step, max_len, first_token, ids, lengths, prefix_tokens, prompt).run()
 
 
 @contextmanager
@@ -82,7 +88,7 @@ def _undone(call: GenerateCall) -> Iterator[None]:
         raise
 
 
-def source_of_sync(generator: HostGenerator, net_input: dict[str, Any]) -> tuple[Tensor, Tensor, int] | None:
+def source_of_sync(generator: SequenceGenerator, net_input: dict[str, Any]) -> tuple[Tensor, Tensor, int] | None:
     """What is given to the encoder, its lengths `[inputs]`, and the largest number of tokens before an output's end.
 
     Lengths are those without padding; of tokens without the end of the sentence, unless they are given. Reads the
@@ -113,3 +119,40 @@ def _describe(report: Report, plans: list[ModelPlan]) -> None:
         report.shared.append(f"cross-attention keys and values: once per input, {layers} layers")
     if any(one.by_input for one in plans):
         report.shared.append("encoder output: never repeated")
+
+
+# `fastgen.verify`.
+
+
+@dataclass
+class FairseqCall:
+    """`generator.generate(models, sample, **kwargs)`: hypotheses of each sentence, the best first."""
+
+    generator: SequenceGenerator
+    sample: dict[str, Any]
+    kwargs: dict[str, Any]
+    host: str = "fairseq"
+
+    def run(self) -> list[list[dict[str, Any]]]:
+        return self.generator.generate(list(self.generator.model.models), self.sample, **self.kwargs)
+
+    def rows_of(self, output: list[list[dict[str, Any]]]) -> int:
+        return sum(map(len, output))
+
+    def difference(self, ours: list[list[dict[str, Any]]], theirs: list[list[dict[str, Any]]]) -> Difference | None:
+        """Of tokens first; the scores are those of the whole hypotheses."""
+        if list(map(len, ours)) != list(map(len, theirs)):
+            return Difference(f"{list(map(len, ours))} hypotheses instead of {list(map(len, theirs))}")
+        rows = [list(chain.from_iterable(hypotheses)) for hypotheses in (ours, theirs)]
+        tokens = [pad_sequence([row["tokens"] for row in each], True, ABSENT) for each in rows]
+        found = first_token_difference(tokens[0], tokens[1], 0)
+        if found is None:
+            by_step = [pad_sequence([row["positional_scores"] for row in each], True) for each in rows]
+            atol = tolerance("score", by_step[0].dtype)
+            steps = ((by_step[0] - by_step[1]).abs() > atol).t().nonzero()  # the earliest step first
+            if not len(steps):
+                return None
+            step, row = steps[0].tolist()
+            found = Difference(f"step {step} of row {row} gives other scores", step, row)
+        scores = [float(each[found.row or 0]["score"]) for each in rows]
+        return replace(found, ours=scores[0], theirs=scores[1])

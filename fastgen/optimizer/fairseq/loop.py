@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from fairseq.search import BeamSearch, Sampling
+from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.fairseq.checks import HostGenerator, computes_prompt_at_once
+from fastgen.optimizer.fairseq.checks import computes_prompt_at_once
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.provenance import comes_with
 
@@ -59,7 +60,7 @@ class Prompt:
 
 def prefill_sync(
     call: GenerateCall,
-    generator: HostGenerator,
+    generator: SequenceGenerator,
     prefixes: Tensor | None,
     first_token: int,
     states: list[DecodingState],
@@ -88,7 +89,7 @@ def prefill_sync(
     return Prompt(tokens, known, _log_probs(generator, outputs, slice(length, length + 1))[:, -1])
 
 
-def _log_probs(generator: HostGenerator, outputs: list[tuple[Tensor, Any]], positions: slice) -> Tensor:
+def _log_probs(generator: SequenceGenerator, outputs: list[tuple[Tensor, Any]], positions: slice) -> Tensor:
     """The logarithm of the mean of the models' probabilities, `[inputs, positions, vocabulary]`."""
     found = []
     for model, (features, extra) in zip(generator.model.models, outputs):
@@ -109,11 +110,10 @@ class Loop:
 
     def __init__(
         self,
-        generator: HostGenerator,
+        generator: SequenceGenerator,
         step: FairseqDecodeStep,
         max_len: int,
         first_token: int,
-        device: torch.device,
         ids: Tensor,
         source_lengths: Tensor,
         prefixes: Tensor | None = None,
@@ -121,7 +121,7 @@ class Loop:
     ) -> None:
         self.generator, self.step, self.max_len = generator, step, max_len
         self.ids, self.source_lengths, self.prefixes, self.prompt = ids, source_lengths, prefixes, prompt
-        self.num_beams, inputs = generator.beam_size, step.call.inputs
+        self.num_beams, inputs, device = generator.beam_size, step.call.inputs, step.device
         self.tokens = torch.full((step.rows, max_len + 2), generator.pad, dtype=torch.int64, device=device)
         self.tokens[:, 0] = first_token
         self.scores = torch.zeros((step.rows, max_len + 1), device=device)
@@ -135,14 +135,14 @@ class Loop:
     def run(self) -> list[list[Hypothesis]]:
         with self.step:
             for step in range(self.skip_prompt(), self.max_len + 1):  # one more than words, for the end of the sentence
-                scores, tokens, beams = self.propose(step)
+                scores, tokens, rows = self.propose(step)
                 ended = ending(scores, tokens, self.generator.eos, self.ignored)
-                finished = self.collect(step, scores, beams, ended)
+                finished = self.collect(step, scores, rows, ended)
                 if all(self.finished) or (self.generator.search.stop_on_max_len and step >= self.max_len):
                     break
                 if step >= self.max_len:
                     raise AssertionError(f"sentences without an end at step {step}, the last (max_len {self.max_len})")
-                self.go_on(step, scores, tokens, beams, ended, finished)
+                self.go_on(step, scores, tokens, rows, ended, finished)
         return _sorted_sync(self.hypotheses)
 
     def skip_prompt(self) -> int:
@@ -158,7 +158,7 @@ class Loop:
         return prompt.length
 
     def propose(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What the search proposes for the next token, the best first: scores, tokens and beams, `[B, C]` each."""
+        """What the search proposes for the next token, the best first: scores, tokens and their rows, `[B, C]` each."""
         generator, search, (sentences, beams) = self.generator, self.generator.search, self.ignored.shape
         log_probs = self.log_probs(step, self.tokens[:, : step + 1])
         self.scores = self.scores.type_as(log_probs)
@@ -169,13 +169,10 @@ class Loop:
             if isinstance(search, Sampling):  # a row that has ended may have no token left to draw
                 impossible = log_probs.amax(1, keepdim=True).exp().eq(0)
                 log_probs.masked_fill_(self.ignored.view(-1, 1) & impossible, 0.0)
-        return search.step(
-            step,
-            log_probs.view(sentences, -1, generator.vocab_size),
-            self.scores.view(sentences, beams, -1)[:, :, :step],
-            self.tokens[:, : step + 1],
-            self.ids,
-        )
+        by_beam, sums = log_probs.view(sentences, -1, generator.vocab_size), self.scores.view(sentences, beams, -1)
+        scores, tokens, parents = search.step(step, by_beam, sums[:, :, :step], self.tokens[:, : step + 1], self.ids)
+        first_rows = torch.arange(0, len(self.tokens), self.num_beams, device=parents.device)
+        return scores, tokens, parents + first_rows[:, None]
 
     def log_probs(self, step: int, written: Tensor) -> Tensor:
         """Log-probabilities `[rows, vocabulary]` of the next token, after all rules about single tokens."""
@@ -211,13 +208,13 @@ class Loop:
             log_probs.index_fill_(1, self.suppressed, -torch.inf)
         return log_probs
 
-    def collect(self, step: int, scores: Tensor, beams: Tensor, ended: Tensor) -> list[int]:
+    def collect(self, step: int, scores: Tensor, rows: Tensor, ended: Tensor) -> list[int]:
         """Adds the hypotheses that end; returns the batch index of each sentence that is finished by it."""
         flags, candidates = _flags_sync(ended[:, : self.num_beams]), scores.shape[1]
         chosen = [row * candidates + column for row, one in enumerate(flags) for column, ends in enumerate(one) if ends]
         if not chosen:
             return []
-        index, rows = _on_device(chosen, scores.device), self.row_ids(beams)
+        index = _on_device(chosen, scores.device)
         return self.generator.finalize_hypos(
             step,
             rows.flatten().index_select(0, index),
@@ -233,10 +230,10 @@ class Loop:
         )
 
     def go_on(
-        self, step: int, scores: Tensor, tokens: Tensor, beams: Tensor, ended: Tensor, finished: list[int]
+        self, step: int, scores: Tensor, tokens: Tensor, rows: Tensor, ended: Tensor, finished: list[int]
     ) -> None:
         """Drops finished sentences, and makes the best candidates that do not end the rows of the next step."""
-        search, batch_index, rows = self.generator.search, None, self.row_ids(beams)
+        search, batch_index = self.generator.search, None
         if finished:
             remaining = [row for row in range(len(self.ignored)) if row not in finished]
             batch_index = _on_device(remaining, scores.device)
@@ -258,10 +255,6 @@ class Loop:
         if self.attention is not None:
             self.attention.reorder(parents)
         self.step.reorder(parents, batch_index)
-
-    def row_ids(self, beams: Tensor) -> Tensor:
-        """The rows of beams `[B, …]`, which are numbered within each sentence."""
-        return beams + torch.arange(0, len(self.tokens), self.num_beams, device=beams.device).unsqueeze(1)
 
 
 def _sorted_sync(hypotheses: list[list[Hypothesis]]) -> list[list[Hypothesis]]:

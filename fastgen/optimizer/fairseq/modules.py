@@ -29,12 +29,12 @@ from torch.nn import functional
 from fastgen.ops import no_repeat_ngram as op
 from fastgen.ops.no_repeat_ngram.kernels import kernel_for
 from fastgen.ops.shared_attention import fold, query_key_scores, shared_attention, unfold, weighted_values
-from fastgen.optimizer.decoding.call import add_reasons, count, current_call
+from fastgen.optimizer.decoding.call import add_reasons, count, current_call, settings_of
 from fastgen.optimizer.decoding.faster_forwards import has_faster_forward
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.report import NGRAMS, Reason, that_hold
 from fastgen.optimizer.fairseq.checks import KNOWN, computes_whole
-from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqCall
+from fastgen.optimizer.fairseq.decode_step import DecodingState
 from fastgen.optimizer.vocoder import faster_waveform
 
 
@@ -61,10 +61,9 @@ def multihead_attention(
             attended, weights = cross_attention(self, query, key, key_padding_mask, state, wanted)
             return attended, weights if weights is None or need_head_weights else weights.mean(dim=0)
     elif state is None and not (need_weights or need_head_weights or static_kv or before_softmax):
-        call = current_call()
-        host = call.host if call is not None and call.is_accelerated else None
-        if isinstance(host, FairseqCall) and query.shape[-1] == self.embed_dim and computes_whole(self):
-            return whole_attention(self, query, key, value, key_padding_mask, attn_mask, host.filled), None
+        is_inside = (call := current_call()) is not None and call.is_accelerated
+        if is_inside and query.shape[-1] == self.embed_dim and computes_whole(self):
+            return whole_attention(self, query, key, value, key_padding_mask, attn_mask), None
     others = static_kv, attn_mask, before_softmax, need_head_weights
     return original(self, query, key, value, key_padding_mask, incremental_state, need_weights, *others)
 
@@ -126,11 +125,10 @@ def whole_attention(
     value: Tensor,
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
-    state: DecodingState | None,
 ) -> Tensor:
     """Returns what `functional.multi_head_attention_forward` does without weights, `[length, rows, embed_dim]`.
 
-    state: takes keys and values of its self-attention, if there is one.
+    In `DecodingState.prefill` that state takes keys and values of its self-attention.
     """
     is_self = key is query and value is query
     query = query.contiguous()  # the first layer gets a transposed view, which three products would copy
@@ -139,6 +137,7 @@ def whole_attention(
         _split_heads(attention, _project(projection, rows))
         for projection, rows in ((attention.q_proj, query), (attention.k_proj, key), (attention.v_proj, value))
     )
+    state = next(settings_of(DecodingState), None)
     if state is not None and state.has_self(attention):
         state.set_prompt(attention, keys, values)
     mask = _whole_mask(key_padding_mask, attn_mask, queries.dtype)

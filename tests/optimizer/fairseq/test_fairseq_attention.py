@@ -18,7 +18,7 @@ from torch.nn import functional
 import fastgen
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.fairseq.checks import ModelPlan
-from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqCall
+from fastgen.optimizer.fairseq.decode_step import DecodingState
 from fastgen.optimizer.fairseq.modules import Written
 
 INPUTS, BEAMS, WIDTH, HEADS, SOURCE = 2, 3, 8, 2, 5
@@ -112,7 +112,7 @@ def test_encoder_attention_inside_a_generation(padded, masked):
     with mock.patch.object(
         functional, "multi_head_attention_forward", side_effect=AssertionError("torch's was called")
     ):
-        with generate_call("test", FairseqCall()) as running:
+        with generate_call("test") as running:
             running.is_accelerated = True
             found, weights = call()
         with pytest.raises(AssertionError, match="torch's was called"):
@@ -127,7 +127,7 @@ def test_attention_that_is_trained_is_left_alone():
     with (
         mock.patch.object(functional, "multi_head_attention_forward", side_effect=LookupError),
         pytest.raises(LookupError),
-        generate_call("test", FairseqCall()) as call,
+        generate_call("test") as call,
     ):
         call.is_accelerated = True
         attention(query, query, query, need_weights=False)

@@ -16,7 +16,7 @@ from fairseq_models import CASES
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.fairseq.checks import KNOWN, plan
-from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqCall
+from fastgen.optimizer.fairseq.decode_step import DecodingState
 from fastgen.optimizer.fairseq.loop import StepHistory
 
 
@@ -79,7 +79,7 @@ def test_prompt_fills_the_state_and_is_kept_once_per_input_where_it_pays():
         with (
             torch.no_grad(),
             costs(min_saved_elements=0 if pays else sys.maxsize),
-            generate_call("test", FairseqCall()) as call,
+            generate_call("test") as call,
         ):
             call.is_accelerated = True
             state.prefill(call, decoder, tokens)

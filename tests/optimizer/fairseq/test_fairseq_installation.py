@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 from python_process import run_python
 
-from fastgen.optimizer.fairseq import compat
+from fastgen.optimizer.fairseq import how_to_install
 
 OLD = """
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def test_without_fairseq_the_commands_give_a_way_that_leaves_torchaudio_out(comm
 def test_the_line_names_what_fairseq_needs_besides_torchaudio():
     pytest.importorskip("fairseq")
     names = {re.split(r"[^\w-]", line)[0] for line in metadata.requires("ve-fairseq") if "extra ==" not in line}
-    named = set(re.findall(r"[\w-]+", compat._WHEELS))
+    named = set(re.findall(r"[\w-]+", how_to_install()))
     assert names - {"torch", "torchaudio", "tqdm", "packaging"} <= named  # transformers brings the last two
 
 

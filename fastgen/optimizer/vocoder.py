@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import BuiltinFunctionType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from torch.nn.utils import parametrize
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call, generate_call
 from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
-from fastgen.optimizer.decoding.report import TORCH_MODE, VOCODER, Decision, Reason
+from fastgen.optimizer.decoding.report import TORCH_MODE, VOCODER, Decision, Reason, that_hold
 from fastgen.provenance import comes_with
 
 ONEDNN = "vocoder, oneDNN"
@@ -66,23 +65,19 @@ def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
     """Why this call is left to the library, whatever the layers are; empty if it is not."""
     if type(states) is not Tensor or states.layout != torch.strided or states.dim() != 3 or not states.numel():
         return [Reason("SHAPES", f"an input of shape {tuple(states.shape)} (supported: [batch, channels, frames])")]
-    if not states.is_cpu or states.dtype != torch.float32:
-        return [Reason("DTYPE", f"{states.dtype} on {states.device.type} (oneDNN: float32 on cpu)")]
-    if not torch.backends.mkldnn.is_available():
-        return [Reason("NO_ONEDNN", "this build of torch has no oneDNN")]
-    frames = states.shape[0] * states.shape[2]
-    if frames < MIN_FRAMES:
-        return [Decision("FEW_FRAMES", f"{frames} frames are too few to gain")]
-    weights = list(owner.parameters())
-    if any(type(one) is not nn.Parameter or not one.is_cpu or one.dtype != torch.float32 for one in weights):
-        return [Reason("MIXED", "weights and inputs have several dtypes or devices")]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (states, *weights)):
-        return [Reason("GRADIENTS", "autograd records")]
-    if torch.is_autocast_enabled("cpu"):
-        return [Reason("AUTOCAST", "autocast is on")]
-    if is_transformed() or is_watched():
-        return [TORCH_MODE]
-    return []
+    tensors, frames = [states, *owner.parameters()], states.shape[0] * states.shape[2]
+    kinds = {(type(one), one.is_cpu, one.dtype) for one in tensors[1:]}
+    records = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    where, is_float = f"{states.dtype} on {states.device.type}", states.is_cpu and states.dtype == torch.float32
+    return that_hold(
+        ("DTYPE", f"{where} (oneDNN: float32 on cpu)", not is_float),
+        ("NO_ONEDNN", "this build of torch has no oneDNN", not torch.backends.mkldnn.is_available()),
+        (Decision("FEW_FRAMES", f"{frames} frames are too few to gain"), frames < MIN_FRAMES),
+        ("MIXED", "weights and inputs have several dtypes or devices", kinds - {(nn.Parameter, True, torch.float32)}),
+        ("GRADIENTS", "autograd records", records),
+        ("AUTOCAST", "autocast is on", torch.is_autocast_enabled("cpu")),
+        (TORCH_MODE, is_transformed() or is_watched()),
+    )[:1]
 
 
 def _layers(owner: nn.Module) -> list[nn.Module]:
@@ -107,23 +102,14 @@ def convolve(forward: ModuleForward, states: Tensor, call: GenerateCall, ran: se
     """
     layer = forward.module
     is_plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-    if not is_plain or states.dim() != 3 or states.shape[1] != layer.in_channels or not _is_faster(states, layer):
+    least = MIN_INPUT * layer.in_channels * layer.out_channels * layer.kernel_size[0] // layer.groups
+    if not is_plain or states.dim() != 3 or states.shape[1] != layer.in_channels or states.numel() < least:
         return None
     ran.add(layer)
-    given = _channels_last(states), layer.weight.unsqueeze(2), layer.bias, (1, layer.stride[0]), (0, layer.padding[0])
+    rows = states.unsqueeze(2).contiguous(memory_format=torch.channels_last)  # [batch, channels, 1, length]
+    arguments = rows, layer.weight.unsqueeze(2), layer.bias, (1, layer.stride[0]), (0, layer.padding[0])
     dilation = 1, layer.dilation[0]
     if isinstance(layer, nn.ConvTranspose1d):
         output_padding = 0, layer.output_padding[0]
-        return functional.conv_transpose2d(*given, output_padding, layer.groups, dilation).squeeze(2)
-    return functional.conv2d(*given, dilation, layer.groups).squeeze(2)
-
-
-def _is_faster(states: Tensor, layer: Any) -> bool:
-    """Whether this layer is faster here than in its own forward, for these states."""
-    weights = layer.in_channels * layer.out_channels * layer.kernel_size[0] // layer.groups
-    return states.numel() >= MIN_INPUT * weights
-
-
-def _channels_last(states: Tensor) -> Tensor:
-    """`[batch, channels, length]` to `[batch, channels, 1, length]`, with the channels of a step next to each other."""
-    return states.unsqueeze(2).contiguous(memory_format=torch.channels_last)
+        return functional.conv_transpose2d(*arguments, output_padding, layer.groups, dilation).squeeze(2)
+    return functional.conv2d(*arguments, dilation, layer.groups).squeeze(2)

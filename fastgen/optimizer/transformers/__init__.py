@@ -8,10 +8,8 @@ from functools import partial
 from fastgen.models import LOWEST
 from fastgen.patching import Patch, patch_group
 
-TESTED = (
-    LOWEST["transformers"],
-    "5.24.0",
-)  # the lowest and the newest version, by `make matrix`; the first calls of newer are verified
+# The lowest and the newest version, by `make matrix`; the first calls of newer are verified.
+TESTED = (LOWEST["transformers"], "5.24.0")
 
 _group = partial(patch_group, "transformers", TESTED)
 
@@ -39,9 +37,13 @@ def _of_seamless(model: str, name: str) -> list[Patch]:
     )
 
 
-_MIXIN, _PROCESSORS = "generation.utils:GenerationMixin", "generation.logits_process:"
+_MIXIN = "generation.utils:GenerationMixin"
+_NGRAMS, _ENCODER_NGRAMS, _TRIE = (
+    f"generation.logits_process:{name}LogitsProcessor"
+    for name in ("NoRepeatNGram", "EncoderNoRepeatNGram", "PrefixConstrained")
+)
 _LOOP = "(self, input_ids, logits_processor, stopping_criteria, generation_config)"
-_SCORES = "__call__(self, input_ids, scores)"
+_SCORES, _ENCODER = "__call__(self, input_ids, scores)", "(self, encoder_ngram_size, encoder_input_ids)"
 _POSITIONS = (
     "SinusoidalPositionalEmbedding.forward(self, input_ids, inputs_embeds, cache_length|past_key_values_length)"
 )
@@ -66,34 +68,15 @@ PATCHES = (
         "loops",
         ("sample", f"{_MIXIN}._sample{_LOOP}", "token_loop:sample"),
         ("beam_search", f"{_MIXIN}._beam_search{_LOOP}", "beam_search:beam_search"),
-        (
-            "finished_beams",
-            f"{_MIXIN}._update_finished_beams(self, beam_scores)",
-            "beam_search:update_finished_beams",
-        ),
+        ("finished_beams", f"{_MIXIN}._update_finished_beams(self, beam_scores)", "beam_search:update_finished_beams"),
     ),
     *_group(
         "no_repeat_ngram",
-        ("no_repeat_ngram", f"{_PROCESSORS}NoRepeatNGramLogitsProcessor.{_SCORES}", "processors:no_repeat_ngram"),
-        (
-            "encoder_ngrams",
-            f"{_PROCESSORS}EncoderNoRepeatNGramLogitsProcessor.__init__(self, encoder_ngram_size, encoder_input_ids)",
-            "processors:encoder_ngrams",
-        ),
-        (
-            "no_repeat_encoder_ngram",
-            f"{_PROCESSORS}EncoderNoRepeatNGramLogitsProcessor.{_SCORES}",
-            "processors:no_repeat_ngram",
-        ),
+        ("no_repeat_ngram", f"{_NGRAMS}.{_SCORES}", "processors:no_repeat_ngram"),
+        ("no_repeat_encoder_ngram", f"{_ENCODER_NGRAMS}.{_SCORES}", "processors:no_repeat_ngram"),
+        ("encoder_ngrams", f"{_ENCODER_NGRAMS}.__init__{_ENCODER}", "processors:encoder_ngrams"),
     ),
-    *_group(
-        "prefix_constrained",
-        (
-            "prefix_constrained",
-            f"{_PROCESSORS}PrefixConstrainedLogitsProcessor.{_SCORES}",
-            "processors:prefix_constrained",
-        ),
-    ),
+    *_group("prefix_constrained", ("prefix_constrained", f"{_TRIE}.{_SCORES}", "processors:prefix_constrained")),
     *_of_seamless("seamless_m4t", "SeamlessM4T"),
     *_of_seamless("seamless_m4t_v2", "SeamlessM4Tv2"),
     *(patch for name, model, target, ours in _ALONE for patch in _of_model(name, model, (name, target, ours))),

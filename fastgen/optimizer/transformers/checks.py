@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import filterfalse
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,9 @@ from fastgen.optimizer.transformers import TESTED, compat, kv_layers, processors
 from fastgen.optimizer.transformers.row_groups import RowGroups
 from fastgen.provenance import PYTHON, comes_with, packages_of
 
+# A model of the library, or of a class that has its `generate`.
+HostModel: TypeAlias = GenerationMixin
+
 _REGISTRIES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, compat.EXPERTS_FUNCTIONS)
 _REGISTERED_AS = ("_attn_implementation", "_experts_implementation")
 
@@ -64,10 +67,7 @@ def _registered_names(modules: Iterable[nn.Module]) -> frozenset[str]:
 
 
 def _registered_functions(names: frozenset[str]) -> tuple[Callable, ...]:
-    found: list[Callable] = []
-    for functions in _REGISTRIES:
-        found += filter(None, map(functions.get, sorted(names)))
-    return tuple(found)
+    return tuple(functions[name] for functions in _REGISTRIES for name in sorted(names) if functions.get(name))
 
 
 def _encoder_of(model: nn.Module) -> nn.Module | None:
@@ -99,24 +99,6 @@ KNOWN = KnownCode(
 )  # fmt: skip
 
 
-class HostModel(Protocol):
-    """What is asked of a model with the library's `GenerationMixin`, besides what every module has."""
-
-    config: Any
-    generation_config: Any
-    device: torch.device
-    dtype: torch.dtype
-    generate: Callable[..., Any]
-    forward: Callable[..., Any]
-    __call__: Callable[..., Any]
-    modules: Callable[[], Iterable[nn.Module]]
-    get_decoder: Callable[[], Any]
-    prepare_inputs_for_generation: Callable[..., dict[str, Any]]
-    _prefill: Callable[..., Any]
-    _update_model_kwargs_for_generation: Callable[..., dict[str, Any]]
-    _update_finished_beams: Callable[..., Any]
-
-
 def is_known_class(model: object) -> bool:
     """Whether the model's class is of transformers or of fastgen, whose parity the tests compare."""
     return type(model).__module__.partition(".")[0] in ("transformers", "fastgen")
@@ -136,15 +118,6 @@ def untested_reasons(model: HostModel) -> list[Reason]:
 LOOPS = ("transformers.sample", "transformers.beam_search")
 METHODS = ("_has_unfinished_sequences",)
 CRITERIA = {EosTokenCriteria, MaxLengthCriteria}
-
-STEPS_DIFFER = Reason("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way")
-LAYERS_DIFFER = Reason("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches")
-RESUMES_OTHERWISE = Reason("TRANSFORMERS_VERSION", "transformers before 5.17 goes on from a cache in another way")
-MODEL_CACHE = Reason("MODEL_CACHE", "the model makes its own cache")
-ROWS_DIFFER = Reason("ROWS_DIFFER", "the rows of an input differ from each other")
-COMPILED_CHUNKS = Reason(
-    "CHUNKED_PREFILL", "the cache is a StaticCache, for which the library may compile a prefill in chunks"
-)
 
 # Rotary positions that are scaled by the longest prompt seen.
 _GROWING_ROPE = {"dynamic", "longrope"}
@@ -237,18 +210,19 @@ class CallChecks:
         elif cache is not None:
             of_cache = kv_layers.unsupported_reasons(cache)
         elif arguments.get("use_cache", True) and not getattr(self.model, "_supports_default_dynamic_cache", bool)():
-            of_cache = [MODEL_CACHE]
+            of_cache = [Reason("MODEL_CACHE", "the model makes its own cache")]
         of_arguments = row_groups.unsupported_reasons(self.model.config.model_type, arguments, groups.rows)
         reasons = self.rows + of_cache + of_arguments
         differ = not (reasons or groups.are_equal or row_groups.groups_are_equal_sync(arguments, groups))
-        return [ROWS_DIFFER] if differ else reasons
+        return [Reason("ROWS_DIFFER", "the rows of an input differ from each other")] if differ else reasons
 
     def prefix(self, cache: Any, most: int, moves_columns: bool, has_positions: bool) -> list[Reason]:
         """Why a forward cannot follow a common prefix in this cache, for up to `most` positions.
 
         moves_columns: those of a row change places. has_positions: the model is told the positions of tokens.
         """
-        kind, has_layers = self.model.config.model_type, cache is not None and not kv_layers.is_static(cache)
+        kind, is_old = self.model.config.model_type, not compat.LAYERS_ARE_KNOWN
+        has_layers = cache is not None and not kv_layers.is_static(cache)
         is_lost = moves_columns and not has_positions and kind not in compat.POSITIONS_OF_MASK
         counted = compat.COUNTED_COLUMNS.get(kind)
         text: Any = self.model.config.get_text_config(decoder=True)
@@ -256,7 +230,7 @@ class CallChecks:
         ropes = [ropes, *ropes.values()] if isinstance(ropes, dict) else []
         kinds = {str(rope.get("rope_type")) for rope in ropes if isinstance(rope, dict)}
         return that_hold(
-            (RESUMES_OTHERWISE, not compat.LAYERS_ARE_KNOWN),
+            ("TRANSFORMERS_VERSION", "transformers before 5.17 goes on from a cache in another way", is_old),
             untested_reasons(self.model),
             self._attention,
             ("CACHE_TYPE", "there is no DynamicCache", not has_layers),
@@ -289,6 +263,7 @@ class CallChecks:
         calls = [type(one).__name__ for one in called if not _runs_library_code(one)]
         stops_otherwise = not (CRITERIA.issuperset(map(type, criteria)) and all(map(_runs_library_code, criteria)))
         is_own_call, is_assistant = "__call__" in vars(self.model), getattr(config, "is_assistant", False)
+        is_old = not compat.STEPS_ARE_KNOWN
         return that_hold(
             ("METHOD_REPLACED", "{}: another loop was there before fastgen", loops),
             ("METHOD_REPLACED", "{} is not that of GenerationMixin", replaced),
@@ -300,7 +275,7 @@ class CallChecks:
             untested,
             ("CUSTOM_GENERATE", "custom_generate may read the cache", call.host.user_code and not untested),
             (USER_CACHE, call.host.user_cache and not (call.host.user_code or untested)),
-            (STEPS_DIFFER, not compat.STEPS_ARE_KNOWN),
+            ("TRANSFORMERS_VERSION", "transformers before 5.3 prepares its steps in another way", is_old),
             ("SYNCED_GPUS", "synced_gpus is set", arguments.synced_gpus),
             ("RETURN_DICT", "return_dict_in_generate is set", config.return_dict_in_generate),
             ("ASSISTANT", "the model is the assistant of another", is_assistant),
@@ -319,7 +294,7 @@ class CallChecks:
         positions = len(table) if isinstance(table, Tensor) else None
         is_short = positions is not None and most + embedding.padding_idx + 1 > positions
         return that_hold(
-            (LAYERS_DIFFER, not compat.LAYERS_ARE_KNOWN),
+            ("TRANSFORMERS_VERSION", "transformers before 5.17 has other static caches", not compat.LAYERS_ARE_KNOWN),
             ("NO_CACHE", "use_cache is not set", not arguments.get("use_cache")),
             ("MAY_SYNC", f"{name}.forward may synchronise with the device (not _can_compile_fullgraph)", waits),
             self._attention,
@@ -355,7 +330,8 @@ class CallChecks:
 def _static_cache_reasons(cache: Any, generation_config: Any) -> list[Reason]:
     """Why a prefill of one row of each group cannot fill the library's static cache for all rows."""
     if generation_config.prefill_chunk_size is not None:
-        return [COMPILED_CHUNKS]
+        text = "the cache is a StaticCache, for which the library may compile a prefill in chunks"
+        return [Reason("CHUNKED_PREFILL", text)]
     kinds = {*map(type, kv_layers.layers_of(cache))} - {StaticLayer, StaticSlidingWindowLayer}
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     return that_hold(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -57,10 +57,13 @@ STEPS = 4
 MOST = 8
 GROUP = "transformers.shared_caches"
 
-# Settings of how tokens are chosen: the scores of a sequence that is there already are those of a greedy call.
-_CHOICE = ("num_beams", "num_return_sequences", "do_sample", "early_stopping", "length_penalty", "streamer")
-_LENGTH = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "stopping_criteria")
-_OUTPUT = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# Settings of how tokens are chosen, of lengths and of outputs: the scores of a sequence that is there already are those
+# of a greedy call.
+_NOT_OF_SCORES = frozenset({
+    "num_beams", "num_return_sequences", "do_sample", "early_stopping", "length_penalty", "streamer",
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "stopping_criteria",
+    "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
+})  # fmt: skip
 
 # How often models were compared, by what they have in common, see `_key`. What differed, for classes left alone.
 _compared: Counter[tuple] = Counter()
@@ -88,7 +91,7 @@ def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: di
 
 def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
-    original = call.host.to_verify
+    original, steps = call.host.to_verify, (generation_config.max_length or 0) - prompt_length
     is_comparing = original is None and call.host.share is not None  # in `_compare_first_steps`
     if is_comparing or not untested_reasons(model):
         return []
@@ -96,8 +99,12 @@ def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: i
         unfit = ["this call has nothing to compare"]
     elif is_verified(key := _key(original, generation_config, call)):
         return []
+    elif _compared[key[1:]] >= MOST:
+        unfit = ["what its modules hold changes from call to call"]
     else:
-        unfit = _unfit(original, _compared[key[1:]], (generation_config.max_length or 0) - prompt_length)
+        stateful = [name for name, value in original.keywords.items() if _has_state(value)]
+        unfit = [f"a call with {name} cannot be repeated" for name in stateful]
+        unfit += [f"a call for fewer than {STEPS} new tokens shows too little"] * (steps < STEPS)
         if not unfit and not _COMPARING.acquire(blocking=False):
             unfit = ["another comparison is running"]
     if not unfit:
@@ -112,25 +119,17 @@ def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: i
     return that_hold(("UNVERIFIED", "{}", texts)) or refused_reasons(model)
 
 
-def _unfit(original: partial, comparisons: int, steps: int) -> list[str]:
-    """Why this call of `generate` for at most so many steps, after so many others, cannot be compared."""
-    if comparisons >= MOST:
-        return ["what its modules hold changes from call to call"]
-    unfit = [f"a call with {name} cannot be repeated" for name, value in original.keywords.items() if _has_state(value)]
-    return unfit + [f"a call for fewer than {STEPS} new tokens shows too little"] * (steps < STEPS)
-
-
-def _compare_first_steps(key: tuple, given: partial) -> None:
+def _compare_first_steps(key: tuple, original: partial) -> None:
     """Compares and notes what came out; raises NotComparable if nothing did.
 
     Prompts of any length are shared, so that those to come go through code that was compared, and then none.
     """
-    model, restore = given.args[0], random_states()
+    model, restore = original.args[0], random_states()
 
     def first_steps() -> Any:
         restore()
         stop = StoppingCriteriaList([_StopAfter(STEPS)])
-        return given(return_dict_in_generate=True, output_logits=True, min_new_tokens=STEPS, stopping_criteria=stop)
+        return original(return_dict_in_generate=True, output_logits=True, min_new_tokens=STEPS, stopping_criteria=stop)
 
     def theirs() -> Any:
         try:
@@ -142,58 +141,52 @@ def _compare_first_steps(key: tuple, given: partial) -> None:
             raise NotComparable
         return expected
 
-    def ours() -> Iterator[Any]:
+    def difference(_: None, expected: Any) -> Difference | None:
         for share in (True, False):
             with generate_call(model) as call:
                 call.host.user_code, call.host.share = not is_known_class(model), share
                 try:
-                    found = first_steps()
+                    output = first_steps()
                 except Exception as error:
-                    found = Difference(f"{type(error).__name__}: {error}")
-            if not isinstance(found, Difference) and not call.is_accelerated:
+                    return Difference(f"{type(error).__name__}: {error}")
+            if not call.is_accelerated:
                 raise NotComparable
-            yield found
-
-    def difference(found: Iterator[Any], expected: Any) -> Difference | None:
-        for one in found:
-            one = one if isinstance(one, Difference) else first_difference(one, expected, model)
-            if one is not None:
-                return one
+            if different := first_difference(output, expected, model):
+                return different
         return None
 
-    def refuse(difference: Difference) -> None:
-        _refused[type(model)] = reason = f"{_subject(model)}: {difference}"
+    def refuse(different: Difference) -> None:
+        _refused[type(model)] = reason = f"{_subject(model)}: {different}"
         if is_known_class(model):
             PATCH_SET.fail(GROUP, reason)
         else:
             warn(f"fastgen leaves this model class alone: {reason}")
 
     try:
-        verify_once(key, ours, theirs, difference, refuse)
+        verify_once(key, lambda: None, theirs, difference, refuse)
     finally:
         restore()
 
 
-def first_difference(found: Any, expected: Any, model: HostModel) -> Difference | None:
+def first_difference(output: Any, expected: Any, model: HostModel) -> Difference | None:
     """Between the outputs of two calls of `generate` with their logits; None if there is none.
 
     In half precision rounding may change tokens, and all that follows them.
     """
     is_half = model.dtype not in (torch.float32, torch.float64)
-    for step, (ours, theirs) in enumerate(zip(found.logits, expected.logits)):
+    for step, (ours, theirs) in enumerate(zip(output.logits, expected.logits)):
         if ours.shape != theirs.shape:
             text = f"logits of step {step} have shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
             return Difference(text, step)
-        largest = theirs.nan_to_num(posinf=0, neginf=0).abs().max().item()
-        atol = tolerance("logits", model.dtype) * largest
+        atol = tolerance("logits", model.dtype) * theirs.nan_to_num(posinf=0, neginf=0).abs().max().item()
         equal = torch.isclose(ours, theirs, rtol=0, atol=atol, equal_nan=True).all(dim=-1)  # [rows]
         if equal.float().mean() < (0.5 if is_half and step else 1):
             apart = (ours.nan_to_num(neginf=-1e9) - theirs.nan_to_num(neginf=-1e9)).abs()
             row, token = divmod(int(apart.argmax()), apart.shape[-1])
             text = f"logits of step {step} differ by {apart.max().item():.2g} in row {row}, token {token}"
             return Difference(text, step, row, ours[row, token].item(), theirs[row, token].item())
-    start = found.sequences.shape[1] - len(found.logits)
-    return None if is_half else first_token_difference(found.sequences, expected.sequences, start)
+    start = output.sequences.shape[1] - len(output.logits)
+    return None if is_half else first_token_difference(output.sequences, expected.sequences, start)
 
 
 class _StopAfter(StoppingCriteria):
@@ -205,18 +198,18 @@ class _StopAfter(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.steps <= 0, dtype=torch.bool, device=input_ids.device)
 
 
-def _key(given: partial, generation_config: Any, call: GenerateCall) -> tuple:
+def _key(original: partial, generation_config: Any, call: GenerateCall) -> tuple:
     """What decides which code a model runs, and whether a comparison shows it; the model's likeness first.
 
     That holds its classes and their code, training flags, attributes and configuration. Also the names of what its
     forward is given; whether rows are moved or sampled, and whether there is more than one input: what is made for one
     fits all rows.
     """
-    model, beams = given.args[0], generation_config.num_beams or 1
-    several = (beams > 1, (generation_config.num_return_sequences or 1) > 1, call.inputs > 1)
-    own = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(generation_config).keys()
+    model, config = original.args[0], generation_config
+    several = ((config.num_beams or 1) > 1, (config.num_return_sequences or 1) > 1, call.inputs > 1)
+    known = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(config).keys()
     likeness = call.facts_of(model, checks.KNOWN).likeness()
-    return likeness, type(model), frozenset(given.keywords.keys() - own), *several
+    return likeness, type(model), frozenset(original.keywords.keys() - known), *several
 
 
 def _has_state(value: Any) -> bool:
@@ -255,9 +248,9 @@ class TransformersCall:
         tokens = _sequences(ours), _sequences(theirs)
         if tokens[0] is not None and tokens[1] is not None:
             start = self._generated_from()
-            found = first_token_difference(*tokens, start)
-            if found is not None:
-                return self._with_scores(found, tokens, start)
+            different = first_token_difference(*tokens, start)
+            if different is not None:
+                return self._with_scores(different, tokens, start)
         for index, (one, other) in enumerate(zip(_tensors(ours), _tensors(theirs))):
             if one.shape != other.shape:
                 return Difference(f"output {index} has shape {tuple(one.shape)} instead of {tuple(other.shape)}")
@@ -268,29 +261,29 @@ class TransformersCall:
 
     def _generated_from(self) -> int:
         """The column of the sequences with the first generated token."""
-        if self.model.config.is_encoder_decoder:
-            started = self.kwargs.get("decoder_input_ids")
-            return 1 if started is None else started.shape[1]
         inputs = self.inputs.get("input_ids") if isinstance(self.inputs, Mapping) else self.inputs
-        return 0 if inputs is None else inputs.shape[1]
+        if is_decoder := self.model.config.is_encoder_decoder:
+            inputs = self.kwargs.get("decoder_input_ids")
+        return int(is_decoder) if inputs is None else inputs.shape[1]
 
-    def _with_scores(self, found: Difference, tokens: tuple[Tensor, Tensor], start: int) -> Difference:
+    def _with_scores(self, different: Difference, tokens: tuple[Tensor, Tensor], start: int) -> Difference:
         """The sums of the log-probabilities of both rows: of beams whole, of others up to where they differ."""
-        if found.row is None or found.step is None:
-            return found
+        if different.row is None or different.step is None:
+            return different
         beams = self.kwargs.get("num_beams", self.model.generation_config.num_beams) or 1
-        length = None if beams > 1 else start + found.step + 1
-        rows = [sequences[found.row, :length] for sequences in tokens]
+        length = None if beams > 1 else start + different.step + 1
+        rows = [sequences[different.row, :length] for sequences in tokens]
         try:
-            ours, theirs = (self._log_prob_sum(found.row, tokens[0].shape[0], row[row != ABSENT]) for row in rows)
+            ours, theirs = (self._log_prob_sum(different.row, len(tokens[0]), row[row != ABSENT]) for row in rows)
         except (TypeError, ValueError) as error:  # a generate of the model's own that takes no processors
-            return replace(found, text=f"{found.text} (scores are not known: {type(error).__name__}: {error})")
-        return replace(found, ours=ours, theirs=theirs)
+            text = f"{different.text} (scores are not known: {type(error).__name__}: {error})"
+            return replace(different, text=text)
+        return replace(different, ours=ours, theirs=theirs)
 
     def _log_prob_sum(self, row: int, rows: int, sequence: Tensor) -> float:
         """Of the tokens of a sequence `[length]` that the model generates for the input of this row."""
         forced = _Forced(sequence)
-        kwargs = {name: value for name, value in self.kwargs.items() if name not in (*_CHOICE, *_LENGTH, *_OUTPUT)}
+        kwargs = {name: value for name, value in self.kwargs.items() if name not in _NOT_OF_SCORES}
         kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or []), forced])
         kwargs["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(len(sequence))])
         kwargs |= {"num_beams": 1, "num_return_sequences": 1, "do_sample": False, "max_new_tokens": len(sequence)}

@@ -282,7 +282,7 @@ class TransformersCall:
 
     def _log_prob_sum(self, row: int, rows: int, sequence: Tensor) -> float:
         """Of the tokens of a sequence `[length]` that the model generates for the input of this row."""
-        forced = _Forced(sequence)
+        forced = _Forced(sequence, row, rows)
         kwargs = {name: value for name, value in self.kwargs.items() if name not in _NOT_OF_SCORES}
         kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or []), forced])
         kwargs["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(len(sequence))])
@@ -290,44 +290,35 @@ class TransformersCall:
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # of settings that are meant for beams or samples
         try:
-            replace(self, inputs=_input_of(self.inputs, row, rows), kwargs=kwargs).run()
+            replace(self, kwargs=kwargs).run()
         finally:
             logging.set_verbosity(level)
         return forced.log_prob_sum
 
 
 class _Forced(LogitsProcessor):
-    """Lets a greedy call of one row generate a sequence `[length]`, the prompt included, and sums what that scores."""
+    """Lets a greedy call generate a sequence `[length]`, the prompt included, for each input; sums what it scores.
 
-    def __init__(self, sequence: Tensor) -> None:
-        self.sequence = sequence
+    row, rows: for the input of this one of so many rows.
+    """
+
+    def __init__(self, sequence: Tensor, row: int, rows: int) -> None:
+        self.sequence, self.row, self.rows = sequence, row, rows
         self.log_prob_sum = 0.0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token = self.sequence[input_ids.shape[1]]
-        self.log_prob_sum += scores.log_softmax(dim=-1)[0, token].item()
+        token, index = self.sequence[input_ids.shape[1]], self.row * len(scores) // self.rows
+        self.log_prob_sum += scores[index].log_softmax(dim=-1)[token].item()
         forced = torch.full_like(scores, -torch.inf)
         forced[:, token] = 0
         return forced
 
 
-def _input_of(inputs: Any, row: int, rows: int) -> Any:
-    """The input that a row of the outputs belongs to, alone."""
-    if not isinstance(inputs, Mapping):
-        return _input_of({"inputs": inputs}, row, rows)["inputs"]
-    count = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
-    index, alone = row // (rows // count), dict(inputs)
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.shape[:1] == (count,):
-            alone[name] = value[index : index + 1]
-    return alone
-
-
 def _sequences(output: Any) -> Tensor | None:
     """The tokens `[rows, length]` of an output; None if it has none, as that of a model which speaks."""
-    found = output.get("sequences") if isinstance(output, Mapping) else output
-    is_tokens = isinstance(found, Tensor) and found.dim() == 2 and not found.is_floating_point()
-    return found if is_tokens else None
+    sequences = output.get("sequences") if isinstance(output, Mapping) else output
+    is_tokens = isinstance(sequences, Tensor) and sequences.dim() == 2 and not sequences.is_floating_point()
+    return sequences if is_tokens else None
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -9,7 +9,8 @@ Tests: tests/optimizer/test_report.py, tests/test_docs.py
 
 from __future__ import annotations
 
-# By the sections of the page. The first ones are decisions: fastgen could have done it, and chose not to.
+# By the sections of the page. Those of the first are decisions (`Reason.is_decision`): fastgen could have done it, and
+# chose not to.
 CHOSEN = "Chosen: there is nothing to gain, or a switch says so"
 
 CODES: dict[str, dict[str, str]] = {

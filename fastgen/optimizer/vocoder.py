@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call, generate_call
 from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
-from fastgen.optimizer.decoding.report import TORCH_MODE, VOCODER, Decision, Reason, that_hold
+from fastgen.optimizer.decoding.report import TORCH_MODE, VOCODER, Reason, that_hold
 from fastgen.provenance import comes_with
 
 ONEDNN = "vocoder, oneDNN"
@@ -72,7 +72,7 @@ def unsupported_reasons(owner: nn.Module, states: Tensor) -> list[Reason]:
     return that_hold(
         ("DTYPE", f"{where} (oneDNN: float32 on cpu)", not is_float),
         ("NO_ONEDNN", "this build of torch has no oneDNN", not torch.backends.mkldnn.is_available()),
-        (Decision("FEW_FRAMES", f"{frames} frames are too few to gain"), frames < MIN_FRAMES),
+        ("FEW_FRAMES", f"{frames} frames are too few to gain", frames < MIN_FRAMES),
         ("MIXED", "weights and inputs have several dtypes or devices", kinds - {(nn.Parameter, True, torch.float32)}),
         ("GRADIENTS", "autograd records", records),
         ("AUTOCAST", "autocast is on", torch.is_autocast_enabled("cpu")),

@@ -16,7 +16,7 @@ from fastgen import ops
 from fastgen.ops.kernel import Kernel
 from fastgen.ops.no_repeat_ngram.kernels import KERNELS, kernel_for
 from fastgen.optimizer.decoding.call import GenerateCall, add_reasons, count, current_call, generate_call, last_report
-from fastgen.optimizer.decoding.report import Decision, Reason, Report
+from fastgen.optimizer.decoding.report import Reason, Report
 from fastgen.testing import ANY_SIZE, configured, costs, watched
 
 LOOPS = needs("transformers", "5.3", "loops prepare their steps in another way")
@@ -154,7 +154,7 @@ def test_reasons_are_noted_once_with_their_parts():
     found = Report("Model", inputs=2, rows=4)
     cannot, chose_not = (
         Reason("USER_CACHE", "the caller passed a cache"),
-        Decision("TOO_SMALL", "small", "1 of 2"),
+        Reason("TOO_SMALL", "small", "1 of 2"),
     )
     for _ in range(2):
         found.add_reasons("decoding loop", [cannot, cannot])
@@ -175,13 +175,11 @@ def test_reasons_are_noted_once_with_their_parts():
 def test_codes_in_the_source_are_those_of_the_documentation():
     """Each code once in the table of docs/reasons.md, and none there that no code gives."""
     sources = [path.read_text(encoding="utf-8") for path in (REPOSITORY / "fastgen").rglob("*.py")]
-    code_of = r'(?:(?:Reason|Decision|with_code|refused|that_hold\()\(\s*|^ +\()"([A-Z0-9_]+)",'  # cases: tuples
+    code_of = r'(?:(?:Reason|with_code|refused|that_hold\()\(\s*|^ +\()"([A-Z0-9_]+)",'  # cases: tuples
     used = {code for source in sources for code in re.findall(code_of, source, re.MULTILINE)}
     page = (REPOSITORY / "docs" / "reasons.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| `([A-Z0-9_]+)` \|", page, re.MULTILINE)
     assert sorted(documented) == sorted(used)
-    decided = re.findall(r"^\| `([A-Z0-9_]+)` \|", page.partition("## Chosen")[2].partition("\n## ")[0], re.MULTILINE)
-    assert set(decided) == {code for source in sources for code in re.findall(r'Decision\(\s*"([A-Z0-9_]+)"', source)}
 
 
 def test_under_debug_each_call_is_one_line(caplog):

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 from fastgen.optimizer.decoding import cost_model
 from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.model_facts import ModelFacts, facts_of
-from fastgen.optimizer.decoding.report import LOOP, STEPS, Decision, Reason, Report, Stage
+from fastgen.optimizer.decoding.report import LOOP, STEPS, Reason, Report, Stage
 from fastgen.optimizer.decoding.user_code import KnownCode
 
 logger = logging.getLogger("fastgen")
 
-ENDED_EARLY = Decision("ENDED_EARLY", "the call ended before a capture would have paid")
+ENDED_EARLY = Reason("ENDED_EARLY", "the call ended before a capture would have paid")
 
 
 @dataclass

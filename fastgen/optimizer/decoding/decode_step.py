@@ -38,7 +38,7 @@ from fastgen.ops.tracing import Diverged, NotRepeatable
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, GraphState, differs_sync, graphs_of, reason_of
 from fastgen.optimizer.decoding.model_facts import first_weight, size_of
-from fastgen.optimizer.decoding.report import MODEL_CHANGED, STEPS, Decision, Reason
+from fastgen.optimizer.decoding.report import MODEL_CHANGED, STEPS, Reason
 from fastgen.optimizer.decoding.rollback import LeaveAlone
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.decoding.user_code import KnownCode
@@ -222,7 +222,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             graphs.steps_without[self.rows] += left
         if not wants_new and not (costs.looks_back and graphs.entries):
             if is_last:
-                reason = Decision("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")
+                reason = Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")
                 self.call.report.add_reasons(STEPS, [reason])
             return
         try:

@@ -30,7 +30,7 @@ from fastgen.ops.tolerances import tolerance
 from fastgen.ops.tracing import Diverged, NotRepeatable, NoWaiting, is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import first_weight, size_of
-from fastgen.optimizer.decoding.report import STEPS, TORCH_MODE, Decision, Reason, that_hold
+from fastgen.optimizer.decoding.report import STEPS, TORCH_MODE, Reason, that_hold
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
 # What the graphs of one model may hold between two calls, and the bytes of one: less in the memory of a CPU, of which
@@ -334,12 +334,12 @@ def reason_of(cause: Exception | str, model: nn.Module) -> Reason:
 def unwanted_reasons(call: GenerateCall, device: torch.device, steps: int) -> list[Reason]:
     """Why so many steps are not captured whatever the model is; empty if they may be."""
     if CONFIG.cuda_graphs == "off":
-        return [Decision("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
+        return [Reason("CAPTURE_OFF", "FASTGEN_CUDA_GRAPHS=off")]
     if device.type not in ("cuda", "cpu"):
         return [Reason("DEVICE", f"the model is on {device.type} (supported: cuda, cpu)")]
     least = call.costs.least_steps(device)
     if steps < least:
-        return [Decision("FEW_STEPS", f"the call has fewer than {least} steps", f"at most {max(steps, 0)}")]
+        return [Reason("FEW_STEPS", f"the call has fewer than {least} steps", f"at most {max(steps, 0)}")]
     if torch.is_autocast_enabled(device.type):
         return [Reason("AUTOCAST", "autocast keeps copies of weights that a capture would outlive")]
     if is_transformed() or is_watched():
@@ -363,7 +363,7 @@ def can_capture(checks: Any, rows: int, steps: int) -> bool:
     size = size_of(decoder, checks.known)
     if not reasons and not call.costs.should_capture(size, rows, steps, is_captured=True, device_type=device.type):
         text = f"{steps} steps of {rows} rows would save less than the capture costs"
-        reasons = [Decision("NOT_WORTH_CAPTURING", text)]
+        reasons = [Reason("NOT_WORTH_CAPTURING", text)]
     reasons = reasons or checks.rows
     if not reasons:
         facts = call.facts_of(checks.model, checks.known)

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastgen import ops
 from fastgen.ops.kernel import Kernel
+from fastgen.reasons import CHOSEN, CODES
 
 # What the reasons are about: the parts of a call.
 PATCHES = "patches"
@@ -46,13 +47,10 @@ class Reason:
     def __str__(self) -> str:
         return f"{self.text} ({self.detail})" if self.detail else self.text
 
-    is_decision = False
-
-
-class Decision(Reason):
-    """fastgen could have done it and chose not to: there is nothing to gain, or the user said so."""
-
-    is_decision = True
+    @property
+    def is_decision(self) -> bool:
+        """Whether fastgen could have done it and chose not to: there is nothing to gain, or the user said so."""
+        return self.code in CODES[CHOSEN]
 
 
 CACHE_NOT_EMPTY = Reason("CACHE_NOT_EMPTY", "the cache is not empty")

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Decision, Reason
+from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
 from fastgen.optimizer.transformers import checks, kept_prefix, kv_layers, verification
 from fastgen.optimizer.transformers.call import generate_call
 from fastgen.optimizer.transformers.faster_forwards import swap_forwards
 from fastgen.patching import disabled
 
-TOO_SMALL = Decision("TOO_SMALL", "the model and the call are too small to gain")
+TOO_SMALL = Reason("TOO_SMALL", "the model and the call are too small to gain")
 
 # Arguments that are called between steps.
 _CALLBACKS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")

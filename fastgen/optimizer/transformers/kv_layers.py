@@ -32,7 +32,7 @@ from transformers.cache_utils import (
 from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Decision, Reason
+from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Reason
 from fastgen.optimizer.decoding.rollback import LeaveAlone, Restore, undo_of_attributes
 from fastgen.optimizer.decoding.segmented_kv import KV, cut
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
@@ -209,7 +209,7 @@ def adopt(
     counts = sorted(repeated.items())
     reasons = [Reason("LAYER_TYPE", f"{count} layers of {name} stored for each row") for name, count in counts]
     if few:
-        reasons.append(Decision("FEW_KEYS", f"{few} layers stored for each row: too few keys to gain"))
+        reasons.append(Reason("FEW_KEYS", f"{few} layers stored for each row: too few keys to gain"))
     call.report.add_reasons(KV_CACHE, reasons)
     if gains:
         call.on_exit.callback(give_back, ref(cache))

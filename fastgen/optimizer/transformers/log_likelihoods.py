@@ -33,7 +33,7 @@ from fastgen.models.cache_names import CACHE
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import size_of
-from fastgen.optimizer.decoding.report import PREFILL, Decision, Reason
+from fastgen.optimizer.decoding.report import PREFILL, Reason
 from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.call import generate_call
 from fastgen.optimizer.transformers.context_groups import Context, Group, Pair, Tokens, batches, contexts_of, groups_of
@@ -189,9 +189,9 @@ class Scorer:
             count -= length + sum(len(part.tokens) - length + sum(map(len, part.behind)) for part in parts)
         saved = f"{count} tokens need not be computed"
         if not groups:
-            reasons: list[Reason] = [Decision("DISABLED", "fastgen is disabled")]
+            reasons = [Reason("DISABLED", "fastgen is disabled")]
         elif not self.call.costs.should_split_prefix(self.size, count):
-            reasons = [Decision("PREFIX_SHORT", "contexts are too short to gain", saved)]
+            reasons = [Reason("PREFIX_SHORT", "contexts are too short to gain", saved)]
         else:
             reasons = self._unsupported_reasons(contexts)
         self.call.report.add_reasons(PREFILL, reasons)

@@ -31,7 +31,7 @@ from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
-from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, Decision, Reason
+from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, Reason
 from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, undo_of_tensors
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import kv_layers, prefixes, row_groups, verification
@@ -42,7 +42,7 @@ from fastgen.optimizer.transformers.prefixes import CommonPrefix
 from fastgen.optimizer.transformers.row_groups import RowGroups
 
 STATIC_CACHE = Reason("STATIC_CACHE", "a StaticCache holds keys and values of each row")
-ONE_ROW = Decision("ONE_ROW_PER_INPUT", "one row per input")
+ONE_ROW = Reason("ONE_ROW_PER_INPUT", "one row per input")
 NAN = Reason("NAN", "logits are NaN behind a common prefix, and may not be without")
 NO_CACHE = Reason("NO_CACHE", "the model returns no cache")
 
@@ -292,10 +292,10 @@ def too_small_reasons(call: GenerateCall, model: HostModel, arguments: dict[str,
     if costs.should_prefill_once(size, tokens):
         return []
     if costs.shares is False:
-        return [Decision("SHARE_NEVER", "FASTGEN_SHARE=never")]
+        return [Reason("SHARE_NEVER", "FASTGEN_SHARE=never")]
     saved, overhead = size.weights * tokens / 1e6, costs.overhead_of_prefill_once(size) / 1e6
     detail = f"{tokens} tokens fewer save {saved:.1f} million multiply-adds, the overhead is {overhead:.1f} million"
-    return [Decision("TOO_SMALL", "the model is too small to gain", detail)]
+    return [Reason("TOO_SMALL", "the model is too small to gain", detail)]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
-from fastgen.optimizer.decoding.report import KEPT, PREFIX, Decision, Reason, that_hold
+from fastgen.optimizer.decoding.report import KEPT, PREFIX, Reason, that_hold
 from fastgen.optimizer.decoding.rollback import Rollback, undo_of_tensors
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import kv_layers
@@ -128,7 +128,7 @@ def common_prefix_sync(checks: CallChecks, arguments: dict[str, Any], generation
     if not gains(tokens):
         if not reused:
             detail = f"{prefix.length} tokens of all inputs, {tokens} need not be computed"
-            call.report.add_reasons(PREFIX, [Decision("PREFIX_SHORT", "too short to gain", detail)] if rows > 1 else [])
+            call.report.add_reasons(PREFIX, [Reason("PREFIX_SHORT", "too short to gain", detail)] if rows > 1 else [])
             return None
         prefix = replace(prefix, length=reused)
     if arguments.get(IMAGES):
@@ -160,7 +160,7 @@ def _with_kept_sync(
     head = asked if reuse.head is not None and gains(rows * asked) else 0
     if reuse.kept is not None and not gains(rows * kept):
         detail = f"{kept} of {asked} tokens were kept"
-        call.report.add_reasons(KEPT, [Decision("PREFIX_SHORT", "too short to gain", detail)])
+        call.report.add_reasons(KEPT, [Reason("PREFIX_SHORT", "too short to gain", detail)])
     kept = kept if kept > 1 and gains(rows * kept) and head in (0, kept) else 0
     return replace(longest, kept=kept, kept_layers=layers, head=head)
 

@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 import fastgen
 from fastgen import testing
 from fastgen.optimizer.decoding import model_facts
-from fastgen.optimizer.decoding.report import KEPT, PREFIX, Decision
+from fastgen.optimizer.decoding.report import KEPT, PREFIX, Reason
 from fastgen.optimizer.transformers import checks, kept_prefix
 from fastgen.testing import configured
 
@@ -83,7 +83,7 @@ def test_every_architecture_gives_its_answers_and_goes_on_from_the_call_before_o
 
 
 def test_a_report_tells_what_is_kept_and_why_it_was_not_used(llama):
-    short, other = Decision("PREFIX_SHORT", "too short to gain", "9 of 13 tokens were kept"), token_ids(1, 14, seed=8)
+    short, other = Reason("PREFIX_SHORT", "too short to gain", "9 of 13 tokens were kept"), token_ids(1, 14, seed=8)
     with configured(share="auto"), fastgen.reusing_prefix(llama):
         first, second = (compared(llama, prompts(5, seed=seed), **SHORT).report for seed in range(2))
         third = compared(llama, {"input_ids": other, "attention_mask": torch.ones_like(other)}, **SHORT).report

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 
 from fastgen.ops.tracing import is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall, current_call, generate_call
-from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
+from fastgen.optimizer.decoding.faster_forwards import FasterForward, faster_forwards
 from fastgen.optimizer.decoding.report import TORCH_MODE, VOCODER, Reason, that_hold
 from fastgen.provenance import comes_with
 
@@ -95,7 +95,7 @@ def _layers(owner: nn.Module) -> list[nn.Module]:
     ]
 
 
-def convolve(forward: ModuleForward, states: Tensor, call: GenerateCall, ran: set[nn.Module]) -> Tensor | None:
+def convolve(forward: FasterForward, states: Tensor, call: GenerateCall, ran: set[nn.Module]) -> Tensor | None:
     """Returns the output of a `Conv1d` or `ConvTranspose1d`, `[batch, channels, length]`; None if oneDNN does not pay.
 
     ran: gets the layers that were computed here.

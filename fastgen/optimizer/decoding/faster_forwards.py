@@ -40,12 +40,12 @@ def faster_forwards(
 ) -> Iterator[None]:
     """Inside this context, in this call, modules of these types have these forwards; the report counts their kernels.
 
-    So have modules of attention, see `AttentionForward`. models: the modules of each model. A forward that the user
+    So have modules of attention, see `FasterForward`. models: the modules of each model. A forward that the user
     has put on a module stays.
     """
     forwards = {kind: faster for kind, faster in forwards.items() if packages_of(kind.forward) == packages_of(kind)}
     attention_is_faster = not flash_attention.KERNELS[0].unsupported_reasons()
-    put_on: list[ModuleForward] = []
+    put_on: list[FasterForward] = []
     with _LOCK:
         for module in itertools.chain(*models.values()):
             faster = forwards.get(type(module))
@@ -53,13 +53,9 @@ def faster_forwards(
                 attributes = vars(module)
                 forward = attributes.get("forward")
                 if forward is None:
-                    if faster is None:
-                        forward = AttentionForward(module)
-                    else:
-                        forward = FasterForward(module, faster, _blas_shapes_of(module))
-                    attributes["forward"] = forward
+                    forward = attributes["forward"] = FasterForward(module, faster)
                     attributes.setdefault("__getstate__", forward.state_of_module)
-                if isinstance(forward, ModuleForward):
+                if isinstance(forward, FasterForward):
                     forward.users += 1
                     put_on.append(forward)
     before, call.swapped = call.swapped, tuple(models)
@@ -129,26 +125,39 @@ def _read_before(weight: Tensor, models: Iterable[nn.Module]) -> list[Tensor]:
 
 def has_faster_forward(module: nn.Module) -> bool:
     """Whether a call of `generate`, of any thread, has put a forward on this module."""
-    return isinstance(vars(module).get("forward"), ModuleForward)
+    return isinstance(vars(module).get("forward"), FasterForward)
 
 
-class ModuleForward:
-    """The forward of one module while `users` calls of `generate` run; other threads get the library's result."""
+class FasterForward:
+    """The forward of one module while `users` calls of `generate` run; other threads get the library's result.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.users = module, 0
+    faster: returns the output for the one input of the module, or None for the library's forward to run. None for a
+    module of attention: the library's forward, in which `FlashAttention` is torch's attention of many queries.
+    blas_shapes: inputs for which BLAS is the fastest. To find that out takes 40 µs after a product that has emptied the
+    caches, some hundredths of a call in bf16.
+    """
+
+    def __init__(self, module: nn.Module, faster: Forward | None) -> None:
+        self.module, self.faster, self.users = module, faster, 0
+        self.blas_shapes = set() if faster is None else _blas_shapes_of(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = None if torch.compiler.is_compiling() else current_call()
+        original, call = type(self.module).forward, None if torch.compiler.is_compiling() else current_call()
         if call is None or not call.swapped:
-            return self.original(*args, **kwargs)
-        return self.run(call, args, kwargs)
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    def run(self, call: GenerateCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+            return original(self.module, *args, **kwargs)
+        if self.faster is None:
+            states = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            if states is not None and states.dim() == 3 and states.shape[1] >= MIN_QUERIES:
+                with FlashAttention(call.report.kernels):
+                    return original(self.module, *args, **kwargs)
+        elif len(args) == 1 and {NoneType}.issuperset(map(type, kwargs.values())):
+            rows = args[0]
+            if (not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes) and not is_watched():
+                with torch._C.DisableTorchFunction():  # else `FlashAttention` sees each look at a tensor
+                    output = self.faster(self, rows, call)
+                if output is not None:
+                    return output
+        return original(self.module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Where the program copies or pickles what it took for the module's method."""
@@ -158,38 +167,6 @@ class ModuleForward:
         """The module's `__getstate__`: copies and pickles of it have neither this forward nor this method."""
         attributes = vars(self.module).items()
         return {name: value for name, value in attributes if value is not self and name != "__getstate__"}
-
-
-class FasterForward(ModuleForward):
-    """`faster` of the one input of a module, or the library's forward where that returns None.
-
-    blas_shapes: inputs for which BLAS is the fastest. To find that out takes 40 µs behind a product that has emptied
-    the caches, some hundredths of a call in bf16.
-    """
-
-    def __init__(self, module: nn.Module, faster: Forward, blas_shapes: set[torch.Size]) -> None:
-        self.module, self.users, self.faster, self.blas_shapes = module, 0, faster, blas_shapes
-
-    def run(self, call: GenerateCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 1 and {NoneType}.issuperset(map(type, kwargs.values())):
-            rows = args[0]
-            if (not isinstance(rows, Tensor) or rows.shape not in self.blas_shapes) and not is_watched():
-                with torch._C.DisableTorchFunction():  # else `FlashAttention` sees each look at a tensor
-                    output = self.faster(self, rows, call)
-                if output is not None:
-                    return output
-        return self.original(*args, **kwargs)
-
-
-class AttentionForward(ModuleForward):
-    """The library's forward of a module that calls torch's attention, which is `FlashAttention` of many queries."""
-
-    def run(self, call: GenerateCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        states = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if states is None or states.dim() != 3 or states.shape[1] < MIN_QUERIES:
-            return self.original(*args, **kwargs)
-        with FlashAttention(call.report.kernels):
-            return self.original(*args, **kwargs)
 
 
 _ATTENTION = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"})

@@ -18,7 +18,7 @@ from x86_kernels import torch_threads
 import fastgen
 from fastgen.ops import cpu_linear, x86
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.decoding.faster_forwards import ModuleForward, faster_forwards
+from fastgen.optimizer.decoding.faster_forwards import FasterForward, faster_forwards
 from fastgen.optimizer.transformers.faster_forwards import forwards
 from fastgen.testing import ANY_SIZE, costs, force, watched
 
@@ -186,7 +186,7 @@ def test_a_copy_made_during_generate_has_the_attributes_of_any_other(gpt2, copie
     assert b"fastgen" not in generate_and(gpt2, lambda: pickle.dumps(gpt2))
     assert "forward" not in vars(generate_and(gpt2, lambda: copy.copy(activations(gpt2)[0])))
     forward = generate_and(gpt2, lambda: pickle.loads(pickle.dumps(activations(gpt2)[0].forward)))
-    assert not isinstance(forward, ModuleForward) and forward.__func__ is NewGELUActivation.forward
+    assert not isinstance(forward, FasterForward) and forward.__func__ is NewGELUActivation.forward
     with torch.no_grad():
         assert torch.equal(twin(**padded(9)).logits, gpt2(**padded(9)).logits)
 
@@ -257,4 +257,4 @@ def test_prompts_and_encoders_have_flash_attention(name):
         inputs = {"input_features": torch.randn(2, 8, 80)} if name == "whisper" else padded(48, 40)
         report = assert_same(model, inputs, **BEAMS)
     assert report.kernels["flash attention"] > 0
-    assert not any(isinstance(vars(module).get("forward"), ModuleForward) for module in model.modules())
+    assert not any(isinstance(vars(module).get("forward"), FasterForward) for module in model.modules())

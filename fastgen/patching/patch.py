@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,17 @@ class Patch:
     group: str
     needs: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def module(self) -> str:
         """The module of the target, "transformers.generation.utils"."""
         return self.target.partition(":")[0]
 
-    @property
+    @cached_property
     def path(self) -> list[str]:
         """The attributes that lead from the module to the target, ["GenerationMixin", "_prefill"]."""
         return self.target.partition(":")[2].split(".")
 
-    @property
+    @cached_property
     def host(self) -> str:
         """The top-level package of the target, "transformers"."""
         return self.module.partition(".")[0]

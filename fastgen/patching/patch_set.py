@@ -90,11 +90,13 @@ class PatchSet:
     """Applies and reverts `patches`; every method may be called twice, and from any thread.
 
     untested_hosts: those that are newer than what one of their patches was tested with, or do not tell their version.
+    direct: the patches that replace the host's own function, and not one that was put there before.
     """
 
     def __init__(self, patches: Iterable[Patch], *, is_strict: Callable[[], bool] = lambda: False) -> None:
         self._is_strict = is_strict
         self.untested_hosts: set[str] = set()
+        self.direct: set[str] = set()
         self._groups: dict[str, list[_Record]] = {}
         self._by_name: dict[str, _Record] = {}
         for patch in patches:
@@ -206,13 +208,7 @@ class PatchSet:
     def in_effect(self, name: str) -> bool:
         """Whether calls reach this patch first, and then the host: nobody has patched on top of it, or before it."""
         record = self._by_name.get(name)
-        is_on_top = record is not None and record.target is not None and record.target.is_on_top()
-        return is_on_top and self.replaces_host(name)
-
-    def replaces_host(self, name: str) -> bool:
-        """Whether this patch stands in front of the host's own function, and not of one that was put there before."""
-        record = self._by_name[name]
-        return record.target is not None and packages_of(record.target.function) == {record.patch.host}
+        return record is not None and record.target is not None and record.target.is_on_top() and name in self.direct
 
     @property
     def is_on(self) -> bool:
@@ -269,6 +265,10 @@ class PatchSet:
                 target.install(self._wrapper(record, target))
         for record, target in targets:
             target.active = True
+            if packages_of(target.function) == {record.patch.host}:
+                self.direct.add(record.patch.name)
+            else:
+                self.direct.discard(record.patch.name)
             reason = untested_reason(record.patch)
             record.untested = bool(reason)
             record.set("applied", reason)

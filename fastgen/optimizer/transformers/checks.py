@@ -258,7 +258,7 @@ class CallChecks:
         call, arguments, config = self.call, self.arguments, self.arguments.generation_config
         criteria, called = arguments.stopping_criteria, (arguments.logits_processor, arguments.stopping_criteria)
         cache, untested = kv_layers.cache_of(arguments.model_kwargs), untested_reasons(self.model)
-        loops, methods = list(filterfalse(PATCH_SET.replaces_host, LOOPS)), (*METHODS, *arguments.methods)
+        loops, methods = list(filterfalse(PATCH_SET.direct.__contains__, LOOPS)), (*METHODS, *arguments.methods)
         replaced = [name for name in methods if not comes_with(getattr(self.model, name, None), GenerationMixin)]
         calls = [type(one).__name__ for one in called if not _runs_library_code(one)]
         stops_otherwise = not (CRITERIA.issuperset(map(type, criteria)) and all(map(_runs_library_code, criteria)))

@@ -176,7 +176,7 @@ def _ngram_reasons(processor: Any, input_ids: Tensor, scores: Tensor) -> list[Re
     """Why this call is left to transformers."""
     is_of_encoder, size = isinstance(processor, EncoderNoRepeatNGramLogitsProcessor), processor.ngram_size
     kind = _NGRAMS[is_of_encoder]
-    is_replaced = not PATCH_SET.replaces_host(_PATCHES[kind])
+    is_replaced = _PATCHES[kind] not in PATCH_SET.direct
     reasons = that_hold(
         ("METHOD_REPLACED", f"{kind.__name__}.__call__ is not that of transformers", is_replaced),
         ("NGRAM_SIZE", f"ngram_size is {size!r} (supported: int of 1 or more)", type(size) is not int or size < 1),
@@ -221,7 +221,7 @@ def prefix_constrained(original: Callable, self: Any, input_ids: Tensor, scores:
     """`__call__`: input_ids `[rows, length]`, scores `[rows, vocabulary_size]`."""
     trie, num_beams, rows = self._prefix_allowed_tokens_fn, self._num_beams, input_ids.shape[0]
     theirs = partial(original, self, input_ids, scores)
-    if type(trie) is not PrefixTrie or not PATCH_SET.replaces_host(TRIE_GROUP):
+    if type(trie) is not PrefixTrie or TRIE_GROUP not in PATCH_SET.direct:
         return theirs()
     elsewhere = f"scores are on {scores.device} (supported: {input_ids.device}, as input_ids)"
     is_uneven = not rows or rows % num_beams

@@ -21,6 +21,14 @@ from typing import Any
 
 from fastgen.config import CONFIG
 
+# How far two results of one computation may lie apart if rounding is all that differs, by dtype: as a part of the
+# largest number; of a score, a log-probability of a token, as a number.
+TOLERANCES = {
+    "logits": {"float64": 1e-6, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1},
+    "product": {"float32": 1e-4, "float16": 0.002, "bfloat16": 0.01},
+    "score": {"float32": 1e-4},
+}
+
 
 def _all(*arguments: Any) -> bool:
     return True
@@ -73,3 +81,9 @@ def gpu_reasons() -> list[str]:
 def triton_reasons() -> list[str]:
     """Returns why no kernel in Triton runs here; empty if some may."""
     return gpu_reasons() or ([] if find_spec("triton") else ["triton is not installed"])
+
+
+def tolerance(kind: str, dtype: Any) -> float:
+    """kind: a key of TOLERANCES; a dtype that is not in the table has float32's tolerance."""
+    table = TOLERANCES[kind]
+    return table.get(str(dtype).removeprefix("torch."), table["float32"])

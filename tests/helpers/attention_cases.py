@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from fastgen.ops.kernel import tolerance
 from fastgen.ops.shared_attention import attention_by_products
-from fastgen.ops.tolerances import tolerance
 
 WIDTHS = st.sampled_from((1, 3, 8, 16, 20, 33, 64, 72, 80, 128))
 # Rows for each copy of a segment, the first one's first: of which each is a multiple of the next.

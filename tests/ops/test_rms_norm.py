@@ -13,7 +13,7 @@ from x86_kernels import needs_library, torch_threads
 
 from fastgen.ops import rms_norm, x86
 from fastgen.ops.cpu_graph import capture
-from fastgen.ops.tolerances import tolerance
+from fastgen.ops.kernel import tolerance
 from fastgen.testing import limits
 
 pytestmark = needs_library

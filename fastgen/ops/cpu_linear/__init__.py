@@ -33,8 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastgen.config import CONFIG
 from fastgen.ops import x86
 from fastgen.ops.cpu_linear import skinny_gemm
-from fastgen.ops.kernel import Kernel
-from fastgen.ops.tolerances import tolerance
+from fastgen.ops.kernel import Kernel, tolerance
 from fastgen.ops.tracing import is_transformed
 
 logger = logging.getLogger("fastgen")

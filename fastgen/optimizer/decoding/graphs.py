@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastgen.config import CONFIG
 from fastgen.ops import cpu_graph
-from fastgen.ops.tolerances import tolerance
+from fastgen.ops.kernel import tolerance
 from fastgen.ops.tracing import Diverged, NotRepeatable, NoWaiting, is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import first_weight, size_of

@@ -9,10 +9,12 @@ Tests: tests/optimizer/decoding/test_rollback.py, tests/optimizer/transformers/t
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -31,31 +33,17 @@ class LeaveAlone(Exception):
         super().__init__(*map(str, reasons))
         self.reasons = reasons
 
-    @classmethod
-    def for_any(cls, reasons: Sequence[Reason]) -> None:
-        """Raises if there are reasons."""
-        if reasons:
-            raise cls(reasons)
+
+def leave_alone_for(reasons: Sequence[Reason]) -> None:
+    """Raises LeaveAlone if there are reasons."""
+    if reasons:
+        raise LeaveAlone(reasons)
 
 
-class Rollback(AbstractContextManager["Rollback"]):
-    """Calls the functions that it is given when its context ends, whatever ended it, unless `keep` was called."""
+class Rollback(ExitStack):
+    """Calls the functions that `callback` got when its context ends, whatever ended it, unless `keep` was called."""
 
-    def __init__(self, *restores: Restore) -> None:
-        self._restores = restores
-
-    def __exit__(self, *error: object) -> None:
-        self.restore()
-
-    def keep(self) -> None:
-        """Keeps what has changed, and lets go of the state before."""
-        self._restores = ()
-
-    def restore(self) -> None:
-        """Puts everything back, once."""
-        restores, self._restores = self._restores, ()
-        for restore in restores:
-            restore()
+    keep, restore = ExitStack.pop_all, ExitStack.close
 
 
 def undo_of_tensors(modules: Iterable[nn.Module]) -> Restore:
@@ -75,16 +63,17 @@ def undo_of_tensors(modules: Iterable[nn.Module]) -> Restore:
     return restore
 
 
-def undo_of_random_numbers(device: torch.device) -> Restore:
-    """Returns a function that sets torch's generators of the CPU and of this device to where they are now."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
-    states = [(generator, generator.get_state()) for generator in generators]
+def undo_of_random_numbers() -> Restore:
+    """Returns a function that puts the random numbers of torch, numpy and Python back to where they are now."""
+    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    of_numpy, of_python = numpy.random.get_state(), random.getstate()
 
     def restore() -> None:
-        for generator, state in states:
-            generator.set_state(state)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        numpy.random.set_state(of_numpy)
+        random.setstate(of_python)
 
     return restore
 

@@ -5,7 +5,6 @@ Tests: tests/optimizer/test_verify.py, tests/optimizer/transformers/test_verific
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from fastgen.optimizer.decoding.call import last_report
 from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.rollback import undo_of_random_numbers
 from fastgen.patching import disabled
 
 T = TypeVar("T")
@@ -102,21 +101,6 @@ def verify_once(
     return expected
 
 
-def random_states() -> Callable[[], None]:
-    """A function that puts the random numbers of torch, numpy and Python back to where they are now."""
-    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    of_numpy, of_python = numpy.random.get_state(), random.getstate()
-
-    def restore() -> None:
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
-        numpy.random.set_state(of_numpy)
-        random.setstate(of_python)
-
-    return restore
-
-
 class HostCall(Protocol):
     """One call of a host's generate, which can be repeated."""
 
@@ -188,7 +172,7 @@ class Verification:
 
 def verify(call: HostCall, enabled: Callable[[], AbstractContextManager[Any]]) -> Verification:
     """See `fastgen.verify`, which gives `fastgen.enabled`."""
-    restore, before = random_states(), last_report()
+    restore, before = undo_of_random_numbers(), last_report()
 
     def run(context: AbstractContextManager[Any]) -> tuple[Any, Run]:
         with context:

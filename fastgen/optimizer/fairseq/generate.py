@@ -17,13 +17,14 @@ from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fastgen.ops.tolerances import tolerance
+from fastgen.ops.kernel import tolerance
 from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards, linears
 from fastgen.optimizer.decoding.graphs import can_capture
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import LOOP, Reason, Report
-from fastgen.optimizer.decoding.verify import ABSENT, Difference, first_token_difference, random_states
+from fastgen.optimizer.decoding.rollback import undo_of_random_numbers
+from fastgen.optimizer.decoding.verify import ABSENT, Difference, first_token_difference
 from fastgen.optimizer.fairseq.checks import KNOWN, SOURCES, CallChecks, ModelPlan
 from fastgen.optimizer.fairseq.decode_step import DecodingState, FairseqDecodeStep
 from fastgen.optimizer.fairseq.loop import Hypothesis, Loop, prefill_sync
@@ -76,7 +77,7 @@ def generate(
 @contextmanager
 def _undone(call: GenerateCall) -> Iterator[None]:
     """After an error of fastgen's own fairseq does the work again, from the same random numbers on; it is said so."""
-    restore = random_states()
+    restore = undo_of_random_numbers()
     try:
         yield
     except Exception as error:

@@ -24,7 +24,13 @@ from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
 from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import COMPACTION, Reason
-from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, undo_of_attributes, undo_of_random_numbers
+from fastgen.optimizer.decoding.rollback import (
+    LeaveAlone,
+    Rollback,
+    leave_alone_for,
+    undo_of_attributes,
+    undo_of_random_numbers,
+)
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.transformers import compat, kv_layers, row_groups
@@ -51,9 +57,11 @@ class TransformersDecodeStep(DecodeStep):
         self.processors, self.arguments = processors, arguments
         self._dynamic: Any = None  # the cache before the capture, for eager steps after it
         self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: an argument, the padding, and both together
-        cache = kv_layers.cache_of(arguments)
-        undos = [] if cache is None else [kv_layers.undo_of(cache)]
-        self._rollback = Rollback(undo_of_random_numbers(model.device), undo_of_attributes(processors), *undos)
+        self._rollback = Rollback()
+        self._rollback.callback(undo_of_random_numbers())
+        self._rollback.callback(undo_of_attributes(processors))
+        if (cache := kv_layers.cache_of(arguments)) is not None:
+            self._rollback.callback(kv_layers.undo_of(cache))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -106,7 +114,7 @@ class TransformersDecodeStep(DecodeStep):
         self._cache = ref(cache)  # a step returns the view of its graph, which is the cache of the next arguments
         self.variant = frozenset(name for name, value in self.arguments.items() if value is not None)
         content = kv_layers.content_of(cache, cache.get_seq_length() + left)
-        LeaveAlone.for_any(self.checks.row_states({self.rows, self.call.inputs}))
+        leave_alone_for(self.checks.row_states({self.rows, self.call.inputs}))
         return content
 
     def view_of(self, static: StaticKVCache) -> Cache:

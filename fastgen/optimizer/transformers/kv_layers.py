@@ -33,7 +33,7 @@ from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Reason
-from fastgen.optimizer.decoding.rollback import LeaveAlone, Restore, undo_of_attributes
+from fastgen.optimizer.decoding.rollback import LeaveAlone, Restore, leave_alone_for, undo_of_attributes
 from fastgen.optimizer.decoding.segmented_kv import KV, cut
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 
@@ -311,7 +311,7 @@ def layer_reasons(cache: Cache, most: int) -> list[Reason]:
 
 def content_of(cache: Cache, most: int) -> KVContent:
     """Returns what the cache holds, as views; raises LeaveAlone, among others for more than `most` positions."""
-    LeaveAlone.for_any(layer_reasons(cache, most))
+    leave_alone_for(layer_reasons(cache, most))
     layers, growing = layers_of(cache), len(parts(cache)[0].layers)
     if not growing or not parts(cache)[-1].layers or not all(layer.is_initialized for layer in layers):
         raise LeaveAlone([LAYER_EMPTY])

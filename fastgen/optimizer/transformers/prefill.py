@@ -32,7 +32,7 @@ from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, Reason
-from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, undo_of_tensors
+from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, leave_alone_for, undo_of_tensors
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import kv_layers, prefixes, row_groups, verification
 from fastgen.optimizer.transformers.call import current_call
@@ -104,9 +104,9 @@ def plan_prefill(
     if (is_each_alone or not reasons) and not model.config.is_encoder_decoder:
         prefix = prefixes.common_prefix_sync(checks, first_rows, generation_config)
     if prefix is None:
-        LeaveAlone.for_any(reasons)
+        leave_alone_for(reasons)
     length = arguments["input_ids"].shape[1]
-    LeaveAlone.for_any(  # looking at all modules of the model comes last: it takes longest
+    leave_alone_for(  # looking at all modules of the model comes last: it takes longest
         checks.prefill_sync(arguments, generation_config, groups)
         or verification.first_use_reasons(model, generation_config, length, call)
     )
@@ -114,7 +114,7 @@ def plan_prefill(
     if prefix is not None and (reasons := prefixes.model_reasons(facts, forward, prefix, first_rows)):
         call.report.add_reasons(PREFIX, reasons)
         prefix = None
-        LeaveAlone.for_any([ONE_ROW] if is_each_alone else [])
+        leave_alone_for([ONE_ROW] if is_each_alone else [])
     limit = max((generation_config.max_length or 0) - length, 1)
     return PrefillPlan(checks, groups, first_rows, prefix, limit, forward)
 
@@ -140,10 +140,12 @@ class PrefillPlan:
         """
         call, model = self.checks.call, self.checks.model
         cache, facts = kv_layers.cache_of(self.first_rows), call.facts_of(model, KNOWN)
-        undos = [] if cache is None else [kv_layers.undo_of(cache)]
+        rollback = Rollback()
+        if cache is not None:
+            rollback.callback(kv_layers.undo_of(cache))
         if facts.row_states is None:  # the model may keep states of its rows, from which its next forward goes on
-            undos.append(undo_of_tensors(facts.modules.values()))
-        with Rollback(*undos) as rollback:
+            rollback.callback(undo_of_tensors(facts.modules.values()))
+        with rollback:
             arguments = self._fill_prefix(cache)
             outputs = self._forward(arguments, cache, facts)
             if len(self.groups) == 1:
@@ -180,17 +182,17 @@ class PrefillPlan:
         except Exception:  # the states of another call may be of more rows
             if tensors is not None:
                 facts.row_states = self.checks.row_states({self.groups.rows}) or None
-                LeaveAlone.for_any(facts.row_states or [])
+                leave_alone_for(facts.row_states or [])
             raise
         if self.prefix is not None and outputs["logits"].isnan().any():  # torch hides NaN of few keys without a mask
             raise LeaveAlone([NAN])
         if tensors is not None:
             facts.row_states = self.checks.row_states({len(self.groups)}, tensors)
-            LeaveAlone.for_any(facts.row_states)
+            leave_alone_for(facts.row_states)
         if cache is None and self.first_rows.get("use_cache", True):
             new_cache = kv_layers.cache_of(outputs)  # by the model, as all do in transformers 5.0
             facts.row_states = [NO_CACHE] if new_cache is None else kv_layers.unsupported_types(new_cache)
-            LeaveAlone.for_any(facts.row_states)
+            leave_alone_for(facts.row_states)
         return outputs
 
     def _expand(self, outputs: ModelOutput, user_cache: Cache | None) -> None:

@@ -213,7 +213,9 @@ def model_reasons(
     types, cache = arguments.get(TYPES), kv_layers.cache_of(arguments)
     for kind in [None] if types is None else types.unique().tolist():
         if kind not in facts.prefix_reasons:
-            with Rollback(kv_layers.undo_of(cache), undo_of_tensors(facts.modules.values())):
+            with Rollback() as rollback:
+                rollback.callback(kv_layers.undo_of(cache))
+                rollback.callback(undo_of_tensors(facts.modules.values()))
                 forward(_two_rows(prefix, arguments, kind))
                 facts.prefix_reasons[kind] = _causality_reasons(cache)
         if reasons := facts.prefix_reasons[kind]:

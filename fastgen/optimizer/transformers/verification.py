@@ -33,17 +33,17 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from fastgen.models.cache_names import CACHE_NAMES
-from fastgen.ops.tolerances import tolerance
+from fastgen.ops.kernel import tolerance
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.report import Reason, that_hold
+from fastgen.optimizer.decoding.rollback import undo_of_random_numbers
 from fastgen.optimizer.decoding.verify import (
     ABSENT,
     Difference,
     NotComparable,
     first_token_difference,
     is_verified,
-    random_states,
     verify_once,
 )
 from fastgen.optimizer.transformers import checks
@@ -124,7 +124,7 @@ def _compare_first_steps(key: tuple, original: partial) -> None:
 
     Prompts of any length are shared, so that those to come go through code that was compared, and then none.
     """
-    model, restore = original.args[0], random_states()
+    model, restore = original.args[0], undo_of_random_numbers()
 
     def first_steps() -> Any:
         restore()

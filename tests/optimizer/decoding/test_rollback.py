@@ -9,6 +9,7 @@ from torch import nn
 from fastgen.optimizer.decoding.rollback import (
     LeaveAlone,
     Rollback,
+    leave_alone_for,
     undo_of_attributes,
     undo_of_random_numbers,
     undo_of_tensors,
@@ -17,12 +18,15 @@ from fastgen.optimizer.decoding.rollback import (
 
 def test_everything_is_put_back_once_unless_it_is_kept():
     restored: list[str] = []
-    rollback = Rollback(lambda: restored.append("first"), lambda: restored.append("second"))
+    rollback = Rollback()
+    rollback.callback(restored.append, "second")
+    rollback.callback(restored.append, "first")
     with pytest.raises(KeyError), rollback:
         raise KeyError
     rollback.restore()
     assert restored == ["first", "second"]
-    with Rollback(lambda: restored.append("third")) as kept:
+    with Rollback() as kept:
+        kept.callback(restored.append, "third")
         kept.keep()
     assert restored == ["first", "second"]
 
@@ -39,7 +43,7 @@ def test_modules_get_the_tensors_back_that_they_held():
 
 def test_random_numbers_and_attributes_are_put_back():
     processor = SimpleNamespace(seen=[1], limit=3)
-    undos = undo_of_random_numbers(torch.device("cpu")), undo_of_attributes([processor, object()])
+    undos = undo_of_random_numbers(), undo_of_attributes([processor, object()])
     expected = torch.rand(3)
     processor.seen.append(2)
     processor.limit, processor.added = 4, True
@@ -49,6 +53,6 @@ def test_random_numbers_and_attributes_are_put_back():
 
 
 def test_nothing_is_left_alone_without_a_reason():
-    LeaveAlone.for_any([])
+    leave_alone_for([])
     with pytest.raises(LeaveAlone, match="too small"):
-        LeaveAlone.for_any(["too small"])
+        leave_alone_for(["too small"])

@@ -45,6 +45,8 @@ from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.patching import SwitchedOff, make_final, warn
 from fastgen.provenance import is_from_elsewhere
 
+EXPECTED = NotRepeatable, Diverged, torch.cuda.OutOfMemoryError  # what a capture raises if nothing is wrong
+
 
 class CannotPad(Exception):
     """No mask among the inputs can hide the padding of a cache."""
@@ -54,10 +56,10 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     """What a loop of `rows` rows asks the model, `rows_per_input` of them for each input.
 
     decoder: the part of the model that a step calls. max_length: of the tokens that a row can reach. captures: steps
-    are captured if they turn out to be fit. steps: how many there were. since: how many of one token there were since
-    the prefill, or since inputs left. graph: the one in use, whose static cache holds the loop's keys and values; None
-    while steps are eager. most: positions that a row can generate. variant: what else a graph is captured for. known:
-    the host's code.
+    are captured if they turn out to be fit; only then there are `graphs`, of the model. steps: how many there were.
+    since: how many of one token there were since the prefill, or since inputs left. graph: the one in use, whose static
+    cache holds the loop's keys and values; None while steps are eager. most: positions that a row can generate.
+    variant: what else a graph is captured for. known: the host's code.
 
     The path of a step (the loop's cache or a static one, the forward or a replay) decides its last bits. With the cost
     model's `looks_back` off it never depends on earlier calls.
@@ -81,13 +83,13 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.captures = captures
         self.steps = self.since = self.most = 0
         self.graph: CapturedGraph | None = None
-        self._graphs: GraphCache
         self._holds_graphs = False  # no other call does
         self._key: tuple[Any, ...] = ()
         self.variant: Hashable = None
         self._has_exact_lengths = False  # this call's inputs cannot be padded
         self._is_unused = False  # the graph was not captured or replayed since its cache was filled
         if captures:
+            self.graphs: GraphCache = graphs_of(model, first_weight(decoder))
             call.on_exit.callback(self.end)  # what is registered later, the return of caches, is called before
 
     def prefill(self, tokens: Tensor) -> Any:
@@ -132,12 +134,6 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def runs_user_code(self) -> bool:
         """Whether code of the program runs in each step: it may change the model."""
 
-    @cached_property
-    def device(self) -> torch.device:
-        """The device of the decoder's weights."""
-        weight = first_weight(self.decoder)
-        return torch.device("cpu") if weight is None else weight.device
-
     def model_reasons(self) -> Sequence[Reason]:
         """Why a model that has changed since the loop began is not captured."""
         return ()
@@ -149,7 +145,10 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         """
         if not isinstance(error, Exception):
             return
-        self.abandon()
+        if self._holds_graphs:  # they give their memory back
+            self.graphs.entries.clear()
+            self.graph = None
+            self.end()
         facts = self.call.facts_of(self.model, self.known)
         is_callers = self.runs_user_code or facts.hooks or facts.user_code or is_from_elsewhere(error, self.host)
         if is_callers and not isinstance(error, SwitchedOff):
@@ -168,7 +167,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             return self._static_step(self.graph, tokens)
         outputs = self.forward(self.model, self.inputs(tokens, None), None)
         self.since += 1
-        if self.captures and self.since in (1, self.call.costs.steps_before(self.device)):
+        if self.captures and self.since in (1, self.call.costs.steps_before(self.graphs.device)):
             self._start_captures(tokens, self.logits_of(outputs))
         return outputs
 
@@ -197,67 +196,54 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         """The call is over: other calls may use its graphs."""
         if self._holds_graphs:
             if self.graph is not None:
-                self._graphs.put(self._key, self.graph)
-            self._graphs.in_use.release()
+                self.graphs.put(self._key, self.graph)
+            self.graphs.in_use.release()
             self._holds_graphs, self.graph = False, None
-
-    def abandon(self) -> None:
-        """The loop has failed: the graphs give their memory back."""
-        if self._holds_graphs:
-            self._graphs.entries.clear()
-            self.graph = None
-            self.end()
 
     def _start_captures(self, tokens: Tensor, expected: Tensor) -> None:
         """From the next step on steps are captured, if that pays; the last one has given these logits."""
-        costs, left = self.call.costs, self.max_length - tokens.shape[1]
+        costs, graphs, left = self.call.costs, self.graphs, self.max_length - tokens.shape[1]
         if reasons := self.model_reasons() if self.call.has_changed(self.model) else ():
             self.captures = False
             self.call.report.add_reasons(STEPS, reasons)
             return
-        graphs = graphs_of(self.model, first_weight(self.decoder))
-        is_last = self.since >= costs.steps_before(self.device)
+        is_last = self.since >= costs.steps_before(graphs.device)
         wants_new = self._wants_new_graph(left + (graphs.steps_without[self.rows] if costs.looks_back else 0))
         if is_last and not wants_new:
             graphs.steps_without[self.rows] += left
-        if not wants_new and not (costs.looks_back and graphs.entries):
-            if is_last:
-                reason = Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")
-                self.call.report.add_reasons(STEPS, [reason])
-            return
-        try:
-            reasons = self._first_capture(graphs, left, tokens, expected, wants_new)
-        except LeaveAlone as left_alone:
-            reasons = left_alone.reasons
-        except Exception as error:  # the loop's own cache is as it was
-            self.graph = None
-            self._stop_capturing(graphs, error)
-            reasons = graphs.refused
+        if wants_new or (costs.looks_back and graphs.entries):
+            try:
+                self._first_capture(left, tokens, expected, wants_new)
+            except LeaveAlone as left_alone:
+                self.graph, reasons = None, left_alone.reasons
+            except Exception as error:  # the loop's own cache is as it was
+                self.graph = None
+                self._refuse(error, warns=False)
+                reasons = graphs.refused
+            if self.graph is None:
+                self.end()
+        elif is_last:
+            reasons = [Reason("NOT_WORTH_CAPTURING", f"at most {left} steps are left to replay")]
         self.call.report.add_reasons(STEPS, reasons)
-        if self.graph is None:
-            self.end()
 
-    def _first_capture(
-        self, graphs: GraphCache, left: int, tokens: Tensor, expected: Tensor, wants_new: bool
-    ) -> Sequence[Reason]:
-        """Takes or makes a graph and lets it repeat the step that has given `expected`; returns why not.
+    def _first_capture(self, left: int, tokens: Tensor, expected: Tensor, wants_new: bool) -> None:
+        """Takes or makes a graph and lets it repeat the step that has given `expected`; raises LeaveAlone.
 
         If there is none for such a step as yet, and a new one is not wanted, that needs no reason.
         """
-        content = self.content(left)
+        graphs, content = self.graphs, self.content(left)
         if content.nbytes > (most_bytes := graphs.most_bytes_of_call):
-            return [Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {most_bytes >> 20} MB")]
+            raise LeaveAlone([Reason("KV_CACHE_TOO_LARGE", f"keys and values of more than {most_bytes >> 20} MB")])
+        self._holds_graphs = self._holds_graphs or graphs.in_use.acquire(blocking=False)
         if not self._holds_graphs:
-            self._graphs, self._holds_graphs = graphs, graphs.in_use.acquire(blocking=False)
-            if not self._holds_graphs:
-                return [Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")]
+            raise LeaveAlone([Reason("GRAPHS_IN_USE", "another call uses the model's captured steps")])
         self.most = content.generated_length + left - 1  # the last token needs no keys
         content = content.without_last()
         key = graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)
         if wants_new or key in graphs.entries:  # otherwise there is no need to look at the model
             graphs.set_state(self.call.facts_of(self.model, self.known))
         if not wants_new and key not in graphs.entries:
-            return []
+            return
         graph = self._fill(content)
         try:
             inputs = self.inputs(tokens, graph.view)
@@ -268,13 +254,11 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             inputs = self.inputs(tokens, graph.view)
         outputs = self._attempt(graph, inputs)
         if outputs is not None and differs_sync(self.logits_of(outputs), expected):
-            self._refuse(graph, "logits with static buffers differ from eager")
+            self._refuse("logits with static buffers differ from eager")
         if outputs is None or graphs.refused:
-            self.graph = None
-            return graphs.refused
+            raise LeaveAlone(graphs.refused)
         graph.cache.advance()
         self.use(graph.cache)
-        return []
 
     def leave_captures(self, reason: Reason = MODEL_CHANGED) -> None:
         """The rest of the call is eager, with a cache that is the host's own."""
@@ -305,14 +289,13 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     def _wants_new_graph(self, left: int) -> bool:
         """Whether a new graph pays for at most so many steps to come."""
-        costs, size = self.call.costs, size_of(self.decoder, self.known)
-        if self.since < costs.steps_before(self.device):
-            return False
-        return costs.should_capture(size, self.rows, left, False, self.device.type)
+        costs, device, size = self.call.costs, self.graphs.device, size_of(self.decoder, self.known)
+        is_late = self.since >= costs.steps_before(device)
+        return is_late and costs.should_capture(size, self.rows, left, False, device.type)
 
     def _attempt(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
         """The outputs of a capture or a replay, or of the forward if it failed; None if the caller has to run it."""
-        graphs, state = self._graphs, graph.state
+        graphs, state = self.graphs, graph.state
         is_earlier, self._is_unused = self._is_unused and state is not GraphState.NEW, False
         if graphs.refused or state is GraphState.DROPPED:
             return None
@@ -329,21 +312,16 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             if outputs is not None:
                 self.call.report.kernels[graphs.capture.name] += 1
             return outputs
-        except torch.cuda.OutOfMemoryError as error:
-            self._refuse(graph, error)
-        except (NotRepeatable, Diverged) as reason:
-            # A graph that diverges before it is proven does so at every step. With `looks_back` off, proof by an
-            # earlier call does not count.
-            if state is GraphState.PROVEN and self.call.costs.looks_back:
-                graph.drop()
-            else:
-                self._refuse(graph, reason)
         except Exception as error:
             graph.drop()
-            outputs = graph.function(inputs)  # where it raises, too, the error is the caller's
-            self._refuse(graph, error)
+            # If the function raises, too, the error is the caller's.
+            outputs = None if isinstance(error, EXPECTED) else graph.function(inputs)
+            # A graph that diverges before it is proven does so at every step. With `looks_back` off, proof by an
+            # earlier call does not count.
+            is_proven = state is GraphState.PROVEN and self.call.costs.looks_back
+            if not (is_proven and isinstance(error, (NotRepeatable, Diverged))):
+                self._refuse(error)
             return outputs
-        return None
 
     def _prove(self, graph: CapturedGraph, inputs: dict[str, Any]) -> Any:
         """The outputs of the first replay if the function gives the same logits; otherwise None."""
@@ -351,26 +329,25 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         graph.cache.advance(0)
         outputs = graph.replay(inputs)
         if outputs is not None and differs_sync(self.logits_of(outputs), expected):
-            self._refuse(graph, "a replay gave other logits than the forward")
-            outputs = None
+            self._refuse("a replay gave other logits than the forward")
+            return None
         if outputs is not None:
             graph.state = GraphState.PROVEN
         return outputs
 
-    def _refuse(self, graph: CapturedGraph, cause: Exception | str) -> None:
-        """Drops the graph, and captures this model's steps no more; if nothing is wrong, there is no warning."""
-        graph.drop()
-        self._stop_capturing(self._graphs, cause)
-        if not isinstance(cause, (NotRepeatable, Diverged, torch.cuda.OutOfMemoryError)):
-            warn(f"fastgen does not capture the decode steps of a model: {self._graphs.refused[0]}")
+    def _refuse(self, cause: Exception | str, warns: bool = True) -> None:
+        """Drops the graph, and captures this model's steps no more; if nothing is wrong, there is no warning.
 
-    def _stop_capturing(self, graphs: GraphCache, cause: Exception | str) -> None:
-        """Stops capturing this model's steps; with `looks_back` off only in this call, except for NotRepeatable, whose
-        cause is the model's code."""
-        graphs.entries.clear()
-        refused = graphs.refused = [reason_of(cause, self.model)]
+        With `looks_back` off it holds for this call only, except for NotRepeatable, whose cause is the model's code.
+        """
+        if self.graph is not None:
+            self.graph.drop()
+        self.graphs.entries.clear()
+        refused = self.graphs.refused = [reason_of(cause, self.model)]
         if not (self.call.costs.looks_back or isinstance(cause, NotRepeatable)):
             self.call.on_exit.callback(refused.clear)
+        if warns and not isinstance(cause, EXPECTED):
+            warn(f"fastgen does not capture the decode steps of a model: {refused[0]}")
 
     def _change_to(self, content: KVContent) -> CapturedGraph:
         """Goes on with this content in a static cache for it, a larger one or one of fewer rows."""
@@ -380,8 +357,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     def _fill(self, content: KVContent) -> CapturedGraph:
         """Copies the content to the static cache of a graph with room for more, which is the loop's from now on."""
-        key = self._graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)
-        graph = self._graphs.entries.pop(key, None)
+        key = self.graphs.key_of(content, self.most, self._has_exact_lengths, self.variant)
+        graph = self.graphs.entries.pop(key, None)
         if graph is None:
             static = StaticKVCache(key[-1])
             view, model, forward = self.view_of(static), ref(self.model), type(self).forward
@@ -389,6 +366,6 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         graph.cache.load(content)
         self._is_unused = True
         if self.graph is not None:
-            self._graphs.put(self._key, self.graph)
+            self.graphs.put(self._key, self.graph)
         self._key, self.graph = key, graph
         return graph

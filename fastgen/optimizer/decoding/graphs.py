@@ -12,8 +12,8 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from operator import attrgetter
@@ -92,16 +92,22 @@ class CudaCapture:
                 self._pool = torch.cuda.graph_pool_handle()
             graph, calling = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             self.stream.wait_stream(calling)
-            with torch.cuda.stream(self.stream), _no_garbage_collection():
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    with NoWaiting():
-                        output = run()
-                except BaseException:
-                    with suppress(RuntimeError):  # that the capture was interrupted
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
+            was_collecting = gc.isenabled()
+            gc.disable()  # what the collector destroys within a capture, such as another graph, would end the capture
+            try:
+                with torch.cuda.stream(self.stream):
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    try:
+                        with NoWaiting():
+                            output = run()
+                    except BaseException:
+                        with suppress(RuntimeError):  # that the capture was interrupted
+                            graph.capture_end()
+                        raise
+                    graph.capture_end()
+            finally:
+                if was_collecting:
+                    gc.enable()
             calling.wait_stream(self.stream)
             self._graphs.add(graph)
             rewind()
@@ -127,18 +133,6 @@ def _unused_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Holds back the collector: what it destroys within a capture, such as another graph, would end the capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class GraphState(Enum):
     NEW = "not captured yet"
     CAPTURED = "replayed, and compared with the function"
@@ -161,7 +155,7 @@ class CapturedGraph:
         self.buffers: list[Any] = []  # the leaves of the inputs
         self._structure: Any = None  # of the inputs
         self._unread: set[int] = set()  # of these: they are the caller's tensors, where an output may be one of them
-        self._copied: dict[int, tuple[ref[Tensor], int]] = {}  # of each leaf: what was copied in last, its version
+        self._copied: dict[int, tuple[Any, int | None]] = {}  # of each leaf: what was copied in last, its version
         self._replay: Run | None = None
 
     def capture(self, inputs: Any, capture: CpuCapture | CudaCapture) -> Any:
@@ -174,14 +168,13 @@ class CapturedGraph:
             lambda: self.function(tree_unflatten(self.buffers, structure)), partial(self.cache.advance, 0)
         )
         self.state = GraphState.CAPTURED
-        of_inputs = 0
+        self.nbytes = self.cache.nbytes + bytes_of_replay
         for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers)):
             if isinstance(buffer, Tensor) and reads(buffer):
-                of_inputs += buffer.nbytes
+                self.nbytes += buffer.nbytes
             elif isinstance(buffer, Tensor):
                 self._unread.add(index)
                 buffer.set_(leaf)
-        self.nbytes = self.cache.nbytes + of_inputs + bytes_of_replay
         return output
 
     def drop(self) -> None:
@@ -189,9 +182,8 @@ class CapturedGraph:
         self.state, self._replay = GraphState.DROPPED, None
         self.cache.advance(0)
 
-    def fitting_leaves(self, inputs: Any) -> list[Any] | None:
+    def fitting_leaves(self, inputs: Any) -> Any:
         """Returns the leaves of these inputs; None if it was captured with inputs of other kinds."""
-        leaves: list[Any]
         leaves, structure = tree_flatten(inputs)
         if structure != self._structure:
             return None
@@ -210,16 +202,13 @@ class CapturedGraph:
             self.drop()
             return None
         for index, (leaf, buffer) in enumerate(zip(leaves, self.buffers)):
-            if not isinstance(leaf, Tensor):
-                continue
             if index in self._unread:
                 buffer.set_(leaf)
-            elif leaf.is_inference():  # does not tell whether it was written since
-                buffer.copy_(leaf)
-            else:  # this very tensor, such as the states of an encoder, may be there already
-                copied = self._copied.get(index)
-                if copied is None or copied[1] != leaf._version or copied[0]() is not leaf:
-                    self._copied[index] = ref(leaf), leaf._version
+            elif isinstance(leaf, Tensor):  # this very tensor, such as the states of an encoder, may be there already
+                version = None if leaf.is_inference() else leaf._version  # whether it was written since
+                copied, copied_version = self._copied.get(index, (None, None))
+                if version is None or version != copied_version or copied() is not leaf:
+                    self._copied[index] = ref(leaf), version
                     buffer.copy_(leaf)
         return self._replay()
 
@@ -282,14 +271,14 @@ _known: WeakKeyDictionary[nn.Module, GraphCache] = WeakKeyDictionary()
 
 
 def graphs_of(model: nn.Module, weight: Tensor) -> GraphCache:
-    """Of a model as it is: those captured with another type or device, and the weights that they hold, are let go.
+    """Returns those of a model as it is; lets go of those with another type or device, and of weights that they hold.
 
     weight: one of those that a step reads.
     """
-    known = _known.get(model)
-    if known is None or (known.device, known.dtype) != (weight.device, weight.dtype):
-        known = _known[model] = GraphCache(weight.device, weight.dtype)
-    return known
+    cache = _known.get(model)
+    if cache is None or (cache.device, cache.dtype) != (weight.device, weight.dtype):
+        cache = _known[model] = GraphCache(weight.device, weight.dtype)
+    return cache
 
 
 def torch_settings() -> tuple[Any, ...]:
@@ -298,16 +287,13 @@ def torch_settings() -> tuple[Any, ...]:
     attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
     modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
     types = torch.get_default_dtype(), torch.get_num_threads()
-    return *modes, CONFIG.cuda_kernels, *_precisions(), *types, *attention
-
-
-def _precisions() -> tuple[str, ...]:
-    """Returns torch's precisions of fp32, one per operation: to read the common switch may raise if they differ."""
     backends: Any = torch.backends
-    if not hasattr(backends, "fp32_precision"):  # before torch 2.9
-        return (torch.get_float32_matmul_precision(),)
-    operations = backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv
-    return tuple(map(attrgetter("fp32_precision"), operations))
+    if hasattr(backends, "fp32_precision"):  # one per operation: to read the common switch may raise if they differ
+        operations = backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv
+        precisions = tuple(map(attrgetter("fp32_precision"), operations))
+    else:  # before torch 2.9
+        precisions = (torch.get_float32_matmul_precision(),)
+    return *modes, CONFIG.cuda_kernels, *precisions, *types, *attention
 
 
 def differs_sync(found: Tensor, expected: Tensor) -> bool:
@@ -358,14 +344,12 @@ def can_capture(checks: Any, rows: int, steps: int) -> bool:
     call, decoder = checks.call, checks.decoder
     if (weight := first_weight(decoder)) is None:  # it computes nothing
         return False
-    device = weight.device
+    device, size = weight.device, size_of(decoder, checks.known)
     reasons = unwanted_reasons(call, device, steps) or graphs_of(checks.model, weight).refused or checks.capture
-    size = size_of(decoder, checks.known)
     if not reasons and not call.costs.should_capture(size, rows, steps, is_captured=True, device_type=device.type):
         text = f"{steps} steps of {rows} rows would save less than the capture costs"
         reasons = [Reason("NOT_WORTH_CAPTURING", text)]
-    reasons = reasons or checks.rows
-    if not reasons:
+    if not (reasons := reasons or checks.rows):
         facts = call.facts_of(checks.model, checks.known)
         is_split = len(facts.devices) > 1 and not facts.is_sharded
         reasons = that_hold(

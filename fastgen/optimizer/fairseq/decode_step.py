@@ -225,7 +225,7 @@ class FairseqDecodeStep(DecodeStep):
         self.mask, length = state.mask, 0 if pair is None else pair[0].shape[2]
         if self.mask is None and rounded(length) > length:  # which hides nothing but padding
             inputs = self.rows // self.rows_per_input
-            self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=self.device)
+            self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=self.graphs.device)
         self.variant = self._variant()
         return content
 

@@ -54,7 +54,6 @@ def faster_forwards(
                 forward = attributes.get("forward")
                 if forward is None:
                     forward = attributes["forward"] = FasterForward(module, faster)
-                    attributes.setdefault("__getstate__", forward.state_of_module)
                 if isinstance(forward, FasterForward):
                     forward.users += 1
                     put_on.append(forward)
@@ -69,8 +68,6 @@ def faster_forwards(
                 attributes = vars(forward.module)
                 if not forward.users and attributes.get("forward") is forward:
                     del attributes["forward"]
-                if not forward.users and getattr(attributes.get("__getstate__"), "__self__", None) is forward:
-                    del attributes["__getstate__"]
 
 
 # By module: the number of threads and how its weight lies in memory, and the shapes for which BLAS is the fastest then.
@@ -160,13 +157,8 @@ class FasterForward:
         return original(self.module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Where the program copies or pickles what it took for the module's method."""
+        """Lets copies and pickles of the module have the library's method in its place."""
         return getattr, (self.module, "forward")
-
-    def state_of_module(self) -> dict[str, Any]:
-        """The module's `__getstate__`: copies and pickles of it have neither this forward nor this method."""
-        attributes = vars(self.module).items()
-        return {name: value for name, value in attributes if value is not self and name != "__getstate__"}
 
 
 _ATTENTION = frozenset({"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"})

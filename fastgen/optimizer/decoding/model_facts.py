@@ -45,9 +45,8 @@ _MAPPINGS = frozenset({dict, OrderedDict})
 _COLLECTIONS = _MAPPINGS | {list, tuple, set, frozenset}
 _CONFIGURATIONS = ("config", "cfg", "args")
 
-# Beginnings of names of attributes that no forward reads. The first is how a module is copied, see `faster_forwards`;
-# the second and third say how hooks are called.
-_UNREAD = ("__getstate__", "_forward_hooks_", "_forward_pre_hooks_", "_load_state_dict", "_state_dict")
+# Beginnings of names of attributes that no forward reads. The first two say how hooks are called.
+_UNREAD = ("_forward_hooks_", "_forward_pre_hooks_", "_load_state_dict", "_state_dict")
 
 # Of all modules of the process.
 _HOOKS_OF_ALL = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)

@@ -36,7 +36,7 @@ def activations(model):
 
 
 def is_untouched(model):
-    return not any({"forward", "__getstate__"} & vars(module).keys() for module in activations(model))
+    return not any("forward" in vars(module) for module in activations(model))
 
 
 def generate_and(model, action):
@@ -177,14 +177,10 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_made_during_generate_has_the_attributes_of_any_other(gpt2, copied):
-    def attributes(model):
-        return [list(vars(module)) for module in model.modules()]
-
-    twin, usual = generate_and(gpt2, lambda: copied(gpt2)), copied(gpt2)
-    assert attributes(twin) == attributes(usual)
+def test_a_copy_made_during_generate_has_the_forwards_of_any_other(gpt2, copied):
+    twin = generate_and(gpt2, lambda: copied(gpt2))
+    assert all(module.forward.__func__ is NewGELUActivation.forward for module in activations(twin))
     assert b"fastgen" not in generate_and(gpt2, lambda: pickle.dumps(gpt2))
-    assert "forward" not in vars(generate_and(gpt2, lambda: copy.copy(activations(gpt2)[0])))
     forward = generate_and(gpt2, lambda: pickle.loads(pickle.dumps(activations(gpt2)[0].forward)))
     assert not isinstance(forward, FasterForward) and forward.__func__ is NewGELUActivation.forward
     with torch.no_grad():

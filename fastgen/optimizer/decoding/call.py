@@ -35,9 +35,8 @@ class GenerateCall:
     host: what only the patches of one host write. will_capture: the steps after the prefill are meant to be captured.
     is_accelerated: something was computed or stored once per input, or the loop is fastgen's. on_exit: closed when the
     call ends: captured steps and caches are given back. has_stages: other calls of `generate` are stages of this one.
-    staged_seconds: those of the stages that have ended. costs: decides what is worthwhile. facts: of the models that
-    the call has asked about. swapped: the models whose modules have faster forwards in this call, or in the one around
-    it.
+    costs: decides what is worthwhile. facts: of the models that the call has asked about. swapped: the models whose
+    modules have faster forwards in this call, or in the one around it.
     """
 
     report: Report
@@ -49,13 +48,13 @@ class GenerateCall:
     on_exit: ExitStack = field(default_factory=ExitStack)
     has_stages: bool = False
     started: float = field(default_factory=time.perf_counter)
-    staged_seconds: float = 0.0
     costs: CostModel = field(default_factory=cost_model.of_new_call)
     facts: dict[Any, ModelFacts] = field(default_factory=dict)
     swapped: tuple[Any, ...] = ()
     outer: GenerateCall | None = None
 
     def __enter__(self) -> GenerateCall:
+        self.stage_started = self.started
         self.outer = _current.get()
         self.swapped = () if self.outer is None else self.outer.swapped
         _current.set(self)
@@ -67,13 +66,12 @@ class GenerateCall:
         finally:
             _current.set(self.outer)
             report = _thread.last = self.report
-            report.seconds = self.seconds
+            report.seconds = time.perf_counter() - self.started
             told = report.replays or report.reason_for(STEPS) or report.reason_for(LOOP)
             if self.rows and report.has_steps and not told:
                 report.add_reasons(STEPS, [ENDED_EARLY])
             if self.outer is not None and self.outer.has_stages:
-                self.outer.report.stages.append(Stage(f"generate of {report.model}", report.seconds, report))
-                self.outer.staged_seconds = self.outer.seconds
+                self.outer.end_stage(f"generate of {report.model}", report)
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("generate: %s", report.summary())
 
@@ -91,26 +89,16 @@ class GenerateCall:
         del self.facts[model]
         return True
 
-    @property
-    def rows_per_input(self) -> int:
-        """Rows (beams, samples or repetitions) of each input."""
-        return self.rows // self.inputs
-
     def set_rows(self, inputs: int, rows: int) -> None:
         """Notes how many inputs and rows there are."""
         self.inputs, self.rows = inputs, rows
         self.report.inputs, self.report.rows = inputs, rows
 
-    @property
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.perf_counter() - self.started
-
-    def end_stage(self, name: str) -> None:
-        """Notes that what this call did since its last stage was one of this name."""
-        seconds = self.seconds
-        self.report.stages.append(Stage(name, seconds - self.staged_seconds))
-        self.staged_seconds = seconds
+    def end_stage(self, name: str, report: Report | None = None) -> None:
+        """Notes that what this call did since its last stage was one of this name. report: of a call inside."""
+        now = time.perf_counter()
+        self.report.stages.append(Stage(name, now - self.stage_started if report is None else report.seconds, report))
+        self.stage_started = now
 
 
 _current: ContextVar[GenerateCall | None] = ContextVar("fastgen_call", default=None)
@@ -120,9 +108,9 @@ _thread = threading.local()  # last: the report of its last call
 Setting = TypeVar("Setting")
 
 
-def generate_call(model: str, host: Any = None, has_stages: bool = False, has_steps: bool = True) -> GenerateCall:
+def generate_call(model: str, host: Any = None) -> GenerateCall:
     """Returns a context inside of which `current_call()` is a new call of the `generate` of a model of this class."""
-    return GenerateCall(Report(model, has_steps=has_steps), host, has_stages=has_stages)
+    return GenerateCall(Report(model), host)
 
 
 def end_stage(name: str) -> None:
@@ -146,7 +134,7 @@ def setting(value: object) -> Iterator[None]:
 
 def settings_of(kind: type[Setting]) -> Iterator[Setting]:
     """Yields the settings of one class of the contexts around, the innermost first."""
-    return (value for value in _settings.get() if isinstance(value, kind))
+    return filter(kind.__instancecheck__, _settings.get())
 
 
 def count(kernel: str) -> None:

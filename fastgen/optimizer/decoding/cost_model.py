@@ -114,14 +114,11 @@ class CostModel:
         if keys.device.type == "cpu":
             saved, least = keys.numel() * (rows_per_input - 1), self.min_saved_elements
         else:
-            saved, least = 2 * keys.nbytes * (rows_per_input - 1), self._least_bytes(keys.dtype, is_captured)
+            saved, least = 2 * keys.nbytes * (rows_per_input - 1), self.min_saved_bytes
+            if is_captured:
+                has_kernel = CONFIG.cuda_kernels and keys.dtype in (torch.float16, torch.bfloat16)
+                least = self.min_saved_bytes_of_kernel if has_kernel else self.min_saved_bytes_captured
         return bool(saved >= (least // 4 if is_cross else least))
-
-    def _least_bytes(self, dtype: torch.dtype, is_captured: bool) -> int:
-        if not is_captured:
-            return self.min_saved_bytes
-        has_kernel = CONFIG.cuda_kernels and dtype in (torch.float16, torch.bfloat16)
-        return self.min_saved_bytes_of_kernel if has_kernel else self.min_saved_bytes_captured
 
     def should_write_in_place(self, keys: Tensor, rows_per_input: int, limit: int) -> bool:
         """Whether keys `[inputs, kv_heads, length, head_dim]`, repeated and then `limit` longer, are worth a buffer."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from fastgen.ops.move_rows import move_rows
 from fastgen.optimizer.decoding.report import LAYER_EMPTY, Reason
 from fastgen.optimizer.decoding.rollback import LeaveAlone
-from fastgen.optimizer.decoding.segmented_kv import KV, SegmentedKV, cut, in_one_piece, in_segments
+from fastgen.optimizer.decoding.segmented_kv import KV, SegmentedKV, cut, in_segments, length_of, materialized
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, rows_of
 
 FIRST_CAPACITY = 32
@@ -239,13 +239,13 @@ class KVCache:
 
     def length(self, layer: int) -> int:
         """Returns how many positions the layer holds."""
-        return sum(keys.shape[2] for keys, _ in self.segments(layer))
+        return length_of(self.segments(layer))
 
     def copy(self, layer: int) -> KV:
         """Returns keys and values `[rows, kv_heads, length, head_dim]`, in memory of their own."""
         if (view := self.layers[layer].view) is not None:
             return view[0].materialize(), view[1].materialize()
-        return in_one_piece(self.segments(layer), self.rows)
+        return tuple(materialized(segments, self.rows) for segments in zip(*self.segments(layer)))
 
     def drop(self, layer: int, count: int) -> bool:
         """Forgets the first `count` positions; False if they are not all of the first segment, of which some stay."""
@@ -307,7 +307,7 @@ class KVCache:
     def _materialize(self, layer: int) -> Generated:
         """Stores a layer for each row, in buffers of its own."""
         one, pair = self.layers[layer], self.copy(layer)
-        repeated = sum(keys.shape[2] for keys, _ in self.prompts[layer])
+        repeated = length_of(self.prompts[layer])
         generated = Generated(1, repeated + (0 if one.generated is None else one.generated.limit))
         generated.append(0, *pair)
         generated.unmoved = repeated

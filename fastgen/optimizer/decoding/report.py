@@ -200,25 +200,16 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON has it: strings, numbers, and lists and dictionaries of them."""
-        return {
-            "verdict": self.verdict,
-            "model": self.model,
-            "inputs": self.inputs,
-            "rows": self.rows,
+        names = ["verdict", "model", "inputs", "rows", "prefix_length", "prefix_tokens_saved", "prefix_tokens_kept"]
+        names += ["unused_kernels", "fallbacks", "decisions", "seconds"]
+        return {name: getattr(self, name) for name in names} | {
             "shared": list(self.shared),
-            "prefix_length": self.prefix_length,
-            "prefix_tokens_saved": self.prefix_tokens_saved,
-            "prefix_tokens_kept": self.prefix_tokens_kept,
             "replayed_steps": self.replays,
             "kernels": dict(sorted(self.kernels.items())),
-            "unused_kernels": self.unused_kernels,
             "reasons": [
                 {"part": part, "code": one.code, "text": one.text, "detail": one.detail, "decision": one.is_decision}
                 for part, one in self.not_done
             ],
-            "fallbacks": self.fallbacks,
-            "decisions": self.decisions,
-            "seconds": self.seconds,
             "stages": [
                 {"name": stage.name, "seconds": stage.seconds}
                 | ({"report": stage.report.as_dict()} if stage.report is not None else {})

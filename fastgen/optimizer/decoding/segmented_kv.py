@@ -19,7 +19,7 @@ Tests: tests/optimizer/decoding/test_segmented_kv.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -176,16 +176,15 @@ def _on_materialized(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
     return func(*args, **kwargs)
 
 
-def materialized(segments: Sequence[Tensor], rows: int) -> Tensor:
+def materialized(segments: Iterable[Tensor], rows: int) -> Tensor:
     """The segments of so many rows in one piece, `[rows, kv_heads, length, head_dim]`, in memory of its own."""
     repeated = [one if one.shape[0] == rows else one.repeat_interleave(rows // one.shape[0], 0) for one in segments]
     return torch.cat(repeated, dim=2)
 
 
-def in_one_piece(segments: Sequence[KV], rows: int) -> KV:
-    """Returns keys and values `[rows, kv_heads, length, head_dim]`, in memory of their own."""
-    keys, values = zip(*segments)
-    return materialized(keys, rows), materialized(values, rows)
+def length_of(segments: Iterable[KV]) -> int:
+    """Returns how many positions these segments have."""
+    return sum(keys.shape[2] for keys, _ in segments)
 
 
 def in_segments(

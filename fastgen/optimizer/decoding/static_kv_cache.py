@@ -16,7 +16,7 @@ Tests: tests/optimizer/decoding/test_kv_cache.py, tests/optimizer/decoding/test_
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -29,7 +29,7 @@ from fastgen.ops.move_rows import move_rows
 from fastgen.ops.tracing import UnderAutocast
 from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.decoding.rollback import LeaveAlone
-from fastgen.optimizer.decoding.segmented_kv import KV, cut, in_one_piece, in_segments
+from fastgen.optimizer.decoding.segmented_kv import KV, cut, in_segments, length_of, materialized
 
 SMALLEST_CAPACITY = 32
 
@@ -150,9 +150,9 @@ class StaticKVCache:
         self._loaded = [tuple(map(_copy_in, *prompts)) for prompts in zip(self.prompts, content.prompts)]
         for pair, source in zip(self.by_layer, content.generated):
             _copy_in(pair, source, 0)
-        self.padding = _length(self.prompts[-1]) - _length(content.prompts[-1])
-        self.prompt_length = _length(content.prompts[0])
-        self.self_padding = _length(self.prompts[0]) - self.prompt_length
+        self.padding = length_of(self.prompts[-1]) - length_of(content.prompts[-1])
+        self.prompt_length = length_of(content.prompts[0])
+        self.self_padding = length_of(self.prompts[0]) - self.prompt_length
         self.first_position.fill_(self.self_padding)
         self.unmoved, self.generated_length = content.unmoved, content.generated_length
         self.advance(0)
@@ -204,12 +204,12 @@ class StaticKVCache:
 
     def length(self, layer: int) -> int:
         """Returns how many positions the layer holds."""
-        return _length(self._loaded[layer]) + (self.generated_length if layer < self.growing else 0)
+        return length_of(self._loaded[layer]) + (self.generated_length if layer < self.growing else 0)
 
     def copy(self, layer: int) -> KV:
         """Returns keys and values `[rows, kv_heads, length, head_dim]` in memory of their own."""
         generated = [cut(pair, 0, self.generated_length) for pair in self.by_layer[layer : layer + 1]]
-        return in_one_piece((*self._loaded[layer], *generated), self.rows)
+        return tuple(materialized(segments, self.rows) for segments in zip(*self._loaded[layer], *generated))
 
 
 def rows_of(pair: KV, count: int, batch_index: Tensor, rows: Tensor) -> KV:
@@ -219,10 +219,6 @@ def rows_of(pair: KV, count: int, batch_index: Tensor, rows: Tensor) -> KV:
         return pair
     index = (rows if copies == count else batch_index).to(pair[0].device)
     return tuple(states.index_select(0, index) for states in pair)
-
-
-def _length(segments: Iterable[KV]) -> int:
-    return sum(keys.shape[2] for keys, _ in segments)
 
 
 def _spec_of(pair: KV, length: int) -> PairSpec:

@@ -23,6 +23,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 
 from fastgen.optimizer.decoding import call as decoding_call
 from fastgen.optimizer.decoding.call import GenerateCall, setting, settings_of
+from fastgen.optimizer.decoding.report import Report
 from fastgen.provenance import comes_with
 
 SEQUENCES_SCORES, ENCODER_STATES = "sequences_scores", "encoder_hidden_states"
@@ -52,7 +53,8 @@ class TransformersCall:
 
 def generate_call(model: Any, has_stages: bool = False, has_steps: bool = True) -> GenerateCall:
     """Returns a context inside of which `current_call()` is a new call of this model's `generate`."""
-    return decoding_call.generate_call(type(model).__name__, TransformersCall(), has_stages, has_steps)
+    report = Report(type(model).__name__, has_steps=has_steps)
+    return GenerateCall(report, TransformersCall(), has_stages=has_stages)
 
 
 def current_call() -> GenerateCall | None:

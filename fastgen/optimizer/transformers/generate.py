@@ -57,7 +57,7 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
                 result = original(self, *args, **kwargs)
         finally:
             call.host.to_verify = call.host.checks = None  # which hold the model and all arguments
-        if call.staged_seconds:
+        if call.report.stages:
             call.end_stage("decoder")
         if not call.rows:
             call.report.add_reasons(PREFILL, [Reason("NO_PREFILL", "this decoding method does not call _prefill")])

@@ -177,7 +177,7 @@ class TokenLoop:
         """
         step = self.step
         if step.call.rows and step.steps == 1:
-            step.rows_per_input = step.call.rows_per_input
+            step.rows_per_input = step.call.rows // step.call.inputs
         if self.config.do_sample and not self.drew_for_padding:
             fed = self.input_ids[:, -2:-1]  # none in the first step behind embeddings
             self.drew_for_padding = self.pad is not None and bool((fed == self.pad).any())

@@ -12,6 +12,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy
@@ -63,17 +64,23 @@ def undo_of_tensors(modules: Iterable[nn.Module]) -> Restore:
     return restore
 
 
-def undo_of_random_numbers() -> Restore:
-    """Returns a function that puts the random numbers of torch, numpy and Python back to where they are now."""
+def undo_of_random_numbers(only_torch: bool = False) -> Restore:
+    """Returns a function that puts the random numbers of torch, numpy and Python back to where they are now.
+
+    only_torch: those of torch alone, in 2 µs instead of 100.
+    """
     cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    of_numpy, of_python = numpy.random.get_state(), random.getstate()
+    others: list[Restore] = []
+    if not only_torch:
+        others.append(partial(numpy.random.set_state, numpy.random.get_state()))
+        others.append(partial(random.setstate, random.getstate()))
 
     def restore() -> None:
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
-        numpy.random.set_state(of_numpy)
-        random.setstate(of_python)
+        for restore_other in others:
+            restore_other()
 
     return restore
 

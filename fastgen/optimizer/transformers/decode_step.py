@@ -58,7 +58,7 @@ class TransformersDecodeStep(DecodeStep):
         self._dynamic: Any = None  # the cache before the capture, for eager steps after it
         self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: an argument, the padding, and both together
         self._rollback = Rollback()
-        self._rollback.callback(undo_of_random_numbers())
+        self._rollback.callback(undo_of_random_numbers(only_torch=True))
         self._rollback.callback(undo_of_attributes(processors))
         if (cache := kv_layers.cache_of(arguments)) is not None:
             self._rollback.callback(kv_layers.undo_of(cache))

@@ -121,7 +121,7 @@ class Loop:
     ) -> None:
         self.generator, self.step, self.max_len = generator, step, max_len
         self.ids, self.source_lengths, self.prefixes, self.prompt = ids, source_lengths, prefixes, prompt
-        self.num_beams, inputs, device = generator.beam_size, step.call.inputs, step.device
+        self.num_beams, inputs, device = generator.beam_size, step.call.inputs, source_lengths.device
         self.tokens = torch.full((step.rows, max_len + 2), generator.pad, dtype=torch.int64, device=device)
         self.tokens[:, 0] = first_token
         self.scores = torch.zeros((step.rows, max_len + 1), device=device)

@@ -71,7 +71,7 @@ PARTS = {
     "line of a report": f"{_DECODING}.report:Report.summary",
     "walk through a model": f"{_DECODING}.model_facts:ModelFacts",
     "compare a model": f"{_DECODING}.model_facts:Snapshot._described",
-    "measure a model": f"{_DECODING}.model_facts:_measured",
+    "measure a model": f"{_DECODING}.cost_model:_measured",
     "likeness of a model": f"{_DECODING}.model_facts:Snapshot.likeness",
     "changes in a call": f"{_DECODING}.call:GenerateCall.has_changed",
     "replaced functions": f"{_TRANSFORMERS}.checks:replaced_functions",

@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 import fastgen
 from fastgen.ops import cpu_linear, x86
-from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import generate_call
+from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.optimizer.transformers.faster_forwards import forwards
@@ -72,10 +72,10 @@ def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape():
 
 
 def test_models_in_float64_keep_their_forwards():
-    assert model_facts.size_of(nn.Linear(1024, 1024), KNOWN).large == 1 << 20
-    assert model_facts.size_of(nn.Linear(1024, 1024).bfloat16(), KNOWN).large == 1 << 20
-    assert model_facts.size_of(nn.Linear(1024, 1024).half(), KNOWN).large == 1 << 20
-    assert model_facts.size_of(nn.Linear(1024, 1024).double(), KNOWN).large == 0
+    assert size_of(nn.Linear(1024, 1024), KNOWN).large == 1 << 20
+    assert size_of(nn.Linear(1024, 1024).bfloat16(), KNOWN).large == 1 << 20
+    assert size_of(nn.Linear(1024, 1024).half(), KNOWN).large == 1 << 20
+    assert size_of(nn.Linear(1024, 1024).double(), KNOWN).large == 0
 
 
 @no_skinny_gemm

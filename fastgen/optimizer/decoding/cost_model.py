@@ -1,20 +1,39 @@
 """Cost model: decides whether an optimisation is worthwhile; never affects results.
 
 A walk over all modules of a model takes milliseconds, as long as a tiny model takes for a token. So these decisions
-come before anything that looks at the modules, and rest on `model_facts.size_of`, which remembers a model's size.
+come before anything that looks at the modules, and rest on `size_of`, which remembers a model's size: it is looked up
+again only if the first weight has changed its type or device.
 
 Tests: tests/optimizer/decoding/test_cost_model.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastgen.config import CONFIG
-from fastgen.optimizer.decoding.model_facts import ModelSize
+from fastgen.ops import cpu_linear
+from fastgen.optimizer.decoding.user_code import KnownCode
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """modules: how many. weights: elements that a token of a prefill is multiplied with. step: those of a decode step,
+    which has an output layer. large: elements of large weights that oneDNN may multiply with, on a CPU. bytes: of all
+    weights.
+    """
+
+    modules: int
+    weights: int
+    step: int
+    large: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +109,7 @@ class CostModel:
     def may_gain(self, size: ModelSize, tokens: int, steps: int) -> bool:
         """Whether a call of at most so many steps, with at most so many tokens in its prefill, may gain anything."""
         is_tiny = steps <= self.most_steps_of_tiny_call and not self.should_prefill_once(size, tokens)
-        return not is_tiny or self.should_swap_forwards(size)
+        return not is_tiny or self.should_swap_forwards(size, steps)
 
     def should_split_prefix(self, size: ModelSize, saved_tokens: int) -> bool:
         """Whether a forward more, which computes a common prefix once, and so `saved_tokens` fewer, is worth it."""
@@ -150,9 +169,13 @@ class CostModel:
         """How many steps a call has to have, for it to be asked whether they can be captured."""
         return self.min_capture_steps if device.type == "cpu" else self.min_replays_on_gpu
 
-    def should_swap_forwards(self, size: ModelSize) -> bool:
-        """Whether large products that oneDNN may compute are what the model's time goes into."""
-        return size.large >= max(self.min_large_per_module * size.modules, self.min_large)
+    def should_swap_forwards(self, size: ModelSize, steps: int | None = None) -> bool:
+        """Whether large products that oneDNN may compute are what the model's time goes into.
+
+        steps: of the call, if they are known. One alone has to gain what it takes to put forwards on all modules.
+        """
+        least = self.min_large_per_module * size.modules * (4 if steps == 1 else 1)
+        return size.large >= max(least, self.min_large)
 
     def should_compact(self, size: ModelSize, leaving: int, rows: int, steps_done: int, steps_left: int) -> bool:
         """Whether `leaving` of `rows` rows, which are finished, should leave the batch now.
@@ -171,3 +194,42 @@ REPEATABLE = CostModel(looks_back=False)
 
 def of_new_call() -> CostModel:
     return REPEATABLE if CONFIG.repeatable else DEFAULT
+
+
+# By the model: the module that has its first weight, and the name there; the type and device of that weight when the
+# size was measured, and the size.
+_firsts: WeakKeyDictionary[nn.Module, tuple[Callable[[], Any], str]] = WeakKeyDictionary()
+_sizes: WeakKeyDictionary[nn.Module, tuple[Any, ModelSize]] = WeakKeyDictionary()
+
+
+def size_of(model: nn.Module, known: KnownCode) -> ModelSize:
+    """The size of the model, looked up again where its type or device has changed since the last call."""
+    first, found = first_weight(model), _sizes.get(model)
+    state = None if first is None else (first.dtype, first.device)
+    if found is None or found[0] != state:
+        found = _sizes[model] = state, _measured(model, known.encoder_of(model))
+    return found[1]
+
+
+def first_weight(model: nn.Module) -> Tensor | None:
+    """The model's first parameter as it is, None if it has none."""
+    module, name = _firsts.get(model, (lambda: None, ""))
+    if (owner := module()) is not None and (weight := owner._parameters.get(name)) is not None:
+        return weight
+    path, weight = next(model.named_parameters(), ("", None))
+    owner, _, name = path.rpartition(".")
+    _firsts[model] = ref(model.get_submodule(owner)), name
+    return weight
+
+
+def _measured(model: nn.Module, encoder: nn.Module | None) -> ModelSize:
+    modules, weights = list(model.modules()), list(model.parameters())
+    # Tokens look up one row of an embedding; the output layer, of the same shape, sees the last token only.
+    looked_up = {module.weight.shape for module in modules if isinstance(module, nn.Embedding)}
+    before = set() if encoder is None else set(encoder.parameters())  # runs once per input anyway
+    prefill = [weight for weight in weights if weight.dim() > 1 and weight not in before]
+    used = [weight.numel() for weight in prefill if weight.shape not in looked_up]
+    large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype in cpu_linear.DTYPES]
+    large = [elements for elements in large if elements >= cpu_linear.MIN_ELEMENTS]
+    output = max((shape.numel() for shape in looked_up), default=0)
+    return ModelSize(len(modules), sum(used), sum(used) + output, sum(large), sum(weight.nbytes for weight in weights))

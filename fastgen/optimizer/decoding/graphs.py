@@ -29,7 +29,7 @@ from fastgen.ops import cpu_graph
 from fastgen.ops.kernel import tolerance
 from fastgen.ops.tracing import Diverged, NotRepeatable, NoWaiting, is_transformed, is_watched
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.model_facts import first_weight, size_of
+from fastgen.optimizer.decoding.cost_model import first_weight, size_of
 from fastgen.optimizer.decoding.report import STEPS, TORCH_MODE, Reason, that_hold
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 

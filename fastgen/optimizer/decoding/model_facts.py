@@ -1,8 +1,7 @@
 """What must be known of a model in a call of `generate`, from one walk over its modules.
 
 It holds as long as the program has replaced nothing that `Snapshot` compares, once in a call (`GenerateCall.facts_of`),
-and where user code runs in each step in each captured step. The size alone is looked up again only where the first
-weight has changed its type or device: it decides about speed, never about results.
+and where user code runs in each step in each captured step.
 Tests: tests/optimizer/decoding/test_model_facts.py.
 """
 
@@ -12,11 +11,10 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +23,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fastgen.ops import cpu_linear
 from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.decoding.user_code import (
     KnownCode,
@@ -54,20 +51,6 @@ _HOOKS_OF_ALL = (torch_module._global_forward_pre_hooks, torch_module._global_fo
 # What is compared of tensors, but not their values: captured steps read a weight at its address.
 _LAYOUT = (attrgetter("shape", "dtype"),)
 _ADDRESS = (*_LAYOUT, Tensor.stride, Tensor.data_ptr)
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """modules: how many. weights: elements that a token of a prefill is multiplied with. step: those of a decode step,
-    which has an output layer. large: elements of large weights that oneDNN may multiply with, on a CPU. bytes: of all
-    weights.
-    """
-
-    modules: int
-    weights: int
-    step: int
-    large: int
-    bytes: int
 
 
 class Snapshot:
@@ -321,45 +304,6 @@ def facts_of(model: nn.Module, known: KnownCode) -> ModelFacts:
     if before is not None:
         facts.row_states = before.row_states or None  # what was found stays; a changed model may keep more
     return facts
-
-
-# By the model: the module that has its first weight, and the name there; the type and device of that weight when the
-# size was measured, and the size.
-_firsts: WeakKeyDictionary[nn.Module, tuple[Callable[[], Any], str]] = WeakKeyDictionary()
-_sizes: WeakKeyDictionary[nn.Module, tuple[Any, ModelSize]] = WeakKeyDictionary()
-
-
-def size_of(model: nn.Module, known: KnownCode) -> ModelSize:
-    """The size of the model, looked up again where its type or device has changed since the last call."""
-    first, found = first_weight(model), _sizes.get(model)
-    state = None if first is None else (first.dtype, first.device)
-    if found is None or found[0] != state:
-        found = _sizes[model] = state, _measured(model, known.encoder_of(model))
-    return found[1]
-
-
-def first_weight(model: nn.Module) -> Tensor | None:
-    """The model's first parameter as it is, None if it has none."""
-    module, name = _firsts.get(model, (lambda: None, ""))
-    if (owner := module()) is not None and (weight := owner._parameters.get(name)) is not None:
-        return weight
-    path, weight = next(model.named_parameters(), ("", None))
-    owner, _, name = path.rpartition(".")
-    _firsts[model] = ref(model.get_submodule(owner)), name
-    return weight
-
-
-def _measured(model: nn.Module, encoder: nn.Module | None) -> ModelSize:
-    modules, weights = list(model.modules()), list(model.parameters())
-    # Tokens look up one row of an embedding; the output layer, of the same shape, sees the last token only.
-    looked_up = {module.weight.shape for module in modules if isinstance(module, nn.Embedding)}
-    before = set() if encoder is None else set(encoder.parameters())  # runs once per input anyway
-    prefill = [weight for weight in weights if weight.dim() > 1 and weight not in before]
-    used = [weight.numel() for weight in prefill if weight.shape not in looked_up]
-    large = [weight.numel() for weight in weights if weight.is_cpu and weight.dtype in cpu_linear.DTYPES]
-    large = [elements for elements in large if elements >= cpu_linear.MIN_ELEMENTS]
-    output = max((shape.numel() for shape in looked_up), default=0)
-    return ModelSize(len(modules), sum(used), sum(used) + output, sum(large), sum(weight.nbytes for weight in weights))
 
 
 def _hooks(module: nn.Module) -> list[object]:

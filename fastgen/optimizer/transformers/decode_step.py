@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache
 
 from fastgen.models.cache_names import CACHE
+from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
-from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import COMPACTION, Reason
 from fastgen.optimizer.decoding.rollback import (
     LeaveAlone,

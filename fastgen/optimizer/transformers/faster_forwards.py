@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from fastgen.ops import lookup
 from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import FasterForward, Forward, faster_forwards, linears, multiply
-from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.transformers import checks, kv_layers
 
 # Values of cache_implementation for which no version of transformers compiles.
@@ -35,7 +35,7 @@ def swap_forwards(
 
     It puts none on where the call may compile the model, as the library does for caches that have a static shape.
     """
-    if not call.costs.should_swap_forwards(size_of(model, checks.KNOWN)):
+    if not call.costs.should_swap_forwards(size_of(model, checks.KNOWN), kwargs.get("max_new_tokens")):
         return nullcontext()
     facts, asked = call.facts_of(model, checks.KNOWN), [kwargs.get("cache_implementation")]
     for config in (kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)):

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.model_facts import size_of
+from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
 from fastgen.optimizer.transformers import checks, kept_prefix, kv_layers, verification
 from fastgen.optimizer.transformers.call import generate_call

@@ -32,7 +32,7 @@ from transformers.cache_utils import DynamicCache
 from fastgen.models.cache_names import CACHE
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.model_facts import size_of
+from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.report import PREFILL, Reason
 from fastgen.optimizer.transformers import checks, prefixes
 from fastgen.optimizer.transformers.call import generate_call

@@ -30,7 +30,8 @@ from transformers.modeling_outputs import ModelOutput
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.call import GenerateCall
-from fastgen.optimizer.decoding.model_facts import ModelFacts, size_of
+from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.decoding.model_facts import ModelFacts
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, Reason
 from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, leave_alone_for, undo_of_tensors
 from fastgen.optimizer.decoding.segmented_kv import KV

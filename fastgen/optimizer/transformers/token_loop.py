@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.graphs import can_capture, unwanted_reasons
-from fastgen.optimizer.decoding.model_facts import size_of
 from fastgen.optimizer.decoding.report import LOOP, STEPS
 from fastgen.optimizer.transformers import compat
 from fastgen.optimizer.transformers.call import current_call, drop_unused_outputs

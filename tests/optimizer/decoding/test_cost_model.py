@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastgen
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.decoding.cost_model import CostModel
-from fastgen.optimizer.decoding.model_facts import ModelSize, size_of
+from fastgen.optimizer.decoding.cost_model import CostModel, ModelSize, size_of
 from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.testing import configured, costs, watched
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fastgen.optimizer.decoding import model_facts
 from fastgen.optimizer.decoding.call import generate_call
+from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.user_code import KnownCode
@@ -285,7 +285,7 @@ def test_size_is_measured_anew_for_another_type_only():
     model = Model()
     with watched("measure a model") as measurements:
         for _ in range(2):
-            model_facts.size_of(model, KNOWN)
+            size_of(model, KNOWN)
         model.double()
-        model_facts.size_of(model, KNOWN)
+        size_of(model, KNOWN)
     assert len(measurements) == 2

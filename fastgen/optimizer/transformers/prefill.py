@@ -72,7 +72,8 @@ def prefill(
     try:
         return plan_prefill(CallChecks.of(call, self), arguments, generation_config, forward).run(model_kwargs)
     except LeaveAlone as left_alone:
-        reasons = left_alone.reasons
+        reasons, call.is_accelerated = left_alone.reasons, False
+        call.report.shared.clear()
     call.report.add_reasons(PREFILL, reasons)
     outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     if reasons[0].code == "ERROR":  # and the library had none

@@ -128,6 +128,7 @@ def test_the_library_is_asked_before_sharing_is_switched_off(refused):
     model, input_ids = tiny("llama"), token_ids(2, 9)
 
     def fail(expand: Callable, plan: Any, *others: Any) -> None:
+        expand(plan, *others)
         if refused:
             plan.checks.model.lm_head = None
         raise KeyError("ours")
@@ -143,4 +144,5 @@ def test_the_library_is_asked_before_sharing_is_switched_off(refused):
     warning = pytest.warns(RuntimeWarning, match="fastgen leaves transformers.shared_caches to the originals: Llama")
     with replaced("expand a prefill", fail), warning:
         assert torch.equal(model.generate(input_ids, **BEAMS, max_new_tokens=5), stock)
+    assert not fastgen.explain().shared
     assert PATCH_SET.switched_off == {"transformers.shared_caches": "LlamaForCausalLM: KeyError: 'ours'"}

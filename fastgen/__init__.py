@@ -87,7 +87,7 @@ def disable() -> None:
 
 
 def status() -> PatchStates:
-    """For each patch its name, group, state (pending, applied, skipped, failed or reverted), reason and host.
+    """Returns of each patch its name, group, state (pending, applied, skipped, failed or reverted), reason and host.
 
     Printed, it has one line for each group, since patches of a group are applied all or none.
     """
@@ -140,7 +140,7 @@ def verify(model: Any, inputs: Any, **generate_kwargs: Any) -> Verification:
 def log_likelihoods(
     model: Any, contexts: Sequence[Any], continuations: Sequence[Any], tokenizer: Any = None, **options: Any
 ) -> list[tuple[float, bool]]:
-    """For each context and its continuation the sum of log-probabilities, and whether it is the greedy continuation.
+    """Returns for each context and continuation the sum of log-probabilities, and whether it is the greedy one.
 
         fastgen.log_likelihoods(model, [question] * 4, [" yes", " no", " perhaps", " never"], tokenizer)
 
@@ -157,7 +157,7 @@ def log_likelihoods(
 
 @contextmanager
 def reusing_prefix(model: Any, check_weights: bool = True) -> Iterator[None]:
-    """In this thread or task, calls of the model's `generate` go on from what the call before has computed.
+    """Lets calls of the model's `generate` in this thread or task go on from what the call before has computed.
 
         with fastgen.reusing_prefix(model):
             for question in questions:

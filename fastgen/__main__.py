@@ -39,7 +39,7 @@ _PACKAGES = ("torch", "transformers", "fairseq")
 
 
 def main(argv: list[str]) -> None:
-    """Without arguments the report; otherwise the program in `argv`, with the exit status that it has by itself."""
+    """Prints the report; with arguments runs the program in `argv`, with the exit status that it has by itself."""
     if argv[:1] == ["verify"]:
         from fastgen.cli import verify
 

@@ -34,7 +34,7 @@ class Streams:
 def make_streams(
     position: Tensor, keys: int, predict: int, num_buckets: int, max_distance: int, like: Tensor
 ) -> Streams:
-    """For the main stream and `predict` others at these positions, int64 `[T, 1]` from 0; of the type of `like`.
+    """Makes the main stream and `predict` others at these positions, int64 `[T, 1]` from 0; of the type of `like`.
 
     Keys behind a position, up to `keys`, are not seen.
     """

@@ -50,7 +50,7 @@ def _needed(site_packages: Path) -> set[str]:
 
 
 def _versions(told: str) -> dict[str, set[str]]:
-    """Of each library, the versions of symbols that are asked for."""
+    """Returns the versions of symbols that are asked for, of each library."""
     found: dict[str, set[str]] = {}
     for library, block in re.findall(r"File: (\S+)(.*(?:\n.*Name: .*)*)", told):
         found.setdefault(library, set()).update(re.findall(r"Name: (\S+)", block))

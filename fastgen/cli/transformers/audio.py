@@ -223,5 +223,5 @@ class SoundFolder:
         os.rename(self._part, self.folder)
 
     def discard(self) -> None:
-        """Of a run that has written no record."""
+        """Removes the files of a run that has written no record."""
         shutil.rmtree(self._part, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""From lines to batches: lines of about the same length together, none larger than asked for.
+"""Batches of lines: lines of about the same length together, none larger than asked for.
 
 A batch costs as many steps as its longest output and as many positions as its longest input for each of its rows, so
 lines of one length go together: read ahead a window of lines, sort, cut. The cut depends on INPUT and on flags only,
@@ -164,7 +164,7 @@ class Planner:
             yield found, head, place == len(cuts)
 
     def _cut(self, items: Iterable[Item]) -> Iterator[list[Item]]:
-        """As many of one group in a row as a batch may have."""
+        """Yields batches: as many items of one group, next to each other, as a batch may have."""
         batch: list[Item] = []
         longest = 0
         for item in items:
@@ -199,7 +199,7 @@ def common_head(items: list[Item]) -> int:
 
 
 def make_planner(args: RunConfig, loaded: Loaded, in_order: bool, by_head: bool) -> Planner:
-    """As the flags say; in_order: batches are to keep the order of INPUT."""
+    """Returns the planner that the flags ask for; in_order: batches are to keep the order of INPUT."""
     # --batch_tokens counts every row of the batch that generate makes of an input.
     padded_tokens = None if args.batch_tokens is None else max(1, args.batch_tokens // rows_per_input(loaded))
     window, window_tokens = args.window, math.inf
@@ -215,7 +215,7 @@ def make_planner(args: RunConfig, loaded: Loaded, in_order: bool, by_head: bool)
 
 
 def lines_per_block(args: RunConfig) -> int:
-    """Of blocks that are planned by themselves; a window, if --bs, --batch_tokens and --window ask for one."""
+    """Returns the number of lines of a block, which is planned by itself: of a window, if flags ask for one."""
     return args.window or (LINES_PER_WINDOW if args.bs is None else BATCHES_PER_WINDOW * args.bs)
 
 
@@ -249,7 +249,7 @@ def rows_per_input(loaded: Loaded) -> int:
 
 
 def key_value_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Of one token, in all layers of a decoder."""
+    """Returns the bytes of the keys and values of one token, in all layers of a decoder."""
     try:
         heads = config.num_attention_heads or 1
         width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads

@@ -134,7 +134,7 @@ def _generate(task: Task, surveyed: files.Survey | None, output: StreamOutput, s
 
 
 def _with_first_record(args: RunConfig) -> RunConfig:
-    """With OpenAI's batch format, which needs no flag where INPUT's first record has it.
+    """Returns the arguments with OpenAI's batch format, which needs no flag if INPUT's first record has it.
 
     One bad record is that line's failure; a file that begins with one is not in this format, or has other fields.
     """
@@ -171,7 +171,7 @@ def _check_first(line: files.Line, args: RunConfig) -> None:
 
 
 def _as_before(args: RunConfig, before: dict[str, Any]) -> RunConfig:
-    """With what an earlier run has chosen or drawn, where the flags leave it open."""
+    """Returns the arguments with what an earlier run has chosen or drawn, where the flags leave it open."""
     if args.bs is None and args.batch_tokens is None:
         args = replace(args, bs=before.get("--bs"), batch_tokens=before.get("--batch_tokens"))
     return args if args.seed is not None else replace(args, seed=before.get("--seed", secrets.randbits(31)))

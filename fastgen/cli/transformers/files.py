@@ -222,7 +222,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Not through a buffer: what an error or a signal leaves in one is written at a time that nobody chose."""
+    """Writes without a buffer: what an error or a signal leaves in one is written at a time that nobody chose."""
     rest = memoryview(data)
     while rest:
         try:
@@ -268,7 +268,7 @@ def upload(path: Path, url: str, keeps: bool) -> None:
 
 
 def sha256(file: Any) -> str:
-    """Of what is behind the present place."""
+    """Returns the checksum of the rest of a file, from the present position on."""
     digest = hashlib.sha256()
     while block := file.read(BLOCK):
         digest.update(block)

@@ -20,7 +20,7 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
 
 def references_of(args: RunConfig, lines: int | None, counts_words: bool) -> list[str] | None:
-    """Those of --reference_path, or else of the records of INPUT; None where nothing is to be scored.
+    """Returns the references of --reference_path, or else of the records of INPUT; None if nothing is to be scored.
 
     lines: of INPUT, None where it can be read only once. counts_words: whether there is a word error rate. Raises
     InputError where there are no references for them, or where a package for the scores is missing, before anything is

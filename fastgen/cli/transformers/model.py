@@ -135,7 +135,7 @@ def prepare_tokenizer(args: RunConfig, tokenizer: Any, padding_side: str | None)
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
-    """Without the bars and reports of transformers and of the hub: what matters of them is said in one line."""
+    """Silences the bars and reports of transformers and of the hub: what matters of them is said in one line."""
     with ExitStack() as after:
         for logger in map(logging.getLogger, ("transformers", "huggingface_hub")):
             after.callback(logger.setLevel, logger.level)

@@ -217,7 +217,7 @@ class SplitOnOOM:
 
 
 def batch_seed(seed: int, batch: int, start: int = 0) -> int:
-    """Of a batch, by the run's seed and the batch's number; start: the place of the first item of a part."""
+    """Returns the seed of a batch, from the run's seed and its number; start: the index of a part's first item."""
     digest = hashlib.sha256(f"{seed} {batch} {start}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
 

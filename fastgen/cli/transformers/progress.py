@@ -73,7 +73,7 @@ class Progress:
         return f"{self.inputs} lines in {seconds:.2f} s, {speed}"
 
     def _speed(self) -> str:
-        """With the time left at this speed: too long at first, where the longest inputs come first."""
+        """Returns the speed, and the time left at this speed: too long at first, as the longest inputs come first."""
         speed = self.inputs / (time.perf_counter() - self._begun)
         if self._total is None or not self.inputs:
             return f"{speed:.1f} inputs/s{self.details()}"

@@ -34,7 +34,7 @@ PER_SHARD = ("--shard_id", "--device")  # flags in which the signatures of shard
 
 
 def of_launcher(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
-    """With numbers in place of auto, and a shard's own OUTPUT; raises InputError for flags that do not go together."""
+    """Returns the arguments with numbers in place of auto, and a shard's own OUTPUT; raises InputError for others."""
     if "auto" in (args.num_shards, args.shard_id):
         args = _with_numbers(args, environ)
     if args.merge and (args.num_shards is None or args.shard_id is not None):
@@ -57,7 +57,7 @@ def of_launcher(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
 
 
 def _with_numbers(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
-    """Those of the launcher in place of auto; raises InputError where it says none, or an index that N has not."""
+    """Returns the arguments with the launcher's numbers in place of auto; raises InputError if none fit."""
     if (launched := place(environ)) is None:
         launchers = "torchrun, accelerate, Slurm, an indexed job of Kubernetes"
         raise InputError(f"auto: no variables of a launcher are set (accepted: numbers, or auto under {launchers})")
@@ -93,7 +93,7 @@ def place(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
 
 
 def _choose_gpu(environ: Mapping[str, str]) -> None:
-    """Of those that all processes of a machine see, one each."""
+    """Gives each process of a machine one of the GPUs that all of them see."""
     import torch
 
     local = next((int(environ[name]) for name in ON_THIS_MACHINE if name in environ), 0)
@@ -107,7 +107,7 @@ def output_of(output: str, shard: int, shards: int) -> str:
 
 
 def own_chunks(chunks: Iterator[list[files.Line]], args: RunConfig) -> Iterator[list[files.Line]]:
-    """Those of this shard's blocks."""
+    """Returns the lines of this shard's blocks."""
     if args.num_shards is None:
         return chunks
     blocks = (

@@ -100,7 +100,7 @@ def _in_words(value: Any) -> str:
 
 
 def _digest(path: Path) -> str:
-    """Of all of a file; of the size and of samples of a large one: other weights, not every bit."""
+    """Returns the checksum of a file; of a large one of its size and samples, which differ for other weights."""
     digest = hashlib.sha256()
     size = os.path.getsize(path)
     digest.update(f"{size}\n".encode())

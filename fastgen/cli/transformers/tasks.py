@@ -139,7 +139,7 @@ class Task:
         return reasons_to_keep_file_order(self.loaded) + [self.why_padding] * self.depends_on_padding()
 
     def depends_on_padding(self) -> bool:
-        """Of the architecture; a rule, no measurement.
+        """Whether outputs depend on padding, by a rule for the architecture and no measurement.
 
         Masks keep padding out of attention, but not out of positions that are numbered from the first column on (a
         causal LM without position_ids, an encoder padded on the left), of states that pass through padding, of
@@ -386,6 +386,6 @@ OF_SOUND: dict[str, type[Task]] = {
 
 
 def _segment(segment: dict[str, Any]) -> tuple[float, float, list[int]]:
-    """As Whisper's generate returns it: times are multiples of 10 ms, but for rounding."""
+    """Returns start, end and tokens of a segment of Whisper's: times are multiples of 10 ms, but for rounding."""
     start, end = (round(float(segment[name]), 2) for name in ("start", "end"))
     return start, end, segment["tokens"].tolist()

@@ -140,7 +140,7 @@ class TextInput:
 
     @classmethod
     def of(cls, loaded: Loaded) -> TextInput:
-        """For a model, with the prefix of its task unless there is another."""
+        """Returns the input for a model, with the prefix of its task unless there is another."""
         limits = *lengths_of_inputs(loaded), embedded_tokens(loaded.model)
         bodies = Bodies(loaded) if loaded.args.input_format == "openai" else None
         return cls(loaded.tokenizer, loaded.args, *limits, bodies)
@@ -188,9 +188,9 @@ class TextOutput:
     def of(
         loaded: Loaded, starts_with_token: bool, ends_with_token: bool = True, has_scores: bool = True
     ) -> TextOutput:
-        """For a model, of which generate is asked for the scores of beams where OUTPUT has them.
+        """Returns the output for a model, whose generate is asked for the scores of beams if OUTPUT has them.
 
-        Whether its sequences begin with a token that was given to the decoder, and end with one for the end.
+        starts_with_token, ends_with_token: sequences begin with a token given to the decoder, end with one for the end.
         """
         args, eos = loaded.args, token_ids(loaded.value("eos_token_id")) if ends_with_token else []
         scored = has_scores and (args.output_sequence_scores or args.writes_records)
@@ -237,7 +237,7 @@ class TextOutput:
         return {"start": start, "end": end, "text": self._decode([tokens])[0]}
 
     def _texts(self, sequences: np.ndarray) -> list[list[str]]:
-        """Those of every item; sequences: [B, R, T]."""
+        """Returns the texts of every item; sequences: [B, R, T]."""
         texts = self._decode(np.concatenate(sequences))
         each = sequences.shape[1]
         return [texts[start : start + each] for start in range(0, len(texts), each)]

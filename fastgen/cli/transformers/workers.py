@@ -102,7 +102,7 @@ class Part:
     tries: int = 0
 
     def sent(self) -> Batch:
-        """Without the lines, of which no worker makes anything."""
+        """Returns the batch without its lines, which no worker needs."""
         items = [Item(Line(each.line.number, b""), each.arrays, each.length, each.group) for each in self.items]
         return Batch(items, [], self.batch.number, head=self.batch.head)
 
@@ -143,7 +143,7 @@ class Workers:
     def run(
         self, batches: Iterator[Batch], ahead: Prefetcher, stop: Stop, progress: Progress
     ) -> Iterator[tuple[Batch, list[float]]]:
-        """For a Pipeline: gives each batch with the amount that was generated for it, in any order.
+        """Runs batches for a Pipeline: gives each with the amount that was generated for it, in any order.
 
         Ends early, with the batches in flight finished, when somebody asks for that.
         """
@@ -230,7 +230,7 @@ class Workers:
         return "".join(f", worker {place} {inputs / seconds:.1f}" for place, inputs in enumerate(self.inputs))
 
     def _load(self, place: int) -> None:
-        """In a new actor: of one that Ray restarts, tasks that are sent in the meantime fail, or never end."""
+        """Loads the model in a new actor: tasks sent to one that Ray restarts in the meantime fail, or never end."""
         cpus = self._cpus[place]
         threads = min(len(cpus), int(os.environ.get("OMP_NUM_THREADS", len(cpus))))
         self._workers[place] = self._actor.remote(self._worker_args, cpus, threads)
@@ -282,7 +282,7 @@ class Workers:
                 self._open[part.batch.number] = left - 1, before + amount
 
     def _again(self, place: int, part: Part | None, error: Exception) -> Iterator[tuple[Batch, list[float]]]:
-        """Of a worker that has died: another process gets its model, another worker its part, or halves of that."""
+        """Replaces a dead worker: another process gets its model, another worker its part, or halves of that."""
         self._loads[place] += part is None
         if self._loads[place] == MOST_TRIES:
             self._give_up(place, error)
@@ -318,7 +318,7 @@ class Workers:
 
 
 def _short(error: Exception) -> str:
-    """Of Ray's errors the name, which says what their many lines do: ActorDiedError, OutOfMemoryError, …"""
+    """Returns the name of an error of Ray, which says what its many lines do: ActorDiedError, OutOfMemoryError, …"""
     return type(error).__name__ if isinstance(error, RayError) else reason(error)
 
 

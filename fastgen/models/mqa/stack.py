@@ -82,7 +82,7 @@ class MQAPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
-        """As in the library, but that only the decoder's self-attention is local: the encoder's keys are all kept."""
+        """Does as the library, but only the decoder's self-attention is local: the encoder's keys are all kept."""
         is_given = model_kwargs.get(CACHE) is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         cache = model_kwargs.get(CACHE)
@@ -148,7 +148,7 @@ class MQAStack(MQAPreTrainedModel):
         return outputs
 
     def wanted(self, **flags: bool | None) -> dict[str, bool]:
-        """For each flag what the call says, else the configuration."""
+        """Returns each flag as the call has it, else as the configuration has it."""
         return {name: getattr(self.config, name) if flag is None else flag for name, flag in flags.items()}
 
 

@@ -33,7 +33,7 @@ class NgramMultiheadAttention(MultiheadAttention):
         return self.out_proj(result.permute(2, 0, 1, 3).flatten(2))
 
     def _main(self, keys: Tensor, values: Tensor, incremental_state: Any) -> tuple[Tensor, Tensor]:
-        """Those of all steps, `[B, H, S, D]`; a state that has a place for them keeps them."""
+        """Returns keys and values of all steps, `[B, H, S, D]`; a state that has a place for them keeps them."""
         if incremental_state is None:
             return keys, values
         has_place = getattr(incremental_state, "has_self", None)

@@ -241,7 +241,7 @@ class UniLMForConditionalGeneration(PreTrainedModel, GenerationMixin):
         self.cls["predictions"].decoder = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As in the library; new tokens have a bias of 0."""
+        """Does as the library; new tokens have a bias of 0."""
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         head = self.cls["predictions"]
         head.bias = nn.Parameter(functional.pad(head.bias.detach(), (0, len(embeddings.weight) - len(head.bias))))

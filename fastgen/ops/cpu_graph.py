@@ -78,9 +78,9 @@ def _without_unused(calls: list[TracedCall], returned: set[Memory]) -> list[Trac
 
 
 def _without_repeats(calls: list[TracedCall], returned: set[Memory]) -> list[TracedCall]:
-    """Without calls that compute what another one has, as each layer makes its mask; their tensors get its memory.
+    """Leaves out calls that compute what an earlier one has, such as each layer's mask; their tensors get its memory.
 
-    Only of what nobody writes.
+    Only of tensors that nobody writes.
     """
     written, tensors = _written(calls), _tensors_by_memory(calls)
     first: dict[Hashable, TracedCall] = {}
@@ -97,7 +97,7 @@ def _without_repeats(calls: list[TracedCall], returned: set[Memory]) -> list[Tra
 
 
 def _key(call: TracedCall) -> Hashable:
-    """Equal for calls that compute the same."""
+    """Returns a key that is equal for calls that compute the same."""
     leaves, structure = tree_flatten((call.args, call.kwargs))
     return call.operation, repr(structure), tuple(map(_identity, leaves))
 

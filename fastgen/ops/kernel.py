@@ -84,6 +84,6 @@ def triton_reasons() -> list[str]:
 
 
 def tolerance(kind: str, dtype: Any) -> float:
-    """kind: a key of TOLERANCES; a dtype that is not in the table has float32's tolerance."""
+    """Returns a tolerance. kind: a key of TOLERANCES; a dtype that is not in the table has float32's."""
     table = TOLERANCES[kind]
     return table.get(str(dtype).removeprefix("torch."), table["float32"])

@@ -73,7 +73,7 @@ class PrefixTrie:
         return cls(np.load(path) if path.suffix == ".npy" else _lines(path), at_dead_ends)
 
     def save(self, path: Paths) -> None:
-        """For `load`. The file appears under its name whole or not at all.
+        """Writes the trie for `load`. The file appears under its name whole or not at all.
 
         Processes that have mapped the one that it replaces go on with that.
         """
@@ -97,7 +97,7 @@ class PrefixTrie:
 
     @classmethod
     def load(cls, path: Paths) -> PrefixTrie:
-        """What was saved, mapped: read from the file where it is looked at; processes share the memory.
+        """Maps what was saved: it is read from the file where it is looked at; processes share the memory.
 
         Raises ValueError for a file of another kind or version, and where contents and checksum differ.
         """
@@ -129,7 +129,7 @@ class PrefixTrie:
 
     @property
     def at_dead_ends(self) -> list[int]:
-        """Allowed where nothing follows, sorted."""
+        """The tokens that are allowed where nothing follows, sorted."""
         tokens: list[int] = self._array[FIRST_KEY + self._edges :].tolist()
         return tokens
 
@@ -181,10 +181,7 @@ class PrefixTrie:
         return nodes
 
     def _check_beginnings_sync(self, input_ids: Tensor, keys: Tensor) -> None:
-        """With nothing ignored, the first tokens are those of the prompt, and a row without a node never comes to one.
-
-        So each of its outputs would be empty.
-        """
+        """Raises ValueError if a row begins with a token that begins no output: its outputs would be empty."""
         if self.ignored or not input_ids.shape[1]:
             return
         is_out = self._nodes(input_ids[:, :1], keys) < 0
@@ -241,7 +238,7 @@ def _flat(sequences: Iterable[Iterable[int]] | np.ndarray | Tensor) -> tuple[np.
 
 
 def _checked(tokens: list[int] | np.ndarray, name: str) -> np.ndarray:
-    """These tokens as int64; ValueError where one is none."""
+    """Returns these tokens as int64; raises ValueError if one is none."""
     if not len(tokens):
         return np.zeros(0, np.int64)
     supported = f"(supported: integers from 0 to {LIMIT - 1})"

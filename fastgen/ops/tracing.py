@@ -163,7 +163,7 @@ def _is_torchs(space: Any, name: str) -> bool:
 
 
 class TransparentMode(TorchFunctionMode):
-    """One of fastgen's own, which leaves to other modes all that they wait for."""
+    """A mode of fastgen, which leaves to other modes all that they wait for."""
 
 
 def is_watched() -> bool:

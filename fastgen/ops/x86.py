@@ -62,7 +62,7 @@ class Address(ctypes.c_void_p):
 
 
 def threads_for(work: int, least: int) -> int:
-    """On how many of torch's threads to work; of less than `least` each they would wait for each other for longer."""
+    """Returns how many of torch's threads to use, each for at least `least` of the work: waiting costs more."""
     return min(int(torch.get_num_threads()), 1 + work // least)
 
 

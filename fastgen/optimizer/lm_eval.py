@@ -59,7 +59,7 @@ def unsupported_reasons(harness: HFLM, requests: list[Request]) -> list[Reason]:
 
 
 def tokens_per_batch(harness: HFLM, pairs: list[Pair]) -> int:
-    """As many as the harness's own batches have."""
+    """Returns the number of tokens that the harness's own batches have."""
     if not isinstance(harness.batch_size, int):
         return TOKENS_PER_BATCH
     return harness.batch_size * max(len(context) + len(continuation) for context, continuation in pairs)
@@ -68,7 +68,7 @@ def tokens_per_batch(harness: HFLM, pairs: list[Pair]) -> int:
 def _answers(
     harness: HFLM, requests: list[Request], pairs: list[Pair], found: Any, disable_tqdm: bool
 ) -> list[tuple[float, bool]]:
-    """In the order of requests. found: an answer for each different pair."""
+    """Returns the answers in the order of requests. found: an answer for each different pair."""
     places: dict[Pair, list[int]] = {}
     for place, pair in enumerate(pairs):
         places.setdefault(pair, []).append(place)

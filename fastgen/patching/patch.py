@@ -120,7 +120,7 @@ class PatchStates(list[PatchState]):
         return (("no patch is active", "; ".join(refused) or "no library is imported that fastgen patches"),)
 
     def _reasons_of_many_groups(self) -> list[str]:
-        """Of applied patches: what is so for several groups, such as a host's version, is said once below the table."""
+        """Returns the reasons that several groups share, such as a host's version: printed once, below the table."""
         groups: dict[str, set[str]] = {}
         for one in self:
             if one.state == "applied" and one.reason:

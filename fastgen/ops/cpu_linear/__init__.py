@@ -215,7 +215,7 @@ def _cpu() -> str:
 
 
 def _measured(shape: GemmShape, weight: Tensor, bias: Tensor | None, others: Sequence[Tensor]) -> str:
-    """Before each product the others are read, as in a model: the weight comes from where it comes from there."""
+    """Returns the fastest backend; before each product it reads others, so that caches hold what they do in a model."""
     numbers = torch.arange(shape.rows * shape.in_features) % 13 - 6
     rows = numbers.to(weight.dtype).view(shape.rows, shape.in_features)
     if not functional.linear(rows, weight, bias).isfinite().all():  # such weights say nothing of a way's correctness

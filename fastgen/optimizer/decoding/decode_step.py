@@ -14,7 +14,7 @@ Each call runs one step eagerly, and compares its logits with the graph's for th
 A new graph is compared at the next step once more, which has other tokens (Seamless, "CUDA Graph"). Inputs are prepared
 at each step by the host; only the model's forward is captured. Knows no host library.
 
-A host gives, besides a cheap answer to `runs_user_code`:
+A host gives, besides `runs_user_code`, which has to be cheap:
 
     the forward   prefill, inputs, forward, logits_of
     the cache     content, view_of, use, leave
@@ -111,7 +111,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     @staticmethod
     @abstractmethod
     def logits_of(outputs: Any) -> Tensor:
-        """That by which outputs are compared."""
+        """Returns the logits of outputs, by which two runs of a step are compared."""
 
     @abstractmethod
     def content(self, left: int) -> KVContent:
@@ -123,11 +123,11 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     @abstractmethod
     def use(self, static: StaticKVCache) -> None:
-        """The loop's keys and values lie in this cache from now on."""
+        """Lets the loop read and write its keys and values in this cache."""
 
     @abstractmethod
     def leave(self, static: StaticKVCache) -> None:
-        """The loop goes on with the keys and values in this cache, which no graph uses any more, in eager steps."""
+        """Lets eager steps go on with the keys and values in this cache, which no graph uses any more."""
 
     @cached_property
     @abstractmethod
@@ -139,7 +139,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         return ()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: Any) -> None:
-        """After an error the host begins anew if everything can be put back.
+        """Restores the loop's state after an error, for the host to begin anew.
 
         User code must run only once: if any ran, the error reaches the caller.
         """
@@ -193,7 +193,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         """Puts back what the loop has changed, for the host to begin anew."""
 
     def end(self) -> None:
-        """The call is over: other calls may use its graphs."""
+        """Ends the call's use of the graphs, so that other calls may use them."""
         if self._holds_graphs:
             if self.graph is not None:
                 self.graphs.put(self._key, self.graph)
@@ -201,7 +201,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
             self._holds_graphs, self.graph = False, None
 
     def _start_captures(self, tokens: Tensor, expected: Tensor) -> None:
-        """From the next step on steps are captured, if that pays; the last one has given these logits."""
+        """Begins to capture steps with the next one, if that pays. expected: the logits of the last step."""
         costs, graphs, left = self.call.costs, self.graphs, self.max_length - tokens.shape[1]
         if reasons := self.model_reasons() if self.call.has_changed(self.model) else ():
             self.captures = False
@@ -261,7 +261,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self.use(graph.cache)
 
     def leave_captures(self, reason: Reason = MODEL_CHANGED) -> None:
-        """The rest of the call is eager, with a cache that is the host's own."""
+        """Makes the rest of the call eager, with a cache that is the host's own."""
         self.call.report.add_reasons(STEPS, [reason])
         self.captures = False
         if self.graph is not None:

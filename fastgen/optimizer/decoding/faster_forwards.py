@@ -40,7 +40,7 @@ def faster_forwards(
 ) -> Iterator[None]:
     """Inside this context, in this call, modules of these types have these forwards; the report counts their kernels.
 
-    So have modules of attention, see `FasterForward`. models: the modules of each model. A forward that the user
+    Modules of attention have one, too, see `FasterForward`. models: the modules of each model. A forward that the user
     has put on a module stays.
     """
     forwards = {kind: faster for kind, faster in forwards.items() if packages_of(kind.forward) == packages_of(kind)}

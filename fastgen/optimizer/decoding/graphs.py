@@ -53,7 +53,7 @@ class CpuCapture:
     name = "decode step, captured"
 
     def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int, Reads]:
-        """The output of a replay, which the next one overwrites, the replay, the bytes that it keeps, what it reads.
+        """Returns a replay's output, which the next one overwrites, the replay, the bytes that it keeps, what it reads.
 
         rewind: undoes what the function counts.
         """
@@ -81,7 +81,7 @@ class CudaCapture:
         _captures.add(self)
 
     def capture(self, run: Run, rewind: Callable[[], None]) -> tuple[Any, Run, int, Reads]:
-        """As `CpuCapture`; the output is that of a call before the capture, in which kernels are compiled and loaded.
+        """Returns what `CpuCapture` does; the output is of a call before the capture, which compiles and loads kernels.
 
         The memory of graphs is the pool's, which they share. Raises NotRepeatable for what the host would wait for.
         """
@@ -178,7 +178,7 @@ class CapturedGraph:
         return output
 
     def drop(self) -> None:
-        """It is replayed no more; the write position goes back, so that a discarded attempt leaves no trace."""
+        """Ends all replays; the write position goes back, so that a discarded attempt leaves no trace."""
         self.state, self._replay = GraphState.DROPPED, None
         self.cache.advance(0)
 
@@ -271,7 +271,7 @@ _known: WeakKeyDictionary[nn.Module, GraphCache] = WeakKeyDictionary()
 
 
 def graphs_of(model: nn.Module, weight: Tensor) -> GraphCache:
-    """Returns those of a model as it is; lets go of those with another type or device, and of weights that they hold.
+    """Returns a model's graphs; drops those captured with weights of another dtype or device, which they would keep.
 
     weight: one of those that a step reads.
     """
@@ -282,7 +282,7 @@ def graphs_of(model: nn.Module, weight: Tensor) -> GraphCache:
 
 
 def torch_settings() -> tuple[Any, ...]:
-    """What of torch decides which kernels run, and whether tensors may be written outside of inference mode."""
+    """The settings of torch that decide which kernels run, or who may write tensors: inference mode marks them."""
     cuda = torch.backends.cuda
     attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
     modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()

@@ -64,7 +64,7 @@ class Generated:
         return cut(self.by_layer[layer], 0, self.lengths[layer])
 
     def reorder(self, beam_idx: Tensor, layers: slice = slice(None)) -> None:
-        """Row i becomes what row `beam_idx[i]` (int64 or int32, `[rows]`) of the same input was, in these layers."""
+        """Makes row i what row `beam_idx[i]` (int64 or int32, `[rows]`) of the same input was, in these layers."""
         length = max(self.lengths[layers])
         if length <= self.unmoved:
             return
@@ -73,7 +73,7 @@ class Generated:
         move_rows([buffer[layers, :, :, self.unmoved : length] for buffer in self.buffers], beam_idx)
 
     def compact(self, rows: Tensor) -> None:
-        """Row i becomes what row `rows[i]` (int64) was; the others are dropped."""
+        """Makes row i what row `rows[i]` (int64) was; the others are dropped."""
         if not self.buffers:
             return
         index = rows.tolist() if rows.device.type == self.buffers[0].device.type == "cpu" else []
@@ -299,7 +299,7 @@ class KVCache:
         return content
 
     def _invalidate(self, layer: int) -> None:
-        """Invalidates the tensors handed out by `read`: they stand for themselves from here on."""
+        """Invalidates the tensors handed out by `read`."""
         if self.was_materialized(layer):
             self._materialize(layer)
         self.layers[layer].view = None

@@ -1,7 +1,8 @@
 """What must be known of a model in a call of `generate`, from one walk over its modules.
 
-It holds as long as the program has replaced nothing that `Snapshot` compares, once in a call (`GenerateCall.facts_of`),
-and where user code runs in each step in each captured step.
+It holds as long as the program has replaced nothing that `Snapshot` compares. That is compared once in a call
+(`GenerateCall.facts_of`), and before each captured step if user code runs between steps.
+
 Tests: tests/optimizer/decoding/test_model_facts.py.
 """
 
@@ -82,7 +83,7 @@ class Snapshot:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """By name; those that are still there."""
+        """The modules that still exist, by name."""
         modules = zip(self._names, [holder() for holder in self._holders[: len(self._names)]])
         return {name: module for name, module in modules if module is not None}
 
@@ -103,7 +104,7 @@ class Snapshot:
             return False
 
     def likeness(self) -> tuple[Any, ...]:
-        """What is equal for two models of one class with the same configuration, flags, shapes and types.
+        """Returns what is equal for two models of one class with the same configuration, flags, shapes and types.
 
         That is all but what only one instance has: addresses, and identities of modules and other objects.
         """
@@ -296,7 +297,7 @@ _facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
 
 
 def facts_of(model: nn.Module, known: KnownCode) -> ModelFacts:
-    """Those of earlier calls as long as they hold, see the rule above; else from a new walk."""
+    """Returns the facts of earlier calls as long as they hold, see the rule above; else those of a new walk."""
     before = _facts.get(model)
     if before is not None and before.known is known and before.is_current():
         return before
@@ -318,7 +319,7 @@ def _single_hooks(placed: Any) -> list[Any]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """By `module.compile()`, or `torch.compile` of it or of its forward."""
+    """Whether a module is compiled, by `module.compile()`, or by `torch.compile` of it or of its forward."""
     if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:
         return True
     forward = vars(module).get("forward", getattr(type(module), "forward", None))

@@ -243,7 +243,7 @@ class Report:
 
 @cache  # the same as long as nothing has happened: callers compare what they get before a call and after it
 def without_call(not_active: tuple[tuple[str, str], ...]) -> Report:
-    """What there is to say before a call. not_active: which patches are not, and why."""
+    """Returns the report before any call. not_active: the patches that are not active, and why."""
     report = Report("no call")
     report.add_reasons(PATCHES, [Reason("NO_PATCH", f"{text}: {why}") for text, why in not_active])
     report.add_reasons(CALL, [Reason("NO_CALL", "no `generate` of this thread has gone through fastgen")])

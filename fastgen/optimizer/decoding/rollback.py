@@ -50,8 +50,8 @@ class Rollback(ExitStack):
 def undo_of_tensors(modules: Iterable[nn.Module]) -> Restore:
     """Returns a function that gives modules the tensors again that they hold now as plain attributes.
 
-    What a forward writes in place stays: states of another number of rows it has to make anew. Other attributes stay,
-    too: the library notes there where it has put hooks.
+    What a forward has written in place is not put back: for another number of rows it makes new tensors. Attributes
+    that are no tensors stay, too: the library notes there where it has put hooks.
     """
     before = [(module, dict(vars(module))) for module in modules]
 

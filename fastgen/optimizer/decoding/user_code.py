@@ -2,8 +2,9 @@
 
 A program that replaces one of these (`modeling_llama.apply_rotary_pos_emb`, `GPTNeoAttention._attn`, a method of one
 module, an activation) may treat rows differently or count calls, so that a forward of fewer rows, or none, would not be
-the same. Looked at are the classes of the model's modules, the files that define them, and files that the host's models
-share: what lies in these namespaces, and not what its code reads elsewhere.
+the same. fastgen looks at the namespaces of the classes of the model's modules, of the files that define them, and of
+files that the host's models share. What their code reads elsewhere is not followed.
+
 Tests: tests/optimizer/decoding/test_model_facts.py, tests/optimizer/transformers/test_replaced_code.py.
 """
 
@@ -36,8 +37,8 @@ _OUTSIDE = frozenset({
 class KnownCode:
     """What a host knows of the code in its models.
 
-    packages: whose modules and forwards treat every row alike, whatever the number of rows. hooks: those whose hooks
-    care for no row. files: modules with functions and classes that models of several files call. keys, registered:
+    packages: whose modules and forwards treat every row alike, whatever the number of rows. hooks: packages whose hooks
+    depend on no row. files: modules with functions and classes that models of several files call. keys, registered:
     under which names modules call functions of the host's registries, and the functions under these names. encoder_of:
     the part of a model that runs once per input. not_of_a_step: attributes that no step reads.
     """
@@ -73,7 +74,7 @@ _namespaces: dict[tuple[type | str, frozenset[str]], Namespace] = {}
 
 
 def namespaces(classes: Iterable[type], known: KnownCode) -> list[Namespace]:
-    """Those of these classes, of the files that define them, and of the host's files.
+    """Returns the namespaces of these classes, of the files that define them, and of the host's files.
 
     Each is the same object for all models until the program replaces something in it.
     """

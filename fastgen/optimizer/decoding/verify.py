@@ -60,7 +60,7 @@ class Difference:
 
 
 def first_token_difference(ours: Tensor, theirs: Tensor, start: int) -> Difference | None:
-    """Between tokens `[rows, length]` that are generated from column `start` on, the earliest step first."""
+    """Returns the earliest difference of tokens `[rows, length]` that are generated from column `start` on, or None."""
     if ours.shape[0] != theirs.shape[0]:
         return Difference(f"{ours.shape[0]} rows instead of {theirs.shape[0]}")
     length = max(ours.shape[1], theirs.shape[1])
@@ -85,7 +85,7 @@ def verify_once(
     difference: Callable[[T, T], Difference | None],
     refuse: Callable[[Difference], None],
 ) -> T:
-    """What `ours` returns; the first time what `theirs` returns, after a comparison of both.
+    """Returns what `ours` returns; the first time compares both, and returns what `theirs` returns.
 
     key: hashable; what the comparison holds for. refuse: called where they differ; it has to see to it that the call
     does not come here again. Raises `NotComparable`, and anything else, as `ours`, `theirs` and `difference` do.

@@ -81,7 +81,7 @@ def refusal(path: str, error: BaseException) -> str:
 
 
 def _found() -> list[tuple[Any, str]]:
-    """Those of ALLOWED that this installation has, with the names that files call them by."""
+    """Returns the entries of ALLOWED that this installation has, with the names that files call them by."""
     entries, is_old = [], numpy.__version__.startswith("1.")
     for name in ALLOWED:
         module, _, attribute = name.rpartition(".")

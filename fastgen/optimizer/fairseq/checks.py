@@ -1,4 +1,4 @@
-"""Where it is decided that a call of fairseq, or a part of it, is left alone: `CallChecks`, and `plan` for one model.
+"""`CallChecks` and `plan`, for one model, decide whether a call of fairseq, or a part of it, is left alone.
 
 Each part of a call has a table of reasons, code and text and condition; fastgen does the part if none holds. To add a
 reason, add a row. The codes are explained in fastgen/reasons.py.
@@ -268,7 +268,7 @@ def _table_size(positions: Any) -> float | None:
 
 
 def _cross_attentions(decoder: Any) -> list[Any]:
-    """Those of all layers that have one, whether fastgen knows them or not."""
+    """Returns the cross-attention of each layer that has one, whether fastgen knows it or not."""
     return [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
 
 

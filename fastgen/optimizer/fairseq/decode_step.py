@@ -97,7 +97,7 @@ class DecodingState(dict):
     def prompt(self, attention: MultiheadAttention) -> KV | None:
         """What is stored once per input, `[inputs, heads, length, head_dim]`; None if nothing is as yet.
 
-        Of a self-attention those of the prompt, of a cross-attention those of the encoder's output.
+        In a self-attention it is the prompt's, in a cross-attention the encoder output's.
         """
         return next(iter(self.kv.prompts[self.layers[attention]]), None)
 
@@ -250,7 +250,7 @@ class FairseqDecodeStep(DecodeStep):
         return bool(facts.hooks or facts.user_code)
 
     def _find_changes(self) -> None:
-        """Code of the program has run: modules that it has put into a model have states, and it may look at weights."""
+        """Ends captured steps if user code has changed a model; modules that it has put there may keep states."""
         for model, state in zip(self.generator.model.models, self.states):
             if self.call.has_changed(model):
                 self.captures = False
@@ -271,7 +271,7 @@ class FairseqDecodeStep(DecodeStep):
         self.states[0].kv.compact(batch_index, rows)
 
     def undo(self) -> None:
-        """Nothing: fairseq makes its states anew, and `generate` puts random numbers back."""
+        """Does nothing: fairseq makes its states anew, and `generate` puts random numbers back."""
 
     def _variant(self) -> tuple[float, bool]:
         return self.generator.temperature, self.mask is not None

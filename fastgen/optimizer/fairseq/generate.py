@@ -76,7 +76,7 @@ def generate(
 
 @contextmanager
 def _undone(call: GenerateCall) -> Iterator[None]:
-    """After an error of fastgen's own fairseq does the work again, from the same random numbers on; it is said so."""
+    """Puts back the random numbers after an error of fastgen, for fairseq to begin anew; adds it to the report."""
     restore = undo_of_random_numbers()
     try:
         yield
@@ -92,7 +92,7 @@ def _undone(call: GenerateCall) -> Iterator[None]:
 def source_of_sync(generator: SequenceGenerator, net_input: dict[str, Any]) -> tuple[Tensor, Tensor, int] | None:
     """What is given to the encoder, its lengths `[inputs]`, and the largest number of tokens before an output's end.
 
-    Lengths are those without padding; of tokens without the end of the sentence, unless they are given. Reads the
+    Lengths count no padding, and of tokens no end of the sentence, unless the caller gives them. Reads the
     device only if outputs are as long as their sources. None for a source of no known name.
     """
     name = next((name for name in SOURCES if name in net_input), None)
@@ -141,7 +141,7 @@ class FairseqCall:
         return sum(map(len, output))
 
     def difference(self, ours: list[list[dict[str, Any]]], theirs: list[list[dict[str, Any]]]) -> Difference | None:
-        """Of tokens first; the scores are those of the whole hypotheses."""
+        """Returns where two outputs differ, tokens first; the scores are those of the whole hypotheses."""
         if list(map(len, ours)) != list(map(len, theirs)):
             return Difference(f"{list(map(len, ours))} hypotheses instead of {list(map(len, theirs))}")
         rows = [list(chain.from_iterable(hypotheses)) for hypotheses in (ours, theirs)]

@@ -326,11 +326,11 @@ class StepHistory:
         self.written = step + 1
 
     def reorder(self, order: Tensor) -> None:
-        """Row i becomes what row `order[i]` (int64) was; there may be fewer rows than before."""
+        """Makes row i what row `order[i]` (int64) was; there may be fewer rows than before."""
         self.ancestors = self.ancestors.index_select(0, order)
 
     def index_select(self, dim: int, rows: Tensor) -> Tensor:
-        """As of a tensor `[rows, width, steps]`, of dimension 0: the steps of these rows (int64) that are written."""
+        """Returns the written steps of these rows (int64), as a tensor `[rows, width, steps]` would in dimension 0."""
         ancestors = self.ancestors.index_select(dim, rows)[:, : self.written].t()  # [steps, rows]
         steps = torch.arange(self.written, device=rows.device).unsqueeze(1)
         return self.values[steps, ancestors].permute(1, 2, 0).contiguous()

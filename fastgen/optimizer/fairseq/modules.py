@@ -206,7 +206,7 @@ def extract_features(
 def positions(
     original: Callable, self: Any, input: Tensor, incremental_state: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Of a table of positions; in a captured step that of the token that is fed, in all rows: `[1, 1, embed_dim]`."""
+    """Returns embeddings of positions; in a captured step that of the fed token, for all rows: `[1, 1, embed_dim]`."""
     if not isinstance(incremental_state, DecodingState) or incremental_state.position is None:
         return original(self, input, incremental_state, *args, **kwargs)
     table = self.weights if isinstance(self, SinusoidalPositionalEmbedding) else self.weight
@@ -238,12 +238,12 @@ def _ngram_reasons(blocker: Any, tokens: Tensor, lprobs: Tensor, rows: int, step
 
 
 def vocode(original: Callable, self: Any, x: Tensor) -> Tensor:
-    """Of a HiFi-GAN generator: states `[batch, channels, frames]` become a waveform `[batch, 1, samples]`."""
+    """Runs a HiFi-GAN generator: states `[batch, channels, frames]` become a waveform `[batch, 1, samples]`."""
     return faster_waveform(partial(original, self, x), self, x)
 
 
 def vocode_without_gradients(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Of a vocoder, whose waveform has no gradients: none are recorded on the way there, unless somebody looks."""
+    """Runs a vocoder without recording gradients, which its waveform has not; one that was altered runs as it is."""
     if facts_of(self.model, KNOWN).altered:
         return original(self, *args, **kwargs)
     with torch.no_grad():

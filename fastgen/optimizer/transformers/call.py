@@ -1,7 +1,7 @@
 """A call of transformers' `generate`: the state that only this host has, and the outputs that its caller reads.
 
-The loops that fastgen has are those of calls without scores and hidden states of each step. fastgen's command and the
-patches of Seamless M4T say by `only_outputs` what they read: such a call runs as one that returns sequences alone.
+fastgen's loops serve calls that return no scores or hidden states of each step. fastgen's command and the patches of
+Seamless M4T say by `only_outputs` what they read: such a call runs as one that returns sequences alone.
 
 Tests: tests/optimizer/transformers/test_generate_threads.py, tests/optimizer/transformers/test_beam_scores.py,
 tests/optimizer/transformers/test_seamless.py

@@ -1,18 +1,18 @@
-"""Where it is decided that a call of transformers, or a part of it, is left alone: `CallChecks`.
+"""`CallChecks` decides whether a call of transformers, or a part of it, is left alone.
 
 Each part of a call has a table of reasons, code and text and condition; fastgen does the part if none holds. To add a
 reason, add a row. The codes are explained in fastgen/reasons.py.
 
     rows         one row of each group of equal rows may stand for the group: prompts, captured steps, compaction
     prefill_sync the prefill runs with one row of each group
-    prefix       what prompts begin with in common is computed once; prefixes.py adds what arguments tell
+    prefix       a common prefix is computed once; prefixes.py adds what the arguments of the forward tell
     settings     the caller asks for nothing that only the library's loop does
     loop         the decoding loop is fastgen's
     capture      its steps are captured; what holds for every host is in `graphs.can_capture`
     compaction   finished inputs leave the batch
 
-Whether a part is worthwhile is asked of the `CostModel` before. What cannot be done with one argument is in
-row_groups.py, what cannot be done with one cache in kv_layers.py: rows of these tables ask them.
+The `CostModel` is asked first whether a part is worthwhile. Reasons that lie in an argument are found by row_groups.py,
+those that lie in a cache by kv_layers.py: rows of these tables ask them.
 
 Tests: tests/optimizer/transformers/test_replaced_code.py,
 tests/optimizer/transformers/test_training_mode.py, tests/optimizer/transformers/test_captured_steps.py,
@@ -160,7 +160,7 @@ class CallChecks:
 
     @property
     def rows(self) -> list[Reason]:
-        """What in the model or around it lets rows depend on each other, or is made for its rows.
+        """Why rows may depend on each other, or on their number, by what is in the model and around it.
 
         If nothing does, a forward of some of the rows gives them what a forward of all rows would. The table is looked
         at again if the model has changed.
@@ -242,7 +242,7 @@ class CallChecks:
 
     @cached_property
     def settings(self) -> list[Reason]:
-        """What the caller asks for that only the library's loops do: then nothing else is looked at."""
+        """Why the call needs the library's loop, by what the caller asks for: then nothing else is looked at."""
         arguments, config = self.arguments, self.arguments.generation_config
         is_beam_search = bool(arguments.methods)
         return that_hold(
@@ -307,7 +307,7 @@ class CallChecks:
     def compaction(
         self, rows: int, rows_per_input: int, model_kwargs: dict[str, Any], cache_reasons: Sequence[Reason]
     ) -> list[Reason]:
-        """Why finished inputs stay in the batch, as it is after some steps: what remains may depend on them.
+        """Why finished inputs stay in the batch as it is at this step: what remains may depend on them.
 
         cache_reasons: why the rows of its cache cannot be moved.
         """

@@ -14,7 +14,7 @@ import numpy
 Tokens = tuple[int, ...]
 Pair = tuple[Tokens, Tokens]
 
-# Groups within groups of contexts that begin alike are looked for so deep.
+# How deep groups are looked for within groups of contexts that begin alike.
 MOST_GROUPS_WITHIN = 16
 
 
@@ -35,13 +35,13 @@ class Context(NamedTuple):
         return list(dict.fromkeys(one[:-1] for one in self.continuations if len(one) > 1))
 
     def shape(self, prefix: int) -> tuple[int, int, int]:
-        """Tokens behind the prefix, continuations with tokens behind those, and how many the longest has."""
+        """The number of tokens after the prefix, of different `behind`, and of tokens of the longest of these."""
         return len(self.tokens) - prefix, len(self.behind), max(map(len, self.behind), default=0)
 
     def parts(self, tokens: int) -> Iterator[Context]:
-        """The context with so many of its continuations at once that they have at most this many tokens, or with one.
+        """Yields the context with some of its continuations at a time: at most this many tokens, or one continuation.
 
-        Those of one token, which need no forward of their own, come with the first.
+        Continuations of one token, which need no forward of their own, come with the first.
         """
         short = [one for one in self.continuations if len(one) == 1]
         longer = [one for one in self.continuations if len(one) > 1]
@@ -73,7 +73,7 @@ def groups_of(contexts: list[Context], gains: Callable[[int], bool], tokens_per_
     groups: list[Group] = []
 
     def rest_of(start: int, end: int, depth: int = 0) -> Group:
-        """What is in no group yet of `ordered[start:end]`, and with how many tokens it begins; adds groups."""
+        """Adds groups of `ordered[start:end]`; returns what is in none, and how many tokens that has in common."""
         found, between = ordered[start:end], common[start : end - 1]
         length = min([*between, *(len(context.tokens) - 1 for context in found)])  # each has one more at least
         if not between or depth == MOST_GROUPS_WITHIN:
@@ -106,10 +106,10 @@ def _common(one: numpy.ndarray, other: numpy.ndarray) -> int:
 
 
 def batches(items: list[Any], shape_of: Callable[[Any], tuple[int, int, int]], tokens: int) -> Iterator[list[Any]]:
-    """These items, in their order, in batches of so many tokens, padding included; at least one item each.
+    """Yields these items, in their order, in batches of so many tokens, padding included; at least one item each.
 
-    shape_of: of an item, the lengths of its two forwards, of which the second has some rows for each item; in a batch
-    the largest of each counts.
+    shape_of: returns of an item the length of its first forward, and rows and length of its second; in a batch the
+    largest of each counts.
     """
     batch: list[Any] = []
     largest = (0, 0, 0)

@@ -78,7 +78,7 @@ class TransformersDecodeStep(DecodeStep):
         return self.captures and needs_sync(self.model.device) and not self.checks.processors_by_row
 
     def logits(self, input_ids: Tensor) -> Tensor:
-        """Of the next token after input_ids `[rows, length]`: `[rows, vocabulary_size]` in float32, the model's own."""
+        """Returns the logits `[rows, vocabulary_size]`, float32, of the token after input_ids `[rows, length]`."""
         outputs = self.run(input_ids)
         self.arguments = self.model._update_model_kwargs_for_generation(
             outputs, self.arguments, is_encoder_decoder=self.model.config.is_encoder_decoder
@@ -138,11 +138,11 @@ class TransformersDecodeStep(DecodeStep):
         return any(is_user_code(processor, self.known.packages) for processor in self.processors)
 
     def _pad(self, inputs: dict[str, Any], padding: int) -> dict[str, Any]:
-        """These arguments of a forward, with so many hidden positions before the first one.
+        """Returns these arguments of a forward, with so many hidden positions before the first one.
 
-        In the keys of the cross-attention where there is one: its mask `[rows, length]` the model makes larger. What
-        stays the same is padded once. Otherwise the masks have to be those of the attention, `[rows, 1, 1, length]`,
-        one for all layers or one for each kind.
+        The positions are among the keys of the cross-attention if there is one; the model expands its mask
+        `[rows, length]`. Otherwise the masks have to be those of the attention, `[rows, 1, 1, length]`, one for all
+        layers or one for each kind. What stays the same is padded once.
         """
         is_cross = self.model.config.is_encoder_decoder
         masks, encoded = tree_leaves(inputs.get(MASK)), inputs.get(ENCODED)

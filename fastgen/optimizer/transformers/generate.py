@@ -37,7 +37,7 @@ def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: A
     """Runs the library's `generate` inside a `GenerateCall`.
 
     fastgen is off in a call that is too small to gain, and if results of this class have differed.
-    args: `inputs` and `generation_config`, then what steps may call; behind eight of them `custom_generate`.
+    args: `inputs` and `generation_config`, then what steps may call; after eight of them `custom_generate`.
     """
     with generate_call(self) as call:
         if reasons := verification.refused_reasons(self) or _tiny_reasons(call, self, args, kwargs):

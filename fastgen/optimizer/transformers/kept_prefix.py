@@ -123,7 +123,7 @@ def _cache_reasons(cache: Cache | None, length: int) -> list[Reason]:
 
 
 def _common_length_sync(kept: Tensor, columns: Tensor) -> int:
-    """Of `[1, length, …]` each."""
+    """Returns how many columns two values `[1, length, …]` begin with in common."""
     length = min(kept.shape[1], columns.shape[1])
     if kept.dtype != columns.dtype or kept.device != columns.device or kept.shape[2:] != columns.shape[2:]:
         return 0
@@ -132,9 +132,9 @@ def _common_length_sync(kept: Tensor, columns: Tensor) -> int:
 
 
 def checksums_sync(facts: ModelFacts) -> list[int] | None:
-    """Of the bits of all tensors in the modules; None where some are of a kind whose bits cannot be read.
+    """Returns checksums of the bits of all tensors in the modules; None if the bits of one cannot be read.
 
-    Integers, which a huge number does not hide others from. Reads all weights, as a decode step does.
+    They are integers, in which a huge number does not hide small ones. Reads all weights, as a decode step does.
     """
     tensors = [tensor for tensor in facts.row_tensors().values() if type(tensor) is Tensor]
     for module in facts.modules.values():
@@ -165,7 +165,7 @@ def _sums(tensor: Tensor) -> Tensor:
 
 
 def _factors(count: int, device: torch.device) -> Tensor:
-    """As many numbers, int64, that look random: splitmix64 of 1, 2, 3, ..."""
+    """Returns `count` numbers, int64, that look random: splitmix64 of 1, 2, 3, ..."""
     numbers = torch.arange(1, count + 1, device=device) * -7046029254386353131
     numbers = (numbers ^ (numbers >> 30)) * -4658895280553007687
     numbers = (numbers ^ (numbers >> 27)) * -7723592293110705685

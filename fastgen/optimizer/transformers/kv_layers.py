@@ -116,7 +116,7 @@ class KVLayer(DynamicLayer):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What is copied or pickled is a layer of the library."""
+        """Lets copies and pickles be layers of the library."""
         return self.to_dynamic_layer().__reduce_ex__(protocol)
 
 
@@ -170,7 +170,7 @@ def unsupported_types(cache: object) -> list[Reason]:
 def adopt(
     cache: Cache, inputs: int, rows_per_input: int, limit: int, call: GenerateCall, is_prefix: bool = False
 ) -> bool:
-    """Takes a cache of `inputs` rows over into a `KVCache` of `inputs * rows_per_input`; whether it is in one now.
+    """Moves a cache of `inputs` rows into a `KVCache` of `inputs * rows_per_input`; returns whether it is in one.
 
     What the rows of an input have in common is stored once where that pays. Where nothing gains by it, layers stay the
     library's; those of other classes (linear attention, …) are repeated row by row, as the library would have filled
@@ -278,7 +278,7 @@ def _take_rows(layer: Any, rows: Tensor) -> None:
 
 
 def reorder(cache: Cache, rows: Tensor, batch_index: Tensor | None = None) -> None:
-    """As `cache.reorder_cache`, for rows that stay with their inputs: one move for all layers that are alike.
+    """Reorders rows as `cache.reorder_cache` does, if they stay with their inputs: one move for all layers alike.
 
     batch_index: the inputs that stay (int64), None if all do.
     """
@@ -374,5 +374,5 @@ def cache_of(arguments: dict[str, Any]) -> Cache | None:
 
 
 def undo_of(cache: Cache) -> Restore:
-    """Returns a function that makes this cache, which is empty, again what it is now."""
+    """Returns a function that restores this cache, which is empty, to what it is at this call."""
     return cache.reset if is_static(cache) else undo_of_attributes([cache, *parts(cache), *layers_of(cache)])

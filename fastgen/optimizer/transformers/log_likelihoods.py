@@ -109,7 +109,7 @@ def base_of(model: Any) -> Any:
 
 
 def _check_lengths(model: Any, pairs: list[Pair], error: Exception) -> None:
-    """ValueError where one of these is longer than the positions that the model says it has."""
+    """Raises ValueError if one of these is longer than the positions that the model says it has."""
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
     number, (context, continuation) = max(enumerate(pairs), key=lambda item: sum(map(len, item[1])))
@@ -136,7 +136,7 @@ def _tokens(name: str, ids: Any, vocabulary: int) -> Tokens:
 
 
 def _encoded_pair(tokenizer: Any, encode: Callable, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """As lm-evaluation-harness splits a text; the token that begins texts stands for an empty context.
+    """Splits a text as lm-evaluation-harness does; the token that begins texts stands for an empty context.
 
     encode: `_encoded`, which remembers contexts.
     """
@@ -179,7 +179,7 @@ class Scorer:
         self.size = size_of(model, checks.KNOWN)
 
     def groups(self, contexts: list[Context]) -> list[Group]:
-        """For `shared`; none where nothing is to be shared, and then the report has the reasons."""
+        """Returns the groups that `shared` computes; none if nothing is shared, with reasons in the report."""
         self.call.set_rows(len(contexts), sum(len(context.continuations) for context in contexts))
         groups: list[Group] = []
         if PATCH_SET.is_on:
@@ -302,7 +302,7 @@ def _padded(rows: Sequence[Tokens], left: bool) -> tuple[Tensor, Tensor]:
 
 
 def _likelihood(scores: Tensor, continuation: Tokens) -> LogLikelihood:
-    """Of log-probabilities `[length, vocabulary_size]`."""
+    """Returns the likelihood of a continuation, of log-probabilities `[length, vocabulary_size]`."""
     tokens = torch.tensor(continuation, device=scores.device)
     is_greedy = bool((scores.argmax(dim=-1) == tokens).all())
     return float(scores.gather(1, tokens[:, None]).sum()), is_greedy

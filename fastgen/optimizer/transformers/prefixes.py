@@ -1,4 +1,4 @@
-"""What the prompts of a batch begin with in common: computed once, stored once for all rows.
+"""Common prefix: what all prompts of a batch begin with, computed once and stored once for all rows.
 
     row 0   | padding | prefix | rest 0 |          row 0   | prefix | padding | rest 0 | generated 0 |
     row 1   |  prefix |     rest 1      |   ──>    row 1   | prefix |     rest 1       | generated 1 |
@@ -43,10 +43,13 @@ COLUMNS = (TOKENS, EMBEDS, MASK, POSITIONS, TYPES)
 
 @dataclass(frozen=True)
 class CommonPrefix:
-    """length: columns that all rows have in common. padding: int64 `[rows]`, the columns on the left of each row that
-    are none of it; None if there are none. kept: how many of the first columns an earlier call has kept; kept_layers:
-    keys and values of as many or more, of each layer. head: how many are to be kept for the next one, which are
-    computed by themselves. images: those of the prefix, and those behind it."""
+    """Columns that all rows of a prefill have in common, `length` of them.
+
+    padding: int64 `[rows]`, the columns on the left of each row, before the prefix; None if there are none. kept: how
+    many of the first columns an earlier call has kept; kept_layers: keys and values of as many or more, of each layer.
+    head: how many to keep for the next call, computed in a forward of their own. images: those of the prefix, and
+    those after it.
+    """
 
     length: int
     padding: Tensor | None = None
@@ -56,14 +59,14 @@ class CommonPrefix:
     images: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def of_prefix(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """These arguments of a prefill, for one row that holds the prefix."""
+        """Returns these arguments of a prefill, for one row that holds the prefix."""
         row, names = self.of_rests(arguments), column_names(arguments)
         for name in {TOKENS, *names} & row.keys():
             row[name] = row[name][:1, : self.length if name in names else None]
         return row if self.images is None else row | {IMAGES: self.images[0]}
 
     def of_rests(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """These arguments for all rows, with all columns in the order that puts the prefix first."""
+        """Returns these arguments for all rows, with all columns in the order that puts the prefix first."""
         ordered = dict(arguments)
         if self.padding is not None:
             shape, padding = prompt_of(arguments).shape[:2], self.padding[:, None]
@@ -76,7 +79,7 @@ class CommonPrefix:
         return ordered if self.images is None else ordered | {IMAGES: self.images[1]}
 
     def columns(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
-        """Those of the prefix, `[1, length, …]`, of the arguments that have some; no mask, where it hides nothing."""
+        """Returns the prefix's columns `[1, length, …]` of each argument with columns; no mask if it hides nothing."""
         of_prefix = self.of_prefix(arguments)
         columns = {name: of_prefix[name] for name in column_names(arguments)}
         if MASK in columns and bool((columns[MASK] == 1).all()):
@@ -84,13 +87,13 @@ class CommonPrefix:
         return columns
 
     def tokens(self, arguments: dict[str, Any]) -> Tensor:
-        """Those of the prefix, `[length]`, where no embeddings stand for them."""
+        """Returns the tokens of the prefix, `[length]`, if no embeddings stand for them."""
         start = 0 if self.padding is None else int(self.padding[0])
         return arguments[TOKENS][0, start : start + self.length]
 
 
 def prompt_of(arguments: dict[str, Any]) -> Tensor:
-    """`[rows, length]`, or embeddings `[rows, length, width]`."""
+    """Returns the prompt's tokens `[rows, length]`, or embeddings `[rows, length, width]`."""
     return arguments[TOKENS] if arguments.get(EMBEDS) is None else arguments[EMBEDS]
 
 

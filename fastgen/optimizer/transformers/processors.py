@@ -143,7 +143,7 @@ class EncoderNGrams(UserList):
         return logits_process._get_ngrams(self.ngram_size, self.encoder_input_ids, self.encoder_input_ids.shape[0])
 
     def __reduce__(self) -> tuple:
-        """As a list: what is pickled is read without fastgen, too."""
+        """Pickles as a list, which is read without fastgen, too."""
         return list, (self.data,)
 
 

@@ -116,7 +116,7 @@ def repetitions_sync(arguments: dict[str, Any], rows: int) -> RowGroups:
 
 
 def _equal_to_row_before_sync(arguments: dict[str, Any], rows: int) -> Tensor:
-    """For each row but the first whether all its values are those of the row before, bool `[rows - 1]`."""
+    """Returns for each row but the first whether it equals the row before, bool `[rows - 1]`."""
     equal = torch.ones(rows - 1, dtype=torch.bool, device="cpu")
     tensors = [(value.numel(), name, value) for name, value in _leaves(arguments) if isinstance(value, Tensor)]
     for count, name, value in sorted(tensors, key=itemgetter(0)):

@@ -169,7 +169,7 @@ def _compare_first_steps(key: tuple, original: partial) -> None:
 
 
 def first_difference(output: Any, expected: Any, model: HostModel) -> Difference | None:
-    """Between the outputs of two calls of `generate` with their logits; None if there is none.
+    """Returns the difference between the outputs of two calls of `generate` with their logits; None if there is none.
 
     In half precision rounding may change tokens, and all that follows them.
     """
@@ -244,7 +244,7 @@ class TransformersCall:
         return next(iter(_tensors(output))).shape[0]
 
     def difference(self, ours: Any, theirs: Any) -> Difference | None:
-        """Of tokens first, with the scores of both sequences by the model as it is; then of all other tensors."""
+        """Returns where outputs differ: in tokens first, with the scores of both sequences; then in other tensors."""
         tokens = _sequences(ours), _sequences(theirs)
         if tokens[0] is not None and tokens[1] is not None:
             start = self._generated_from()
@@ -281,7 +281,7 @@ class TransformersCall:
         return replace(different, ours=ours, theirs=theirs)
 
     def _log_prob_sum(self, row: int, rows: int, sequence: Tensor) -> float:
-        """Of the tokens of a sequence `[length]` that the model generates for the input of this row."""
+        """Returns the sum over a sequence `[length]`, which the model is made to generate for the input of this row."""
         forced = _Forced(sequence, row, rows)
         kwargs = {name: value for name, value in self.kwargs.items() if name not in _NOT_OF_SCORES}
         kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or []), forced])

@@ -20,8 +20,8 @@ from fastgen.optimizer.transformers.row_groups import IMAGES, RowGroups
 
 
 def _rows_sync(arguments: dict[str, Any], config: Any) -> dict[str, tuple[int, list[Tensor]]] | None:
-    """For each modality its placeholder token, and the numbers of the features of each row, int64; None where they are
-    not known."""
+    """Returns the placeholder token of each modality, and the numbers of the features of each row, int64; None if they
+    are not known."""
     rows = {}
     for modality, output in arguments[IMAGES].items():
         items, token = getattr(output, "pooler_output", None), getattr(config, f"{modality}_token_id", None)

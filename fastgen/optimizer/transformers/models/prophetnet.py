@@ -128,7 +128,7 @@ def _embedded(decoder: Any, input_ids: Tensor, length: int) -> Tensor:
 
 
 def _streams(decoder: Any, length: int, mask: Tensor | None) -> Streams:
-    """For `length` keys of the main stream, with that of this step.
+    """Returns the streams for `length` keys of the main stream, that of this step included.
 
     mask: ones and zeros `[rows, length]`, zero where a key is padding; then the bias is `[rows, 1, 2, length + 1]`.
     """
@@ -146,7 +146,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _self_attention(attention: Any, hidden_states: Tensor, streams: Streams, cache: Cache) -> Tensor:
-    """Of a `ProphetNetNgramSelfAttention`, `[rows, 2, hidden_size]`."""
+    """Computes a `ProphetNetNgramSelfAttention`, `[rows, 2, hidden_size]`."""
     query, key, value = (
         _heads(project(hidden_states), attention.num_attn_heads)
         for project in (attention.query_proj, attention.key_proj, attention.value_proj)
@@ -160,7 +160,7 @@ def _self_attention(attention: Any, hidden_states: Tensor, streams: Streams, cac
 
 
 def _cross_attention(attention: Any, hidden_states: Tensor, bias: Tensor | None, cache: Any) -> Tensor:
-    """Of a `ProphetNetAttention`, with the keys of the cache, which may be stored once per input.
+    """Computes a `ProphetNetAttention`, with the keys of the cache, which may be stored once per input.
 
     bias: `[rows, 1, 1, encoder_length]`, added to scores; None where nothing is hidden.
     """

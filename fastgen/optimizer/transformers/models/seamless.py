@@ -65,7 +65,7 @@ def speech_encoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _versions(tensors: list[Tensor | None]) -> list[int]:
-    """Which change where somebody writes to one of these tensors."""
+    """Returns the versions of these tensors, which change when somebody writes to one."""
     return [tensor._version for tensor in tensors if tensor is not None]
 
 
@@ -78,7 +78,7 @@ def _is_repeatable(encoder: nn.Module) -> bool:
 
 
 def text_to_unit(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """In version 2 one forward; in version 1 a step of a call of `generate`, which is the stage."""
+    """Runs text-to-unit, and ends its stage: this forward in version 2, the `generate` around it in version 1."""
     units = original(self, *args, **kwargs)
     end_stage("text-to-unit")
     return units

@@ -143,8 +143,9 @@ class GraphState(Enum):
 class CapturedGraph:
     """One captured step: copies its inputs to static buffers, and replays.
 
-    It owns no KV buffers: those are of `cache`, which it keeps alive and neither makes, fills, moves nor grows. It
-    decides nothing: `DecodeStep` says when to capture, replay or drop it, and whether its output can be trusted.
+    It owns no KV buffers: those are of `cache`, which it keeps alive and neither makes, fills, moves nor grows; a
+    replay appends to it, and `capture` and `drop` set its write position back. It decides nothing: `DecodeStep` says
+    when to capture, replay or drop it, and whether its output can be trusted.
 
     function: of nested inputs, adds one position to `cache`. view: what a host sees of `cache`. nbytes: that it holds.
     """

@@ -1,7 +1,8 @@
 """The way back to the library: `LeaveAlone` says why, `Rollback` puts back what a forward or a loop has changed.
 
 Each part of the state gives a function that restores it: tensors on modules, random numbers and attributes of objects
-have theirs here, caches in the folder of their host.
+have theirs here, caches in the folder of their host. A prefill opens one, and the trial whether a prefix can be
+computed apart; a decoding step keeps one for its loop.
 
 Tests: tests/optimizer/decoding/test_rollback.py, tests/optimizer/transformers/test_refused_calls.py
 """

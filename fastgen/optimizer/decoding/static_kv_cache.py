@@ -7,8 +7,9 @@
     prompt      | padding | positions        |     `append` writes at `write_position`, a tensor; `read` gives the whole
     generated   | positions | spare capacity |     capacity, of which a mask hides the rest
 
-Who writes into one: a step, by `append`; the loop between two steps, by `reorder` and `advance`; and `load`, which
-gives it to a call. Static caches follow Seamless, "Updating and retrieving KV cache". Knows no host library.
+Who writes into one: a step, with `append`; the loop between two steps, with `reorder`; and `DecodeStep`, which fills it
+with `load` and counts steps with `advance`. Static caches follow Seamless, "Updating and retrieving KV cache". Knows no
+host library.
 
 Tests: tests/optimizer/decoding/test_kv_cache.py, tests/optimizer/decoding/test_graphs.py
 """

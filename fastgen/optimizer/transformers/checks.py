@@ -11,12 +11,12 @@ reason, add a row. The codes are explained in fastgen/reasons.py.
     capture      its steps are captured; what holds for every host is in `graphs.can_capture`
     compaction   finished inputs leave the batch
 
-The `CostModel` is asked first whether a part is worthwhile. Reasons that lie in an argument are found by row_groups.py,
-those that lie in a cache by kv_layers.py: rows of these tables ask them.
+Before any of these, the patch of `generate` switches fastgen off for tiny calls and for classes that gave other
+results. The `CostModel` is asked first whether a part is worthwhile. Reasons that lie in an argument are found by
+row_groups.py, those that lie in a cache by kv_layers.py: rows of these tables ask them.
 
-Tests: tests/optimizer/transformers/test_replaced_code.py,
-tests/optimizer/transformers/test_training_mode.py, tests/optimizer/transformers/test_captured_steps.py,
-tests/optimizer/transformers/test_replaced_loop.py
+Tests: tests/optimizer/transformers/test_replaced_code.py, tests/optimizer/transformers/test_training_mode.py,
+tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/transformers/test_replaced_loop.py
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ rows inside a forward agree), then the cache and the last logits are given to al
 
     prefill                       the patch
       plan_prefill                decides, and touches nothing: row groups, common prefix, all reasons against them
-      PrefillPlan.run             changes the cache, the outputs and the report, inside a `Rollback`
+      PrefillPlan.run             changes the cache and the outputs, inside a `Rollback` of cache and modules
       LeaveAlone(reasons)         raised by both; then the library's own prefill runs, with the reasons in the report
 
 Tests: tests/optimizer/transformers/test_repeated_rows.py, tests/optimizer/transformers/test_generate_models.py,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from parity import CROSS, PROMPT, is_shared, replays, run_both, tiny
 
-import fastgen
 from fastgen.optimizer.decoding.report import Report
+from fastgen.testing import watched
 
 WINDOW = 40  # frames that the model hears
 TEMPERATURES = (0.0, 0.4, 0.8)
@@ -34,14 +34,6 @@ def transcriber(**settings: Any) -> torch.nn.Module:
 
 def transcribed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], **arguments: Any) -> list[Report]:
     """Compares sequences, segments and times with the library's; what fastgen says of each of Whisper's own calls."""
-    reports: list[Report] = []
-    before = fastgen.explain()
-    postprocess = model._postprocess_outputs
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        if fastgen.explain() is not before:  # the library's calls, which come first, are not seen
-            reports.append(fastgen.explain())
-        return postprocess(*args, **kwargs)
 
     def transcribe() -> tuple[list, list]:
         outputs = model.generate(**inputs, return_timestamps=True, return_segments=True, **arguments)
@@ -51,10 +43,10 @@ def transcribed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], **argum
         ]
         return outputs["sequences"].tolist(), segments
 
-    model._postprocess_outputs = noted
-    both = run_both(transcribe)
+    with watched("end a call") as calls:
+        both = run_both(transcribe)
     assert both.stock == both.fast
-    return reports
+    return [call.args[0].report for call in calls]
 
 
 def assert_shared(reports: list[Report], inputs: list[int], beams: int) -> None:

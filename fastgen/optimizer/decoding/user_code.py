@@ -60,9 +60,12 @@ class Namespace:
 
     def __init__(self, owner: type | str, space: Mapping[str, Any], packages: frozenset[str]) -> None:
         self.space = space
-        # A method may be added where it was inherited; a file gets names that nobody calls.
-        self.size = len(space) if isinstance(owner, type) else None
+        # A method may be added where it was inherited; a file gets names that nobody calls, such as those with
+        # underscores that torch.compile puts there for code of its own.
+        is_file = isinstance(owner, str)
+        self.size = None if is_file else len(space)
         names = [name for name, value in space.items() if is_code(value) and name not in _OUTSIDE]
+        names = [name for name in names if not (is_file and name.startswith("__"))]
         foreign = {name: reference(space[name]) for name in names if not is_from(space[name], packages)}
         self.foreign = [f"{owner if isinstance(owner, str) else qualified_name(owner)}.{name}" for name in foreign]
         self.references = [*foreign.items()]

@@ -245,6 +245,14 @@ def test_user_code_outside_of_the_forward_changes_nothing(monkeypatch):
     assert not walks
 
 
+def test_compiled_code_changes_nothing_for_other_models():
+    """torch.compile puts its functions into the files that the code it compiles is from."""
+    compiled = torch.compile(modeling_llama.rotate_half, backend="eager")
+    compiled(torch.ones(1, 4))
+    assert any(name.startswith("__compiled") for name in vars(modeling_llama))
+    assert is_shared(assert_same(tiny("llama"), INPUTS, **SAMPLES), PROMPT)
+
+
 # What user code sees, call by call.
 
 

@@ -62,6 +62,7 @@ class CostModel:
 
     min_large_per_module: elements of large weights, per module, from which large products are so much of the work that
     a microsecond for every call of torch does not matter; min_large: of all modules.
+    times_as_large_for_one_step: so many times min_large_per_module, for a call of one step.
 
     most_steps_of_tiny_call: a call of no more steps, whose prefill is too small to gain, runs without fastgen.
 
@@ -87,6 +88,7 @@ class CostModel:
     rows_of_one_read: int = 8
     min_large_per_module: int = 1 << 16
     min_large: int = 1
+    times_as_large_for_one_step: int = 4
     most_steps_of_tiny_call: int = 2
     min_leaving: float = 1 / 8
     min_steps_expected: int = 8
@@ -174,7 +176,7 @@ class CostModel:
 
         steps: of the call, if they are known. One alone has to gain what it takes to put forwards on all modules.
         """
-        least = self.min_large_per_module * size.modules * (4 if steps == 1 else 1)
+        least = self.min_large_per_module * size.modules * (self.times_as_large_for_one_step if steps == 1 else 1)
         return size.large >= max(least, self.min_large)
 
     def should_compact(self, size: ModelSize, leaving: int, rows: int, steps_done: int, steps_left: int) -> bool:

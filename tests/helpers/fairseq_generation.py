@@ -12,7 +12,6 @@ from unittest import mock
 import parity
 import torch
 from fairseq import sequence_generator
-from fairseq.sequence_generator import EnsembleModel
 from fairseq_models import Case
 from ngram_definition import banned
 from parity import Both, assert_equal_outputs
@@ -136,20 +135,6 @@ def assert_same_hypotheses(stock: Hypotheses, fast: Hypotheses, tolerance: float
         tokens = token_lists([expected, found])
         assert tokens[0] == tokens[1], f"sentence {sentence}: {tokens[0]} and {tokens[1]}"
         assert_equal_outputs(expected, found, tolerance, f"sentence {sentence}")
-
-
-def rows_of_each_step(call: Callable[[], Any]) -> list[int]:
-    """How many rows the unpatched library gives to the decoder in each step of `call`."""
-    rows: list[int] = []
-    original = EnsembleModel.forward_decoder
-
-    def counted(self: EnsembleModel, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        rows.append(len(tokens))
-        return original(self, tokens, *args, **kwargs)
-
-    with fastgen.disabled(), mock.patch.object(EnsembleModel, "forward_decoder", counted):
-        call()
-    return rows
 
 
 def lengths(hypotheses: Hypotheses) -> list[list[int]]:

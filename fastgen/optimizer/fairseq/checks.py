@@ -3,7 +3,7 @@
 Each part of a call has a table of reasons, code and text and condition; fastgen does the part if none holds. To add a
 reason, add a row. The codes are explained in fastgen/reasons.py.
 
-Tests: tests/optimizer/fairseq/test_fairseq_foreign_code.py, tests/optimizer/fairseq/test_fairseq_caches.py,
+Tests: tests/optimizer/fairseq/test_fairseq_foreign_code.py, tests/optimizer/fairseq/test_fairseq_loop.py,
 tests/optimizer/fairseq/test_fairseq_captured_steps.py
 """
 

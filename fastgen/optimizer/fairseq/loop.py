@@ -10,7 +10,7 @@ scored. As far as every input has such a token, they are equal in all beams, and
 `Prompt` is computed once per input in one pass, its keys and values are kept once per input.
 
 Tests: tests/optimizer/fairseq/test_fairseq_loop.py, tests/optimizer/fairseq/test_fairseq_options.py,
-tests/optimizer/fairseq/test_fairseq_generate.py, tests/optimizer/fairseq/test_fairseq_caches.py
+tests/optimizer/fairseq/test_fairseq_generate.py
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from fairseq_generation import (
     compare,
     generate,
     lengths,
-    rows_of_each_step,
     run_both,
 )
 from fairseq_models import CASES, Case, iterative, pair_sample, prompts, source_sample, translation
@@ -67,18 +66,6 @@ def test_every_model_generates_the_same(name, mode):
     assert not replays(report) or (fresh(name).accelerated and name != "ensemble")
     found = {tuple(hypothesis["tokens"].tolist()) for sentence in both.fast for hypothesis in sentence}
     assert len(found) >= 3 or not IS_LIVELY
-
-
-@claims_about_cases
-@pytest.mark.parametrize("name", CASES)
-def test_sentences_leave_the_batch_one_after_the_other(cases, name):
-    """A claim about these models: without it, comparisons would not see how sentences are dropped."""
-    rows = rows_of_each_step(lambda: generate(cases[name]))
-    assert rows[0] == BEAMS["beam"] * cases[name].rows
-    assert rows == sorted(rows, reverse=True) and len(set(rows)) >= 4, rows
-    with fastgen.disabled():
-        ends = {length for sentence in lengths(generate(cases[name])) for length in sentence}
-    assert len(ends) >= 4, ends
 
 
 CACHED = [name for name in CASES if name not in ("fconv", "lightconv")]

@@ -1,4 +1,4 @@
-"""The decoding loop for fairseq: bookkeeping of beams, hypotheses, and what it leaves to fairseq, with the reasons."""
+"""The decoding loop for fairseq: what it reads from the device, and what it leaves to fairseq, with the reasons."""
 
 from __future__ import annotations
 
@@ -11,56 +11,13 @@ import torch
 pytest.importorskip("fairseq")
 
 from fairseq.sequence_generator import SequenceGenerator
-from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, lengths, run_both, token_lists
+from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
 from fairseq_models import CASES
 from python_process import REPOSITORY, run_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgen
-from fastgen.optimizer.fairseq import loop
 from fastgen.testing import replaced, watched
-
-
-def test_ended_candidates_are_passed_over_in_order():
-    """Three beams, six candidates: those that end go, the best of the others go on."""
-    scores = torch.tensor([[-1.0, -2, -3, -4, -5, -6], [-1.0, -2, -3, -4, -5, -torch.inf]])
-    tokens = torch.tensor([[7, 2, 8, 2, 9, 5], [2, 2, 2, 4, 5, 2]])
-    ignored = torch.tensor([[False, False, False], [False, True, False]])
-    ended = loop.ending(scores, tokens, 2, ignored)
-    assert ended.tolist() == [[False, True, False, True, False, False], [True, False, True, False, False, False]]
-    active, ignored = loop.going_on(ended, ignored)
-    assert active.tolist() == [[0, 2, 4], [3, 4, 5]]
-    assert not ignored.any()
-
-
-def test_places_for_which_nothing_is_left_are_ignored():
-    """As in sampling, where each beam has one candidate."""
-    ended = torch.tensor([[True, False, True]])
-    active, ignored = loop.going_on(ended, torch.zeros(1, 3, dtype=torch.bool))
-    assert active.tolist() == [[1, 0, 2]] and ignored.tolist() == [[False, True, True]]
-    active, ignored = loop.going_on(torch.tensor([[False, False, False]]), ignored)
-    assert active[0, 0] == 0 and ignored.tolist() == [[False, True, True]]
-
-
-def test_a_sentence_collects_no_more_hypotheses_than_beams():
-    """In the last step all beams end, whatever has ended before."""
-    with watched("read flags, fairseq") as reads:
-        found = compare(CASES["transformer"](), max_len_b=6).fast
-    ends = [int(read.args[0].sum()) for read in reads]
-    assert [len(sentence) for sentence in found] == [BEAMS["beam"]] * len(found)
-    assert sum(ends) > BEAMS["beam"] * len(found)
-
-
-def test_numbers_of_dropped_sentences_are_kept():
-    """Each sentence gets its own hypotheses, however many have left before it."""
-    case = CASES["transformer"]()
-    net_input = case.sample["net_input"]
-    together = generate(case)
-    for number, hypotheses in enumerate(together):
-        one = {name: value[number : number + 1] for name, value in net_input.items()}
-        sample = {"id": case.sample["id"][number : number + 1], "net_input": one}
-        assert token_lists(generate(case, sample)) == token_lists([hypotheses])
-    assert len({max(length) for length in lengths(together)}) > 2
 
 
 class HostReads(TorchDispatchMode):

@@ -46,16 +46,6 @@ def test_this_differs_from_the_library_on_the_cpu_only_in_blocking():
     assert block(tokens, lprobs.clone(), 1, 1, 3).isinf().nonzero().tolist() == [[0, 6]]
 
 
-def test_on_a_full_buffer_both_block_the_same():
-    for seed in range(20):
-        tokens, lprobs = tokens_and_scores(2, 3, step=11, seed=seed)
-        block = blocking.NGramRepeatBlock(2)
-        with fastgen.disabled():
-            expected = block(tokens, lprobs.clone(), 2, 3, 11)
-        assert expected.isinf().any()
-        assert torch.equal(block(tokens, lprobs.clone(), 2, 3, 11), expected)
-
-
 def test_wrong_sizes_are_refused_as_the_library_does():
     tokens, lprobs = tokens_and_scores(2, 2, 5)
     with pytest.raises(AssertionError, match="expected 6 got"):

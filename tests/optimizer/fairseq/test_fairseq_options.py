@@ -71,18 +71,6 @@ def test_option_gives_the_same(name, option):
         assert replays(report) > 2 or is_short
 
 
-@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "unkpen"])
-def test_option_has_an_effect(option):
-    """A claim about the cases: ignoring an option would change outputs. `unkpen` keeps from them what none has."""
-    effects = []
-    with fastgen.disabled():
-        for name in NAMES:
-            torch.manual_seed(7)
-            case = CASES[name]()
-            effects.append(token_lists(generate(case, **OPTIONS[option])) != token_lists(generate(case)))
-    assert any(effects)
-
-
 @pytest.mark.parametrize("name", ("transformer", "bart", "ensemble"))
 def test_match_source_len(name):
     """Each output is as long as its source; upstream scores those that are not with minus infinity."""
@@ -215,17 +203,6 @@ def test_sampling_goes_on_where_a_row_that_has_ended_has_nothing_left_to_draw():
     hypotheses = generate(case, **options)
     assert_accelerated(fastgen.explain(), True)
     assert all(torch.isfinite(one["score"]) for sentence in hypotheses for one in sentence)
-
-
-def test_reference_blocks_what_upstream_does_not():
-    """A claim about the reference: upstream repeats an n-gram, the reference does not."""
-    case = CASES["bart"]()
-    options = {"no_repeat_ngram_size": 2, "min_len": 12}
-    with fastgen.disabled():
-        upstream = generate(case, **options)
-        with corrected_blocking():
-            corrected = generate(case, **options)
-    assert token_lists(upstream) != token_lists(corrected)
 
 
 def hypotheses_of(case: Case, bos_token: int | None = None, **arguments: Any) -> Hypotheses:

@@ -92,14 +92,8 @@ def test_checkpoints_hold_at_most_one_name_that_the_safe_loader_refuses(translat
 
 OPTIONS = {
     "defaults": {},
-    "nbest": {"beam": 8, "nbest": 8, "lenpen": 0.6},
-    "sampling_topk": {"beam": 4, "sampling": True, "sampling_topk": 5},
     "sampling_topp": {"beam": 4, "sampling": True, "sampling_topp": 0.9, "temperature": 1.4},
     "diverse_beam_groups": {"beam": 4, "diverse_beam_groups": 2},
-    "diversity_rate": {"beam": 4, "diversity_rate": 0.3},
-    "min_len": {"beam": 3, "min_len": 25, "max_len_b": 60},
-    "max_len_a": {"beam": 3, "max_len_a": 0.6, "max_len_b": 1},
-    "print_alignment": {"beam": 3, "print_alignment": "hard"},
     "no_repeat_ngram_size": {"beam": 4, "no_repeat_ngram_size": 3, "min_len": 30, "max_len_b": 60},
 }
 

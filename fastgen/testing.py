@@ -71,7 +71,6 @@ PARTS = {
     "walk through a model": f"{_DECODING}.model_facts:ModelFacts",
     "compare a model": f"{_DECODING}.model_facts:Snapshot._described",
     "measure a model": f"{_DECODING}.cost_model:_measured",
-    "likeness of a model": f"{_DECODING}.model_facts:Snapshot.likeness",
     "end a call": f"{_DECODING}.call:GenerateCall.__exit__",
     "changes in a call": f"{_DECODING}.call:GenerateCall.has_changed",
     "reasons of rows": f"{_TRANSFORMERS}.checks:CallChecks._row_reasons",

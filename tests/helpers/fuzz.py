@@ -117,9 +117,9 @@ def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock:
     numpy.random.seed(case.seed % 2**32)
     random.seed(case.seed)
 
-    def generate_with(model: Any, **more: Any) -> Any:
+    def generate_with(model: Any, edit: Callable[[dict], dict] = dict, **more: Any) -> Any:
         if program:
-            return _outcome(lambda: model.generate(**case.inputs, **arguments, **more))
+            return _outcome(lambda: model.generate(**edit(case.inputs), **arguments, **more))
         return model.generate(**case.inputs, **arguments)
 
     def generate() -> Any:

@@ -73,8 +73,6 @@ CONTEXTS = {
     "captured, kept prefix": 3,
     "replaced helper": 4,
     "captured, replaced helper": 2,
-    "flags of an own class": 3,
-    "captured, flags of an own class": 2,
     "weights that are not finite": 3,
     "captured, weights that are not finite": 1,
 }

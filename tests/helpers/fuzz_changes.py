@@ -10,19 +10,17 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from random import Random
 from typing import Any
 from unittest import mock
 
 import torch
-from own_models import OddModel, by_einsum, odd_model
+from own_models import OddModel
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastgen
 
@@ -244,165 +242,48 @@ def _other_ending(random: Random, inputs: dict[str, Tensor]) -> dict[str, Tensor
     return {**shorter, "input_ids": input_ids[:kept]}
 
 
-def _replacement(random: Random, original: Callable, seen: list) -> Callable:
-    """A function of the program that notes what it is called with and, where it can, treats rows differently."""
-    steers = random.random() < 0.6
-
-    def of_program(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        seen.append([getattr(original, "__name__", "?"), *(list(value.shape) for value in tensors)])
-        if not steers:
-            return result
-        if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
-            return type(result)([_steered_where_it_may(result[0]), *result[1:]]) if type(result) is tuple else result
-        return _steered_where_it_may(result)
-
-    return functools.wraps(original)(of_program) if random.random() < 0.5 else of_program
-
-
-def _steered_where_it_may(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and value.shape[0] > 1:
-        return steered(value)
-    return value
-
-
-def _functions_of_the_module(model: nn.Module) -> list[tuple[Any, str]]:
-    """Those that the code of the model finds under a global name when it runs."""
-    modules = {
-        sys.modules[type(module).__module__] for module in model.modules() if "modeling" in type(module).__module__
-    }
-    return [
-        (module, name)
-        for module in sorted(modules, key=lambda module: module.__name__)
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, types.FunctionType) and (value.__module__ or "").startswith("transformers.")
+def _places(model: nn.Module) -> list[tuple[Any, str]]:
+    """Functions of torch and of the model's modeling files, and methods of its classes that are no forward."""
+    classes = {type(module) for module in model.modules() if "modeling" in type(module).__module__}
+    files = {sys.modules[cls.__module__] for cls in classes}
+    return [(functional, "linear"), (functional, "scaled_dot_product_attention")] + [
+        (owner, name)
+        for owner in sorted(classes | files, key=str)
+        for name, value in sorted(vars(owner).items())
+        if isinstance(value, types.FunctionType)
+        and (value.__module__ or "").startswith("transformers.")
+        and not name.startswith(HOOKED)
     ]
 
 
 HOOKED = ("__", "forward", "_init", "init_", "get_", "set_", "post_init", "_can_", "_supports")
 
 
-def _methods(random: Random, model: nn.Module) -> list[tuple[Any, str]]:
-    """Of classes, or of their instances; those that are no forward."""
-    found = []
-    for module in model.modules():
-        cls = type(module)
-        if "modeling" not in cls.__module__:
-            continue
-        owner = module if random.random() < 0.5 else cls
-        found += [
-            (owner, name)
-            for name, value in sorted(vars(cls).items())
-            if isinstance(value, types.FunctionType) and not name.startswith(HOOKED)
-        ]
-    return found
-
-
-OF_TORCH = [
-    (functional, "scaled_dot_product_attention"),
-    (functional, "linear"),
-    (functional, "softmax"),
-    (functional, "silu"),
-    (nn.Linear, "forward"),
-    (nn.LayerNorm, "forward"),
-]
-
-
-@contextmanager
-def replaced(random: Random, model: nn.Module, seen: list) -> Iterator[None]:
-    """Replaces a function of the host's modeling file or of torch, a method, or the attention in its registry."""
-    if random.random() < 0.1:
-        attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        with mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, {"sdpa": _replacement(random, attention, seen)}):
-            yield
-        return
-    places = [_functions_of_the_module(model), _methods(random, model), OF_TORCH]
-    owner, name = random.choice(random.choice([some for some in places if some]))
-    with mock.patch.object(owner, name, _replacement(random, getattr(owner, name), seen)):
-        yield
+def _steered_where_it_may(value: Any) -> Any:
+    if type(value) is tuple:
+        return (*map(_steered_where_it_may, value[:1]), *value[1:])
+    has_rows = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and value.shape[0] > 1
+    return steered(value) if has_rows else value
 
 
 def replaced_helper(random: Random, model: nn.Module, generate: Generate) -> Any:
-    """Sometimes the model has been used before, and it is used again afterwards.
+    """Code of the host that the program replaces sees what it saw, and may treat rows differently.
 
-    What a replacement has seen is compared as well, but in a class of the program's own: before its first use fastgen
-    repeats the first steps of the call, in which it sees more.
+    In a class of the program's own it sees more: before its first use fastgen repeats the first steps of the call.
     """
-    seen: list = []
     before = generate(model) if random.random() < 0.5 else None
-    if random.random() < 0.2:
-        other_activation(random, model)
+    (owner, name), seen, steers = random.choice(_places(model)), [], random.random() < 0.6
+    original = getattr(owner, name)
+
+    def of_program(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        seen.append([list(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)])
+        return _steered_where_it_may(result) if steers else result
+
+    replacement = functools.wraps(original)(of_program) if random.random() < 0.5 else of_program
+    with mock.patch.object(owner, name, replacement):
         within = generate(model)
-    else:
-        with replaced(random, model, seen):
-            within = generate(model)
     return before, within, [] if isinstance(model, OddModel) else seen, generate(model)
-
-
-class Switched(OddModel):
-    """A program's own model, that does what its flags say."""
-
-    steers, rate, window = False, 0.0, None
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        outputs = super().forward(input_ids, attention_mask, **kwargs)
-        if self.steers or getattr(self.config, "steers", False):
-            outputs.logits = steered(outputs.logits)
-        if self.rate:
-            outputs.logits = functional.dropout(outputs.logits, self.rate, self.training)
-        return outputs
-
-    def attended(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        if self.head.switched:
-            keys = steered(keys)
-        if self.config_window:
-            keys, values, mask = (keys[:, :, -4:], values[:, :, -4:], mask[..., -4:])
-        return by_einsum(query, keys, values, mask)
-
-    @property
-    def config_window(self) -> bool:
-        return getattr(self.config, "window", False)
-
-
-def switched_model(**flags: Any) -> Switched:
-    model = odd_model(None, Switched)
-    model.attend, model.head.switched = model.attended, False
-    for name, value in flags.items():
-        setattr(model, name, value)
-    return model
-
-
-SWITCHES = ("attribute", "class attribute", "config", "config window", "submodule", "train", "instance", "attend")
-
-
-def flags_of_an_own_class(random: Random, model: nn.Module, generate: Generate) -> Any:
-    """The class is looked at with one setting, and used with others. The given model is not used."""
-    model = switched_model(rate=random.choice((0.0, 0.3)))
-    found = [generate(model)]
-    for _ in range(3):
-        switch = random.choice(SWITCHES)
-        if switch == "attribute":
-            model.steers = not model.steers
-        elif switch == "class attribute":
-            type(model).steers = not type(model).steers
-        elif switch == "config":
-            model.config.steers = not getattr(model.config, "steers", False)
-        elif switch == "config window":
-            model.config.window = not model.config_window
-        elif switch == "submodule":
-            model.head.switched = not model.head.switched
-        elif switch == "train":
-            model.train(not model.training)
-        elif switch == "attend":
-            model.attend = random.choice((model.attended, lambda *states: steered(by_einsum(*states))))
-        else:
-            other = type(model)(type(model.config)(window=random.random() < 0.5, steers=random.random() < 0.5))
-            other.load_state_dict(model.state_dict())
-            other.attend, other.head.switched = other.attended, random.random() < 0.3
-            model = other.train(model.training)
-        found.append(generate(model))
-    return found
 
 
 def add_not_finite(random: Random, weight: nn.Parameter) -> None:
@@ -424,6 +305,5 @@ PROGRAMS: dict[str, Callable[[Random, nn.Module, Generate], Any]] = {
     "changes between calls": changes_between_calls,
     "kept prefix": kept_prefix,
     "replaced helper": replaced_helper,
-    "flags of an own class": flags_of_an_own_class,
     "weights that are not finite": weights_that_are_not_finite,
 }

@@ -17,7 +17,7 @@ from fastgen.ops.kernel import Kernel
 from fastgen.ops.no_repeat_ngram.kernels import KERNELS, kernel_for
 from fastgen.optimizer.decoding.call import GenerateCall, add_reasons, count, current_call, generate_call, last_report
 from fastgen.optimizer.decoding.report import Reason, Report
-from fastgen.testing import ANY_SIZE, configured, costs, watched
+from fastgen.testing import configured, watched
 
 LOOPS = needs("transformers", "5.3", "loops prepare their steps in another way")
 CAPTURES = needs("transformers", "5.17", "steps are not captured")
@@ -35,14 +35,6 @@ def test_the_implementation_of_ngram_blocking_is_named_and_why_the_others_did_no
         assert found.kernels[f"no_repeat_ngram ({chosen.name})"] == 6
         others = {f"no-repeat n-gram ({kernel.name})" for kernel in KERNELS if kernel is not chosen}
         assert {name for name in found.unused_kernels if name.startswith("no-repeat")} == others
-
-
-def test_the_fused_activation_is_named():
-    for name, ran in (("gpt2", True), ("llama", False)):
-        with costs(**ANY_SIZE):
-            tiny(name).generate(**padded(9, 5), **BEAMS)
-        assert ("fused activation" in fastgen.explain().kernels) == ran
-        assert ("fused activation" in fastgen.explain().unused_kernels) != ran
 
 
 def test_an_operation_without_calls_is_one_item_that_says_what_it_is_for():

@@ -243,14 +243,3 @@ def test_shapes_for_which_blas_is_the_fastest_are_asked_for_once():
         with torch_threads(torch.get_num_threads() + 1):
             by_faster_forward(module, torch.ones(3, 1024))
     assert asked == [3, 5, 3, 3]
-
-
-@WITH_KERNELS
-@pytest.mark.parametrize("name", ("gpt2", "llama", "bart", "t5", "whisper"))
-def test_prompts_and_encoders_have_flash_attention(name):
-    with costs(**ANY_SIZE):
-        model = tiny(name, **{"max_source_positions": 40} if name == "whisper" else {})
-        inputs = {"input_features": torch.randn(2, 8, 80)} if name == "whisper" else padded(48, 40)
-        report = assert_same(model, inputs, **BEAMS)
-    assert report.kernels["flash attention"] > 0
-    assert not any(isinstance(vars(module).get("forward"), FasterForward) for module in model.modules())

@@ -7,7 +7,6 @@ import threading
 import weakref
 from operator import attrgetter
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -16,15 +15,12 @@ from torch import nn
 
 from fastgen.ops.tracing import Diverged
 from fastgen.optimizer.decoding import graphs
-from fastgen.optimizer.decoding.call import GenerateCall, generate_call
+from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache, GraphState
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.report import Report
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache, capacity_for
-from fastgen.optimizer.transformers import decode_step
-from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, LoopArguments
+from fastgen.optimizer.transformers.checks import KNOWN
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
-from fastgen.optimizer.transformers.decode_step import LateStopCheck
 from fastgen.testing import captured_graphs, holds_graphs, limits
 
 
@@ -147,12 +143,6 @@ def test_capacities_are_few_and_never_too_small():
             assert needed <= capacity_for(needed, most) <= max(2 * needed, most) * 1.25 + 32
 
 
-def test_a_late_stop_check_is_that_of_the_step_before():
-    flag = LateStopCheck(torch.device("cpu"))
-    seen = [flag.exchange(torch.tensor(value)) for value in (False, True, False, True, True)]
-    assert seen == [False, False, True, False, True]
-
-
 def test_logits_of_tokens_that_a_model_rules_out_do_not_hide_differences():
     expected = torch.tensor([[1.0, 2.0, torch.finfo(torch.float32).min, -torch.inf]])
     assert not graphs.differs_sync(expected + torch.tensor([1e-4, 0, 0, 0]), expected)
@@ -174,18 +164,6 @@ def test_steps_are_captured_on_the_default_stream_of_a_gpu(monkeypatch):
             checks = SimpleNamespace(call=call, model=model, decoder=model, known=KNOWN, capture=[], rows=[])
             assert graphs.can_capture(checks, 1, 40) is (not codes)
         assert call.report.codes() == codes
-
-
-def test_what_stays_the_same_is_padded_once_for_each_padding():
-    call = GenerateCall(Report("test"))
-    inputs = {"attention_mask": torch.ones(2, 3), "encoder_outputs": (torch.ones(2, 3, 4),)}
-    arguments = LoopArguments(torch.ones(2, 1), [], [], mock.Mock(max_length=9), False, {})
-    step = decode_step.TransformersDecodeStep(CallChecks(call, tiny("bart"), arguments), [], 1)
-    first, again, longer = (step._pad(inputs, positions) for positions in (2, 2, 4))
-    assert first["attention_mask"].tolist() == 2 * [[0, 0, 1, 1, 1]]
-    assert all(again[name] is first[name] for name in inputs)
-    assert longer["attention_mask"].shape == (2, 7) and longer["encoder_outputs"][0].shape == (2, 7, 4)
-    assert step._pad({**inputs, "attention_mask": torch.zeros(2, 3)}, 4)["attention_mask"].sum() == 0
 
 
 # The graphs of a model.

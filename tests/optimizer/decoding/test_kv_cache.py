@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from fastgen.optimizer.decoding.cost_model import CostModel
 from fastgen.optimizer.decoding.kv_cache import KVCache
 from fastgen.optimizer.decoding.segmented_kv import SegmentedKV
 from fastgen.optimizer.decoding.static_kv_cache import StaticKVCache
@@ -221,10 +220,3 @@ def test_a_static_cache_goes_on_with_some_inputs_of_another(drop_last):
         grown = KVCache.of(static.content(), 20)
         for cache_of_two in (static, grown):
             assert all(map(torch.equal, cache_of_two.copy(layer), expected)) and cache_of_two.length(layer) == length
-
-
-def test_sharing_is_for_prompts_that_are_long_enough():
-    costs = CostModel()
-    assert not costs.should_share(torch.empty(1, 12, 64, 64), 4)
-    assert costs.should_share(torch.empty(1, 12, 512, 64), 4)
-    assert costs.should_share(torch.empty(1, 12, 64, 64), 16)

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import types
 import weakref
-from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 from fastgen.optimizer.decoding.call import generate_call
-from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
 from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.provenance import PYTHON
-from fastgen.testing import watched
 
 KNOWN = KnownCode(
     packages=PYTHON | {"torch", "transformers", "fastgen", __name__.partition(".")[0]},
@@ -159,24 +156,6 @@ def test_functions_of_a_file_count_and_those_of_user_code_are_released(monkeypat
     assert reference() is None and not facts_of(model, KNOWN).foreign
 
 
-def test_global_hooks_end_facts():
-    model = Model()
-    facts = facts_of(model, KNOWN)
-    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
-    assert not facts.is_current() and facts_of(model, KNOWN).hooks[0][0] is None
-    handle.remove()
-    assert not facts_of(model, KNOWN).hooks
-
-
-def test_weights_written_in_place_keep_facts():
-    model = Model()
-    facts = facts_of(model, KNOWN)
-    with torch.no_grad():
-        model.blocks[0].linear.weight.mul_(2)
-    model.load_state_dict(Model().state_dict())
-    assert facts.is_current()
-
-
 def test_a_mask_that_a_prefill_makes_longer_keeps_facts():
     model = nn.Linear(2, 2)
     model._future_mask = torch.empty(0)
@@ -203,14 +182,6 @@ def test_forwards_of_fastgen_keep_facts_and_hide_no_attribute(before):
     assert not facts.is_current()
 
 
-def test_one_walk_serves_all_calls_until_something_changes():
-    model = Model()
-    with mock.patch.object(nn.Module, "named_modules", autospec=True, side_effect=nn.Module.named_modules) as walks:
-        for _ in range(3):
-            facts_of(model, KNOWN)
-        assert [call.args[0] for call in walks.call_args_list].count(model) == 1
-
-
 def test_facts_keep_neither_model_nor_weights_alive():
     model = Model()
     model.blocks[0].forward = model.blocks[0].forward  # a method that refers to its module
@@ -226,48 +197,6 @@ def test_facts_keep_neither_model_nor_weights_alive():
     assert alive() is None
 
 
-def test_what_one_walk_finds():
-    model = Model()
-    model.blocks[1].register_forward_hook(lambda *args: None)
-    model.blocks[0].activation = types.FunctionType((lambda states: states).__code__, {"__name__": "program"})
-    model.blocks[1].states = torch.ones(3, 2)
-    facts = facts_of(model, KNOWN)
-    assert facts.training == "blocks.0.dropout is in training mode with p=0.1, where rows differ"
-    assert facts.in_training[:2] == ["", "blocks"] and facts.compiled == [] and not facts.is_sharded
-    assert [name for name, _ in facts.hooks] == ["blocks.1"]
-    assert facts.replaced == [("blocks.0", "activation of module blocks.0")]
-    assert facts.devices == {torch.device("cpu")}
-    assert [name for _, name in facts.row_tensors()] == ["Block.states"]
-    model.eval()
-    assert facts_of(model, KNOWN).training is None
-
-
-def test_models_that_are_alike_have_one_likeness():
-    first, second = Model(), Model()
-    assert facts_of(first, KNOWN).likeness() == facts_of(second, KNOWN).likeness()
-    for change in (CHANGES["number"], CHANGES["configuration"], CHANGES["mode"], CHANGES["hook"]):
-        other = Model()
-        change(other)
-        assert facts_of(other, KNOWN).likeness() != facts_of(first, KNOWN).likeness()
-
-
-def test_switches_of_a_class_of_the_program_count():
-    known = KnownCode(packages=PYTHON | {"torch"})
-    model = Model()
-    facts = facts_of(model, known)
-    with mock.patch.object(Block, "switch", True, create=True):
-        assert not facts.is_current()
-    assert facts_of(model, known).foreign_in_training == ""
-
-
-def test_a_model_that_cannot_be_looked_into_is_like_no_other():
-    model = Model()
-    model.held = []
-    model.held.append(model.held)
-    facts = facts_of(model, KNOWN)
-    assert not facts.is_current() and facts.likeness() != facts.likeness()
-
-
 PLAIN = [((0, 1), (0, 2)), ([1, 2], [1, 3]), ({"a": 1}, {"a": 2}), (False, True), (0, 1), ("", "on")]
 
 
@@ -279,13 +208,3 @@ def test_plain_values_count_also_in_collections(before, after):
     likeness = facts.likeness()
     model.blocks[0].held = after
     assert not facts.is_current() and facts_of(model, KNOWN).likeness() != likeness
-
-
-def test_size_is_measured_anew_for_another_type_only():
-    model = Model()
-    with watched("measure a model") as measurements:
-        for _ in range(2):
-            size_of(model, KNOWN)
-        model.double()
-        size_of(model, KNOWN)
-    assert len(measurements) == 2

@@ -70,6 +70,10 @@ def odd_model(attend, base: type[OddModel] = OddModel) -> OddModel:
     return lively(own_class(OddConfig(), attend)).eval()
 
 
+def by_products(query, keys, values, mask):
+    return weigh(query @ repeated(keys).transpose(2, 3), mask) @ repeated(values)
+
+
 def by_einsum(query, keys, values, mask):
     weights = weigh(torch.einsum("bhqd,bhkd->bhqk", query, repeated(keys)), mask)
     return torch.einsum("bhqk,bhkd->bhqd", weights, repeated(values))
@@ -78,18 +82,6 @@ def by_einsum(query, keys, values, mask):
 def of_sliced_keys(query, keys, values, mask):
     keys, values = keys[:, :, -4:], values[..., -4:, :]
     return weigh(query @ repeated(keys).mT, mask[..., -4:]) @ repeated(values)
-
-
-def of_shifted_keys(query, keys, values, mask):
-    keys = keys + 0.3 * keys.mean(dim=2, keepdim=True)
-    return weigh(query @ repeated(keys).transpose(-1, -2), mask) @ (2 * repeated(values) - 1)
-
-
-def by_batched_products(query, keys, values, mask):
-    rows, _, length, _ = query.shape
-    keys, values = (repeated(states).flatten(0, 1) for states in (keys, values))
-    weights = weigh(torch.bmm(query.flatten(0, 1), keys.transpose(1, 2)).view(rows, HEADS, length, -1), mask)
-    return torch.bmm(weights.flatten(0, 1), values).view(rows, HEADS, length, WIDTH)
 
 
 def by_key_order(query, keys, values, mask):
@@ -102,14 +94,6 @@ def by_key_order(query, keys, values, mask):
 def by_rows_of_numpy(query, keys, values, mask):
     keys, values = (torch.tensor(states.detach().numpy().tolist()) for states in (keys, values))
     return weigh(query @ repeated(keys).mT, mask) @ repeated(values)
-
-
-def through_views(query, keys, values, mask):
-    keys, values = (torch.stack(list(states.unbind(1)), dim=1) for states in (keys, values))
-    keys = keys.permute(0, 1, 3, 2).clone()
-    return weigh(query @ torch.cat([keys[:, :1], keys[:, :1], keys[:, 1:], keys[:, 1:]], dim=1), mask) @ repeated(
-        values
-    )
 
 
 def with_names(query, keys, values, mask):
@@ -128,5 +112,5 @@ def with_out(query, keys, values, mask):
 
 
 # What no library model does to its keys, and the forms of a call that the handlers of two-part states do not know.
-ODD = (by_einsum, of_sliced_keys, of_shifted_keys, by_batched_products, by_key_order, by_rows_of_numpy, through_views)
+ODD = (by_einsum, of_sliced_keys, by_key_order, by_rows_of_numpy)
 FORMS = (with_names, with_out)

@@ -37,6 +37,11 @@ CAPTURED = CpuCapture.name
 BEAMS = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 7}
 SAMPLES = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 7}
 GREEDY = {"do_sample": False, "max_new_tokens": 7}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"num_beams": 3, "do_sample": False},
+    "samples": {"num_return_sequences": 2, "do_sample": True},
+}
 TOKENS_ONLY = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}
 BOTH = pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
 
@@ -129,6 +134,14 @@ def run_both(
     report = None if fastgen.explain() is before else fastgen.explain()
     assert report is not None or not must_report
     return Both(stock, fast, report)
+
+
+def outcome(call: Callable[[], Any], error: type[Exception] = Exception) -> Any:
+    """What the call returns, or its error."""
+    try:
+        return call()
+    except error as raised:
+        return type(raised).__name__, str(raised)
 
 
 def same_tokens(model: Any, inputs: dict[str, Any], **arguments: Any) -> Report:

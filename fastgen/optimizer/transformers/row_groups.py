@@ -1,6 +1,6 @@
 """Which consecutive rows of a prefill's arguments are equal: those of beams, of samples, or repeated by the caller.
 
-Tests: tests/optimizer/transformers/test_row_groups.py, tests/optimizer/transformers/test_repeated_rows.py
+Tests: tests/optimizer/transformers/test_repeated_rows.py
 """
 
 from __future__ import annotations

@@ -49,12 +49,6 @@ def test_the_table_in_the_documentation_lists_every_architecture():
     assert rows[1:] == [architecture.id for architecture in ARCHITECTURES]
 
 
-def test_prefill_sees_one_row_per_input(rows, share_always):
-    llama = BY_NAME["llama"]
-    llama.model().generate(**llama.inputs(), num_beams=3, max_new_tokens=4)
-    assert rows == [2, 6, 6, 6]
-
-
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeypatch, share_always):
     architecture = BY_NAME[name]

@@ -157,19 +157,6 @@ def test_only_weights_that_are_written_keep_their_graphs(change):
     assert is_used == (change in (weight_in_place, weight_through_data))
 
 
-def test_training_and_foreign_hooks_leave_the_steps_to_the_library():
-    model = tiny("gpt2")
-    assert captured(model, "gpt2", **GREEDY)
-    model.train().transformer.drop.p = 0.1
-    report = run_both(lambda: model.generate(**inputs_of("gpt2", *LENGTHS), **GREEDY)).report
-    assert not_captured_because(report, "TRAINING", "transformer.drop is in training mode with p=0.1")
-    model.eval()
-    handle = model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
-    assert not captured(model, "gpt2", **GREEDY)
-    handle.remove()
-    assert captured(model, "gpt2", **GREEDY)
-
-
 # Captures that fail: eager steps go on, and it is said once.
 
 

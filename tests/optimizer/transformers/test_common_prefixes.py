@@ -10,22 +10,13 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from parity import GREEDY, LEFT, TOKENS_ONLY, capturing, compared, padded, tiny, token_ids, unchanged
+from parity import GREEDY, LEFT, TOKENS_ONLY, WAYS, capturing, compared, padded, tiny, token_ids, unchanged
 
 import fastgen
 from fastgen.optimizer.decoding.report import PREFIX, Report
-from fastgen.optimizer.transformers import prefixes
 from fastgen.testing import configured, costs, replaced, watched
 
 pytestmark = pytest.mark.usefixtures("share_always")
-
-WAYS = {
-    "greedy": {"do_sample": False},
-    "beams": {"num_beams": 3, "do_sample": False},
-    "samples": {"num_return_sequences": 2, "do_sample": True},
-}
 
 
 def prompts(*lengths: int, prefix: int = 7, side: str = "left") -> dict[str, torch.Tensor]:
@@ -167,20 +158,6 @@ def test_a_window_that_holds_the_prefix_is_no_hindrance():
     assert report.codes(PREFIX) == {"SLIDING_WINDOW"}  # embeddings count as columns, too
 
 
-def test_a_model_is_tried_again_after_its_configuration_has_changed():
-    model = tiny("bert-encoder")
-    for _ in range(2):
-        reported(model, prompts(12, 12))
-    for module in model.modules():
-        if hasattr(module, "is_causal"):
-            module.is_causal = True
-        if hasattr(module, "is_decoder"):
-            module.is_decoder = True
-    model.config.is_decoder = True
-    report = reported(model, prompts(12, 12))
-    assert report.prefix_length == 7
-
-
 @pytest.mark.parametrize("way", ("greedy", "beams"))
 @pytest.mark.parametrize("name", ("q_proj", "k_proj"))
 def test_nan_that_torch_hides_in_the_whole_prompt(name, way):
@@ -232,26 +209,3 @@ def test_sharing_can_be_switched_off(llama):
     with configured(share="never"):
         reported(llama, prompts(12, 12))
     assert fastgen.explain().prefix_length == 0
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    rows=st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=9), min_size=2, max_size=4),
-    side=st.sampled_from(["left", "right"]),
-)
-def test_the_longest_common_prefix_leaves_a_token_of_each_row(rows, side):
-    longest = max(map(len, rows))
-    ids, mask = torch.zeros(len(rows), longest).long(), torch.zeros(len(rows), longest).long()
-    for row, tokens in enumerate(rows):
-        place = slice(longest - len(tokens), None) if side == "left" else slice(len(tokens))
-        ids[row, place], mask[row, place] = torch.tensor(tokens), 1
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    prefix = prefixes.longest_sync(inputs, None)
-    most = min(map(len, rows)) - (side == "left" or min(map(len, rows)) == longest)
-    common = next((n for n in range(most) if len({tokens[n] for tokens in rows}) > 1), most)
-    assert prefix.length == common
-    moved = prefix.of_rests(inputs)
-    for row, tokens in enumerate(rows):
-        assert moved["input_ids"][row][moved["attention_mask"][row] == 1].tolist() == tokens
-        assert moved["input_ids"][row, :common].tolist() == tokens[:common]
-        assert moved["attention_mask"][row, :common].all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -12,8 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import LEFT, assert_equal_outputs, capturing, inputs_of, padded, replays, run_both, tiny, token_ids
-from transformers import LogitsProcessor
+from parity import LEFT, assert_equal_outputs, capturing, inputs_of, outcome, padded, replays, run_both, tiny, token_ids
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 import fastgen
@@ -52,14 +50,6 @@ class ByDictionaries:
         for token in input_ids.tolist()[self.ignored :]:
             node = node.get(token, {})
         return list(node) or self.at_dead_ends
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """What the call returns, or its error; the library cannot draw where fewer tokens are left than it draws."""
-    try:
-        return call()
-    except (ValueError, IndexError, RuntimeError) as error:
-        return type(error).__name__, str(error)
 
 
 def compare(model: Any, inputs: dict[str, Any], sequences: list[list[int]], ends: list[int], **arguments: Any) -> Any:
@@ -257,16 +247,6 @@ def test_captured_steps_are_constrained_too(name, arguments):
     with capturing():
         compare(model, padded(5, 5), names, [EOS], max_new_tokens=13, do_sample=False, **arguments)
     assert replays(fastgen.explain()) > 3
-
-
-class Doubles(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores * 2
-
-
-def test_a_processor_of_the_program_sees_what_the_library_gives_it():
-    names = [[*sequence, EOS] for sequence in semantic_ids(300)]
-    compare(model_of("t5"), padded(6, 3), names, [EOS], num_beams=5, max_new_tokens=5, logits_processor=[Doubles()])
 
 
 def test_a_newer_transformers_is_verified_first():

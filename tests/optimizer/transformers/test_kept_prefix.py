@@ -17,7 +17,7 @@ from architectures import ARCHITECTURES, WITHOUT_PREFIX
 from fuzz_changes import CHANGES, attention_scale, weight_in_place
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import TOKENS_ONLY, capturing, compared, tiny, token_ids, unchanged
+from parity import TOKENS_ONLY, WAYS, capturing, compared, tiny, token_ids, unchanged
 from peft import LoraConfig, get_peft_model
 
 import fastgen
@@ -29,11 +29,6 @@ from fastgen.testing import configured
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
-WAYS = {
-    "greedy": {"do_sample": False},
-    "beams": {"num_beams": 3, "do_sample": False},
-    "samples": {"num_return_sequences": 2, "do_sample": True},
-}
 SHORT = {"max_new_tokens": 4, "do_sample": False}
 SYSTEM = token_ids(1, 9, seed=9)
 
@@ -112,16 +107,6 @@ def test_batches_go_on_behind_what_their_rows_have_in_common(llama, way):
     assert [report.prefix_tokens_saved for report in reports] == [18, 27, 27]
     assert "common prefix: 9 tokens of all inputs, 27 not computed, 9 kept from an earlier call" in reports[1].shared
     assert reports[1].as_dict()["prefix_tokens_kept"] == 9
-
-
-def test_the_rest_of_a_longer_prefix_is_computed_once(llama):
-    together = with_longer_prefix()
-    with fastgen.reusing_prefix(llama):
-        compared(llama, prompts(6), **SHORT)
-        report = compared(llama, together, **SHORT).report
-        assert (report.prefix_length, report.prefix_tokens_kept, report.prefix_tokens_saved) == (14, 9, 23)
-        report = compared(llama, together, **SHORT).report
-        assert (report.prefix_length, report.prefix_tokens_kept, report.prefix_tokens_saved) == (14, 14, 28)
 
 
 def test_forwards_see_only_what_was_not_kept(llama):
@@ -226,12 +211,6 @@ def test_a_checksum_sees_one_changed_bit_and_two_that_change_places(dtype, size,
     assert sees_two_that_change_places(data_bytes, one, other)
     data_bytes[one] ^= 1
     assert not torch.equal(before, kept_prefix._sums(tensor))
-
-
-@pytest.mark.parametrize("size", (64, 256, 512, 1024))
-def test_a_checksum_sees_one_hot_rows_that_change_places(size):
-    for row, other in ((0, 1), (3, 11), (0, 16), (5, 37), (0, 32)):
-        assert sees_two_that_change_places(torch.eye(size), row, other)
 
 
 def test_weights_whose_bits_cannot_be_read_are_not_compared(llama):

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import fastgen
 from fastgen.models.demo import demo_path
 from fastgen.optimizer.decoding.report import PREFILL
-from fastgen.optimizer.transformers import context_groups, log_likelihoods
+from fastgen.optimizer.transformers import log_likelihoods
 from fastgen.testing import configured, costs, watched
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -213,21 +213,6 @@ def test_tasks_that_begin_otherwise_have_prefixes_of_their_own():
     assert_equal(found, one_by_one(model, contexts, continuations))
     fastgen.log_likelihoods(model, contexts, continuations)  # for so few tokens a forward more does not pay
     assert fastgen.explain().prefix_length == 0
-
-
-def test_pairs_of_contexts_that_are_nearly_equal_stay_behind_one_prefix():
-    """Each group computes its prefix from the first token on."""
-    random = Random(5)
-    draw = partial(random.choices, range(5, 90))
-    shots, contexts = draw(k=300), []
-    for _ in range(20):
-        stem = draw(k=60)
-        contexts += [context_groups.Context((*shots, *stem, *draw(k=9)), [(1,)]) for _ in range(2)]
-    groups = context_groups.groups_of(contexts, lambda saved: saved > 10, 8192)
-    assert [(len(group), length) for group, length in groups] == [(40, 300)]
-    other = [context_groups.Context((*draw(k=300), 7), [(1,)])]
-    groups = context_groups.groups_of([*contexts, *other], lambda saved: saved > 10, 8192)
-    assert sorted((len(group), length) for group, length in groups) == [(1, 0), (40, 300)]
 
 
 def test_long_continuations_are_no_loss():

@@ -1,4 +1,4 @@
-"""Whisper's own generate of recordings longer than it hears: each window is shared; text, segments and times stay."""
+"""Whisper's own generate of recordings longer than 40 frames: windows are shared; text, segments and times stay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from parity import CROSS, PROMPT, is_shared, replays, run_both, tiny
 from fastgen.optimizer.decoding.report import Report
 from fastgen.testing import watched
 
-WINDOW = 40  # frames that the model hears
 TEMPERATURES = (0.0, 0.4, 0.8)
 
 pytestmark = pytest.mark.usefixtures("share_always")
@@ -55,36 +54,35 @@ def assert_shared(reports: list[Report], inputs: list[int], beams: int) -> None:
     assert all(is_shared(report, PROMPT, CROSS) for report in reports)
 
 
-@pytest.mark.parametrize("new_tokens", [12, 40], ids=("short", "recorded"))
-def test_windows_are_shared_also_when_some_recordings_have_ended(new_tokens):
-    reports = transcribed(transcriber(), recordings(130, 75), num_beams=3, max_new_tokens=new_tokens)
-    assert_shared(reports, [2, 2, 1, 1], beams=3)
-
-
-def test_a_single_recording_without_a_mask():
-    inputs = {"input_features": recordings(130)["input_features"]}
-    assert_shared(transcribed(transcriber(), inputs, num_beams=4, max_new_tokens=12), [1] * 4, beams=4)
-
-
-def test_earlier_text_as_a_prompt_of_several_tokens():
-    reports = transcribed(
-        transcriber(), recordings(130, 90, 60), num_beams=3, max_new_tokens=40, condition_on_prev_tokens=True
-    )
-    assert_shared(reports, [3, 3, 2, 1], beams=3)
+LOUD = {"temperature": TEMPERATURES, "logprob_threshold": -0.5}
+# Lengths of the recordings, options, and how many recordings each window is of.
+WINDOWS: dict[str, tuple[tuple[int, ...], dict[str, Any], list[int]]] = {
+    "until some have ended": ((130, 75), {}, [2, 2, 1, 1]),
+    "in captured steps": ((130, 75), {"max_new_tokens": 40}, [2, 2, 1, 1]),
+    "of one recording, without a mask": ((130,), {}, [1] * 4),
     # A prompt is longer than the two tokens that each window begins with, so its rows are padded on the left.
-    assert any(replays(report) for report in reports)
+    "after earlier text": ((130, 90, 60), {"max_new_tokens": 40, "condition_on_prev_tokens": True}, [3, 3, 2, 1]),
+    "where speech is looked for": ((130, 75), LOUD | {"no_speech_threshold": 1e-4}, [2, 2, 1, 1]),
+    # Whisper's generate repeats the recordings, and not the mask of their frames.
+    "with several outputs": ((130, 75), {"num_return_sequences": 2}, [4, 4, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("what", WINDOWS)
+def test_all_beams_of_each_window_are_shared(what):
+    lengths, options, inputs = WINDOWS[what]
+    features = recordings(*lengths)
+    if len(lengths) == 1:
+        del features["attention_mask"]
+    reports = transcribed(transcriber(), features, **{"num_beams": 3, "max_new_tokens": 12} | options)
+    assert_shared(reports, inputs, beams=3)
+    assert "max_new_tokens" not in options or any(replays(report) for report in reports)
 
 
 def test_beams_before_a_fallback_to_other_temperatures():
     """Whisper's generate falls back with one row per recording, and has no beams from then on."""
     first, *others = transcribed(
-        transcriber(),
-        recordings(130, 75),
-        num_beams=3,
-        max_new_tokens=12,
-        temperature=TEMPERATURES,
-        logprob_threshold=-0.5,
-        compression_ratio_threshold=1.35,
+        transcriber(), recordings(130, 75), num_beams=3, max_new_tokens=12, compression_ratio_threshold=1.35, **LOUD
     )
     assert_shared([first], [2], beams=3)
     assert len(others) > 3 and {report.rows // report.inputs for report in others} == {1}
@@ -93,30 +91,7 @@ def test_beams_before_a_fallback_to_other_temperatures():
 def test_samples_of_a_fallback_that_only_some_recordings_need():
     """Of three recordings two are decoded again; the mask that Whisper's generate hands on is of all three."""
     reports = transcribed(
-        transcriber(),
-        recordings(130, 75, 60),
-        max_new_tokens=12,
-        temperature=TEMPERATURES,
-        logprob_threshold=-1.86,
+        transcriber(), recordings(130, 75, 60), max_new_tokens=12, **LOUD | {"logprob_threshold": -1.86}
     )
     inputs = [report.inputs for report in reports]
     assert inputs[:3] == [3, 3, 2] and inputs[-1] == 1
-
-
-def test_speech_that_is_looked_for_inside_of_a_call():
-    reports = transcribed(
-        transcriber(),
-        recordings(130, 75),
-        num_beams=3,
-        max_new_tokens=12,
-        temperature=TEMPERATURES,
-        logprob_threshold=-0.5,
-        no_speech_threshold=1e-4,
-    )
-    assert_shared(reports, [2, 2, 1, 1], beams=3)
-
-
-def test_several_outputs_of_each_recording():
-    """Whisper's generate repeats the recordings, and not the mask of their frames."""
-    reports = transcribed(transcriber(), recordings(130, 75), num_beams=4, num_return_sequences=2, max_new_tokens=12)
-    assert_shared(reports, [4, 4, 2, 2], beams=4)

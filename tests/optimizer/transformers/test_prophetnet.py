@@ -19,6 +19,7 @@ from fuzz_changes import USER_CODE
 from parity import (
     CROSS,
     PROMPT,
+    assert_equal_outputs,
     assert_same,
     is_shared,
     left_alone_because,
@@ -80,11 +81,8 @@ def compared(model, inputs, **arguments):
     arguments["output_scores"] = True
     cached = iter((False, True))
     both = run_both(lambda: model.generate(**inputs, **arguments, use_cache=next(cached)))
-    assert torch.equal(both.stock.sequences, both.fast.sequences)
-    torch.testing.assert_close(both.stock.logits, both.fast.logits, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(both.stock.scores, both.fast.scores, rtol=1e-4, atol=1e-4)
-    if arguments.get("num_beams", 1) > 1:
-        torch.testing.assert_close(both.stock.sequences_scores, both.fast.sequences_scores, rtol=1e-4, atol=1e-4)
+    for name in ("sequences", "logits", "scores", "sequences_scores"):
+        assert_equal_outputs(both.stock.get(name), both.fast.get(name), name=name)
     assert is_by_streams(both.report)
     return both.report
 

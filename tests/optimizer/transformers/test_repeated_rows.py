@@ -7,26 +7,21 @@ import torch
 from architectures import SPECIAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import CROSS, PREFILL, PROMPT, compared, is_shared, padded, tiny
+from parity import CROSS, PREFILL, PROMPT, TOKENS_ONLY, compared, inputs_of, is_shared, unchanged
 
 from fastgen.optimizer.decoding.report import KV_CACHE, Report
+from fastgen.optimizer.transformers import row_groups
+from fastgen.optimizer.transformers.row_groups import RowGroups
 from fastgen.testing import watched
 
 GROUPS = "prefill: one of each group of equal rows"
-KINDS = {"bart": "seq2seq", "t5": "seq2seq"}
 
 pytestmark = pytest.mark.usefixtures("share_always")
 
 
-@pytest.fixture(scope="module")
-def models():
-    names = ("llama", "gpt2", "mistral", "bart", "t5", "falcon_h1")
-    return {name: tiny(name) for name in names}
-
-
 def rows(name: str, *sizes: int) -> dict[str, torch.Tensor]:
     """Inputs of different lengths, each so often."""
-    inputs = padded(*range(9, 9 - len(sizes), -1), side="right" if name in KINDS else "left")
+    inputs = inputs_of(name, *range(9, 9 - len(sizes), -1))
     return {key: value.repeat_interleave(torch.tensor(sizes), dim=0) for key, value in inputs.items()}
 
 
@@ -38,60 +33,74 @@ def repeated_because(report: Report, names: str) -> bool:
 
 @pytest.mark.parametrize("name", ("llama", "gpt2", "mistral", "bart", "t5", "falcon_h1"))
 @pytest.mark.parametrize("options", ({"do_sample": True}, {"do_sample": False}), ids=("samples", "greedy"))
-def test_groups_of_any_sizes(models, name, options):
-    both = compared(models[name], rows(name, 5, 3, 1), max_new_tokens=7, **options)
+def test_groups_of_any_sizes(name, options):
+    both = compared(unchanged(name), rows(name, 5, 3, 1), max_new_tokens=7, **options)
     assert repeated_because(both.report, "groups of 5, 3, 1, not of one size")
 
 
-@pytest.mark.parametrize("name", ("llama", "gpt2", "bart", "t5"))
-def test_keys_are_shared_by_as_many_rows_as_divide_all_groups(models, name):
-    both = compared(models[name], rows(name, 4, 2), max_new_tokens=7, do_sample=True)
-    for kept in (GROUPS, PROMPT, *[CROSS] * (name in KINDS)):
+@pytest.mark.parametrize("name", ("llama", "bart"))
+def test_keys_are_shared_by_as_many_rows_as_divide_all_groups(name):
+    both = compared(unchanged(name), rows(name, 4, 2), max_new_tokens=7, do_sample=True)
+    for kept in (GROUPS, PROMPT, *[CROSS] * (name == "bart")):
         assert any(item.startswith(kept) for item in both.report.shared), kept
     assert both.report.inputs == 3 and both.report.rows == 6
 
 
-def test_one_row_of_each_group_goes_through_the_model(models):
+def test_one_row_of_each_group_goes_through_the_model():
     with watched("take a row of each group") as taken:
-        compared(models["llama"], rows("llama", 5, 3), max_new_tokens=3, do_sample=False)
+        compared(unchanged("llama"), rows("llama", 5, 3), max_new_tokens=3, do_sample=False)
     assert [call.result["input_ids"].shape for call in taken] == [(2, 9)]
 
 
-def test_groups_of_one_size_are_inputs(models):
-    both = compared(models["llama"], rows("llama", 3, 3), max_new_tokens=7, do_sample=True)
+def test_groups_of_one_size_are_inputs():
+    both = compared(unchanged("llama"), rows("llama", 3, 3), max_new_tokens=7, do_sample=True)
     assert is_shared(both.report, PROMPT) and PREFILL in both.report.shared and both.report.inputs == 2
 
 
-def test_rows_with_different_masks_are_different(models):
+def test_rows_with_different_masks_are_different():
     inputs = rows("llama", 2, 2)
     inputs["attention_mask"][3, 3] = 0
-    both = compared(models["llama"], inputs, max_new_tokens=5, do_sample=False)
+    both = compared(unchanged("llama"), inputs, max_new_tokens=5, do_sample=False)
     assert repeated_because(both.report, "groups of 2, 1, 1")
 
 
-def test_equal_rows_that_stand_apart_are_different_groups(models):
+def test_equal_rows_that_stand_apart_are_different_groups():
     inputs = {key: value[[0, 0, 2, 2, 2, 0]] for key, value in rows("llama", 2, 2).items()}
-    both = compared(models["llama"], inputs, max_new_tokens=5, do_sample=False)
+    both = compared(unchanged("llama"), inputs, max_new_tokens=5, do_sample=False)
     assert repeated_because(both.report, "groups of 2, 3, 1")
 
 
-def test_groups_that_end_at_different_times(models):
+def test_groups_that_end_at_different_times():
     inputs = rows("llama", 4, 2, 2, 4)
-    model = models["llama"]
+    model = unchanged("llama")
     both = compared(model, inputs, max_new_tokens=12, do_sample=False, output_scores=False, output_logits=False)
     ends = both.stock.sequences[[0, 4], [-9, -5]].tolist()  # two inputs end, after different numbers of tokens
-    plain = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False}
-    both = compared(model, inputs, max_new_tokens=12, do_sample=False, eos_token_id=ends, **plain)
+    both = compared(model, inputs, max_new_tokens=12, do_sample=False, eos_token_id=ends, **TOKENS_ONLY)
     assert GROUPS in both.report.shared
 
 
 @pytest.mark.parametrize("name", ("llama", "bart"))
-def test_static_caches(models, name):
+def test_static_caches(name):
     both = compared(
-        models[name], rows(name, 3, 1), max_new_tokens=5, do_sample=False, cache_implementation="static",
+        unchanged(name), rows(name, 3, 1), max_new_tokens=5, do_sample=False, cache_implementation="static",
         disable_compile=True,
     )  # fmt: skip
     assert GROUPS in both.report.shared
+
+
+@pytest.mark.parametrize("axes", [3, 4, 6])
+def test_position_ids_of_several_axes_have_their_rows_second(axes):
+    position_ids = torch.arange(axes * 6 * 5).view(axes, 6, 5)  # with 6 axes as many axes as rows
+    given = row_groups.take({"position_ids": position_ids}, 6, RowGroups([3, 3]).firsts)["position_ids"]
+    assert torch.equal(given, position_ids[:, [0, 3]])
+    repeated = row_groups.repeat({"position_ids": given}, RowGroups([3, 3]))["position_ids"]
+    assert torch.equal(repeated, position_ids[:, [0, 0, 0, 3, 3, 3]])
+
+
+def test_rows_of_position_ids_are_compared_row_by_row():
+    position_ids = torch.arange(3 * 3 * 5).view(3, 3, 5)
+    assert not row_groups.groups_are_equal_sync({"position_ids": position_ids}, RowGroups([3]))
+    assert row_groups.groups_are_equal_sync({"position_ids": position_ids[:, :1].expand(3, 3, 5)}, RowGroups([3]))
 
 
 @settings(deadline=None, max_examples=25)
@@ -101,11 +110,11 @@ def test_static_caches(models, name):
     do_sample=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_any_groups(models, sizes, name, do_sample, seed):
+def test_any_groups(sizes, name, do_sample, seed):
     generator = torch.Generator().manual_seed(seed)
     ends = torch.randint(5, 90, (8,), generator=generator).tolist()
     both = compared(
-        models[name], rows(name, *sizes), max_new_tokens=8, do_sample=do_sample,
+        unchanged(name), rows(name, *sizes), max_new_tokens=8, do_sample=do_sample,
         eos_token_id=[SPECIAL["eos_token_id"], *ends],
     )  # fmt: skip
     assert both.report.rows == sum(sizes)

@@ -21,7 +21,6 @@ from parity import (
     capturing,
     is_shared,
     left_alone_because,
-    moves_rows,
     replays,
     run_both,
     tiny,
@@ -307,13 +306,6 @@ def test_modes_of_the_program_see_all_rows_and_products():
     assert torch.equal(both.stock[0], both.fast[0]) and left_alone_because(both.report, "TORCH_MODE")
     both = run_both(lambda: call({"max_new_tokens": 3}, FlopCounterMode(display=False)))
     assert both.stock[1].get_total_flops() == both.fast[1].get_total_flops() > 0
-
-
-def test_rows_moved_from_input_to_input():
-    model = tiny("llama")
-    both = run_both(lambda: model.generate(**INPUTS, custom_generate=moves_rows, **SAMPLES))
-    torch.testing.assert_close(both.fast, both.stock, atol=1e-4, rtol=1e-4)
-    assert is_shared(both.report)
 
 
 def test_beams_under_half_precision_by_default():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import functools
 import random
 import sys
 import time
@@ -28,14 +27,12 @@ from unittest.mock import patch
 import numpy
 import torch
 import transformers
-from accelerate import hooks as accelerate_hooks
 from fuzz_cases import Case, draw, model_of
 from fuzz_changes import PROGRAMS
 from parity import assert_equal_outputs, capturing
 from torch import nn
 
 import fastgen
-from fastgen.models.cache_names import CACHE
 from fastgen.ops import cpu_linear
 from fastgen.optimizer.transformers import kv_layers
 from fastgen.testing import ANY_SIZE, configured, costs, force
@@ -87,25 +84,7 @@ def _arguments(case: Case) -> dict[str, Any]:
     if case.is_half:
         tokens = torch.randint(5, 90, (4, 16), generator=torch.Generator().manual_seed(case.seed)).tolist()
         arguments["prefix_allowed_tokens_fn"] = lambda batch, ids: [tokens[batch % 4][ids.shape[0] % 16]]
-    if case.context == "own loop":
-        arguments["custom_generate"] = own_loop
     return arguments
-
-
-def own_loop(model: Any, input_ids: torch.Tensor, *processing: Any, generation_config: Any, **kwargs: Any) -> Any:
-    """A decoding method of a program: takes the likeliest token, and looks at its cache."""
-    outputs = model._prefill(input_ids, generation_config, kwargs)
-    seen = []
-    for _ in range(3):
-        kwargs = model._update_model_kwargs_for_generation(
-            outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder
-        )
-        input_ids = torch.cat([input_ids, outputs.logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-        cache = kwargs.get(CACHE)
-        seen.append([type(layer).__name__ for layer in getattr(cache, "layers", [])])
-        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
-        outputs = model(**inputs, return_dict=True)
-    return input_ids, outputs.logits, seen
 
 
 def _with_states(model: nn.Module, case: Case, arguments: dict[str, Any], stock: bool) -> tuple:
@@ -160,9 +139,7 @@ def _around(case: Case, model: nn.Module) -> Iterator[None]:
             way = way if way in backends else backends[-1]
             stack.enter_context(force(way))
             stack.enter_context(costs(**ANY_SIZE))
-        if case.context in ("replaced forward", "hook of accelerate"):
-            _steer(stack, model, by_hook=case.context != "replaced forward")
-        elif case.context.startswith("training mode"):
+        if case.context.startswith("training mode"):
             stack.callback(model.eval)
             model.train()
             if case.context.endswith("without dropout"):
@@ -182,30 +159,6 @@ def _drop_nothing(stack: ExitStack, model: nn.Module) -> None:
             is_rate = "drop" in name or (name == "p" and isinstance(owner, nn.Dropout))
             if is_rate and type(value) in (float, int):
                 stack.enter_context(patch.object(owner, name, 0.0))
-
-
-def _steer(stack: ExitStack, model: nn.Module, by_hook: bool) -> None:
-    """Adds another number to each row that goes into the model's last product."""
-    place = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
-
-    def steered(states: torch.Tensor) -> torch.Tensor:
-        return states + torch.linspace(-0.1, 0.1, states.shape[0]).view(-1, *[1] * (states.dim() - 1))
-
-    if by_hook:
-        accelerate_hooks.add_hook_to_module(place, _Hook(steered))
-        stack.callback(accelerate_hooks.remove_hook_from_module, place)
-        return
-    original = place.forward
-    place.forward = functools.wraps(original)(lambda states: original(steered(states)))
-    stack.callback(delattr, place, "forward")
-
-
-class _Hook(accelerate_hooks.ModelHook):
-    def __init__(self, steered: Any) -> None:
-        self.steered = steered
-
-    def pre_forward(self, module: nn.Module, states: torch.Tensor) -> Any:
-        return (self.steered(states),), {}
 
 
 def _result(call: Any) -> Any:

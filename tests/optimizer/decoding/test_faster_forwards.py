@@ -13,14 +13,13 @@ import torch
 from parity import BEAMS, assert_same, padded, tiny
 from transformers import GenerationConfig
 from transformers.activations import NewGELUActivation
-from x86_kernels import torch_threads
 
 import fastgen
-from fastgen.ops import cpu_linear, x86
+from fastgen.ops import x86
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.faster_forwards import FasterForward, faster_forwards
 from fastgen.optimizer.transformers.faster_forwards import forwards
-from fastgen.testing import ANY_SIZE, costs, force, watched
+from fastgen.testing import ANY_SIZE, costs, watched
 
 STATES = torch.cat([torch.linspace(-12, 12, 10001), torch.tensor([-1e4, -0.0, 0.0, 1e4])])
 
@@ -229,17 +228,3 @@ def test_models_that_are_compiled_or_will_be_are_left_alone(gpt2, how):
         expected = gpt2.generate(**padded(9, 5), **arguments)
     assert torch.equal(gpt2.generate(**padded(9, 5), **arguments), expected)
     assert not fastgen.explain().kernels
-
-
-def test_shapes_for_which_blas_is_the_fastest_are_asked_for_once():
-    """Also in later calls, until the weight is another one or the number of threads."""
-    module = torch.nn.Linear(1024, 1024)
-    with force(cpu_linear.BLAS) as asked:
-        for rows in (3, 3, 5, 3):
-            assert by_faster_forward(module, torch.ones(rows, 1024))[0].shape[0] == rows
-        assert asked == [3, 5]
-        module.weight, module.bias = torch.nn.Parameter(torch.zeros(2048, 1024)), None
-        by_faster_forward(module, torch.ones(3, 1024))
-        with torch_threads(torch.get_num_threads() + 1):
-            by_faster_forward(module, torch.ones(3, 1024))
-    assert asked == [3, 5, 3, 3]

@@ -209,14 +209,6 @@ def test_a_materialized_tensor_is_real_memory_for_all_its_views_and_no_copy():
     torch.testing.assert_close(QUERY @ tensor.mT, QUERY @ expected.mT)
 
 
-def test_a_single_key_head_is_broadcast_over_the_query_heads():
-    tensor = SegmentedKV((torch.randn(2, 1, 5, 4), torch.randn(6, 1, 2, 4)), 6, Counter())
-    found = functional.scaled_dot_product_attention(QUERY, tensor, tensor)
-    expanded = tensor.materialize().expand(-1, 3, -1, -1)
-    torch.testing.assert_close(found, functional.scaled_dot_product_attention(QUERY, expanded, expanded))
-    assert tensor.usage == {"scaled_dot_product_attention": 1}
-
-
 def test_code_below_the_functions_of_torch_gets_a_materialized_tensor():
     tensor = states()
     with torch._C.DisableTorchFunctionSubclass():

@@ -206,13 +206,6 @@ def test_code_that_the_program_has_put_into_fairseq(monkeypatch, owner, name):
     assert any(reason.code == "USER_CODE" and name in reason.text for _, reason in report.not_done)
 
 
-def test_method_that_the_program_has_put_on_one_attention():
-    case = CASES["transformer"]()
-    case.models[0].decoder.layers[0].self_attn.apply_sparse_mask = lambda weights, *args: weights * 1.1
-    with capturing():
-        assert not replays(compare(case).report)
-
-
 # Random numbers, and rows that end.
 
 

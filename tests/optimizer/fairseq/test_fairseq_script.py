@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("fairseq")
 
-from fairseq_generation import BEAMS, assert_same_hypotheses, generate
+from fairseq_generation import BEAMS, assert_same_hypotheses
 from fairseq_models import CASES
 
 import fastgen
@@ -47,14 +47,3 @@ def test_scripted_generator_gives_the_same(name):
     assert_same_hypotheses(stock, scripted)
     if name != "no_repeat_ngram_size":
         assert_same_hypotheses(call(script=False), scripted)
-
-
-@pytest.mark.slow
-def test_generator_of_a_script_that_was_saved(tmp_path):
-    case = CASES["transformer"]()
-    inputs = {key: value for key, value in case.sample["net_input"].items() if key != "prev_output_tokens"}
-    generator = case.task.build_generator(case.models, Namespace(**BEAMS))
-    torch.jit.script(generator).save(tmp_path / "generator.pt")
-    loaded = torch.jit.load(tmp_path / "generator.pt")
-    with fastgen.disabled():
-        assert_same_hypotheses(generate(case), loaded({"net_input": inputs}))

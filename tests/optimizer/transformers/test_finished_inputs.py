@@ -78,19 +78,6 @@ def test_where_torch_draws_in_another_way_all_samples_stay():
         assert LEFT not in same_tokens(tiny("llama"), inputs_of("llama"), **SAMPLES).shared
 
 
-def test_a_library_that_refuses_to_draw_raises_its_error_after_rows_have_left():
-    model = tiny("llama")
-
-    def refused(compact: Callable, loop: Any) -> None:
-        compact(loop)
-        if loop.finished:
-            model.lm_head.weight.data[5] = torch.nan
-
-    message = "probability tensor contains either `inf`, `nan` or element < 0"
-    with replaced("compact samples", refused), pytest.raises(RuntimeError, match=message):
-        model.generate(**inputs_of("llama"), **SAMPLES)
-
-
 @pytest.mark.parametrize("number", (torch.nan, torch.inf))
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_padding_that_is_not_finite_raises_the_librarys_error(name, number):

@@ -84,34 +84,6 @@ def test_thread_started_inside_disabled_uses_fastgen_unless_it_gets_the_context(
     assert no_report.codes() == {"NO_CALL"}
 
 
-def test_error_in_one_thread_leaves_the_other_alone():
-    model, inputs = tiny("llama"), padded(9, 5)
-    started, failed = threading.Event(), threading.Event()
-
-    def fail(input_ids, scores):
-        started.wait(30)
-        raise LookupError("from the processor")
-
-    def failing():
-        try:
-            generate(model, inputs, fail)
-        finally:
-            failed.set()
-
-    def wait(input_ids, scores):
-        started.set()
-        failed.wait(30)
-        return scores
-
-    with ThreadPoolExecutor(2) as threads:
-        bad, good = threads.submit(failing), threads.submit(generate, model, inputs, wait)
-        with pytest.raises(LookupError, match="from the processor"):
-            bad.result(60)
-        output, report = good.result(60)
-    assert is_shared(report, PROMPT)
-    assert_equal_outputs(stock(model, inputs), output)
-
-
 def test_disabling_while_another_thread_generates_lets_it_finish():
     model, inputs, at_step = tiny("llama"), padded(9, 5), threading.Event()
     resume = threading.Event()

@@ -225,14 +225,6 @@ def inside(axes: tuple[int, ...] = ()) -> Inputs:
     return inputs
 
 
-def first_inside_and_second_behind() -> Inputs:
-    inputs = alike(with_images(16, 14, images=2), 8, differ=False)
-    inputs["input_ids"][1, 3:12] = torch.tensor([*[IMAGE] * 4, 7, *[IMAGE] * 4])  # padded by two: 2 tokens further left
-    inputs["input_ids"][0, :14] = torch.cat([inputs["input_ids"][1, 2:], torch.tensor([7, 8])])[:14]
-    inputs["pixel_values"][2] = inputs["pixel_values"][0]
-    return inputs
-
-
 def other_numbers() -> Inputs:
     inputs = alike(with_images(15, 15, images=2), 3, differ=False)
     inputs["input_ids"][0, 8:12] = 7
@@ -254,7 +246,6 @@ PREFIXES = [
     *((make, inputs, *lengths) for make in (llava, blip2) for inputs, *lengths in ((behind, 3, 3), (inside, 10, 20))),
     (idefics3, partial(behind, (1,)), 3, 3),
     (idefics3, partial(inside, (1,)), 10, 20),
-    (llava, first_inside_and_second_behind, 6, 6),
     (llava, other_numbers, 3, 3),
     (gemma3, behind, 0, "SLIDING_WINDOW"),
     (paligemma, behind, 0, "NOT_CAUSAL"),

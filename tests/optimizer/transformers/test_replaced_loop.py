@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -155,13 +155,6 @@ def test_values_of_each_row_keep_all_rows(name, way, captures):
     assert LEFT not in report.shared and "PROCESSOR_BY_ROW" in report.codes()
 
 
-@pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda values: values.numpy()], ids=("parameter", "array"))
-def test_values_of_each_row_may_be_of_other_types(kind):
-    processor = logits_process.RepetitionPenaltyLogitsProcessor(1.0)
-    processor.penalty = kind(1 + VALUES / 5)
-    assert LEFT not in generate({}, logits_processor=LogitsProcessorList([processor])).shared
-
-
 @WAYS
 def test_as_many_tokens_as_rows_keep_no_rows(way):
     rows = ROWS * way.get("num_return_sequences", 1) * way.get("num_beams", 1)
@@ -265,18 +258,3 @@ def test_scores_of_any_shape_do_what_they_do_in_the_library(kind, way, strict, c
             outcomes.append(outcome(partial(llama().generate, token_ids(3, 5), **arguments)))
     assert_equal_outputs(*outcomes)
     assert all(state.state != "failed" for state in fastgen.status())
-
-
-def rowwise(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    return scores / torch.linspace(0.3, 3, len(scores))[:, None]
-
-
-@pytest.mark.parametrize("name", ["__call__", "temperature"])
-def test_what_the_class_of_a_processor_holds_keeps_rows(monkeypatch, name):
-    """A partialmethod in place of a method, and a temperature of each row for all processors of the class."""
-    value = partialmethod(rowwise) if name == "__call__" else torch.linspace(0.3, 3, ROWS)[:, None]
-    processor = logits_process.TemperatureLogitsWarper(0.5)
-    vars(processor).pop(name, None)
-    monkeypatch.setattr(logits_process.TemperatureLogitsWarper, name, value, raising=False)
-    report = generate(SAMPLE | {"top_k": 0}, logits_processor=LogitsProcessorList([processor]))
-    assert LEFT not in report.shared

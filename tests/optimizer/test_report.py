@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("share_always")
 NGRAMS = BEAMS | {"max_new_tokens": 6, "min_new_tokens": 6, "no_repeat_ngram_size": 2}
 
 
-def test_the_implementation_of_ngram_blocking_is_named_and_why_the_others_did_not_run():
+def test_the_kernel_of_ngram_blocking_is_named_and_why():
     model, chosen = tiny("gpt2"), kernel_for("cpu")
     for arguments in ({}, {"output_logits": True, "return_dict_in_generate": True}):  # in place, and in a copy
         model.generate(**padded(9, 5), **NGRAMS, **arguments)
@@ -37,12 +37,12 @@ def test_the_implementation_of_ngram_blocking_is_named_and_why_the_others_did_no
         assert {name for name in found.unused_kernels if name.startswith("no-repeat")} == others
 
 
-def test_an_operation_without_calls_is_one_item_that_says_what_it_is_for():
+def test_an_operation_without_calls_says_what_it_is_for():
     tiny("gpt2").generate(**padded(9, 5), **BEAMS)
     assert fastgen.explain().unused_kernels["no-repeat n-gram"] == "nothing to do (n-gram blocking)"
 
 
-def test_a_kernel_that_did_not_run_is_missing_or_comes_later_or_has_nothing_to_do(monkeypatch):
+def test_a_kernel_that_did_not_run_says_why(monkeypatch):
     reasons = {"a": ["no GPU", "no compiler"], "oneDNN": ["old CPU"]}
 
     def kernel(name):
@@ -106,7 +106,7 @@ def test_a_verdict_gives_one_reason_for_both_once():
     assert found.verdict == "decode steps not captured: the model has a forward hook; a prefix of 9 tokens shared"
 
 
-def test_a_call_that_generates_nothing_has_no_steps_in_its_verdict():
+def test_a_call_without_generation_has_no_steps_in_its_verdict():
     with GenerateCall(Report("Model", has_steps=False)) as call:
         call.set_rows(1, 2)
     assert call.report.verdict == "prompts shared" and not call.report.not_done
@@ -138,7 +138,7 @@ def test_why_steps_were_not_captured_is_always_said(arguments, length, ends):
     assert bool(found.replays) != bool(found.codes("decode steps") | found.codes("decoding loop"))
 
 
-def test_a_call_of_which_fastgen_saw_no_rows_has_none_in_its_text():
+def test_a_call_without_rows_has_none_in_its_text():
     assert str(Report("Model")).splitlines() == ["nothing done", "  Model"]
 
 

@@ -82,7 +82,7 @@ def log_prob_sum(model: LlamaForCausalLM, inputs: dict, row: int, sequence: torc
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
-def test_the_first_difference_has_step_row_both_scores_and_their_gap(num_beams):
+def test_the_first_difference_has_step_row_scores_and_gap(num_beams):
     model, inputs = differing(), padded(9, 5)
     arguments = {"max_new_tokens": 6, "do_sample": False, "num_beams": num_beams}
     found = fastgen.verify(model, inputs, **arguments)
@@ -106,7 +106,7 @@ def test_what_cannot_generate_is_refused_by_name():
         fastgen.verify(torch.nn.Linear(1, 1), torch.ones(1, 1))
 
 
-def test_errors_of_generate_are_raised_and_random_numbers_put_back():
+def test_errors_of_generate_are_raised_and_numbers_put_back():
     model, state = tiny("gpt2"), torch.get_rng_state()
     with pytest.raises(IndexError):
         fastgen.verify(model, torch.full((2, 3), 1000), **SAMPLES)

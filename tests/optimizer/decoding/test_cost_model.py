@@ -25,7 +25,7 @@ def nothing_is_looked_through():
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt2", "bart"))
-def test_small_calls_are_left_alone_before_modules_and_rows_are_looked_at(name, nothing_is_looked_through):
+def test_small_calls_are_left_alone_before_anything_is_looked_at(name, nothing_is_looked_through):
     model = tiny(name)
     for arguments in (BEAMS, SAMPLES):
         report = assert_same(model, padded(9, 5), **arguments)
@@ -98,7 +98,7 @@ def test_the_size_is_measured_once_for_each_type_of_the_weights():
     assert len(measurements) == 2
 
 
-def test_the_weights_of_an_encoder_do_not_count_because_it_runs_once_per_input_anyway():
+def test_weights_of_an_encoder_do_not_count():
     few, many = (tiny("bart", encoder_layers=layers) for layers in (1, 4))
     assert size_of(few, KNOWN).weights == size_of(many, KNOWN).weights
     assert size_of(few, KNOWN).modules < size_of(many, KNOWN).modules
@@ -137,7 +137,7 @@ def test_on_a_cpu_elements_of_keys_count(dtype, is_cross, least):
         assert not COSTS.should_share(fake_keys(4, 8, length - 1, 16, dtype=dtype), rows_per_input=2, is_cross=is_cross)
 
 
-def test_a_batch_is_compacted_where_many_rows_leave_and_many_steps_are_left():
+def test_batches_are_compacted_if_many_rows_and_steps_are_saved():
     size = ModelSize(modules=10, weights=1_000_000, step=0, large=0, bytes=0)  # the overhead is that of 15 tokens
     assert COSTS.should_compact(size, leaving=4, rows=32, steps_done=20, steps_left=20)
     assert not COSTS.should_compact(size, leaving=3, rows=32, steps_done=20, steps_left=20)

@@ -176,7 +176,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_made_during_generate_has_the_forwards_of_any_other(gpt2, copied):
+def test_a_copy_made_during_generate_has_the_usual_forwards(gpt2, copied):
     twin = generate_and(gpt2, lambda: copied(gpt2))
     assert all(module.forward.__func__ is NewGELUActivation.forward for module in activations(twin))
     assert b"fastgen" not in generate_and(gpt2, lambda: pickle.dumps(gpt2))
@@ -193,7 +193,7 @@ def test_a_forward_of_the_program_stays(gpt2):
     assert vars(module)["forward"] is forward
 
 
-def test_a_forward_that_the_program_put_around_that_of_the_class_is_called(gpt2, monkeypatch):
+def test_a_forward_around_that_of_the_class_is_called(gpt2, monkeypatch):
     original, seen = NewGELUActivation.forward, []
     wrapped = functools.wraps(original)(lambda self, states: seen.append(self) or original(self, states))
     monkeypatch.setattr(NewGELUActivation, "forward", wrapped)
@@ -201,7 +201,7 @@ def test_a_forward_that_the_program_put_around_that_of_the_class_is_called(gpt2,
     assert len(seen) == 4 and "fused activation" not in fastgen.explain().kernels
 
 
-def test_the_model_can_be_compiled_in_one_graph_outside_and_inside_of_generate(gpt2):
+def test_a_model_compiles_in_one_graph_in_and_outside_generate(gpt2):
     inputs = padded(9, 5)
     with torch.no_grad():
         expected = gpt2(**inputs).logits

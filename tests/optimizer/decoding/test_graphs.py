@@ -47,7 +47,7 @@ class Branching(nn.Module):
         return number + 1 if number.max() < 5 else number * 2
 
 
-def test_a_forward_that_depends_on_numbers_is_replayed_as_long_as_they_lead_the_same_way():
+def test_a_replay_whose_numbers_lead_another_way_diverges():
     made = CapturedGraph(lambda inputs: Branching()(inputs["number"]), cache_of_one_layer())
     made.capture({"number": torch.zeros(3)}, CpuCapture())
     assert torch.equal(made.replay({"number": torch.full((3,), 4.0)}), torch.full((3,), 5.0))
@@ -88,7 +88,7 @@ def test_graphs_that_were_not_used_for_longest_are_dropped():
     assert list(known.entries) == [3, 4]
 
 
-def test_a_replay_gets_the_inputs_of_its_call_and_no_others_than_were_captured():
+def test_a_replay_gets_the_inputs_of_its_call_in_captured_shapes():
     made = graph_of()
     assert made.replay({"number": torch.arange(3.0)}).tolist() == [1, 2, 3]
     number = torch.zeros(3)
@@ -100,7 +100,7 @@ def test_a_replay_gets_the_inputs_of_its_call_and_no_others_than_were_captured()
 
 @pytest.mark.usefixtures("captures")  # whose buffers may be small
 @pytest.mark.parametrize("prompt_length", [0, 5])
-def test_a_static_cache_holds_what_a_concatenation_gives_at_addresses_that_stay(prompt_length):
+def test_a_static_cache_holds_a_concatenation_at_fixed_addresses(prompt_length):
     torch.manual_seed(0)
     rows_per_input, rows = (3, 6) if prompt_length else (1, 2)
     cache = KVCache(2, rows_per_input)
@@ -143,7 +143,7 @@ def test_capacities_are_few_and_never_too_small():
             assert needed <= capacity_for(needed, most) <= max(2 * needed, most) * 1.25 + 32
 
 
-def test_logits_of_tokens_that_a_model_rules_out_do_not_hide_differences():
+def test_logits_that_a_model_rules_out_hide_no_differences():
     expected = torch.tensor([[1.0, 2.0, torch.finfo(torch.float32).min, -torch.inf]])
     assert not graphs.differs_sync(expected + torch.tensor([1e-4, 0, 0, 0]), expected)
     assert graphs.differs_sync(expected + torch.tensor([0.1, 0, 0, 0]), expected)

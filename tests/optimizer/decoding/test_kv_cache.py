@@ -56,7 +56,7 @@ def test_tokens_are_written_in_place_until_the_buffer_is_full():
     assert len(addresses) == 2  # it has grown once, at the 34th token
 
 
-def test_buffers_start_small_and_never_grow_past_the_length_that_generation_can_reach():
+def test_buffers_start_small_and_grow_no_longer_than_the_call():
     cache = empty_cache(LAYERS, 2, limit=5000)
     cache.append(0, *random_states(2))
     assert cache.generated[0].buffers[0].shape[3] < 100
@@ -121,7 +121,7 @@ def of_all_rows(pair: tuple, rows: int) -> list[torch.Tensor]:
     return [states.repeat_interleave(rows // len(states), dim=0) for states in pair]
 
 
-def test_a_reorder_moves_nothing_that_is_equal_in_all_rows_of_an_input():
+def test_a_reorder_moves_nothing_equal_in_all_rows_of_an_input():
     cache = one_layer(random_states(2, 3), 3, 10, shares=False)
     before = cache.read(0)[0].clone()
     cache.append(0, *(torch.arange(6.0).view(6, 1, 1, 1).expand(6, HEADS, 1, WIDTH + more) for more in (0, 1)))
@@ -152,7 +152,7 @@ def test_a_prompt_is_stored_once_per_input_and_never_written():
     assert [type(states) for states in cache.read(0)] == [SegmentedKV, SegmentedKV]
 
 
-def test_a_layer_that_was_materialized_is_stored_for_each_row_from_then_on():
+def test_a_materialized_layer_stays_stored_for_each_row():
     cache = one_layer(random_states(2, 5), 3, 10)
     cache.append(0, *random_states(6))
     whole = cache.read(0)[0] + 0
@@ -160,7 +160,7 @@ def test_a_layer_that_was_materialized_is_stored_for_each_row_from_then_on():
     assert not cache.prompts[0] and type(cache.read(0)[0]) is torch.Tensor
 
 
-def test_what_was_read_stands_for_the_content_until_it_changes_and_for_itself_afterwards():
+def test_what_was_read_is_the_content_until_that_changes():
     cache = one_layer(random_states(2, 5), 3, 10)
     cache.append(0, *random_states(6))
     old, _ = cache.read(0)
@@ -177,7 +177,7 @@ def test_what_was_read_stands_for_the_content_until_it_changes_and_for_itself_af
     assert torch.equal(cache.read(0)[0], keys + 0) and not cache.prompts[0]
 
 
-def test_a_materialized_layer_keeps_what_was_written_while_others_move():
+def test_a_materialized_layer_keeps_writes_while_others_move():
     cache = two_layers()
     cache.read(1)[0].zero_()
     buffer = cache.generated[0].buffers[0]

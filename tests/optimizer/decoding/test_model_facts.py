@@ -129,7 +129,7 @@ def test_facts_end_with_whatever_is_replaced(put_in, change):
     [(Block, "_mixed"), (Block, "forward"), (functional, "linear"), (nn.Dropout, "forward")],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_facts_end_with_code_that_is_replaced_and_come_back_with_it(monkeypatch, owner, name):
+def test_facts_end_with_replaced_code_and_come_back_with_it(monkeypatch, owner, name):
     model = Model()
     facts = facts_of(model, KNOWN)
     assert not facts.foreign
@@ -141,7 +141,7 @@ def test_facts_end_with_code_that_is_replaced_and_come_back_with_it(monkeypatch,
     assert not facts_of(model, KNOWN).foreign
 
 
-def test_functions_of_a_file_count_and_those_of_user_code_are_released(monkeypatch):
+def test_functions_of_a_file_count_and_replacements_are_released(monkeypatch):
     import sys
 
     model = Model()

@@ -148,7 +148,7 @@ def test_everything_else_materializes_the_tensor_and_is_counted(name):
     assert any(use.startswith(MATERIALIZED) for use in tensor.usage)
 
 
-def test_shapes_and_types_are_those_of_the_whole_tensor_and_cost_nothing():
+def test_shapes_and_types_of_the_whole_tensor_cost_nothing():
     for tensor in (
         states(),
         states(groups=2),
@@ -190,7 +190,7 @@ def test_every_attribute_is_that_of_the_whole_tensor(name):
     assert torch.equal(found + 0, expected) if isinstance(expected, torch.Tensor) else found == expected
 
 
-def test_a_materialized_tensor_is_real_memory_for_all_its_views_and_no_copy():
+def test_a_materialized_tensor_is_one_memory_for_all_its_views():
     tensor, before = states(), states().materialize()
     views = (tensor.transpose(2, 3), tensor[:, :, None], tensor.reshape(tensor.shape), tensor.detach())
     copies = (repeat_kv(tensor, 2), tensor.repeat_interleave(1, dim=1), tensor.to(torch.float64))
@@ -209,7 +209,7 @@ def test_a_materialized_tensor_is_real_memory_for_all_its_views_and_no_copy():
     torch.testing.assert_close(QUERY @ tensor.mT, QUERY @ expected.mT)
 
 
-def test_code_below_the_functions_of_torch_gets_a_materialized_tensor():
+def test_code_below_functions_of_torch_gets_a_whole_tensor():
     tensor = states()
     with torch._C.DisableTorchFunctionSubclass():
         found = torch.add(tensor, 1), torch.zeros_like(tensor, dtype=torch.float64)

@@ -89,7 +89,7 @@ def test_searches_of_the_program_see_what_they_would(search):
 
 
 @pytest.mark.parametrize("kind", (LearnedPositionalEmbedding, SinusoidalPositionalEmbedding))
-def test_positional_embeddings_outside_of_a_generation_take_all_their_arguments(kind):
+def test_positional_embeddings_take_all_arguments_elsewhere(kind):
     embedding, tokens = kind(10, 4, 1) if kind is LearnedPositionalEmbedding else kind(4, 1, 12), torch.tensor([[2, 3]])
     with fastgen.disabled():
         expected = embedding(tokens, positions=None)
@@ -119,7 +119,7 @@ def test_positions_beyond_the_table_are_not_captured():
     assert not replays(report) and "POSITIONS" in report.codes()
 
 
-def test_after_an_error_fairseq_does_the_work_and_nothing_is_kept():
+def test_after_an_error_fairseq_works_and_nothing_is_kept():
     case = CASES["transformer"]()
     compare(case)
     with fastgen.disabled():

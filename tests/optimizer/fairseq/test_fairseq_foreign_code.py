@@ -220,7 +220,7 @@ def test_an_ensemble_with_a_model_that_is_not_known(order, options):
 
 @SAMPLING
 @pytest.mark.parametrize("part", ("dropout", "decoder"))
-def test_dropout_that_is_switched_on_after_the_generator_was_built(part, options):
+def test_dropout_switched_on_after_the_generator_was_built(part, options):
     case = translation("transformer", [122], 1.5, dropout=0.3, attention_dropout=0.3)
 
     def train(generator):
@@ -234,7 +234,7 @@ def test_dropout_that_is_switched_on_after_the_generator_was_built(part, options
 
 
 @SAMPLING
-def test_layers_that_are_dropped_in_training_draw_random_numbers_always(options):
+def test_layers_dropped_in_training_always_draw_numbers(options):
     compare(translation("transformer", [122], 1.5, decoder_layerdrop=0.2), accelerated=False, **options)
 
 
@@ -278,7 +278,7 @@ def test_a_failing_search_of_the_program_is_called_once_a_step(answer, lenient):
     compare(case)
 
 
-def test_switched_off_on_the_way_fairseq_goes_on_with_the_same_random_numbers(lenient):
+def test_switched_off_on_the_way_fairseq_draws_the_same_numbers(lenient):
     case = CASES["transformer"]()
 
     class SwitchesOff(search.Sampling):

@@ -67,7 +67,7 @@ sys.exit({command}())
         (13, "no build of it exists for Python 3.13 (accepted: 3.10 to 3.12)"),
     ],
 )
-def test_without_fairseq_the_commands_give_a_way_that_leaves_torchaudio_out(command, minor, line):
+def test_without_fairseq_commands_name_a_way_without_torchaudio(command, minor, line):
     done = run_python("-c", NO_FAIRSEQ.format(command=command, minor=minor))
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert f"error: needs the package fairseq: {line}" in done.stderr and "torchaudio" not in done.stderr

@@ -37,7 +37,7 @@ def test_ngrams_are_blocked_on_the_cpu(ngram_size):
     assert blocked > 10
 
 
-def test_this_differs_from_the_library_on_the_cpu_only_in_blocking():
+def test_only_blocking_differs_from_the_library_on_the_cpu():
     """The one intended difference: without fastgen the padding is compared, and nothing is blocked."""
     tokens, lprobs = torch.tensor([[EOS, 5, 6, 5, PAD, PAD]]), torch.zeros(1, VOCABULARY)
     block = blocking.NGramRepeatBlock(2)

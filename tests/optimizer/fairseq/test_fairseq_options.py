@@ -192,7 +192,7 @@ def test_no_repeat_ngram_size(name, size, mode):
             assert len(grams) == len(set(grams))
 
 
-def test_sampling_goes_on_where_a_row_that_has_ended_has_nothing_left_to_draw():
+def test_sampling_goes_on_if_an_ended_row_has_nothing_to_draw():
     """After the end of a sentence these models are sure of another one, which is a repeated 2-gram."""
     options = {"sampling": True, "no_repeat_ngram_size": 2, "min_len": 12, "beam": 4}
     case = CASES["bart"]()

@@ -33,7 +33,7 @@ def test_tokens_and_scores_are_those_of_the_unpatched_library(architecture, shar
 
 @pytest.mark.skipif(bool(x86.machine_reasons()), reason=f"x86 kernels: {x86.machine_reasons()}")
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
-def test_prompts_and_encoders_of_large_models_have_flash_attention(architecture, share_always):
+def test_prompts_and_encoders_of_all_models_have_flash_attention(architecture, share_always):
     with costs(**ANY_SIZE):
         parity = measure(architecture.model(LONG), architecture.inputs(LONG), "beam search", 8)
     assert parity.tokens_equal and parity.largest_score_difference < 1e-4
@@ -50,7 +50,7 @@ def test_the_table_in_the_documentation_lists_every_architecture():
 
 
 @pytest.mark.parametrize("name", ["llama", "bart"])
-def test_shared_keys_are_never_reordered_and_caches_hold_them_once(name, monkeypatch, share_always):
+def test_shared_keys_are_never_reordered_and_held_once(name, monkeypatch, share_always):
     architecture = BY_NAME[name]
     model, inputs = architecture.model(), architecture.inputs()
     reordered, index_select = [], torch.Tensor.index_select

@@ -181,7 +181,7 @@ def failing_capture(capture: Callable, self: Any, run: Callable, rewind: Callabl
 @pytest.mark.parametrize("right", (0, 1), ids=("first capture", "second capture"))
 @pytest.mark.parametrize("by", (wrong_capture, failing_capture))
 @TWO_WAYS
-def test_a_capture_that_fails_is_said_once_and_the_tokens_are_right(by, arguments, right):
+def test_a_capture_that_fails_is_said_once_and_tokens_are_right(by, arguments, right):
     model, captures = tiny("gpt2"), []
 
     def capture(original, *args):

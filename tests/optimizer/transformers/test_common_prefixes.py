@@ -57,7 +57,7 @@ def test_scores_and_the_returned_cache_are_those_of_the_library(llama, way):
     assert report.prefix_length == 7
 
 
-def test_one_row_goes_through_the_model_for_the_prefix_and_all_rows_for_the_rest(llama):
+def test_one_row_goes_through_the_model_for_the_prefix(llama):
     prefills = []
 
     def of_prefix(original: Callable, *args: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_one_row_goes_through_the_model_for_the_prefix_and_all_rows_for_the_rest
 @pytest.mark.parametrize(
     ("way", "copies"), (("greedy", [1, 3]), ("beams", [1, 3, 9]), ("samples", [1, 3, 6])), ids=("two", "three", "3")
 )
-def test_a_prefix_is_stored_once_a_rest_per_input_and_what_is_generated_per_row(llama, way, copies):
+def test_a_prefix_is_stored_once_and_the_rest_per_input(llama, way, copies):
     with watched("read segments") as reads:
         compared(llama, prompts(12, 11, 12), max_new_tokens=4, **WAYS[way], **TOKENS_ONLY)
     assert [keys.shape[0] for keys, _ in reads[-1].result] == copies
@@ -168,7 +168,7 @@ def test_nan_that_torch_hides_in_the_whole_prompt(name, way):
 
 
 @pytest.mark.parametrize("kind", ("dynamic", "longrope"))
-def test_positions_that_depend_on_the_length_of_the_prompt_are_the_librarys(kind):
+def test_positions_that_depend_on_the_prompt_are_the_librarys(kind):
     parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
     if kind == "longrope":
         parameters |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
@@ -180,7 +180,7 @@ def test_positions_that_depend_on_the_length_of_the_prompt_are_the_librarys(kind
     assert fastgen.explain().prefix_length == 0 and fastgen.explain().codes(PREFIX) == {"POSITIONS"}
 
 
-def test_a_hook_that_would_see_one_row_leaves_the_prefix_to_the_library():
+def test_a_hook_leaves_the_prefix_to_the_library():
     model, rows = tiny("llama"), []
     model.model.layers[0].register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
     report = reported(model, prompts(12, 12))

@@ -151,7 +151,7 @@ def test_beside_other_processors_all_rows_are_asked_at_once():
     assert kernels[ALL_ROWS] and not kernels[ALONE]
 
 
-def test_finished_inputs_leave_where_something_is_allowed_everywhere():
+def test_finished_inputs_leave_if_something_is_always_allowed():
     names = [[*name[:length], EOS] for name, length in zip(semantic_ids(90), (1, 2, 3) * 30)]
     arguments = {"num_beams": 2, "max_new_tokens": 12, "early_stopping": True}
     left = 0
@@ -191,7 +191,7 @@ def test_a_token_beyond_the_vocabulary_is_the_librarys_error():
     assert fastgen.explain().codes(ALLOWED) == {"TRIE_OUTSIDE_VOCABULARY"}
 
 
-def test_other_functions_are_called_for_each_row_as_the_library_does():
+def test_other_functions_are_called_for_each_row():
     sequences, calls = [[*name, EOS] for name in semantic_ids(300)], []
 
     def counted(batch_id: int, input_ids: torch.Tensor) -> list[int]:
@@ -260,7 +260,7 @@ def test_a_newer_transformers_is_verified_first():
     assert len(calls) == 4
 
 
-def test_a_newer_transformers_that_allows_other_tokens_switches_it_off():
+def test_a_newer_transformers_that_allows_others_switches_it_off():
     processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie([[5, 6]], [EOS]).after(2), 2)
     other = mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: [7])
     with other, forget_verified(), as_untested() as failures:

@@ -129,7 +129,7 @@ def test_repeated_rows_of_a_caller_leave_together():
         ({"num_beams": 1, "return_dict_in_generate": True}, set()),
     ],
 )
-def test_one_row_and_what_returns_more_than_tokens_stay_with_the_library(others, codes):
+def test_one_row_and_outputs_beside_tokens_stay_with_the_library(others, codes):
     model = tiny("gpt2")
     arguments = {**ENDS, "num_beams": 3, **others}
     input_ids = token_ids(4 if arguments["num_beams"] > 1 else 1, 5)
@@ -139,7 +139,7 @@ def test_one_row_and_what_returns_more_than_tokens_stay_with_the_library(others,
 
 
 @WAYS
-def test_after_an_error_of_a_leaving_input_the_library_begins_anew(num_beams):
+def test_after_an_error_of_a_leaving_input_the_library_restarts(num_beams):
     model, arguments = tiny("llama"), {**ENDS, "num_beams": num_beams}
     if num_beams > 1:
         arguments["early_stopping"] = True
@@ -150,7 +150,7 @@ def test_after_an_error_of_a_leaving_input_the_library_begins_anew(num_beams):
 
 
 @pytest.mark.parametrize("owner", ["model", "class"])
-def test_a_method_of_the_librarys_loop_that_a_program_has_replaced_is_called(monkeypatch, owner):
+def test_a_replaced_method_of_the_librarys_loop_is_called(monkeypatch, owner):
     model, called = tiny("bart"), []
     update = model._update_finished_beams
     for expected in (0, 1):
@@ -173,7 +173,7 @@ def test_a_model_that_moves_its_cache_itself_is_given_it():
     assert moved == {(15, False), (15, True)}  # by the library's loop, and by fastgen's
 
 
-def test_scores_that_become_nan_after_inputs_have_left_are_those_of_all_inputs_together():
+def test_scores_that_become_nan_are_those_of_all_inputs_together():
     model, began_anew = tiny("bart"), 0
     model.model.decoder.embed_positions.weight.data[10] = torch.nan
     for seed in range(6):
@@ -182,7 +182,7 @@ def test_scores_that_become_nan_after_inputs_have_left_are_those_of_all_inputs_t
     assert began_anew
 
 
-def test_a_row_that_has_ended_and_has_no_token_left_raises_the_librarys_error():
+def test_an_ended_row_without_tokens_raises_the_librarys_error():
     model, others = tiny("llama"), [token for token in range(99) if token != 7]
     input_ids = torch.tensor([others, [5] * len(others), [6] * len(others)])
     arguments = {"do_sample": True, "no_repeat_ngram_size": 1, "eos_token_id": 7, "max_new_tokens": 20}

@@ -90,7 +90,7 @@ def test_flex_attention_gets_the_whole_keys():
     assert is_materialized(report)
 
 
-def test_whisper_with_a_decoder_prompt_of_language_task_and_earlier_text():
+def test_whisper_with_a_prompt_of_language_task_and_earlier_text():
     model, features = tiny("whisper"), inputs_of("whisper", 1, 1)
     config = model.generation_config
     config.is_multilingual, config.no_timestamps_token_id = True, 70

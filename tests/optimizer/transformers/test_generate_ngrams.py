@@ -123,7 +123,7 @@ class TestTheDictionariesOfTheLibrary:
         assert (found.ngram_size, found.batch_size) == (expected.ngram_size, expected.batch_size)
 
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-    def test_serve_a_processor_that_is_copied_or_used_without_fastgen(self, duplicate):
+    def test_serve_a_processor_that_is_copied_or_not_fastgens(self, duplicate):
         processor = EncoderNoRepeatNGramLogitsProcessor(2, rows(2, 6))
         input_ids, scores = rows(4, 5, seed=2), torch.zeros(4, VOCABULARY)
         expected = processor(input_ids, scores)

@@ -274,7 +274,7 @@ def test_streamer_gets_the_same_tokens():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_error_of_a_processor_comes_through_and_the_next_call_works(name):
+def test_error_of_a_processor_comes_through_once(name):
     error = LookupError("from the processor")
 
     def fail(input_ids, scores):

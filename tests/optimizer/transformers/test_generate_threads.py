@@ -74,7 +74,7 @@ def test_disabled_in_one_thread_does_not_disable_another():
     assert_equal_outputs(plain, fast)
 
 
-def test_thread_started_inside_disabled_uses_fastgen_unless_it_gets_the_context():
+def test_thread_started_inside_disabled_uses_fastgen():
     model, inputs = tiny("llama"), padded(9, 5)
     with fastgen.disabled():
         context = contextvars.copy_context()

@@ -62,7 +62,7 @@ def llama():
     list(zip([one for one in ARCHITECTURES if one.kind == "causal"], itertools.cycle(WAYS))),
     ids=lambda value: getattr(value, "id", value),
 )
-def test_every_architecture_gives_its_answers_and_goes_on_from_the_call_before_or_says_why_not(architecture, way):
+def test_every_architecture_goes_on_from_the_call_before(architecture, way):
     model = architecture.model()
     with fastgen.reusing_prefix(model):
         for seed in range(3):
@@ -202,7 +202,7 @@ def sees_two_that_change_places(tensor: torch.Tensor, one: int, other: int) -> b
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.uint8, torch.bool))
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(1, 20_000), data=st.data())
-def test_a_checksum_sees_one_changed_bit_and_two_that_change_places(dtype, size, data):
+def test_a_checksum_sees_changed_bits_and_changed_places(dtype, size, data):
     generator = torch.Generator().manual_seed(size)
     tensor = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     tensor = (tensor % 2 if dtype == torch.bool else tensor).view(dtype)
@@ -260,7 +260,7 @@ def test_what_is_returned_may_be_written_into(llama):
         assert compared(llama, prompts(5, seed=2), **SHORT).report.prefix_tokens_kept == 9
 
 
-def test_a_call_in_another_thread_may_keep_another_prefix_meanwhile(llama):
+def test_another_thread_may_keep_another_prefix_meanwhile(llama):
     """The context of a thread may be copied to others, as `asyncio.to_thread` does."""
 
     def found_sync(original: Callable, reuse: Any, *args: Any) -> Any:
@@ -320,7 +320,7 @@ def test_the_block_is_of_one_model(llama):
     assert report.prefix_tokens_kept == 9
 
 
-def test_encoder_decoders_and_tiny_models_are_as_without_the_block(llama):
+def test_encoder_decoders_and_tiny_models_keep_no_prefix(llama):
     bart = tiny("bart")
     inputs = {"input_ids": token_ids(2, 9), "attention_mask": torch.ones(2, 9).long()}
     with fastgen.reusing_prefix(bart):

@@ -100,7 +100,7 @@ def test_equal_pairs_and_different_numbers_of_continuations():
     assert found[0] == found[3] and fastgen.explain().inputs == 3 and fastgen.explain().rows == 5
 
 
-def test_a_window_holds_the_padding_between_a_prefix_and_the_rest_of_a_context():
+def test_a_window_holds_the_padding_behind_a_prefix():
     model = tiny("mistral", sliding_window=20)
     contexts, continuations = [[5, 6, 7, *range(20, 32)], [5, 6, 7, 8]], [[40], [*range(50, 60)]]  # 16 tokens at most
     assert_equal(fastgen.log_likelihoods(model, contexts, continuations), one_by_one(model, contexts, continuations))
@@ -113,7 +113,7 @@ def test_a_prefix_is_computed_once_for_all_batches():
     assert seen[0] == (1, 9) and len(seen) > 3 and all(length < 9 for _, length in seen[1:])
 
 
-def test_where_nothing_is_gained_each_context_goes_with_its_continuation():
+def test_if_nothing_is_gained_contexts_go_with_continuations():
     model = unchanged("llama")
     pairs = questions(model, prefix=7)
     with configured(share="auto"):
@@ -306,7 +306,7 @@ def test_errors_name_the_value_and_what_would_be_accepted(changed, error, messag
         fastgen.log_likelihoods(**(arguments | changed))
 
 
-def test_models_that_compute_positions_go_beyond_those_they_were_trained_with():
+def test_models_that_compute_positions_go_beyond_their_training():
     model, contexts, continuations = tiny("llama"), [[5] * 130, [6] * 130], [[7, 8], [9]]
     assert model.config.max_position_embeddings == 128
     found = fastgen.log_likelihoods(model, contexts, continuations)

@@ -265,7 +265,7 @@ def test_images_behind_and_inside_a_common_prefix(make, inputs, length, saved, a
 
 
 @pytest.mark.parametrize("order", (1, -1))
-def test_a_prefix_of_tokens_whose_type_sees_what_follows_is_the_librarys(order):
+def test_a_prefix_whose_tokens_see_what_follows_is_the_librarys(order):
     """Gemma 3 lets neighbours of type 1 see each other."""
     model, options = ready(partial(gemma3, window=60)), TOKENS_ONLY | {"max_new_tokens": 5, "do_sample": False}
     inputs = alike(text(14, 14, 14), 8)
@@ -278,7 +278,7 @@ def test_a_prefix_of_tokens_whose_type_sees_what_follows_is_the_librarys(order):
         assert types is causal or report.codes(PREFIX) == {"NOT_CAUSAL"}
 
 
-def test_positions_of_a_text_model_that_depend_on_the_length_of_the_prompt_are_the_librarys():
+def test_positions_of_a_text_model_that_depend_on_the_prompt():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = ready(partial(llava, rope_parameters=rope, max_position_embeddings=8))
     unused = copy.deepcopy(model)  # it remembers the longest prompt

@@ -150,7 +150,7 @@ def test_decoder_of_another_encoder():
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_the_library_raises_where_the_padding_token_is_not_the_first(num_beams):
+def test_the_library_raises_if_padding_is_not_the_first_token(num_beams):
     errors = (ValueError, AssertionError)  # the latter in older versions
     with fastgen.disabled(), pytest.raises(errors, match="`position_ids` are incorrect"):
         make().generate(token_ids(2, 7), num_beams=num_beams, max_new_tokens=4)
@@ -196,7 +196,7 @@ def test_a_hooked_layer_sees_all_streams():
     assert left_alone_because(fastgen.explain(), "HOOKS")
 
 
-def test_forwards_outside_of_generate_and_gradients_are_the_librarys():
+def test_other_forwards_and_gradients_are_the_librarys():
     model = make(pad_token_id=0, dropout=0.1)
     other = copy.deepcopy(model)
     input_ids, labels = token_ids(2, 7), token_ids(2, 5, seed=2)

@@ -225,7 +225,7 @@ def test_nothing_keeps_the_cache_alive(name):
 @pytest.mark.parametrize("cuda_graphs", ("off", "on"))
 @pytest.mark.parametrize("name", NAMES)
 @BOTH
-def test_a_cache_that_nobody_holds_is_not_copied_when_the_call_ends(name, arguments, cuda_graphs):
+def test_a_cache_that_nobody_holds_is_not_copied_at_the_end(name, arguments, cuda_graphs):
     with capturing(cuda_graphs), watched("copy a layer") as copied, watched("copy a static layer") as static_copied:
         unchanged(name).generate(
             **padded(9, 5), **arguments | {"return_dict_in_generate": False, "output_scores": False}
@@ -234,7 +234,7 @@ def test_a_cache_that_nobody_holds_is_not_copied_when_the_call_ends(name, argume
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cache_that_a_hook_keeps_from_beam_search_has_the_last_order_of_its_rows(name):
+def test_a_cache_that_a_hook_keeps_has_the_last_order_of_rows(name):
     found = []
     for context in (fastgen.disabled(), nullcontext()):
         kept = []

@@ -160,7 +160,7 @@ def test_the_speech_encoder_hears_an_input_once(version: str, kind: str) -> None
         assert times == 1 and torch.allclose(ours, encoder_calls(model, inputs)[1], atol=1e-5)
 
 
-def test_the_speech_encoder_hears_it_twice_where_somebody_could_tell() -> None:
+def test_the_speech_encoder_hears_twice_if_somebody_could_tell() -> None:
     model, inputs = seamless("SeamlessM4Tv2", "ForSpeechToSpeech"), inputs_of("ForSpeechToSpeech", 2)
     with fastgen.disabled():
         _, stock = encoder_calls(model, inputs)

@@ -54,7 +54,7 @@ def test_windows_and_prompts_of_all_lengths(name, window, arguments):
 
 @BOTH
 @pytest.mark.parametrize("name", MODELS)
-def test_steps_are_captured_as_long_as_the_window_holds_everything(name, arguments):
+def test_steps_are_captured_if_the_window_holds_everything(name, arguments):
     tokens = padded(LENGTH, 5)
     arguments = {**arguments, "return_dict_in_generate": False}
     for window, fits in ((LENGTH + 7, False), (99, True)):

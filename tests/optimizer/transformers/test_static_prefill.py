@@ -41,7 +41,7 @@ def build(name):
 
 @BOTH
 @pytest.mark.parametrize("name", ("llama", "gpt2", "mistral", "gemma2", "deepseek_v3", *SEQ2SEQ))
-def test_the_prefill_runs_once_per_input_and_the_cache_is_that_of_the_library(name, arguments, rows):
+def test_the_prefill_runs_once_per_input_into_the_same_cache(name, arguments, rows):
     model, several = build(name), 3 if arguments is BEAMS else 4
     both = compared(model, padded(9, 5), **arguments, **STATIC)  # compares all that the layers of both caches hold
     assert both.report.shared == [PREFILL] and both.report.kernels == {}
@@ -81,7 +81,7 @@ def test_rows_that_the_caller_repeated():
 
 
 @BOTH
-def test_a_model_found_to_keep_states_gets_an_empty_cache_and_all_rows(arguments):
+def test_a_model_that_keeps_states_gets_an_empty_cache(arguments):
     with replaced("states of rows", lambda *args: [Reason("MODEL_STATE", "found")]):
         assert left_alone_because(
             compared(build("llama"), padded(9, 5), **arguments, **STATIC).report, "MODEL_STATE", "found"

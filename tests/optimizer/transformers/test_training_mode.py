@@ -50,7 +50,7 @@ def test_what_drops_is_named(name, overrides, reason):
     assert left_alone_because(report, "TRAINING", reason) and left_alone_because(report, "TRAINING", "training mode")
 
 
-def test_dropouts_that_only_the_configuration_holds_are_looked_for_where_they_are_read():
+def test_dropouts_of_a_configuration_count_where_they_are_read():
     assert GPT2Config().summary_first_dropout  # of a head that this model does not have
     assert is_shared(assert_same(model_of("gpt2"), padded(9, 5), **SAMPLES), PROMPT)
     model = model_of("llama")

@@ -77,9 +77,7 @@ def test_a_newer_version_is_compared_once_per_class_and_mode(mode, newer_transfo
     assert not newer_transformers
 
 
-def test_a_difference_on_a_newer_version_switches_the_patches_off_and_says_what_differed(
-    newer_transformers, wrong_attention
-):
+def test_a_difference_on_a_newer_version_switches_patches_off(newer_transformers, wrong_attention):
     model = make()
     same_tokens(model, INPUTS, **BEAMS)
     [(group, reason)] = newer_transformers
@@ -87,7 +85,7 @@ def test_a_difference_on_a_newer_version_switches_the_patches_off_and_says_what_
     assert fastgen.explain().codes(PREFILL) == {"DIFFERS"} and "logits of step 1 differ by" in str(fastgen.explain())
 
 
-def test_a_class_outside_transformers_that_differs_is_left_alone_and_others_are_not(wrong_attention, rows):
+def test_a_class_outside_transformers_that_differs_is_left_alone(wrong_attention, rows):
     model = make(own_class())
     with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
         same_tokens(model, INPUTS, **BEAMS)
@@ -99,7 +97,7 @@ def test_a_class_outside_transformers_that_differs_is_left_alone_and_others_are_
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_a_class_outside_transformers_is_shared_once_it_was_compared(rows, dtype):
+def test_a_class_outside_transformers_is_shared_after_comparing(rows, dtype):
     model = make(own_class()).to(dtype)
     model.generate(INPUT_IDS, **BEAMS)
     rows.clear()
@@ -107,7 +105,7 @@ def test_a_class_outside_transformers_is_shared_once_it_was_compared(rows, dtype
     assert rows == [2, 6, 6, 6, 6, 6]
 
 
-def test_a_call_that_cannot_be_repeated_is_left_to_the_original_until_another_was_compared():
+def test_a_call_that_cannot_be_repeated_waits_for_another():
     class Streamer(BaseStreamer):
         def put(self, value):
             pass
@@ -126,7 +124,7 @@ def test_a_call_that_cannot_be_repeated_is_left_to_the_original_until_another_wa
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_a_prompt_too_short_to_share_shows_what_will_be_wrong_with_long_ones(repeated, wrong_attention, dtype):
+def test_a_prompt_too_short_to_share_shows_what_will_be_wrong(repeated, wrong_attention, dtype):
     model = make(own_class()).to(dtype)
     with pytest.warns(RuntimeWarning, match="own_package.OwnLlama"):
         model.generate(INPUT_IDS[:, :2], num_beams=3, max_new_tokens=6)
@@ -200,7 +198,7 @@ def test_too_few_new_tokens_verify_nothing(rows):
     assert fastgen.explain().codes(PREFILL) == {"UNVERIFIED"} and "fewer than 4 new" in str(fastgen.explain())
 
 
-def test_a_model_whose_own_modules_keep_rows_is_left_alone_and_its_class_not_verified():
+def test_a_model_whose_own_modules_keep_rows_is_left_alone():
     class Keeping(LlamaForCausalLM):
         def forward(self, *args, **kwargs):
             output = super().forward(*args, **kwargs)
@@ -232,7 +230,7 @@ def test_an_error_of_the_program_is_raised_and_blames_no_class():
     assert "prefill: one row per input" in fastgen.explain().shared
 
 
-def test_greedy_decoding_of_one_row_per_input_needs_no_comparison(newer_transformers, rows):
+def test_greedy_decoding_of_one_row_needs_no_comparison(newer_transformers, rows):
     model = make()
     model.generate(INPUT_IDS, max_new_tokens=4)
     assert rows == [2, 2, 2, 2]
@@ -257,7 +255,7 @@ def same_with_and_without(model, input_ids) -> None:
     assert results[0] == results[1]
 
 
-def test_forward_that_waits_for_another_model_s_generate_does_not_wait_for_ever():
+def test_a_forward_may_wait_for_another_models_generate():
     helper = make(own_class())
     with ThreadPoolExecutor(1) as pool:
 
@@ -268,7 +266,7 @@ def test_forward_that_waits_for_another_model_s_generate_does_not_wait_for_ever(
         same_with_and_without(own_model(waiting), INPUT_IDS)
 
 
-def test_what_fits_one_input_by_broadcasting_is_compared_again_with_several():
+def test_what_fits_one_input_is_compared_again_with_several():
     def keeping(self, original, **kwargs):
         output = original(**kwargs)
         before = getattr(self, "before", None) if kwargs["input_ids"].shape[1] == 1 else None
@@ -283,7 +281,7 @@ def test_what_fits_one_input_by_broadcasting_is_compared_again_with_several():
         same_with_and_without(model, INPUT_IDS[:inputs])
 
 
-def test_method_of_the_program_that_the_first_call_runs_through_is_not_left_half_done():
+def test_a_method_of_the_first_call_is_not_left_half_done():
     class Busy(LlamaForCausalLM):
         busy = False
 

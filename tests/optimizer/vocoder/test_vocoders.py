@@ -291,7 +291,7 @@ def test_units_of_fairseq_become_the_same_waveform(tmp_path, with_durations):
         assert compared(vocoder, {"code": torch.tensor([[3, 4, -1, 9, 2, 2, -1, 7]])}, with_durations).by_onednn
 
 
-def test_units_with_speakers_and_pitches_become_the_same_waveform():
+def test_units_with_speakers_and_pitches_sound_the_same():
     model = loud(of_fairseq("codehifigan", "CodeGenerator")(SPEAKERS))
     voice, pitches = torch.randint(3, (2, 1)), torch.randint(5, (2, 10))
     with onednn():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
 from architectures import ARCHITECTURES, REAL, Architecture
-from parity import is_materialized
+from parity import is_materialized, run_both
 
 import fastgen
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Report
@@ -27,8 +27,7 @@ MODES = {
 }
 
 
-@dataclass
-class Parity:
+class Parity(NamedTuple):
     tokens_equal: bool
     largest_score_difference: float
     report: Report
@@ -56,16 +55,14 @@ def measure(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: str, 
 
     In half precision rounding decides which of two close tokens a sample cuts off: these are not compared.
     """
-    with fastgen.disabled():
-        expected = generate(model, inputs, mode, new_tokens)
-    found = generate(model, inputs, mode, new_tokens)
+    both = run_both(lambda: generate(model, inputs, mode, new_tokens))
     differences = []
-    for ours, theirs in zip(found.scores, expected.scores, strict=True):
+    for ours, theirs in zip(both.fast.scores, both.stock.scores, strict=True):
         difference = (ours.nan_to_num(neginf=-1e9) - theirs.nan_to_num(neginf=-1e9)).abs()
         if model.dtype in (torch.float16, torch.bfloat16):
             difference = difference.masked_fill(ours.isneginf() != theirs.isneginf(), 0)
         differences.append(difference.max().item())
-    return Parity(torch.equal(found.sequences, expected.sequences), max(differences), fastgen.explain())
+    return Parity(torch.equal(both.fast.sequences, both.stock.sequences), max(differences), both.report)
 
 
 def expected_sharing(architecture: Architecture, mode: str) -> str:

@@ -23,7 +23,6 @@ from transformers.cache_utils import (
 )
 
 import fastgen
-from fastgen.models.cache_names import CACHE
 from fastgen.optimizer.decoding.graphs import CpuCapture
 from fastgen.optimizer.decoding.report import MATERIALIZED, STEPS, Report
 from fastgen.optimizer.decoding.segmented_kv import OPERATIONS
@@ -92,26 +91,6 @@ def inputs_of(name: str, *lengths: int, seed: int = 1) -> dict[str, torch.Tensor
     if kind in ("speech", "vision"):
         return architecture_of(name).inputs(rows=len(lengths), seed=seed)
     return padded(*lengths, side="right" if kind == "seq2seq" else "left", seed=seed)
-
-
-def moves_rows(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """A `custom_generate` that moves rows from input to input after each step; returns the last logits."""
-    outputs = model._prefill(input_ids, generation_config, kwargs)
-    for _ in range(4):
-        kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
-        order = torch.arange(len(input_ids)).flip(0)
-        input_ids = torch.cat([input_ids, outputs.logits[:, -1].argmax(-1, keepdim=True)], dim=1)[order]
-        kwargs[CACHE].reorder_cache(order)
-        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
-        outputs = model(**inputs, return_dict=True)
-    return outputs.logits
 
 
 def run_both(

@@ -38,7 +38,7 @@ class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.1)
-        self.config, self.scale, self.sizes = config, 0.5, [1, 2]
+        self.config, self.scale, self.sizes, self.options = config, 0.5, [1, 2], {"scaled": True}
         self.register_buffer("positions", torch.arange(4.0))
         self.activation = torch.relu
 
@@ -87,6 +87,7 @@ CHANGES = {
     "type": lambda model: model.double(),
     "number": lambda model: setattr(model.blocks[0], "scale", 0.25),
     "item of a list": lambda model: model.blocks[0].sizes.append(3),
+    "item of a dictionary": lambda model: model.blocks[0].options.update(scaled=False),
     "configuration": lambda model: setattr(model.config, "layers", 3),
     "mode": lambda model: model.blocks[1].eval(),
     "module": lambda model: model.blocks.append(Block(model.config)),
@@ -195,16 +196,3 @@ def test_facts_keep_neither_model_nor_weights_alive():
     del model
     gc.collect()
     assert alive() is None
-
-
-PLAIN = [((0, 1), (0, 2)), ([1, 2], [1, 3]), ({"a": 1}, {"a": 2}), (False, True), (0, 1), ("", "on")]
-
-
-@pytest.mark.parametrize(("before", "after"), PLAIN)
-def test_plain_values_count_also_in_collections(before, after):
-    model = Model()
-    model.blocks[0].held = before
-    facts = facts_of(model, KNOWN)
-    likeness = facts.likeness()
-    model.blocks[0].held = after
-    assert not facts.is_current() and facts_of(model, KNOWN).likeness() != likeness

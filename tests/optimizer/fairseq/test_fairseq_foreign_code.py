@@ -46,9 +46,7 @@ def prepared(case: Case, prepare: Callable[[Any], Any], inference: dict | None =
     """A call with a generator that a program has prepared."""
 
     def call() -> list:
-        settings = BEAMS | options
-        kind = {"seq_gen_cls": settings.pop("seq_gen_cls")} if "seq_gen_cls" in settings else {}
-        generator = case.task.build_generator(case.models, Namespace(**settings), **kind)
+        generator = case.task.build_generator(case.models, Namespace(**BEAMS | options))
         prepare(generator)
         return case.task.inference_step(generator, case.models, case.sample, **inference or {})
 
@@ -71,18 +69,6 @@ def test_hooks_of_the_user_see_what_they_saw(name):
     assert [shape for shape, _ in stock] == [shape for shape, _ in fast] and len(stock) > 5
     for (_, one), (_, other) in zip(stock, fast, strict=True):
         torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
-
-
-class EndsAfterThree(SequenceGenerator):
-    """A generator of the user's own: from the fourth word on, the first hypothesis that ends ends the sentence."""
-
-    def is_finished(self, step, unfin_idx, max_len, finalized_sent_len, beam_size):
-        return step >= 3 or super().is_finished(step, unfin_idx, max_len, finalized_sent_len, beam_size)
-
-
-def test_generator_of_the_user_keeps_its_methods(case):
-    both = same(case, min_len=2, seq_gen_cls=EndsAfterThree)
-    assert min(len(hypotheses) for hypotheses in both.fast) < BEAMS["beam"]
 
 
 class ScaledAttention(MultiheadAttention):

@@ -15,7 +15,6 @@ from parity import LEFT, assert_equal_outputs, capturing, inputs_of, outcome, pa
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 import fastgen
-from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.report import ALLOWED
 from fastgen.optimizer.transformers import processors
 from fastgen.optimizer.transformers.compat import LAYERS_ARE_KNOWN
@@ -217,15 +216,6 @@ def test_other_functions_may_give_what_an_index_may_be(answer):
     assert_equal_outputs(stock, fast)
 
 
-def test_an_error_of_the_function_is_the_programs():
-    def broken(batch_id: int, input_ids: torch.Tensor) -> list[int]:
-        raise KeyError("ours")
-
-    with pytest.raises(KeyError, match="ours"):
-        model_of("llama").generate(token_ids(1, 5), num_beams=3, max_new_tokens=3, prefix_allowed_tokens_fn=broken)
-    assert PATCH_SET.in_effect(processors.TRIE_GROUP)
-
-
 @pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
 @pytest.mark.parametrize("trie", [True, False])
 def test_scores_that_are_not_finite(trie, value):
@@ -247,17 +237,6 @@ def test_captured_steps_are_constrained_too(name, arguments):
     with capturing():
         compare(model, padded(5, 5), names, [EOS], max_new_tokens=13, do_sample=False, **arguments)
     assert replays(fastgen.explain()) > 3
-
-
-def test_a_newer_transformers_is_verified_first():
-    names = [[*sequence, EOS] for sequence in semantic_ids(300)]
-    processor = PrefixConstrainedLogitsProcessor(fastgen.PrefixTrie(names, [EOS]), 2)
-    calls, asked = [], fastgen.PrefixTrie.__call__
-    counted = mock.patch.object(fastgen.PrefixTrie, "__call__", lambda *given: calls.append(1) or asked(*given))
-    with counted, forget_verified(), as_untested():
-        for _ in range(2):
-            processor(token_ids(4, 2), torch.randn(4, VOCABULARY))
-    assert len(calls) == 4
 
 
 def test_a_newer_transformers_that_allows_others_switches_it_off():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -88,16 +87,6 @@ class Descriptor:
         return functools.partial(self.function, module)
 
 
-def partial(original: Callable) -> Callable:
-    call = lambda original, *args, **kwargs: steered(original(*args, **kwargs))  # noqa: E731
-    return functools.update_wrapper(functools.partial(call, original), original)
-
-
-def bound(original: Callable) -> Callable:
-    call = lambda self, *args, **kwargs: steered(original(*args, **kwargs))  # noqa: E731
-    return types.MethodType(functools.wraps(original)(call), original.__self__)
-
-
 def proxied(original: Callable) -> Callable:
     return wrapt.FunctionWrapper(original, lambda original, _, args, kwargs: steered(original(*args, **kwargs)))
 
@@ -105,9 +94,6 @@ def proxied(original: Callable) -> Callable:
 REPLACEMENTS: dict[str, Callable[[Callable], Any]] = {
     "function": steering,
     "wrapper": lambda original: functools.wraps(original)(steering(original)),  # has the name of what it wraps
-    "partial": partial,
-    "bound": bound,
-    "decorated": lambda original: torch.no_grad()(steering(original)),
     "proxy": proxied,
     "object": Steering,
     "mock": lambda original: mock.Mock(wraps=steering(original)),

@@ -8,14 +8,12 @@ from parity import (
     BEAMS,
     BOTH,
     PROMPT,
-    SAMPLES,
     assert_equal_caches,
     assert_equal_outputs,
     assert_same,
     capturing,
     compared,
     is_shared,
-    moves_rows,
     not_captured_because,
     padded,
     replays,
@@ -94,13 +92,6 @@ def test_the_returned_cache_takes_the_next_token(window):
             logits.append(model(output.sequences[:, -1:], past_key_values=cache, use_cache=True).logits)
     assert_equal_outputs(*logits)
     assert_equal_caches(both.stock.past_key_values, both.fast.past_key_values)
-
-
-@pytest.mark.parametrize("window", (7, LENGTH + 3))
-def test_a_custom_loop_may_move_rows_from_input_to_input(window):
-    model = model_of("mistral", window)
-    both = run_both(lambda: model.generate(token_ids(2, LENGTH), custom_generate=moves_rows, **SAMPLES))
-    assert_equal_outputs(both.stock, both.fast)
 
 
 def test_assisted_decoding_keeps_what_the_window_has_left_behind():

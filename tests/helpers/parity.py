@@ -85,6 +85,16 @@ def padded(*lengths: int, side: str = "left", seed: int = 1) -> dict[str, torch.
     return {"input_ids": input_ids, "attention_mask": mask}
 
 
+def with_prefix(*lengths: int, prefix: int = 7, side: str = "left", seed: int = 0) -> dict[str, torch.Tensor]:
+    """Prompts of these lengths that begin with `prefix` equal tokens, the same for all seeds, and then differ."""
+    inputs, longest = padded(*lengths, side=side, seed=seed), max(lengths)
+    for row, length in enumerate(lengths):
+        start = longest - length if side == "left" else 0
+        inputs["input_ids"][row, start : start + prefix] = token_ids(1, prefix, seed=9)[0]
+        inputs["input_ids"][row, start + prefix] = 10 + 8 * seed + row
+    return inputs
+
+
 def inputs_of(name: str, *lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:
     """Prompts of these lengths, padded on the side where the architecture wants it, or as many sounds or images."""
     kind = architecture_of(name).kind

@@ -15,7 +15,7 @@ import fastgen
 from fastgen import ops
 from fastgen.ops.kernel import Kernel
 from fastgen.ops.no_repeat_ngram.kernels import KERNELS, kernel_for
-from fastgen.optimizer.decoding.call import GenerateCall, add_reasons, count, current_call, generate_call, last_report
+from fastgen.optimizer.decoding.call import GenerateCall, generate_call
 from fastgen.optimizer.decoding.report import Reason, Report
 from fastgen.testing import configured, watched
 
@@ -194,13 +194,6 @@ def test_without_debug_no_line_is_made():
     with watched("line of a report") as lines, generate_call("Model"):
         pass
     assert not lines
-
-
-def test_nothing_is_counted_outside_of_a_call():
-    before = last_report()
-    count("kernel")
-    add_reasons("decoding loop", [Reason("USER_CACHE", "text")])
-    assert current_call() is None and last_report() is before
 
 
 def test_fairseq_has_reports_of_the_same_kind():

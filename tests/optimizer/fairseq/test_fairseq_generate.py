@@ -33,7 +33,8 @@ import fastgen
 from fastgen.optimizer.decoding.report import Report
 
 # The cases are lively by their seeds (fairseq_models.py). fairseq before 0.12.3 has weights in other tensors, and draws
-# others: what is compared is equal there, but claims about the cases do not hold.
+# others: what is compared is equal there, but claims about the cases do not hold. Each test makes its own: upstream's
+# BART keeps the last beam width above 1, and then reads wrong keys with one beam, or stops.
 IS_LIVELY = Version(fairseq.__version__) >= Version("0.12.3")
 claims_about_cases = pytest.mark.skipif(not IS_LIVELY, reason="fairseq before 0.12.3: other weights from the same seed")
 
@@ -45,25 +46,14 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module")
-def cases() -> dict[str, Case]:
-    """Models with a beam width in their state (BART) are spoilt by one beam after several: see `fresh`."""
-    return {name: make() for name, make in CASES.items()}
-
-
-def fresh(name: str) -> Case:
-    """Upstream's BART keeps the last beam width above 1, and then reads wrong keys with one beam, or stops."""
-    return CASES[name]()
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_model_generates_the_same(name, mode):
     """In eager steps, and in captured ones where fastgen knows the model."""
-    both = compare(fresh(name), **MODES[mode])
+    both = compare(CASES[name](), **MODES[mode])
     with capturing():
-        report = compare(fresh(name), **MODES[mode]).report
-    assert not replays(report) or (fresh(name).accelerated and name != "ensemble")
+        report = compare(CASES[name](), **MODES[mode]).report
+    assert not replays(report) or (CASES[name]().accelerated and name != "ensemble")
     found = {tuple(hypothesis["tokens"].tolist()) for sentence in both.fast for hypothesis in sentence}
     assert len(found) >= 3 or not IS_LIVELY
 
@@ -74,7 +64,7 @@ CACHED = [name for name in CASES if name not in ("fconv", "lightconv")]
 @claims_about_cases
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("what", ("beam", "sentence"))
-def test_comparison_notices_states_that_are_not_their_own(cases, name, what):
+def test_comparison_notices_states_that_are_not_their_own(name, what):
     """A claim about these models and the comparison: states of another beam or sentence change what is returned."""
     reorder, beam = EnsembleModel.reorder_incremental_state, BEAMS["beam"]
 
@@ -87,15 +77,15 @@ def test_comparison_notices_states_that_are_not_their_own(cases, name, what):
         reorder(self, incremental_states, new_order)
 
     with fastgen.disabled():
-        expected = generate(cases[name])
+        expected = generate(CASES[name]())
         with mock.patch.object(EnsembleModel, "reorder_incremental_state", reordered), pytest.raises(AssertionError):
-            assert_same_hypotheses(expected, generate(cases[name]))
+            assert_same_hypotheses(expected, generate(CASES[name]()))
 
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "transformer_lm", "lstm"))
 def test_calls_in_a_row_with_other_batches(name):
     """One generator for all batches, as `fairseq-generate` has it."""
-    case = fresh(name)
+    case = CASES[name]()
     batches = [case.sample] + [sample_of(case, *some) for some in ((3,), (8, 8, 8), (1, 12, 4, 2, 5, 5, 9), (1,))]
 
     def call() -> list[tuple[Hypotheses, Report | None]]:
@@ -126,7 +116,7 @@ def first_tokens(case: Case, sample: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "transformer_lm"))
 def test_beam_widths_may_change_from_call_to_call(name):
-    case = fresh(name)
+    case = CASES[name]()
     for beam in (3, 2, 6, 3):
         compare(case, beam=beam)
 
@@ -134,7 +124,7 @@ def test_beam_widths_may_change_from_call_to_call(name):
 @pytest.mark.parametrize("captures", (False, True), ids=("eager", "captured"))
 @pytest.mark.parametrize("name", ("transformer", "bart", "transformer_lm"))
 def test_weights_that_change_between_calls_are_read_again(name, captures):
-    case = fresh(name)
+    case = CASES[name]()
     with capturing("on" if captures else "off"):
         before = compare(case).fast
         generator = torch.Generator().manual_seed(5)
@@ -151,7 +141,7 @@ def test_weights_that_change_between_calls_are_read_again(name, captures):
 
 @pytest.mark.parametrize("name", ("transformer", "bart", "lstm", "transformer_lm"))
 def test_model_that_was_training_is_evaluated(name):
-    case, expected = fresh(name), fresh(name)
+    case, expected = CASES[name](), CASES[name]()
     case.models[0].train()
     both = compare(case)
     with fastgen.disabled():
@@ -162,7 +152,7 @@ def test_model_that_was_training_is_evaluated(name):
 @pytest.mark.parametrize("name", ("transformer", "bart", "ensemble"))
 def test_models_are_left_as_they_were(name):
     """Weights and mode; what else upstream changes in them (BART's beam width), fastgen may change, too."""
-    case = fresh(name)
+    case = CASES[name]()
     before = copy.deepcopy([model.state_dict() for model in case.models])
     compare(case)
     for model, state in zip(case.models, before, strict=True):
@@ -176,11 +166,12 @@ def test_models_are_left_as_they_were(name):
 
 
 @pytest.mark.parametrize("several", ("models", "batches"))
-def test_threads_generate_at_the_same_time(cases, several):
+def test_threads_generate_at_the_same_time(several):
     if several == "models":
-        calls = [(cases[name], cases[name].sample) for name in ("transformer", "bart", "transformer_lm", "ensemble")]
+        cases = [CASES[name]() for name in ("transformer", "bart", "transformer_lm", "ensemble")]
+        calls = [(case, case.sample) for case in cases]
     else:
-        case = cases["transformer"]
+        case = CASES["transformer"]()
         calls = [(case, sample_of(case, *some)) for some in ((9, 4), (2, 7, 5), (6,), (1, 1, 8, 3))]
     with fastgen.disabled():
         expected = [generate(*call) for call in calls]
@@ -193,14 +184,15 @@ def test_threads_generate_at_the_same_time(cases, several):
 
 
 @pytest.mark.parametrize("absent", ("id", "src_lengths", "prev_output_tokens"))
-def test_samples_without_optional_parts(cases, absent):
+def test_samples_without_optional_parts(absent):
     """Without lengths upstream's BART stops with an error; the Transformer counts tokens itself."""
-    sample = copy.deepcopy(cases["transformer"].sample)
+    case = CASES["transformer"]()
+    sample = copy.deepcopy(case.sample)
     for part in (sample, sample["net_input"]):
         part.pop(absent, None)
     if absent == "src_lengths":
         sample["net_input"].pop("prev_output_tokens", None)
-    compare(cases["transformer"], sample)
+    compare(case, sample)
 
 
 def test_few_positions_limit_the_length():
@@ -210,7 +202,7 @@ def test_few_positions_limit_the_length():
 
 @pytest.mark.parametrize("name", ("transformer", "bart"))
 def test_fairseq_in_double_precision(name):
-    case = fresh(name)
+    case = CASES[name]()
     for model in case.models:
         model.double()
     compare(case)

@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 import torch
 from own_models import by_einsum, odd_model
-from parity import BEAMS, padded, run_both, tiny
+from parity import BEAMS, padded, run_both, tiny, unchanged
 
 from fastgen.optimizer.decoding.call import current_call
 from fastgen.optimizer.decoding.report import LOOP
 from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
 
 ASKED = {"return_dict_in_generate": True, "output_scores": True}
-
-
-@pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
-    return {"gpt2": tiny("gpt2"), "bart": tiny("bart")}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart"])
@@ -34,23 +29,25 @@ def models() -> dict[str, Any]:
     ],
     ids=["beams", "one returned", "some end", "beam samples", "another criterion"],
 )
-def test_scores_are_those_of_the_library(models: dict, name: str, arguments: dict, of_the_library: bool) -> None:
+def test_scores_are_those_of_the_library(name: str, arguments: dict, of_the_library: bool) -> None:
     with only_outputs(SEQUENCES_SCORES):
-        stock, fast, report = run_both(lambda: models[name].generate(**padded(9, 5, 7), **ASKED | BEAMS | arguments))
+        stock, fast, report = run_both(lambda: unchanged(name).generate(**padded(9, 5, 7), **ASKED | BEAMS | arguments))
     assert torch.equal(fast.sequences, stock.sequences)
     assert torch.allclose(fast.sequences_scores, stock.sequences_scores, rtol=0, atol=1e-4)
     assert stock.scores and fast.scores is None
     assert bool(report.codes(LOOP)) == of_the_library
 
 
-def test_other_outputs_come_with_all_scores(models: dict) -> None:
+def test_other_outputs_come_with_all_scores() -> None:
     with only_outputs(SEQUENCES_SCORES):
-        stock, fast, _ = run_both(lambda: models["gpt2"].generate(**padded(9, 5), **BEAMS, **ASKED, output_logits=True))
+        stock, fast, _ = run_both(
+            lambda: unchanged("gpt2").generate(**padded(9, 5), **BEAMS, **ASKED, output_logits=True)
+        )
     assert len(fast.scores) == len(fast.logits) == len(stock.scores)
 
 
-def test_all_scores_are_there_outside_of_the_context(models: dict) -> None:
-    _, fast, _ = run_both(lambda: models["gpt2"].generate(**padded(9, 5), **BEAMS, **ASKED))
+def test_all_scores_are_there_outside_of_the_context() -> None:
+    _, fast, _ = run_both(lambda: unchanged("gpt2").generate(**padded(9, 5), **BEAMS, **ASKED))
     assert fast.scores and fast.sequences_scores is not None
 
 

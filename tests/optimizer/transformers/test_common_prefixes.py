@@ -10,24 +10,14 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, COLUMNS_COUNT, WITHOUT_PREFIX
-from parity import GREEDY, LEFT, TOKENS_ONLY, WAYS, capturing, compared, padded, tiny, token_ids, unchanged
+from parity import GREEDY, LEFT, TOKENS_ONLY, WAYS, capturing, compared, tiny, unchanged
+from parity import with_prefix as prompts
 
 import fastgen
 from fastgen.optimizer.decoding.report import PREFIX, Report
 from fastgen.testing import configured, costs, replaced, watched
 
 pytestmark = pytest.mark.usefixtures("share_always")
-
-
-def prompts(*lengths: int, prefix: int = 7, side: str = "left") -> dict[str, torch.Tensor]:
-    """Prompts of these lengths, that begin with `prefix` equal tokens."""
-    inputs = padded(*lengths, side=side)
-    common, longest = token_ids(1, prefix, seed=9)[0], max(lengths)
-    for row, length in enumerate(lengths):
-        start = longest - length if side == "left" else 0
-        inputs["input_ids"][row, start : start + prefix] = common
-        inputs["input_ids"][row, start + prefix] = 10 + row
-    return inputs
 
 
 @pytest.fixture

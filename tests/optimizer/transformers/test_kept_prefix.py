@@ -17,7 +17,7 @@ from architectures import ARCHITECTURES, WITHOUT_PREFIX
 from fuzz_changes import CHANGES, attention_scale, weight_in_place
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import TOKENS_ONLY, WAYS, capturing, compared, tiny, token_ids, unchanged
+from parity import TOKENS_ONLY, WAYS, capturing, compared, tiny, token_ids, unchanged, with_prefix
 from peft import LoraConfig, get_peft_model
 
 import fastgen
@@ -30,19 +30,11 @@ from fastgen.testing import configured
 pytestmark = pytest.mark.usefixtures("share_always")
 
 SHORT = {"max_new_tokens": 4, "do_sample": False}
-SYSTEM = token_ids(1, 9, seed=9)
 
 
 def prompts(*lengths: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Behind the same 9 tokens in every call, rows of so many tokens, padded on the left."""
-    longest = max(lengths)
-    input_ids, mask = torch.ones(len(lengths), 9 + longest).long(), torch.zeros(len(lengths), 9 + longest).long()
-    for row, length in enumerate(lengths):
-        rest = token_ids(1, length, seed=20 * seed + row)
-        rest[0, 0] = 10 + 8 * seed + row  # they differ from their first token on
-        input_ids[row, longest - length :] = torch.cat([SYSTEM, rest], dim=1)
-        mask[row, longest - length :] = 1
-    return {"input_ids": input_ids, "attention_mask": mask}
+    return with_prefix(*(9 + length for length in lengths), prefix=9, seed=seed)
 
 
 def with_longer_prefix() -> dict[str, torch.Tensor]:

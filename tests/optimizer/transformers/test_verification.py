@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 import sys
@@ -236,49 +235,44 @@ def test_greedy_decoding_of_one_row_needs_no_comparison(newer_transformers, rows
     assert rows == [2, 2, 2, 2]
 
 
-def own_model(forward) -> LlamaForCausalLM:
-    """A model of a class of its own, whose forward is `forward(self, original, **kwargs)`."""
+def waits_for_another_model(self, original, **kwargs):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(make(own_class()).generate, INPUT_IDS, num_beams=2, max_new_tokens=5).result()
+    return original(**kwargs)
+
+
+def keeps_what_fits_one_input(self, original, **kwargs):
+    output = original(**kwargs)
+    before = getattr(self, "before", None) if kwargs["input_ids"].shape[1] == 1 else None
+    state = [output.logits[:, -1:].detach() * 0.1]  # where nobody looks for rows
+    self.before = {"kept": [state]}
+    if before is not None:
+        output.logits = output.logits + before["kept"][0][0]
+    return output
+
+
+def draws_from_pythons_random_numbers(self, original, **kwargs):
+    output = original(**kwargs)
+    output.logits = output.logits * random.uniform(0.5, 1.5)
+    return output
+
+
+@pytest.mark.parametrize(
+    "forward", (waits_for_another_model, keeps_what_fits_one_input, draws_from_pythons_random_numbers)
+)
+def test_forwards_of_the_program_do_what_they_do_in_the_library(forward):
     library = LlamaForCausalLM.forward
     own = {"forward": lambda self, **kwargs: forward(self, functools.partial(library, self), **kwargs)}
     model = make(type("Own", (LlamaForCausalLM,), own | {"__module__": "own_package"}))
-    return model
 
-
-def same_with_and_without(model, input_ids) -> None:
-    arguments = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 6}
-    results = []
-    for context in (fastgen.disabled, contextlib.nullcontext):
-        torch.manual_seed(5)
+    def call(inputs):
         random.seed(5)
-        with context():
-            results.append((model.generate(input_ids, **arguments).tolist(), random.getstate()))
-    assert results[0] == results[1]
+        tokens = model.generate(INPUT_IDS[:inputs], do_sample=True, num_return_sequences=4, max_new_tokens=6)
+        return tokens.tolist(), random.getstate()
 
-
-def test_a_forward_may_wait_for_another_models_generate():
-    helper = make(own_class())
-    with ThreadPoolExecutor(1) as pool:
-
-        def waiting(self, original, **kwargs):
-            pool.submit(helper.generate, INPUT_IDS, num_beams=2, max_new_tokens=5).result()
-            return original(**kwargs)
-
-        same_with_and_without(own_model(waiting), INPUT_IDS)
-
-
-def test_what_fits_one_input_is_compared_again_with_several():
-    def keeping(self, original, **kwargs):
-        output = original(**kwargs)
-        before = getattr(self, "before", None) if kwargs["input_ids"].shape[1] == 1 else None
-        state = [output.logits[:, -1:].detach() * 0.1]  # where nobody looks for rows
-        self.before = {"kept": [state]}
-        if before is not None:
-            output.logits = output.logits + before["kept"][0][0]
-        return output
-
-    model = own_model(keeping)
     for inputs in (1, 2):
-        same_with_and_without(model, INPUT_IDS[:inputs])
+        both = run_both(functools.partial(call, inputs))
+        assert both.stock == both.fast
 
 
 def test_a_method_of_the_first_call_is_not_left_half_done():
@@ -295,15 +289,6 @@ def test_a_method_of_the_first_call_is_not_left_half_done():
     model = make(Busy)
     model.generate(INPUT_IDS, **BEAMS)
     assert not model.busy
-
-
-def test_python_s_random_numbers_are_those_of_the_original():
-    def noisy(self, original, **kwargs):
-        output = original(**kwargs)
-        output.logits = output.logits * random.uniform(0.5, 1.5)
-        return output
-
-    same_with_and_without(own_model(noisy), INPUT_IDS)
 
 
 def test_a_program_that_makes_errors_of_warnings_gets_its_output(wrong_attention):

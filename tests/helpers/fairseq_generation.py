@@ -82,14 +82,12 @@ def compare(
     sample: dict[str, Any] | None = None,
     *,
     accelerated: bool | None = None,
-    asked: bool = True,
     tolerance: float = TOLERANCE,
     **options: Any,
 ) -> Both:
     """Generates with and without fastgen and compares all that is returned, and what became of the sample.
 
     accelerated: as for `assert_accelerated`; None: as the case says, unless a prefix ends its sentence.
-    asked: whether a SequenceGenerator is at work; of others fastgen knows nothing and reports nothing.
     """
     sample = case.sample if sample is None else sample
     samples: list[dict[str, Any]] = []
@@ -101,11 +99,8 @@ def compare(
     both = run_both(call)
     assert_same_hypotheses(both.stock, both.fast, tolerance)
     assert_equal_outputs(samples[0], samples[1], 0.0, "sample")
-    if asked:
-        by_case = case.accelerated and not ends_in_prefix(case, **options)
-        assert_accelerated(both.report, by_case if accelerated is None else accelerated)
-    else:
-        assert both.report is None, both.report
+    by_case = case.accelerated and not ends_in_prefix(case, **options)
+    assert_accelerated(both.report, by_case if accelerated is None else accelerated)
     return both
 
 

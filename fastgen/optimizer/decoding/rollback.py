@@ -4,7 +4,7 @@ Each part of the state gives a function that restores it: tensors on modules, ra
 have theirs here, caches in the folder of their host. A prefill opens one, and the trial whether a prefix can be
 computed apart; a decoding step keeps one for its loop.
 
-Tests: tests/optimizer/decoding/test_rollback.py, tests/optimizer/transformers/test_refused_calls.py
+Tests: tests/optimizer/transformers/test_refused_calls.py, tests/optimizer/transformers/test_static_prefill.py
 """
 
 from __future__ import annotations

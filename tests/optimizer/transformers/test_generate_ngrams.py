@@ -73,10 +73,11 @@ def test_ngrams_are_banned_as_the_library_does(ngram_size, beams, dtype, calls):
     assert calls == ["copy"] * (11 if beams else 12 - ngram_size)
 
 
-def of_encoder(encoder_input_ids: Any, ngram_size: Any = 2, change: Callable = lambda processor: None) -> torch.Tensor:
-    """What is banned behind the tokens 1 and 2, after a change of the processor."""
+def of_encoder(encoder_input_ids: Any, ngram_size: Any = 2, ngrams: list | None = None) -> torch.Tensor:
+    """What is banned behind the tokens 1 and 2. ngrams: those that a program gives to the processor."""
     processor = EncoderNoRepeatNGramLogitsProcessor(ngram_size, encoder_input_ids)
-    change(processor)
+    if ngrams is not None:
+        processor.generated_ngrams = ngrams
     return processor(torch.tensor([[1], [2]]), torch.zeros(2, VOCABULARY))
 
 
@@ -86,16 +87,11 @@ def of_row(ngram_size: Any, tokens: tuple[int, ...] = (1, 2, 1)) -> torch.Tensor
     return processor(torch.tensor([tokens]), torch.zeros(1, VOCABULARY))
 
 
-CHANGES = {
-    "other n-grams of a row": lambda processor: processor.generated_ngrams.__setitem__(0, {(1,): [5]}),
-    "another batch size": lambda processor: setattr(processor, "batch_size", 1),
-    "other dictionaries": lambda processor: setattr(processor, "generated_ngrams", [{(1,): [3]}, {}]),
-}
 UNUSUAL = {"no tokens": torch.zeros(2, 0, dtype=torch.long), "padding": torch.tensor([[1, -1], [3, 4]])}
 UNUSUAL |= {"numpy": rows(2, 3).numpy(), "one dimension": torch.tensor([1, 2, 3])}
 UNUSUAL_SIZES = [(what, size) for what in UNUSUAL for size in (1, 2, True)]
 SAME: dict[str, Callable[[], torch.Tensor]] = {
-    **{what: functools.partial(of_encoder, rows(2, 6), change=change) for what, change in CHANGES.items()},
+    "other dictionaries": lambda: of_encoder(rows(2, 6), ngrams=[{(1,): [3]}, {}]),
     **{f"{what}, {size}": functools.partial(of_encoder, UNUSUAL[what], size) for what, size in UNUSUAL_SIZES},
     **{f"an n-gram size of {size!r}": functools.partial(of_row, size) for size in (np.int64(2), True, 0, -1)},
     "tokens outside of the vocabulary": functools.partial(of_row, 2, (5, 99, 5, 3, 5)),

@@ -17,13 +17,11 @@ from parity import (
     not_captured_because,
     padded,
     replays,
-    run_both,
     same_tokens,
     tiny,
     token_ids,
 )
 from torch import nn
-from transformers import DynamicCache
 
 from fastgen.optimizer.decoding.report import KV_CACHE
 
@@ -103,17 +101,3 @@ def test_assisted_decoding_keeps_what_the_window_has_left_behind():
         max_new_tokens=7,
         do_sample=False,
     )
-
-
-@BOTH
-def test_a_cache_of_the_caller(arguments):
-    model = model_of("mistral", 7)
-    both = run_both(
-        lambda: model.generate(
-            **padded(LENGTH, 5),
-            past_key_values=DynamicCache(config=model.config),
-            return_dict_in_generate=True,
-            **arguments,
-        )
-    )
-    assert_equal_outputs(both.stock, both.fast)

@@ -6,7 +6,7 @@
                      └──> KVCache: generated keys and values written in place (FastSeq §2.2), those of the prompt or
                           of the encoder's output once per input (FastSeq §4.1.2)
 
-Tests: tests/optimizer/fairseq/test_fairseq_attention.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py
+Tests: tests/optimizer/fairseq/test_fairseq_loop.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py
 """
 
 from __future__ import annotations

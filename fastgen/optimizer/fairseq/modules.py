@@ -10,7 +10,7 @@
   nothing; the op does on every device what fairseq's CUDA kernel does.
 - HiFi-GAN vocoders, for spectrograms and, as `CodeGenerator`, for units, are those of `optimizer/vocoder.py`.
 
-Tests: tests/optimizer/fairseq/test_fairseq_attention.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py,
+Tests: tests/optimizer/fairseq/test_fairseq_loop.py, tests/optimizer/fairseq/test_fairseq_captured_steps.py,
 tests/optimizer/fairseq/test_fairseq_ngrams.py, tests/optimizer/vocoder/test_vocoders.py
 """
 

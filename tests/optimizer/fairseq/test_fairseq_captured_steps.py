@@ -1,4 +1,4 @@
-"""fairseq's decoder in captured steps: what it gives is what the unpatched library gives."""
+"""fairseq's decoder in captured steps, also of models that a program changes in a call: the library's hypotheses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import gc
 import weakref
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,10 @@ from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbe
 from fairseq.search import BeamSearch
 from fairseq_generation import assert_same_hypotheses, compare, generate, run_both, token_lists
 from fairseq_models import CASES, source_sample
+from fuzz_changes import CHANGES as CHANGES_OF_ALL_HOSTS
+from fuzz_changes import adapter, other_weight_data
 from parity import capturing, replays
+from torch import nn
 
 import fastgen
 from fastgen.testing import broken, captured_graphs, configured, holds_graphs
@@ -69,7 +75,7 @@ class Cooling(BeamSearch):
 
 
 def generated_with(search, case) -> tuple[list, BeamSearch]:
-    generator = case.task.build_generator(case.models, Namespace(beam=3, max_len_b=20, min_len=12))
+    generator = case.task.build_generator(case.models, Namespace(beam=3, max_len_b=24, min_len=20))
     generator.search = search(case.task.target_dictionary)
     generator.search.generator = generator
     return case.task.inference_step(generator, case.models, case.sample), generator.search
@@ -85,6 +91,58 @@ def test_searches_of_the_program_see_what_they_would(search):
     if search is Keeping:
         for expected, found in zip(both.stock[1].seen, both.fast[1].seen, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+class Changing(BeamSearch):
+    """Changes the model in one of its steps."""
+
+    def __init__(self, dictionary: Any, change: Any, model: Any) -> None:
+        super().__init__(dictionary)
+        self.change, self.changed = change, model
+
+    def step(self, step: int, *args: Any, **kwargs: Any) -> Any:
+        if step == 8:
+            self.change(Random(1), self.changed)
+        return super().step(step, *args, **kwargs)
+
+
+def nothing(random: Random, model: Any) -> None:
+    pass
+
+
+def look_at_the_attention(random: Random, model: Any) -> None:
+    def weigh(module: nn.Module, args: Any, output: Any) -> Any:
+        attended, weights = output
+        return attended * (2 if weights is None else 1 + weights.amax()), weights
+
+    model.decoder.layers[0].encoder_attn.register_forward_hook(weigh)
+
+
+def generated(*changes: Any) -> list[Any]:
+    """What calls on one model give, in each of which it is changed."""
+    case, outputs = CASES["transformer"](), []
+    for change in changes:
+        outputs.append(generated_with(partial(Changing, change=change, model=case.models[0]), case)[0])
+        case.models[0].eval()
+    return outputs
+
+
+CHANGES = [change for change in CHANGES_OF_ALL_HOSTS if change is not adapter]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, look_at_the_attention])
+def test_a_search_that_changes_the_model_within_a_call(change):
+    both = run_both(lambda: generated(nothing, change, nothing))
+    for stock, fast in zip(both.stock, both.fast, strict=True):
+        assert_same_hypotheses(stock, fast)
+
+
+def test_steps_are_captured_until_a_search_changes_the_model():
+    generated(nothing)
+    assert replays(fastgen.explain()) > 10
+    generated(nothing, other_weight_data)
+    report = fastgen.explain()
+    assert "MODEL_CHANGED" in report.codes() and 0 < replays(report) < 20
 
 
 @pytest.mark.parametrize("kind", (LearnedPositionalEmbedding, SinusoidalPositionalEmbedding))

@@ -1,22 +1,27 @@
-"""The decoding loop for fairseq: what it reads from the device, and what it leaves to fairseq, with the reasons."""
+"""The decoding loop for fairseq: what it reads and computes, and what it leaves to fairseq, with the reasons."""
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from types import FunctionType
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("fairseq")
 
+from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq_generation import BEAMS, assert_same_hypotheses, compare, generate, run_both
-from fairseq_models import CASES
+from fairseq_models import CASES, prompts
 from python_process import REPOSITORY, run_code
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgen
+from fastgen.optimizer.decoding.call import generate_call
 from fastgen.testing import replaced, watched
 
 
@@ -57,6 +62,76 @@ def test_each_step_reads_the_device_once(name):
     with fastgen.disabled(), HostReads() as mode:
         generate(case)
     assert len(mode.found) > 3 * len(flags), "a claim about the count: upstream waits several times in each step"
+
+
+def test_no_step_asks_whether_tokens_are_padding():
+    """That read would wait for the device in every step."""
+    reads = []
+    original = torch.Tensor.any
+
+    def counted(tensor: torch.Tensor, *args, **kwargs):
+        reads.append(tensor.shape)
+        return original(tensor, *args, **kwargs)
+
+    case = CASES["transformer"]()
+    with mock.patch.object(torch.Tensor, "any", counted):
+        generate(case)
+        ours = len([shape for shape in reads if shape])
+        reads.clear()
+        with fastgen.disabled():
+            generate(case)
+    assert ours <= 3 < len(reads)
+
+
+def test_prompt_is_fed_by_steps_where_a_layer_is_left_to_fairseq():
+    case = CASES["transformer_lm"]()
+    case.models[0].decoder.layers[1].self_attn.skip_embed_dim_check = True
+    both = compare(case)
+    assert not any("prompt" in item for item in both.report.shared) and both.report.shared
+
+
+def test_prompt_is_computed_in_one_pass():
+    """The decoder gets the whole common prompt once, with one row per input, and then one step after the other."""
+    case, shapes = CASES["transformer_lm"](), []
+    sample = prompts(case.task.dictionary, (6, 6, 6))
+    decoder = type(case.models[0].decoder)
+    original = decoder.forward
+
+    def watched(self, tokens, *args, **kwargs):
+        shapes.append((tuple(tokens.shape), kwargs.get("incremental_state") is not None))
+        return original(self, tokens, *args, **kwargs)
+
+    # As if it were fairseq's: code of the program would see each step.
+    names = {"__name__": "fairseq.watched", "shapes": shapes, "original": original}
+    watched = FunctionType(watched.__code__, names, closure=watched.__closure__)
+    with mock.patch("fastgen.optimizer.fairseq.checks.TransformerDecoderBase.forward", watched):
+        generate(case, sample, beam=2, max_len_b=12)
+    assert shapes[0] == ((3, 7), False)
+    assert shapes[1] == ((6, 8), True)
+    assert "the first 6 tokens of the prompt: once per input, in one pass" in fastgen.explain().shared
+
+
+@pytest.mark.parametrize("masked", (None, "additive", "boolean"))
+def test_encoder_attention_inside_a_generation_is_not_torchs(masked):
+    attention = MultiheadAttention(8, 2, self_attention=True).eval()
+    query, padding = torch.randn(5, 2, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    boolean = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    mask = {"additive": torch.zeros(5, 5).masked_fill(boolean, -torch.inf), "boolean": boolean}.get(masked)
+
+    def call() -> tuple:
+        with torch.no_grad():
+            return attention(query, query, query, padding, need_weights=False, attn_mask=mask)
+
+    with fastgen.disabled():
+        expected, _ = call()
+    with mock.patch.object(functional, "multi_head_attention_forward", side_effect=LookupError):
+        with generate_call("test") as running:
+            running.is_accelerated = True
+            found, weights = call()
+        with pytest.raises(LookupError):
+            call()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert weights is None
 
 
 def test_encoder_output_is_never_repeated():
@@ -121,7 +196,7 @@ def test_errors_of_arguments_are_those_of_fairseq():
 
 FAILS = """
 import fastgen
-from fairseq_models import CASES
+from fairseq_models import CASES, prompts
 from fairseq_generation import generate
 from fastgen.testing import broken
 with broken("choose beams, fairseq", TypeError("of the loop")):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from architecture_parity import MODES, expected_sharing, measure, shares
-from architectures import ARCHITECTURES, BY_NAME, Scale
+from architectures import ARCHITECTURES, Scale
 from python_process import REPOSITORY
 
 from fastgen.ops import x86
-from fastgen.testing import ANY_SIZE, costs, watched
+from fastgen.testing import ANY_SIZE, costs
 
 LONG = Scale(length=45, positions=512, frames=160)  # so many queries have flash attention
 # They attend by other functions than torch's, or to fewer pieces of an image.
@@ -43,28 +42,3 @@ def test_prompts_and_encoders_of_all_models_have_flash_attention(architecture, s
 def test_the_table_in_the_documentation_lists_every_architecture():
     rows = [line.split("|")[1].strip() for line in TABLE.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
     assert rows[1:] == [architecture.id for architecture in ARCHITECTURES]
-
-
-@pytest.mark.parametrize("name", ["llama", "bart"])
-def test_shared_keys_are_never_reordered_and_held_once(name, monkeypatch, share_always):
-    architecture = BY_NAME[name]
-    model, inputs = architecture.model(), architecture.inputs()
-    reordered, index_select = [], torch.Tensor.index_select
-
-    def record(tensor, dim, index):
-        reordered.append(tensor)
-        return index_select(tensor, dim, index)
-
-    monkeypatch.setattr(torch.Tensor, "index_select", record)
-    with watched("make a cache") as made:
-        model.generate(**inputs, num_beams=3, max_new_tokens=6)
-    caches = [call.args[0] for call in made]
-    shared = [states for cache in caches for prompt in cache.prompts for pair in prompt for states in pair]
-    assert shared, "nothing was shared"
-    for states in shared:
-        assert states.shape[0] == 2  # inputs, where stock keeps 6 rows
-        assert states.untyped_storage().nbytes() == states.numel() * states.element_size()
-        storage = states.untyped_storage().data_ptr()
-        assert all(tensor.untyped_storage().data_ptr() != storage for tensor in reordered)
-    lengths = {length for cache in caches for generated in cache.generated for length in generated.lengths}
-    assert lengths == {5}  # the last of 6 tokens is never computed upon

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 from architectures import SPECIAL
-from fuzz_changes import USER_CODE
 from parity import (
     CROSS,
     PROMPT,
@@ -234,24 +233,3 @@ def test_code_of_the_program_is_called_as_by_the_library(place):
     with mock.patch.object(owner, name, steered):
         assert_same(model, {"input_ids": token_ids(2, 7)}, num_beams=3, max_new_tokens=5)
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
-
-
-def test_a_hook_that_a_processor_adds_runs_from_the_next_step_on():
-    models, seen = iter([make(pad_token_id=0), make(pad_token_id=0)]), []
-
-    def generate():
-        model, shapes = next(models), []
-        seen.append(shapes)
-
-        def hook(module, args, output):
-            shapes.append(output[0].shape)
-            return (output[0] * 1.3, *output[1:])
-
-        attention = model.prophetnet.decoder.layers[0].self_attn
-        hooking = USER_CODE["processor"](lambda: attention.register_forward_hook(hook), 3)
-        arguments = {"max_new_tokens": 9, "return_dict_in_generate": True, "output_logits": True}
-        return model.generate(token_ids(2, 7), **hooking, **arguments).logits
-
-    both = run_both(generate)
-    torch.testing.assert_close(both.stock, both.fast, rtol=1e-4, atol=1e-4)
-    assert seen[0] == seen[1] != []

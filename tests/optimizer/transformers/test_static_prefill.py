@@ -18,7 +18,6 @@ from parity import (
     padded,
     run_both,
     tiny,
-    token_ids,
 )
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
@@ -36,6 +35,7 @@ SEQ2SEQ = ("bart", "t5")
 
 def build(name):
     sizes = {"mistral": {"sliding_window": 6}, "gemma2": {"sliding_window": 11}, "deepseek_v3": LATENT}
+    sizes["deepseek_v32"] = LATENT | INDEXED
     return tiny(name, **sizes.get(name, {}))
 
 
@@ -74,18 +74,11 @@ def test_the_next_call_may_be_the_librarys(arguments):
         assert torch.equal(model.generate(**padded(7, 8), **other, **STATIC), expected)
 
 
-def test_rows_that_the_caller_repeated():
-    inputs = {"input_ids": token_ids(2, 9).repeat_interleave(3, dim=0)}
-    both = compared(build("llama"), inputs, max_new_tokens=5, do_sample=False, **STATIC)
-    assert both.report.shared == [PREFILL]
-
-
 @BOTH
 def test_a_model_that_keeps_states_gets_an_empty_cache(arguments):
     with replaced("states of rows", lambda *args: [Reason("MODEL_STATE", "found")]):
-        assert left_alone_because(
-            compared(build("llama"), padded(9, 5), **arguments, **STATIC).report, "MODEL_STATE", "found"
-        )
+        both = compared(build("llama"), padded(9, 5), **arguments, **STATIC)
+    assert left_alone_because(both.report, "MODEL_STATE", "found")
 
 
 @pytest.mark.slow
@@ -108,18 +101,18 @@ def test_steps_are_compiled_as_often_as_in_the_library():
     assert graphs[0] == graphs[1] > 0
 
 
+CHUNKS = needs("transformers", "5.6", "it fails with chunks")
+INDEX = needs("transformers", "5.12", "no DeepSeek-V3.2")
+
+
 @BOTH
 @pytest.mark.parametrize(
-    "why",
+    ("name", "options", "why"),
     (
-        pytest.param("CHUNKED_PREFILL", marks=needs("transformers", "5.6", "it fails with chunks")),
-        pytest.param("CACHE_LAYERS", marks=needs("transformers", "5.12", "no DeepSeek-V3.2")),
+        pytest.param("llama", {"prefill_chunk_size": 4}, "CHUNKED_PREFILL", marks=CHUNKS),
+        pytest.param("deepseek_v32", {}, "CACHE_LAYERS", marks=INDEX),
     ),
 )
-def test_left_alone(why, arguments):
-    model, more = build("llama"), {}
-    if why == "CHUNKED_PREFILL":
-        more = {"prefill_chunk_size": 4}
-    else:
-        model = tiny("deepseek_v32", **LATENT | INDEXED)
-    assert left_alone_because(compared(model, padded(9, 5), **arguments, **STATIC, **more).report, why)
+def test_left_alone(name, options, why, arguments):
+    both = compared(build(name), padded(9, 5), **arguments, **STATIC, **options)
+    assert left_alone_because(both.report, why)

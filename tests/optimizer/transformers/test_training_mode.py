@@ -66,21 +66,20 @@ def test_dropouts_of_a_configuration_count_where_they_are_read():
     assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "TRAINING", "late_dropout=0.5")
 
 
-@pytest.mark.parametrize("module", (nn.BatchNorm1d(4), nn.RReLU()), ids=("batch norm", "random slope"))
-def test_modules_that_differ_in_training_are_named(module):
+@pytest.mark.parametrize(
+    ("put_in", "reason"),
+    [
+        (lambda model: model.add_module("added", nn.BatchNorm1d(4)), "added is in training mode with"),
+        (lambda model: model.add_module("added", nn.RReLU()), "added is in training mode with"),
+        (lambda model: model.gradient_checkpointing_enable(), "gradient checkpointing"),
+    ],
+    ids=("batch norm", "random slope", "checkpointing"),
+)
+def test_modules_that_differ_in_training_are_named(put_in, reason):
     model = model_of("llama")
-    model.add_module("added", module)
-    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "TRAINING", "added is in training mode with")
-    model.added.eval()
-    assert is_shared(assert_same(model, padded(9, 5), **SAMPLES), PROMPT)
-
-
-def test_gradient_checkpointing_in_effect_is_left_alone():
-    model = model_of("llama")
-    model.gradient_checkpointing_enable()
-    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "TRAINING", "gradient checkpointing")
-    model.eval()
-    assert is_shared(assert_same(model, padded(9, 5), **SAMPLES), PROMPT)
+    put_in(model)
+    assert left_alone_because(assert_same(model, padded(9, 5), **SAMPLES), "TRAINING", reason)
+    assert is_shared(assert_same(model.eval(), padded(9, 5), **SAMPLES), PROMPT)
 
 
 def test_dropout_left_on_inside_an_evaluated_model_is_left_alone():

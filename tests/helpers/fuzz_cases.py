@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from architectures import BY_NAME
-from own_models import FORMS, ODD, odd_model
+from own_models import ODD, odd_model
 from parity import padded, tiny, token_ids
 from torch import nn
 
@@ -19,7 +19,7 @@ ENCODERS = ("bert", "roberta", "xlm-roberta", "electra", "camembert", "big_bird"
 LONG = ("pegasus", "bart", "marian", "gpt2", "llama")
 # In half precision a token that another expert computes differs by more than rounding.
 HALF = "gpt2 llama llama-eager mistral qwen2 gemma2 opt bart bart-eager pegasus t5 mt5".split()
-WAYS = {way.__name__: way for way in ODD + FORMS}
+WAYS = {way.__name__: way for way in ODD}
 POSITIONS = {"max_position_embeddings": 512, "n_positions": 512}
 
 NAMES = {

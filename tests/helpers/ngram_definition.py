@@ -109,30 +109,23 @@ def wrapped(values: Sequence, rows: int, columns: int, dtype: torch.dtype, shift
     return torch.tensor(values, dtype=dtype)[index % len(values)]
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda buffer: buffer,
-    "some columns": lambda buffer: buffer[:, 2:-3],
-    "some rows": lambda buffer: buffer[1:-1],
-    "every second row": lambda buffer: buffer[::2],
-    "every third column": lambda buffer: buffer[:, 1::3],
-    "transposed": lambda buffer: buffer.t(),
-    "a part, transposed": lambda buffer: buffer[1:-2, 1:-1].t(),
-}
-SIZES = {  # of the buffer, for a view of [rows, columns]
-    "some columns": lambda rows, columns: (rows, columns + 5),
-    "some rows": lambda rows, columns: (rows + 2, columns),
-    "every second row": lambda rows, columns: (2 * rows, columns),
-    "every third column": lambda rows, columns: (rows, 3 * columns + 1),
-    "transposed": lambda rows, columns: (columns, rows),
-    "a part, transposed": lambda rows, columns: (columns + 3, rows + 2),
+# The size of a buffer for a view of `[rows, columns]`, and the view.
+LAYOUTS: dict[str, tuple[Callable[[int, int], tuple[int, int]], Callable[[Tensor], Tensor]]] = {
+    "contiguous": (lambda rows, columns: (rows, columns), lambda buffer: buffer),
+    "some columns": (lambda rows, columns: (rows, columns + 5), lambda buffer: buffer[:, 2:-3]),
+    "some rows": (lambda rows, columns: (rows + 2, columns), lambda buffer: buffer[1:-1]),
+    "every second row": (lambda rows, columns: (2 * rows, columns), lambda buffer: buffer[::2]),
+    "every third column": (lambda rows, columns: (rows, 3 * columns + 1), lambda buffer: buffer[:, 1::3]),
+    "transposed": (lambda rows, columns: (columns, rows), lambda buffer: buffer.t()),
+    "a part, transposed": (lambda rows, columns: (columns + 3, rows + 2), lambda buffer: buffer[1:-2, 1:-1].t()),
 }
 
 
 def lay_out(values: Tensor, layout: str, garbage: Sequence) -> Tensor:
     """`values` as a view of a larger buffer, the rest of which is `garbage`."""
-    size = SIZES.get(layout, lambda *size: size)(*values.shape)
-    whole = wrapped(garbage, 1, math.prod(size), values.dtype).reshape(size)
-    view = LAYOUTS[layout](whole)
+    size_of, view_of = LAYOUTS[layout]
+    size = size_of(*values.shape)
+    view = view_of(wrapped(garbage, 1, math.prod(size), values.dtype).reshape(size))
     view.copy_(values)
     return view
 

@@ -96,21 +96,5 @@ def by_rows_of_numpy(query, keys, values, mask):
     return weigh(query @ repeated(keys).mT, mask) @ repeated(values)
 
 
-def with_names(query, keys, values, mask):
-    keys, values = (torch.repeat_interleave(input=states, repeats=2, dim=1) for states in (keys, values))
-    scores = torch.matmul(input=query, other=torch.transpose(input=keys, dim0=2, dim1=3))
-    return torch.matmul(input=weigh(scores, mask), other=values)
-
-
-def with_out(query, keys, values, mask):
-    keys, values = (
-        states[:, :, None].expand(size=(-1, -1, 2, -1, -1)).reshape(shape=(len(query), HEADS, -1, WIDTH))
-        for states in (keys, values)
-    )
-    scores = torch.matmul(query, keys.transpose(2, 3), out=query.new_empty(*query.shape[:3], keys.shape[2]))
-    return torch.matmul(weigh(scores, mask), values, out=torch.empty_like(query))
-
-
-# What no library model does to its keys, and the forms of a call that the handlers of two-part states do not know.
+# What no library model does to its keys.
 ODD = (by_einsum, of_sliced_keys, by_key_order, by_rows_of_numpy)
-FORMS = (with_names, with_out)

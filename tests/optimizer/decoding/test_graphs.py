@@ -13,7 +13,6 @@ import torch
 from parity import capturing, padded, replays, same_tokens, tiny
 from torch import nn
 
-from fastgen.ops.tracing import Diverged
 from fastgen.optimizer.decoding import graphs
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.graphs import CapturedGraph, CpuCapture, GraphCache, GraphState
@@ -38,21 +37,6 @@ def graph_of(rows: int = 2) -> CapturedGraph:
     made = CapturedGraph(lambda inputs: inputs["number"] + 1, cache_of_one_layer(rows))
     made.capture({"number": torch.zeros(3)}, CpuCapture())
     return made
-
-
-class Branching(nn.Module):
-    """Takes another way for large numbers."""
-
-    def forward(self, number: torch.Tensor) -> torch.Tensor:
-        return number + 1 if number.max() < 5 else number * 2
-
-
-def test_a_replay_whose_numbers_lead_another_way_diverges():
-    made = CapturedGraph(lambda inputs: Branching()(inputs["number"]), cache_of_one_layer())
-    made.capture({"number": torch.zeros(3)}, CpuCapture())
-    assert torch.equal(made.replay({"number": torch.full((3,), 4.0)}), torch.full((3,), 5.0))
-    with pytest.raises(Diverged):
-        made.replay({"number": torch.full((3,), 6.0)})
 
 
 def test_inputs_that_a_replay_does_not_read_are_not_copied():

@@ -1,16 +1,14 @@
-"""Facts of a model come from one walk and hold until something is replaced."""
+"""Facts of a model come from one walk and hold until something is replaced; code: test_replaced_code.py."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import types
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
@@ -18,15 +16,7 @@ from fastgen.optimizer.decoding.model_facts import facts_of
 from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.provenance import PYTHON
 
-KNOWN = KnownCode(
-    packages=PYTHON | {"torch", "transformers", "fastgen", __name__.partition(".")[0]},
-    hooks=frozenset({"torch"}),
-    files=("torch.nn.functional",),
-)
-
-
-def helper(states: torch.Tensor) -> torch.Tensor:
-    return states * 2
+KNOWN = KnownCode(packages=PYTHON | {"torch", "fastgen", __name__.partition(".")[0]}, hooks=frozenset({"torch"}))
 
 
 class Config:
@@ -42,23 +32,12 @@ class Block(nn.Module):
         self.register_buffer("positions", torch.arange(4.0))
         self.activation = torch.relu
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self._mixed(helper(self.dropout(self.linear(states))))
-
-    def _mixed(self, states: torch.Tensor) -> torch.Tensor:
-        return self.activation(states) * self.scale
-
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = Config()
         self.blocks = nn.ModuleList(Block(self.config) for _ in range(2))
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            states = block(states)
-        return states
 
 
 def set_data(model: Model) -> None:
@@ -123,38 +102,6 @@ def test_facts_end_with_whatever_is_replaced(put_in, change):
     CHANGES[change](model)
     assert not facts.is_current()
     assert facts_of(model, KNOWN) is not facts
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(Block, "_mixed"), (Block, "forward"), (functional, "linear"), (nn.Dropout, "forward")],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_facts_end_with_replaced_code_and_come_back_with_it(monkeypatch, owner, name):
-    model = Model()
-    facts = facts_of(model, KNOWN)
-    assert not facts.foreign
-    foreign = types.FunctionType((lambda *args: None).__code__, {"__name__": "program"})
-    monkeypatch.setattr(owner, name, foreign)
-    assert not facts.is_current()
-    assert [one.rpartition(".")[2] for one in facts_of(model, KNOWN).foreign] == [name]
-    monkeypatch.undo()
-    assert not facts_of(model, KNOWN).foreign
-
-
-def test_functions_of_a_file_count_and_replacements_are_released(monkeypatch):
-    import sys
-
-    model = Model()
-    facts = facts_of(model, KNOWN)
-    foreign = types.FunctionType(helper.__code__, {"__name__": "program"})
-    monkeypatch.setattr(sys.modules[__name__], "helper", foreign)
-    assert not facts.is_current() and facts_of(model, KNOWN).foreign == [f"{__name__}.helper"]
-    reference = weakref.ref(foreign)
-    del foreign
-    monkeypatch.undo()
-    gc.collect()
-    assert reference() is None and not facts_of(model, KNOWN).foreign
 
 
 def test_a_mask_that_a_prefill_makes_longer_keeps_facts():

@@ -71,6 +71,18 @@ def test_option_gives_the_same(name, option):
         assert replays(report) > 2 or is_short
 
 
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "unkpen"])
+def test_option_has_an_effect(option):
+    """A claim about the cases: ignoring an option would change outputs. `unkpen` keeps from them what none has."""
+    effects = []
+    with fastgen.disabled():
+        for name in NAMES:
+            torch.manual_seed(7)
+            case = CASES[name]()
+            effects.append(token_lists(generate(case, **OPTIONS[option])) != token_lists(generate(case)))
+    assert any(effects)
+
+
 @pytest.mark.parametrize("name", ("transformer", "bart", "ensemble"))
 def test_match_source_len(name):
     """Each output is as long as its source; upstream scores those that are not with minus infinity."""

@@ -221,6 +221,18 @@ def test_after_a_failure_eager_steps_go_on(what, name, arguments):
         assert not_captured_because(report, "OUT_OF_MEMORY")
 
 
+@WAYS
+@pytest.mark.parametrize("name", ("llama", "bart"))
+def test_compaction_without_memory_means_eager_steps(name, arguments):
+    model, arguments = tiny(name), {**arguments, "max_new_tokens": 40, **ENDS}
+    immediately = costs(min_leaving=0.0, min_steps_expected=1, prefill_cost=-(1 << 40))
+    failing = broken("grow a static cache", OUT_OF_MEMORY)
+    with capturing(smallest_capacity=64), immediately, failing as changes:
+        for seed in range(4):
+            captured(model, name, seed, **arguments)
+    assert changes
+
+
 @pytest.mark.parametrize("num_beams", (1, 3))
 def test_after_an_error_the_library_begins_anew(num_beams):
     model = tiny("llama")

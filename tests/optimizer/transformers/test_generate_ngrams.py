@@ -18,6 +18,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
+    StoppingCriteria,
 )
 from versions import needs
 
@@ -292,6 +293,19 @@ def test_scores_that_another_processor_has_seen_are_copied(calls):
     model = unchanged("gpt2")
     both = run_both(lambda: model.generate(PROMPTS, **BAN, repetition_penalty=1.3, num_beams=2))
     assert torch.equal(both.stock, both.fast) and set(calls) == {"copy"}
+
+
+def test_a_list_that_the_caller_has_and_uses_meanwhile(calls):
+    """With no processor of the library's, transformers gives the loop the caller's own list."""
+    mine, scores = LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)]), torch.zeros(2, VOCABULARY * 20)
+
+    class Uses(StoppingCriteria):
+        def __call__(self, input_ids, _, **kwargs):
+            assert mine(input_ids, scores).isinf().any() and not scores.isinf().any()
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    unchanged("gpt2").generate(PROMPTS, max_new_tokens=3, logits_processor=mine, stopping_criteria=[Uses()])
+    assert calls == ["in place", "copy"] * 3
 
 
 def test_a_newer_transformers_is_compared_once_a_processor(calls):

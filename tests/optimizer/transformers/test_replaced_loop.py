@@ -136,6 +136,13 @@ def test_values_of_each_row_keep_all_rows(name, way, captures):
     assert LEFT not in report.shared and "PROCESSOR_BY_ROW" in report.codes()
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda values: values.numpy()], ids=("parameter", "array"))
+def test_values_of_each_row_may_be_of_other_types(kind):
+    processor = logits_process.RepetitionPenaltyLogitsProcessor(1.0)
+    processor.penalty = kind(1 + VALUES / 5)
+    assert LEFT not in generate({}, logits_processor=LogitsProcessorList([processor])).shared
+
+
 @WAYS
 def test_as_many_tokens_as_rows_keep_no_rows(way):
     rows = ROWS * way.get("num_return_sequences", 1) * way.get("num_beams", 1)

@@ -242,6 +242,9 @@ def _other_ending(random: Random, inputs: dict[str, Tensor]) -> dict[str, Tensor
     return {**shorter, "input_ids": input_ids[:kept]}
 
 
+HOOKED = ("__", "forward", "_init", "init_", "get_", "set_", "post_init", "_can_", "_supports")
+
+
 def _places(model: nn.Module) -> list[tuple[Any, str]]:
     """Functions of torch and of the model's modeling files, and methods of its classes that are no forward."""
     classes = {type(module) for module in model.modules() if "modeling" in type(module).__module__}
@@ -254,9 +257,6 @@ def _places(model: nn.Module) -> list[tuple[Any, str]]:
         and (value.__module__ or "").startswith("transformers.")
         and not name.startswith(HOOKED)
     ]
-
-
-HOOKED = ("__", "forward", "_init", "init_", "get_", "set_", "post_init", "_can_", "_supports")
 
 
 def _steered_where_it_may(value: Any) -> Any:

@@ -88,6 +88,11 @@ def test_translations_come_back_in_the_order_of_the_inputs(hub, beam, batch_size
     assert hub.translate(hub.lines[3], beam=beam, max_len_b=30) == both.stock[3]  # a line instead of a list
 
 
+def test_diverse_groups_work_through_the_hub(hub):
+    hub.cfg.dataset.max_tokens = 4000  # one batch: upstream stops with IndexError in the second
+    assert_same_of_tokens(hub, 24, beam=4, diverse_beam_groups=2)
+
+
 def test_reference_is_scored_alike(language_model):
     both = run_both(lambda: language_model.score(language_model.lines[:12]))
     assert_same_hypotheses([[item] for item in both.stock], [[item] for item in both.fast])

@@ -39,7 +39,6 @@ PARTS = {
     "wait for a flag": f"{_TRANSFORMERS}.decode_step:needs_sync",
     "check for the end, a step late": f"{_TRANSFORMERS}.decode_step:LateStopCheck.exchange",
     # Caches.
-    "make a cache": f"{_DECODING}.kv_cache:KVCache.__init__",
     "copy a layer": f"{_DECODING}.kv_cache:KVCache.copy",
     "read segments": f"{_DECODING}.kv_cache:KVCache.segments",
     "copy a static layer": f"{_DECODING}.static_kv_cache:StaticKVCache.copy",

@@ -30,8 +30,9 @@ ASKED = {"return_dict_in_generate": True, "output_scores": True}
     ids=["beams", "one returned", "some end", "beam samples", "another criterion"],
 )
 def test_scores_are_those_of_the_library(name: str, arguments: dict, of_the_library: bool) -> None:
+    model = unchanged(name)
     with only_outputs(SEQUENCES_SCORES):
-        stock, fast, report = run_both(lambda: unchanged(name).generate(**padded(9, 5, 7), **ASKED | BEAMS | arguments))
+        stock, fast, report = run_both(lambda: model.generate(**padded(9, 5, 7), **ASKED | BEAMS | arguments))
     assert torch.equal(fast.sequences, stock.sequences)
     assert torch.allclose(fast.sequences_scores, stock.sequences_scores, rtol=0, atol=1e-4)
     assert stock.scores and fast.scores is None
@@ -39,15 +40,15 @@ def test_scores_are_those_of_the_library(name: str, arguments: dict, of_the_libr
 
 
 def test_other_outputs_come_with_all_scores() -> None:
+    model = unchanged("gpt2")
     with only_outputs(SEQUENCES_SCORES):
-        stock, fast, _ = run_both(
-            lambda: unchanged("gpt2").generate(**padded(9, 5), **BEAMS, **ASKED, output_logits=True)
-        )
+        stock, fast, _ = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED, output_logits=True))
     assert len(fast.scores) == len(fast.logits) == len(stock.scores)
 
 
 def test_all_scores_are_there_outside_of_the_context() -> None:
-    _, fast, _ = run_both(lambda: unchanged("gpt2").generate(**padded(9, 5), **BEAMS, **ASKED))
+    model = unchanged("gpt2")
+    _, fast, _ = run_both(lambda: model.generate(**padded(9, 5), **BEAMS, **ASKED))
     assert fast.scores and fast.sequences_scores is not None
 
 

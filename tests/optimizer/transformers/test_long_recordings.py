@@ -58,7 +58,7 @@ LOUD = {"temperature": TEMPERATURES, "logprob_threshold": -0.5}
 # Lengths of the recordings, options, and how many recordings each window is of.
 WINDOWS: dict[str, tuple[tuple[int, ...], dict[str, Any], list[int]]] = {
     "until some have ended": ((130, 75), {}, [2, 2, 1, 1]),
-    "in captured steps": ((130, 75), {"max_new_tokens": 40}, [2, 2, 1, 1]),
+    "of longer texts": ((130, 75), {"max_new_tokens": 40}, [2, 2, 1, 1]),
     "of one recording, without a mask": ((130,), {}, [1] * 4),
     # A prompt is longer than the two tokens that each window begins with, so its rows are padded on the left.
     "after earlier text": ((130, 90, 60), {"max_new_tokens": 40, "condition_on_prev_tokens": True}, [3, 3, 2, 1]),
@@ -76,7 +76,7 @@ def test_all_beams_of_each_window_are_shared(what):
         del features["attention_mask"]
     reports = transcribed(transcriber(), features, **{"num_beams": 3, "max_new_tokens": 12} | options)
     assert_shared(reports, inputs, beams=3)
-    assert "max_new_tokens" not in options or any(replays(report) for report in reports)
+    assert "condition_on_prev_tokens" not in options or any(replays(report) for report in reports)
 
 
 def test_beams_before_a_fallback_to_other_temperatures():

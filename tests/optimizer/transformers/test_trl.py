@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from parity import PREFILL, PROMPT, Both, run_both, tiny
+from parity import PREFILL, PROMPT, Both, run_both
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 import fastgen
 from fastgen.optimizer.decoding.report import STEPS as DECODE_STEPS
@@ -21,7 +21,7 @@ from fastgen.testing import configured
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
-WORDS = ["<s>", "<pad>", "</s>", *(f"w{number}" for number in range(61))]
+WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(61))]
 STEPS, SAMPLES = 20, 8
 
 pytestmark = pytest.mark.slow
@@ -33,6 +33,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words.pre_tokenizer = WhitespaceSplit()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
+
+
+def model() -> LlamaForCausalLM:
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config)
 
 
 def prompts() -> datasets.Dataset:
@@ -68,11 +84,10 @@ def trained(name: str, tokenizer: Any, folder: Any, adapters: bool, options: dic
             disable_tqdm=True,
             **options,
         )
-        model = tiny("llama", vocab_size=len(WORDS), hidden_size=64, intermediate_size=128).train()
         parts: dict[str, Any] = {"reward_funcs": reward, "train_dataset": prompts(), "processing_class": tokenizer}
         if adapters:
             parts["peft_config"] = LoraConfig(r=4, lora_dropout=0.0, task_type="CAUSAL_LM")
-        trainer = getattr(trl, f"{name}Trainer")(model, args=arguments, **parts)
+        trainer = getattr(trl, f"{name}Trainer")(model(), args=arguments, **parts)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return completions, losses, [parameter.detach() for parameter in trainer.model.parameters()], reports

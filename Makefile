@@ -18,24 +18,30 @@ WITH_DOTS = while sleep 5 && kill -0 $$$$ 2> /dev/null; do printf .; done & dots
 
 PYTEST := FASTGEN_STRICT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2 --dist loadgroup
 
-.PHONY: demo test test-all test-both test-fairseq matrix fuzz test-gpu gpu-check sanitize lint table bench bench-gpu clean
+.PHONY: demo check test test-all test-fairseq matrix fuzz test-gpu gpu-check sanitize lint table bench bench-gpu clean
 
 # The main job on the sample of 500 lines, with and without fastgen.
 demo: $(VENV)/demo.installed
 	@$(BIN)/python tools/demo.py
 
-# What a change is tried with. It lists what is skipped: the tests of fairseq where this Python has no build of it (3.10
-# and 3.13), those of a GPU.
+# Before each commit, in at most 5 minutes: lint, and the tests that tests/check.txt lists. With CHANGED=1 the tests that
+# changed modules name in their docstrings instead, in as many minutes as these take.
+check: lint
+ifdef CHANGED
+	@tests=$$($(BIN)/python tools/changed_tests.py) && echo "$${tests:-no test covers what has changed}" && \
+	if [ -n "$$tests" ]; then $(PYTEST) $$tests; fi
+else
+	$(PYTEST) -m "not slow" @tests/check.txt
+endif
+
+# All tests but the slow ones: more random calls, vocoders, trained models, TRL, lm-eval, models inside of wrappers, builds,
+# runs on Ray. It lists what is skipped: the tests of fairseq where this Python has no build of it (3.10 and 3.13), those
+# of a GPU.
 test: $(VENV)/test.installed
 	$(PYTEST) -m "not slow"
 
-# The rest of the tests: more random calls, vocoders, trained models, TRL, lm-eval, models inside of wrappers, builds, and
-# runs on Ray, which are of one xdist_group and run one after the other.
+# All tests. The runs on Ray are of one xdist_group and run one after the other.
 test-all: $(VENV)/test.installed
-	$(PYTEST) -m slow
-
-# What the two above run, in one run: everything is imported once, and beside the runs on Ray there is enough to do.
-test-both: $(VENV)/test.installed
 	$(PYTEST)
 
 # A few tests with what a user of the extra gets: fairseq with all its requirements by their own metadata, numpy < 2, and
@@ -54,7 +60,7 @@ test-fairseq: $(VENV)/test.installed
 matrix: $(VENV)/pip.installed
 	$(BIN)/python tools/matrix/run.py
 
-# 20,000 random calls of generate against the unpatched library; `make test` and `make test-all` run 1,150 of them.
+# 20,000 random calls of generate against the unpatched library; `make test-all` runs 1,150 of them.
 fuzz: $(VENV)/test.installed
 	cd tests/helpers && FASTGEN_STRICT=1 OMP_NUM_THREADS=1 ../../$(BIN)/python fuzz.py --comparisons 20000
 

@@ -7,6 +7,10 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
+from tools.changed_tests import has_code, named_tests
+
 ROOT = Path(__file__).parent.parent
 HOSTS = re.compile("transformers|fairseq|hugging ?face", re.IGNORECASE)
 
@@ -37,9 +41,12 @@ def test_names_of_tests_are_unique_in_the_project():
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
-def test_the_list_of_core_tests_names_files_that_exist():
-    listed = (ROOT / "tests/core.txt").read_text().split()
-    assert listed and [name for name in listed if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("name", ["core.txt", "check.txt"])
+def test_lists_of_tests_name_tests_that_exist(name):
+    for line in (ROOT / "tests" / name).read_text(encoding="utf-8").splitlines():
+        file, _, test = line.partition("::")
+        assert (ROOT / file).exists(), line
+        assert not test or f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), line
 
 
 def test_modules_name_the_tests_that_cover_them():
@@ -48,15 +55,3 @@ def test_modules_name_the_tests_that_cover_them():
     assert len(modules) > 30
     assert [str(path) for path in modules if not named_tests(path)] == []
     assert [(str(path), name) for path in modules for name in named_tests(path) if not (ROOT / name).exists()] == []
-
-
-def has_code(path: Path) -> bool:
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    return any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in body)
-
-
-def named_tests(path: Path) -> list[str]:
-    """The tests that the docstring of a module names."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    found = re.search(r"\bTests: (tests/.*)", docstring, re.DOTALL)
-    return found.group(1).rstrip(".").replace(",", " ").split() if found else []

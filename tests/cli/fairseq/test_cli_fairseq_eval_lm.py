@@ -9,8 +9,6 @@ pytest.importorskip("fairseq")
 from fairseq_command_data import make_language_model, upstream
 from python_process import run_python
 
-pytestmark = pytest.mark.slow
-
 COMMAND = "import sys; from fastgen.cli.fairseq.command import eval_lm; sys.exit(eval_lm())"
 
 

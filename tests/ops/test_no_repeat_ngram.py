@@ -1,16 +1,15 @@
-"""The op no-repeat-n-gram: what it bans, its two forms, what torch knows of it, and which implementation runs."""
+"""The op no-repeat-n-gram: what it bans and refuses, its two forms, what torch knows of it, and which kernel runs."""
 
 from __future__ import annotations
 
-import ctypes
+import re
 from importlib.machinery import ModuleSpec
 
 import ngram_definition as definition
 import pytest
 import torch
 from hypothesis import given, settings
-from ngram_definition import Case, buffer, on, same, wrapped
-from torch.fx.experimental.proxy_tensor import make_fx
+from ngram_definition import buffer, on, same
 
 from fastgen import ops
 from fastgen.config import CONFIG
@@ -19,91 +18,146 @@ from fastgen.ops.kernel import Kernel, gpu_reasons
 from fastgen.ops.no_repeat_ngram import kernels, no_repeat_ngram, no_repeat_ngram_, reference
 from fastgen.ops.no_repeat_ngram.kernels import kernel_for, kernel_of
 
-CASES = settings(definition.SETTINGS, max_examples=120)
 FORMS = [no_repeat_ngram_, no_repeat_ngram]
 OPS = [torch.ops.fastgen.no_repeat_ngram_.default, torch.ops.fastgen.no_repeat_ngram.default]
+TOKENS = torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4], [1, 2, 3, 4, 5]])
+ALIKE = torch.tensor([[1, 2, 1, 3, 1], [1, 2, 1, 3, 1]])
+BEAMS = torch.tensor([[7, 1], [7, 2], [7, 1], [7, 3]])
+SOURCES = torch.tensor([[1, 2, 3], [1, 3, 2]])
 
 
 def banned(scores: torch.Tensor) -> list[list[int]]:
     return [(row == -torch.inf).nonzero().flatten().tolist() for row in scores]
 
 
-def test_tokens_that_would_complete_an_ngram_again_are_banned():
-    tokens = torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4], [1, 2, 3, 4, 5]])
-    scores = torch.zeros(3, 6)
-    assert banned(no_repeat_ngram(tokens, scores, 3)) == [[3], [4], []]
-    assert banned(no_repeat_ngram(tokens, scores, 1)) == [[1, 2, 3], [4], [1, 2, 3, 4, 5]]
-    assert banned(no_repeat_ngram(tokens, scores, 6)) == [[], [], []]
+# tokens, n, lengths, tokens of the encoder, and what is banned in each row
+EXAMPLES = [
+    (TOKENS, 3, None, None, [[3], [4], []]),
+    (TOKENS, 1, None, None, [[1, 2, 3], [4], [1, 2, 3, 4, 5]]),
+    (TOKENS, 6, None, None, [[], [], []]),
+    (ALIKE, 2, None, None, [[2, 3], [2, 3]]),
+    *((ALIKE, 2, lengths, None, [[2], [2]]) for lengths in (3, torch.tensor(3), torch.tensor([3, 3]).int())),
+    (ALIKE, 2, torch.tensor([1, 5]), None, [[], [2, 3]]),
+    (ALIKE, 1, 0, None, [[], []]),
+    (ALIKE, 1, torch.tensor([-5, 99]), None, [[], [1, 2, 3]]),  # those of a tensor count as the nearest possible
+    (BEAMS, 2, None, SOURCES, [[2], [3], [3], [2]]),
+    (BEAMS, 2, 0, SOURCES, [[], [], [], []]),
+    (BEAMS, 1, 0, SOURCES, [[1, 2, 3]] * 4),
+]
 
 
-def test_tokens_behind_the_length_do_not_count():
-    tokens = torch.tensor([[1, 2, 1, 3, 1], [1, 2, 1, 3, 1]])
-    scores = torch.zeros(2, 4)
-    assert banned(no_repeat_ngram(tokens, scores, 2)) == [[2, 3], [2, 3]]
-    for lengths in (3, torch.tensor(3), torch.tensor(3, dtype=torch.int32), torch.tensor([3, 3])):
-        assert banned(no_repeat_ngram(tokens, scores, 2, lengths)) == [[2], [2]]
-    assert banned(no_repeat_ngram(tokens, scores, 2, torch.tensor([1, 5]))) == [[], [2, 3]]
-    assert banned(no_repeat_ngram(tokens, scores, 1, 0)) == [[], []]
+@pytest.mark.parametrize(("tokens", "ngram_size", "lengths", "encoder_tokens", "expected"), EXAMPLES)
+def test_tokens_that_would_repeat_an_ngram_are_banned(tokens, ngram_size, lengths, encoder_tokens, expected):
+    scores = torch.zeros(len(tokens), 8)
+    assert banned(no_repeat_ngram(tokens, scores, ngram_size, lengths, encoder_tokens)) == expected
 
 
-def test_lengths_on_a_device_count_as_the_nearest_possible():
-    tokens = torch.tensor([[1, 2, 1], [1, 2, 1]])
-    assert banned(no_repeat_ngram(tokens, torch.zeros(2, 4), 1, torch.tensor([-5, 99]))) == [[], [1, 2]]
-
-
-def test_beams_share_the_ngrams_of_their_input():
-    encoder_tokens = torch.tensor([[1, 2, 3], [1, 3, 2]])
-    tokens = torch.tensor([[7, 1], [7, 2], [7, 1], [7, 3]])
-    scores = torch.zeros(4, 4)
-    assert banned(no_repeat_ngram(tokens, scores, 2, None, encoder_tokens)) == [[2], [3], [3], [2]]
-    assert banned(no_repeat_ngram(tokens, scores, 2, 0, encoder_tokens)) == [[], [], [], []]
-    assert banned(no_repeat_ngram(tokens, scores, 1, 0, encoder_tokens)) == [[1, 2, 3]] * 4
-
-
-@CASES
+@settings(definition.SETTINGS, max_examples=120)
 @given(case=definition.cases())
-def test_in_place_the_scores_are_written_and_returned(case):
-    expected = case.expected()
+def test_one_form_writes_the_scores_the_other_leaves_them(case):
+    expected, before = case.expected(), on("cpu", case.scores)
+    new = no_repeat_ngram(*case.arguments())
+    assert same(new, expected.contiguous()) and new.is_contiguous()
+    assert same(buffer(case.scores), buffer(before))
+    assert not new.numel() or new.data_ptr() != case.scores.data_ptr()
     assert no_repeat_ngram_(*case.arguments()) is case.scores
     assert same(buffer(case.scores), buffer(expected))
 
 
-@CASES
-@given(case=definition.cases())
-def test_the_functional_form_leaves_the_scores_as_they_are(case):
-    expected, before = case.expected(), on("cpu", case.scores)
-    found = no_repeat_ngram(*case.arguments())
-    assert same(found, expected.contiguous()) and found.is_contiguous()
-    assert same(buffer(case.scores), buffer(before))
-    assert not found.numel() or found.data_ptr() != case.scores.data_ptr()
+@pytest.mark.skipif(bool(load_reasons(kernels.CPU)), reason=f"C++: {load_reasons(kernels.CPU)}")
+def test_the_kernel_in_cpp_may_use_the_threads_of_torch(monkeypatch):
+    granted, run = [], kernels._cpu()
+    monkeypatch.setattr(
+        kernels, "_cpu", lambda: lambda problem, threads: granted.append(threads) or run(problem, threads)
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert banned(no_repeat_ngram(TOKENS, torch.zeros(3, 6), 3)) == [[3], [4], []]
+    assert set(granted) == {4}
 
 
-@pytest.mark.parametrize("ngram_size", [1, 2, 1 << 14, 1 << 15, (1 << 15) + 1])
-def test_rows_of_32768_tokens_and_ngrams_as_long(ngram_size):
-    case = Case(wrapped(range(1 << 10), 2, 1 << 15, torch.int32, shift=1), torch.zeros(2, 1 << 10), ngram_size)
-    expected = case.expected()
-    assert same(no_repeat_ngram_(*case.arguments()), expected)
+# How arguments that are accepted are changed into such that are not, and the error without the argument's name.
+CHANGES = (
+    ("tokens", lambda old: old.tolist(), "is of type list (accepted: Tensor)"),
+    ("tokens", lambda old: old.short(), "has dtype int16 (accepted: int32, int64)"),
+    ("tokens", lambda old: old.float(), "has dtype float32 (accepted: int32, int64)"),
+    ("tokens", lambda old: old[0], "has shape [5] (accepted: [rows, width])"),
+    ("tokens", lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)"),
+    ("scores", lambda old: None, "is of type NoneType (accepted: Tensor)"),
+    ("scores", lambda old: old.double(), "has dtype float64 (accepted: float32, float16, bfloat16)"),
+    ("scores", lambda old: old[None], "has shape [1, 4, 7] (accepted: [rows, vocabulary_size])"),
+    ("scores", lambda old: old[:3], "has 3 rows (accepted: 4, as tokens)"),
+    (
+        "scores",
+        lambda old: old.requires_grad_(),
+        "requires gradients (accepted: scores that do not, or a call under torch.no_grad())",
+    ),
+    ("ngram_size", lambda old: 2.0, "is of type float (accepted: int)"),
+    ("ngram_size", lambda old: True, "is of type bool (accepted: int)"),
+    ("ngram_size", lambda old: 0, "is 0 (accepted: 1 or more)"),
+    ("ngram_size", lambda old: -3, "is -3 (accepted: 1 or more)"),
+    ("lengths", lambda old: old.tolist(), "is of type list (accepted: int, tensor of int32 or int64, None)"),
+    ("lengths", lambda old: 5.0, "is of type float (accepted: int, tensor of int32 or int64, None)"),
+    ("lengths", lambda old: False, "is of type bool (accepted: int, tensor of int32 or int64, None)"),
+    ("lengths", lambda old: 6, "is 6 (accepted: 0 to 5, the width of tokens)"),
+    ("lengths", lambda old: -1, "is -1 (accepted: 0 to 5, the width of tokens)"),
+    ("lengths", lambda old: old.half(), "has dtype float16 (accepted: int32, int64)"),
+    ("lengths", lambda old: old[:1], "has shape [1] (accepted: [] or [4])"),
+    ("lengths", lambda old: old[:, None], "has shape [4, 1] (accepted: [] or [4])"),
+    ("lengths", lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)"),
+    ("encoder_tokens", lambda old: [[1]], "is of type list (accepted: Tensor, None)"),
+    ("encoder_tokens", lambda old: old.int(), "has dtype int32 (accepted: int64)"),
+    ("encoder_tokens", lambda old: old[0], "has shape [5] (accepted: [rows / beams, source_width])"),
+    ("encoder_tokens", lambda old: old.new_zeros(3, 5), "has 3 rows (accepted: a divisor of 4, the rows of tokens)"),
+    ("encoder_tokens", lambda old: old[:0], "has 0 rows (accepted: a divisor of 4, the rows of tokens)"),
+    ("encoder_tokens", lambda old: old.to("meta"), "is on meta (accepted: cpu, as scores)"),
+)
+# torch itself refuses for its ops what is no tensor or no int, and takes a length as a tensor only.
+CALLS = [(form, *change) for form in FORMS for change in CHANGES]
+CALLS += [(op, *change) for op in OPS for change in CHANGES if not re.search("is of type|0 to 5", change[2])]
+SHARING_MEMORY = (
+    (lambda old: old[:1].expand(4, 7), "is expanded along dimension 0 (accepted: scores with memory of their own)"),
+    (lambda old: old[:, :1].expand(4, 7), "is expanded along dimension 1 (accepted: scores with memory of their own)"),
+    (lambda old: old.as_strided((4, 7), (1, 1)), "has strides 1 and 1, rows overlap (accepted: rows that do not)"),
+)
 
 
-@pytest.fixture
-def four_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
+class TestChecks:
+    """The error names the argument, what it was and what would be accepted."""
 
+    @pytest.fixture
+    def arguments(self) -> dict:
+        return {
+            "tokens": torch.zeros(4, 5, dtype=torch.int64),
+            "scores": torch.zeros(4, 7),
+            "ngram_size": 2,
+            "lengths": torch.full((4,), 5),
+            "encoder_tokens": torch.zeros(2, 5, dtype=torch.int64),
+        }
 
-def test_many_rows_on_the_threads_of_torch(four_threads, monkeypatch):
-    asked = []
-    if not load_reasons(kernels.CPU):
-        run = kernels._cpu()
-        monkeypatch.setattr(
-            kernels, "_cpu", lambda: lambda problem, threads: asked.append(threads) or run(problem, threads)
-        )
-    case = Case(wrapped([0, 1, 2, 1, 3], 13, 1 << 15, torch.int64, shift=1), torch.zeros(13, 5), 3)
-    expected = case.expected()
-    assert same(no_repeat_ngram_(*case.arguments()), expected)
-    assert set(asked) == {4} or load_reasons(kernels.CPU)
+    @pytest.mark.parametrize(("call", "name", "change", "message"), CALLS)
+    def test_what_is_wrong_is_named(self, call, name, change, message, arguments):
+        call(**arguments)  # accepted as it is
+        scores = arguments["scores"].zero_()
+        arguments[name] = change(arguments[name])
+        with pytest.raises(TypeError if "type" in message else ValueError) as raised:
+            call(**arguments)
+        assert str(raised.value) == f"{name} {message}"
+        assert not scores.any()
+
+    @pytest.mark.parametrize(("change", "message"), SHARING_MEMORY)
+    def test_scores_that_share_memory_are_only_read(self, change, message, arguments):
+        arguments["scores"] = change(arguments["scores"])
+        with pytest.raises(ValueError) as raised:
+            no_repeat_ngram_(**arguments)
+        assert str(raised.value) == f"scores {message}"
+        assert banned(no_repeat_ngram(**arguments)) == [[0]] * 4 and not arguments["scores"].any()
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_tensors_without_data_are_checked_too(self, form, arguments):
+        without_data = {key: value.to("meta") if key != "ngram_size" else value for key, value in arguments.items()}
+        assert form(**without_data).shape == (4, 7)
+        with pytest.raises(ValueError, match="scores has 3 rows"):
+            form(**without_data | {"scores": torch.zeros(3, 7, device="meta")})
 
 
 ACCEPTED = (
@@ -121,14 +175,6 @@ class TestForTorch:
     @pytest.mark.parametrize("op", OPS)
     def test_schema_fake_and_autograd_are_right(self, op, arguments):
         torch.library.opcheck(op, arguments)
-
-    def test_graphs_hold_the_op(self):
-        tokens, scores = torch.tensor([[1, 2, 1, 3]]), torch.zeros(1, 4)
-        for length in (lambda tokens: 3, lambda tokens: tokens.shape[1] - 1):
-            graph = make_fx(lambda *both, n=length: no_repeat_ngram(*both, 2, n(both[0])), tracing_mode="symbolic")
-            traced = graph(tokens, scores)
-            assert torch.ops.fastgen.no_repeat_ngram.default in [node.target for node in traced.graph.nodes]
-            assert banned(traced(tokens, scores)) == [[2]]
 
     @pytest.mark.parametrize("form", FORMS)
     def test_it_compiles_with_lengths_that_change(self, form):
@@ -150,18 +196,13 @@ class TestForTorch:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
-    def test_scores_that_require_gradients_are_taken_where_none_are_recorded(self):
-        tokens, scores = torch.tensor([[1, 2, 1]]), torch.ones(1, 4, requires_grad=True)
-        with torch.no_grad():
-            assert banned(no_repeat_ngram(tokens, scores, 2)) == [[2]]
-            assert banned(no_repeat_ngram_(tokens, scores, 2)) == [[2]]
-
-    def test_ngrams_are_blocked_in_inference_mode(self):
-        tokens, outside = torch.tensor([[1, 2, 1]]), torch.zeros(1, 4)
-        with torch.inference_mode():
-            for scores in (torch.zeros(1, 4), outside):
-                assert banned(no_repeat_ngram(tokens, scores, 2)) == [[2]]
-                assert banned(no_repeat_ngram_(tokens, scores, 2)) == [[2]]
+    @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+    @pytest.mark.parametrize("form", FORMS)
+    def test_scores_of_elsewhere_are_taken_where_nothing_is_recorded(self, form, context):
+        recorded = torch.ones(1, 4, requires_grad=context is torch.no_grad)
+        with context():
+            for scores in (recorded, torch.zeros(1, 4)):
+                assert banned(form(torch.tensor([[1, 2, 1]]), scores, 2)) == [[2]]
 
 
 class TestChoice:
@@ -201,22 +242,19 @@ class TestChoice:
             no_repeat_ngram_(torch.tensor([[1, 2, 1]]), scores, 2)
         assert calls == [5] * 4 and banned(scores) == [[2]]
 
-    def test_an_implementation_that_gives_something_else_is_not_used(self, first):
-        wrong = first(ban=lambda tokens, scores, *others: scores.fill_(-torch.inf))
-        assert wrong.unsupported_reasons() == ["differs from torch on cpu"]
+    @pytest.mark.parametrize(
+        ("ban", "reason"),
+        [
+            (lambda tokens, scores, *others: scores.fill_(-torch.inf), "differs from torch on cpu"),
+            (lambda *arguments: None, "differs from torch on cpu"),
+            (lambda *arguments: 1 / 0, "ZeroDivisionError: division by zero"),
+        ],
+        ids=["bans all", "does nothing", "raises"],
+    )
+    def test_an_implementation_that_is_wrong_is_not_used(self, first, ban, reason):
+        assert first(ban).unsupported_reasons() == [reason]
         assert kernel_for("cpu").name == "torch"
         assert banned(no_repeat_ngram(torch.tensor([[1, 2, 1]]), torch.zeros(1, 4), 2)) == [[2]]
-
-    def test_an_implementation_that_does_nothing_is_not_used(self, first):
-        assert first(ban=lambda *arguments: None).unsupported_reasons() == ["differs from torch on cpu"]
-
-    def test_an_implementation_that_raises_is_not_used(self, first):
-        def ban(*arguments):
-            raise RuntimeError("no kernel image is available for execution on the device")
-
-        wanted = ["RuntimeError: no kernel image is available for execution on the device"]
-        assert first(ban=ban).unsupported_reasons() == wanted
-        assert kernel_for("cpu").name == "torch"
 
     def test_kernels_for_a_gpu_wait_for_the_switch(self, first, monkeypatch):
         kernel, tried = first(device="cuda", machine_reasons=gpu_reasons), []
@@ -228,25 +266,14 @@ class TestChoice:
         monkeypatch.setattr(CONFIG, "cuda_kernels", True)
         assert kernel_for("cuda") is kernel and len(tried) == 1
 
-    def test_a_library_that_was_not_built(self, first):
-        missing = first(machine_reasons=lambda: load_reasons("fastgen.ops._missing"))
-        assert missing.unsupported_reasons() == ["not built"]
-        assert kernel_for("cpu").name == "torch"
-        with pytest.raises(OSError, match="not built"):
-            load("fastgen.ops._missing")
-
-    def test_a_library_that_cannot_be_loaded(self, first, tmp_path, monkeypatch):
+    def test_a_library_that_is_missing_or_broken_is_not_used(self, first, tmp_path, monkeypatch):
+        assert load_reasons("fastgen.ops._missing") == ["not built"]
         path = tmp_path / "_cpu.so"
         path.write_bytes(b"no library" * 10)
         monkeypatch.setattr(ops, "find_spec", lambda name: ModuleSpec(name, None, origin=str(path)))
         [reason] = first(machine_reasons=lambda: load_reasons(kernels.CPU)).unsupported_reasons()
         assert str(path) in reason
         assert kernel_for("cpu").name == "torch"
-
-    def test_a_library_without_the_function(self, first, monkeypatch):
-        monkeypatch.setattr(kernels, "load", lambda name: ctypes.CDLL(None))
-        [reason] = first().unsupported_reasons()
-        assert reason.startswith("AttributeError: ") and "fastgen_no_repeat_ngram_cpu" in reason
 
     def test_the_report_lists_them_with_their_reasons(self):
         found = {kernel.name: kernel.unsupported_reasons() for kernel in ops.kernels()["no-repeat n-gram"]}

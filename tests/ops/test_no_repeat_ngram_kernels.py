@@ -42,25 +42,6 @@ struct counted_thread : thread {
 #define thread counted_thread
 """
 
-# Kernels for the shim alone, in which threads 0 to 6 of a block do one thing and thread 7 another.
-BARRIERS = """
-#include <cuda_runtime.h>
-
-__global__ void missed(int) { if (threadIdx.x < 7) __syncthreads(); }
-__global__ void mistaken(int) {
-    if (threadIdx.x < 7) __syncthreads();
-    else if (__syncthreads_or(true)) return;
-}
-__global__ void met(int) { __syncthreads(); __syncthreads_or(threadIdx.x == 7); }
-
-extern "C" const char* launch(int which, unsigned rows) {
-    void* arguments[] = {&which};
-    auto* kernel = which == 0 ? met : which == 1 ? missed : mistaken;
-    const cudaError_t error = cudaLaunchKernel(kernel, dim3(2, rows), dim3(8), arguments, 0, nullptr);
-    return cudaGetErrorString(error);
-}
-"""
-
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory) -> ctypes.CDLL:
@@ -155,77 +136,41 @@ def test_rows_of_32768_tokens(ban, ngram_size):
     definition.check(ban, Case(tokens, torch.zeros(2, 9), ngram_size))
 
 
-def test_one_window_as_long_as_a_row(ban):
-    """n up to one above the length: the n-gram is the row itself, and then there is none."""
-    for length in (40, 300):
-        tokens = torch.zeros(1, length, dtype=torch.int64)
-        for ngram_size in (length - 1, length, length + 1):
-            scores = torch.zeros(1, 2)
-            definition.check(ban, Case(tokens, scores, ngram_size))
-            assert scores.isinf().any() == (ngram_size <= length)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("ngram_size", [1, 2, 9])
-def test_lengths_that_no_row_can_have(ban, ngram_size, dtype):
-    limits = torch.iinfo(dtype)
-    lengths = torch.tensor([limits.min, limits.min + 1, -1, 10, 11, limits.max], dtype=dtype)
-    tokens = wrapped([0, 1, 2], len(lengths), 10, torch.int64, shift=1)
-    definition.check(ban, Case(tokens, torch.zeros(len(lengths), 3), ngram_size, lengths))
+@pytest.mark.parametrize("ngram_size", [299, 300, 301])
+def test_one_window_as_long_as_a_row(ban, ngram_size):
+    definition.check(ban, Case(torch.zeros(1, 300, dtype=torch.int64), torch.zeros(1, 2), ngram_size))
 
 
 @needs_compiler
-@pytest.mark.parametrize("ngram_size", [2, 33, 1 << 14, (1 << 15) - 1, 1 << 15, (1 << 15) + 1])
-def test_ngrams_of_any_size_in_rows_of_32768_tokens_in_cpp(cpp, ngram_size):
+@pytest.mark.parametrize("ngram_size", [33, 1 << 14, (1 << 15) - 1, 1 << 15, (1 << 15) + 1])
+def test_ngrams_as_long_as_rows_of_32768_tokens_in_cpp(cpp, ngram_size):
     tokens = wrapped(range(1 << 10), 1, 1 << 15, torch.int64)
     definition.check(cpp_ban(cpp), Case(tokens, torch.zeros(1, 1 << 10), ngram_size))
 
 
-class TestThreads:
-    """The C++ code, in threads that are counted."""
-
-    def counted(self, library: ctypes.CDLL, case: Case, max_threads: int, granted: int = 100) -> int:
-        asked = ctypes.c_int.in_dll(library, "asked")
-        asked.value = 0
-        ctypes.c_int.in_dll(library, "granted").value = granted
-        definition.check(cpp_ban(library, max_threads), case)
-        return asked.value
-
-    def case(self, rows: int = 13, width: int = 1 << 15) -> Case:
-        tokens = wrapped([0, 1, 2, 1, 3], rows, width, torch.int32, shift=1)
-        return Case(tokens, torch.zeros(rows, 5), 3)
-
-    @needs_compiler
-    def test_share_many_rows(self, cpp):
-        assert self.counted(cpp, self.case(), max_threads=3) == 2
-        assert self.counted(cpp, self.case(rows=2, width=1 << 18), max_threads=16) == 1
-
-    @needs_compiler
-    def test_are_not_started_for_little_work(self, cpp):
-        assert self.counted(cpp, self.case(rows=7), max_threads=16) == 0
-        assert self.counted(cpp, self.case(rows=1, width=1 << 18), max_threads=16) == 0
-
-    @needs_compiler
-    def test_are_not_started_unasked(self, cpp):
-        assert self.counted(cpp, self.case(), max_threads=1) == 0
-
-    @needs_compiler
-    @pytest.mark.parametrize("granted", [0, 1])
-    def test_that_the_system_refuses_are_done_without(self, cpp, granted):
-        assert self.counted(cpp, self.case(), max_threads=3, granted=granted) == granted + 1
+@needs_compiler
+@pytest.mark.parametrize(
+    ("rows", "width", "most", "granted", "asked"),
+    [
+        (13, 1 << 15, 3, 9, 2),
+        (2, 1 << 18, 16, 9, 1),  # no more than rows
+        (13, 1 << 15, 1, 9, 0),
+        (7, 1 << 15, 16, 9, 0),  # little work
+        (13, 1 << 15, 3, 0, 1),  # what the system refuses is done without
+        (13, 1 << 15, 3, 1, 2),
+    ],
+)
+def test_the_code_in_cpp_shares_many_rows_among_threads(cpp, rows, width, most, granted, asked):
+    ctypes.c_int.in_dll(cpp, "asked").value, ctypes.c_int.in_dll(cpp, "granted").value = 0, granted
+    tokens = wrapped([0, 1, 2, 1, 3], rows, width, torch.int32, shift=1)
+    definition.check(cpp_ban(cpp, most), Case(tokens, torch.zeros(rows, 5), 3))
+    assert ctypes.c_int.in_dll(cpp, "asked").value == asked
 
 
 @needs_compiler
 class TestCudaSourceOnTheHost:
-    def test_more_rows_than_a_grid_may_have(self, shim):
-        rows = 65535 + 2
-        tokens = torch.arange(rows).unsqueeze(1) % 5
-        scores = torch.zeros(rows, 5)
-        cuda_on_host(shim)(tokens, scores, 1, None, None)
-        assert torch.equal(scores.isinf().nonzero(), torch.stack([torch.arange(rows), tokens[:, 0]], dim=1))
-
-    def test_a_block_may_take_a_second_row(self, shim):
-        """The first two and the last two of these rows share their blocks; the others are empty."""
+    def test_more_rows_than_a_grid_has_share_its_blocks(self, shim):
+        """The first two and the last two of these rows; the others are empty."""
         rows, width = 65535 + 2, 40
         tokens = wrapped([0, 1, 2], rows, width, torch.int32, shift=1)
         lengths = torch.zeros(rows, dtype=torch.int32)
@@ -254,13 +199,3 @@ class TestCudaSourceOnTheHost:
         with pytest.raises(RuntimeError, match="invalid device ordinal"):
             cuda_on_host(shim)(torch.tensor([[1, 1]]), scores, 2, None, None, device=9)
         assert shim.cudaGetLastError() == 0 and not scores.isinf().any()
-
-    def test_the_shim_tells_of_barriers_that_threads_miss(self, tmp_path):
-        tmp_path.joinpath("barriers.cu").write_text(BARRIERS)
-        library = compile_library(tmp_path / "barriers.so", tmp_path / "barriers.cu", SHIM / "cuda_runtime.cpp")
-        library.launch.restype = ctypes.c_char_p
-        assert library.launch(0, 3) == b"no error"
-        assert library.launch(1, 3) == b"7 of 8 threads of a block wait at the barrier of line 4"
-        assert library.launch(2, 3) == b"threads of a block wait at different barriers, lines 6 and 7"
-        assert library.launch(0, 65536) == b"invalid configuration argument"
-        assert library.launch(0, 3) == b"no error"

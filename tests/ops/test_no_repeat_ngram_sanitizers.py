@@ -42,7 +42,7 @@ def compile_for_races(tmp_path_factory) -> Callable[[Path], Path]:
     return lambda kernel: compile_cpp(folder / "races", "-fsanitize=thread", kernel, "-x", "none", fibers, *rest)
 
 
-def test_nothing_is_touched_outside_the_buffers_and_nothing_is_undefined(tmp_path):
+def test_buffers_are_never_left_and_nothing_is_undefined(tmp_path):
     sources = [*CSRC.glob("no_repeat_ngram.c*"), SHIM / "check_no_repeat_ngram.cpp", SHIM / "cuda_runtime.cpp"]
     skip_unless_starts("address,undefined", tmp_path)
     options = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

@@ -4,7 +4,7 @@
 same names, for graphs and compilers. Given `encoder_tokens` they ban the n-grams of the encoder's input instead of
 those of the row itself. Errors name the argument, what it was and what would be accepted.
 
-Tests: tests/ops/test_no_repeat_ngram.py, tests/ops/test_no_repeat_ngram_checks.py
+Tests: tests/ops/test_no_repeat_ngram.py
 """
 
 from __future__ import annotations

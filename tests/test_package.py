@@ -122,7 +122,7 @@ def run_steps(order, host, more="outcome()", **env):
         ("host fastgen reload disable", ORIGINAL),
     ],
 )
-def test_every_order_of_imports_and_switches_ends_as_the_last_switch_says(host, order, expected):
+def test_after_imports_in_any_order_the_last_switch_counts(host, order, expected):
     assert run_steps(order, host, FASTGEN_STRICT="1") == expected
 
 
@@ -155,7 +155,7 @@ OFF = ({"skipped"}, ["original", 7], True)
         ("fastgen host disable enabled", ARMED),
     ],
 )
-def test_without_auto_importing_arms_nothing_and_enabled_arms_for_its_own_calls(host, order, expected):
+def test_without_auto_only_enable_and_enabled_arm_patches(host, order, expected):
     """A step "enabled" enters the block and leaves it."""
     assert run_steps(order, host, FASTGEN_STRICT="1", FASTGEN_AUTO="0") == expected
 
@@ -168,11 +168,6 @@ def test_inside_enabled_calls_go_to_fastgen(host, order, auto):
     assert run_steps(order, host, calls, FASTGEN_STRICT="1", FASTGEN_AUTO=auto) == [fast, original, original, fast]
 
 
-def test_importing_loads_no_heavy_library():
-    code = "import fastgen, sys; print({'torch', 'transformers', 'fairseq', 'wrapt', 'numpy'} & set(sys.modules))"
-    assert run_code(code).strip() == "set()"
-
-
 def test_importing_loads_few_modules():
     """A program pays for them at its start, whether it uses fastgen or not; which ones it has already differs."""
     common = "import dataclasses, functools, importlib.util, logging"
@@ -182,7 +177,7 @@ def test_importing_loads_few_modules():
     assert len(loaded) < 50, sorted(loaded)
 
 
-def test_a_group_without_one_of_its_targets_is_skipped_and_the_host_works(host):
+def test_a_group_without_one_of_its_targets_is_skipped(host):
     set_host(host, "def _prefill(self, input_ids,", "def _prefill(self, ids,")
     set_host(host, "_prefill(inputs,", "_prefill(ids=inputs,")
     set_host(host, 'return ["original", input_ids]', 'return ["original", ids]')
@@ -193,14 +188,6 @@ def test_a_group_without_one_of_its_targets_is_skipped_and_the_host_works(host):
     assert generate.endswith("(transformers.shared_caches is applied all or none, without transformers.prefill)")
     assert "wanted the parameters (self, input_ids, generation_config, model_kwargs)" in prefill
     assert "found (self, ids, generation_config, model_kwargs, is_first_iteration)" in prefill
-
-
-def test_a_host_older_than_the_lowest_tested_version_is_left_alone(host):
-    (host / "transformers" / "__init__.py").write_text("__version__ = '4.57.1'\n")
-    reasons = "(*outcome(), {state.reason for state in patch_states()})"
-    states, called, pristine, reasons = run_steps("fastgen host", host, reasons)
-    assert (states, called, pristine) == ({"skipped"}, ["original", 7], True)
-    assert reasons == {"wanted transformers 5.0.0 or newer, found 4.57.1 (tested: 5.0.0 to 5.24.0)"}
 
 
 NO_CALL = "call: no `generate` of this thread has gone through fastgen"
@@ -250,17 +237,20 @@ def test_an_old_host_is_left_alone_by_what_needs_another(old_host):
     assert ["lm_eval", "skipped", TOO_OLD] in [line.split(maxsplit=2) for line in done.stdout.splitlines()]
 
 
-CALLS_FOR_A_NEWER_HOST = (
-    "fastgen.verify(type('Model', (), {'generate': print})(), None)",
-    "fastgen.log_likelihoods(None, [], [])",
-    "fastgen.reusing_prefix(None).__enter__()",
-)
-
-
-@pytest.mark.parametrize("call", CALLS_FOR_A_NEWER_HOST)
-def test_what_is_asked_of_an_old_host_names_the_versions(old_host, call):
-    done = run_python("-c", f"import fastgen\n{call}", path=old_host)
-    assert done.returncode == 1 and TOO_OLD in done.stderr.splitlines()[-1]
+def test_what_is_asked_of_an_old_host_names_the_versions(old_host):
+    code = """
+import fastgen
+for call in (
+    lambda: fastgen.verify(type('Model', (), {'generate': print})(), None),
+    lambda: fastgen.log_likelihoods(None, [], []),
+    lambda: fastgen.reusing_prefix(None).__enter__(),
+):
+    try:
+        call()
+    except Exception as error:
+        print(error)
+"""
+    assert run_code(code, path=old_host).count(TOO_OLD) == 3
 
 
 def test_the_command_refuses_an_old_host_in_one_line(old_host):
@@ -273,14 +263,20 @@ def test_the_command_refuses_an_old_host_in_one_line(old_host):
 
 
 @pytest.mark.parametrize(
-    ("env", "call", "why"),
-    [({"FASTGEN_DISABLE": "1"}, "status", "FASTGEN_DISABLE=1"), ({}, "disable", "fastgen.disable()")],
+    ("env", "call", "reason"),
+    [
+        ({"FASTGEN_DISABLE": "1"}, "status", "FASTGEN_DISABLE=1"),
+        ({"FASTGEN_AUTO": "0"}, "status", "FASTGEN_AUTO=0"),
+        ({}, "disable", "fastgen.disable()"),
+    ],
 )
-def test_explain_says_why_no_patch_is_active(host, env, call, why):
-    code = f"import transformers.generation.utils, fastgen; fastgen.{call}(); print(fastgen.explain().as_dict())"
-    found = eval(run_code(code, path=host, **env))
-    assert found["verdict"].startswith("patches: no patch is active: ") and why in found["verdict"]
-    assert [reason["code"] for reason in found["reasons"]] == ["NO_PATCH", "NO_CALL"]
+def test_explain_and_status_say_why_nothing_is_patched(host, env, call, reason):
+    code = f"import transformers.generation.utils, fastgen; fastgen.{call}(); print(fastgen.status())"
+    status, report = run_code(f"{code}; print(fastgen.explain().as_dict())", path=host, **env).splitlines()
+    assert status == f"Nothing is patched: {reason}."
+    report = eval(report)
+    assert report["verdict"].startswith("patches: no patch is active: ") and reason in report["verdict"]
+    assert [one["code"] for one in report["reasons"]] == ["NO_PATCH", "NO_CALL"]
 
 
 def test_explain_before_a_call_says_that_there_was_none(host):
@@ -301,7 +297,7 @@ def test_strict_raises_what_is_otherwise_left_to_the_original(host):
     assert done.returncode == 1 and done.stderr.endswith("KeyError: 'ours'\n")
 
 
-def test_a_host_that_fails_to_import_fails_as_it_does_without_fastgen(host):
+def test_a_host_whose_import_fails_fails_as_without_fastgen(host):
     set_host(host, "class GenerationMixin:", "import no_such_module\nclass GenerationMixin:")
     code = "import {}sys\nimport transformers.generation.utils"
     with_fastgen, without = (run_python("-c", code.format(name), path=host) for name in ("fastgen, ", ""))
@@ -310,58 +306,28 @@ def test_a_host_that_fails_to_import_fails_as_it_does_without_fastgen(host):
     assert with_fastgen.stderr.splitlines()[-1] == without.stderr.splitlines()[-1] == error
 
 
-def test_disabled_and_explain_work_without_a_host():
-    code = """
-import fastgen
-with fastgen.disabled():
-    pass
-@fastgen.disabled()
-def function():
-    return 1
-print(function(), fastgen.explain().verdict)
-print(*fastgen.status(), sep="\\n")
-"""
-    first, *states = run_code(code).splitlines()
-    assert first == (
-        "1 patches: no patch is active: no library is imported that fastgen patches; "
-        "call: no `generate` of this thread has gone through fastgen"
-    )
-    table = run_code("import fastgen; states = fastgen.status(); print(repr(states))").splitlines()
-    groups = dict.fromkeys(patch.group for patch in PATCHES)
-    assert len(states) == len(PATCHES) and [line.split()[0] for line in table] == list(groups)
-    assert table[0].split(maxsplit=2) == [
-        "transformers.shared_caches",
-        "pending",
-        "waits for the import of transformers.generation.utils",
-    ]
-    assert len({line.index("pending") for line in table}) == 1, "columns stand below each other"
-    assert states[0] == "transformers.generate: pending (waits for the import of transformers.generation.utils)"
-
-
-def test_status_has_one_line_for_a_host_that_is_not_installed():
+def test_explain_and_status_work_without_a_host():
+    """Of a host that is not installed the table has one line."""
     code = """
 import importlib.util
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *package: None if name == "fairseq" else find_spec(name, *package)
 import fastgen
-print(fastgen.status())
+print(fastgen.disabled()(fastgen.explain)().verdict)
+print(*fastgen.status(), sep="\\n")
+print(repr(fastgen.status()))
 """
-    lines = run_code(code).splitlines()
-    assert [line.split() for line in lines if "fairseq" in line] == [["fairseq", "not", "installed"]]
-    assert len(lines) == 1 + len({patch.group for patch in PATCHES if patch.host != "fairseq"})
-
-
-@pytest.mark.parametrize(
-    ("env", "call", "reason"),
-    [
-        ({"FASTGEN_DISABLE": "1"}, "status", "FASTGEN_DISABLE=1"),
-        ({"FASTGEN_AUTO": "0"}, "status", "FASTGEN_AUTO=0"),
-        ({}, "disable", "fastgen.disable()"),
-    ],
-)
-def test_status_is_one_sentence_where_nothing_is_patched(env, call, reason):
-    code = f"import fastgen; fastgen.{call}(); print(fastgen.status())"
-    assert run_code(code, **env) == f"Nothing is patched: {reason}.\n"
+    first, *lines = run_code(code).splitlines()
+    assert first == f"patches: no patch is active: no library is imported that fastgen patches; {NO_CALL}"
+    states, table = lines[: len(PATCHES)], [line.split(maxsplit=2) for line in lines[len(PATCHES) :]]
+    waits = "waits for the import of transformers.generation.utils"
+    assert states[0] == f"transformers.generate: pending ({waits})"
+    assert table[0] == ["transformers.shared_caches", "pending", waits]
+    groups = dict.fromkeys(patch.group for patch in PATCHES if patch.host != "fairseq")
+    assert [row[0] for row in table if row[0] != "fairseq"] == list(groups)
+    assert [row for row in table if "fairseq" in row[0]] == [["fairseq", "not", "installed"]]
+    pending = {line.index("pending") for line in lines[len(PATCHES) :] if "pending" in line}
+    assert len(pending) == 1, "columns stand below each other"
 
 
 def test_a_spawned_worker_is_patched_by_its_own_import(host):
@@ -384,7 +350,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
-def test_forked_workers_are_patched_and_never_find_the_lock_taken(host):
+def test_forked_workers_are_patched_and_find_the_lock_free(host):
     """Two threads hold the lock of the patch layer most of the time while the workers are forked."""
     code = """
 import os, threading
@@ -428,7 +394,7 @@ print(outcome())
     assert eval(run_code(STEPS + code, path=host)) == FAST
 
 
-def test_the_installed_transformers_is_patched_and_keeps_its_signatures():
+def test_the_installed_transformers_keeps_its_signatures():
     pytest.importorskip("transformers")
     code = """
 import inspect, fastgen
@@ -447,11 +413,11 @@ print([vars(GenerationMixin)[name] is not wrapper for name, wrapper in zip(names
     assert run_code(code, FASTGEN_STRICT="1").strip() == "{'applied'} True [True, True, True, True]"
 
 
-def test_the_distribution_is_not_called_by_the_name_of_another_project():
+def test_the_distribution_is_called_fastgen_generate():
     assert importlib.metadata.version("fastgen-generate") == fastgen.__version__
 
 
-def test_nothing_tells_anybody_to_install_the_project_of_that_name():
+def test_nothing_tells_to_install_another_project():
     texts = [*REPOSITORY.glob("*.*"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("fastgen/**/*.py")]
     texts = [path for path in [REPOSITORY / "Makefile", *texts] if path.is_file()]
     assert len(texts) > 100

@@ -14,7 +14,7 @@ from fastgen.patching import PatchSet
 pytest_plugins = ["fake_hosts"]
 
 
-def test_a_replacement_that_cannot_be_imported_leaves_the_call_to_the_original(host, write, fast, caplog):
+def test_a_replacement_that_cannot_be_imported_is_switched_off(host, write, fast, caplog):
     broken = write("import no_such_module", "broken")
     patches = [
         make_patch(f"{host.__name__}:function", f"{broken}:fast"),
@@ -30,13 +30,13 @@ def test_a_replacement_that_cannot_be_imported_leaves_the_call_to_the_original(h
     assert {state.state for state in patch_set.states()} == {"failed"} and host.function(1) == 1
 
 
-def test_loading_the_replacements_finds_what_the_first_call_would(host, write):
+def test_loading_replacements_finds_what_a_call_would(host, write):
     patch_set = armed(make_patch(f"{host.__name__}:function", write("import no_such_module", "broken") + ":fast"))
     patch_set.load_replacements()
     assert only_state(patch_set).state == "failed" and host.function(1) == 1
 
 
-def test_a_replacement_that_raises_before_the_original_fails_once_for_all(host, write, caplog):
+def test_a_replacement_that_raises_fails_once_for_all(host, write, caplog):
     raising = write("def fast(original, x):\n    raise KeyError('ours')", "raising")
     patch_set = armed(make_patch(f"{host.__name__}:function", f"{raising}:fast"))
     assert [host.function(1), host.function(2)] == [1, 2]
@@ -51,7 +51,7 @@ def test_strict_raises_what_the_replacement_raises(host, write):
         host.function(1)
 
 
-def test_an_exception_of_the_original_is_the_callers_and_is_not_repeated(write):
+def test_an_exception_of_the_original_reaches_the_caller_once(write):
     host = importlib.import_module(
         write("calls = []\ndef function(x):\n    calls.append(x)\n    raise ValueError('theirs')")
     )
@@ -62,7 +62,7 @@ def test_an_exception_of_the_original_is_the_callers_and_is_not_repeated(write):
     assert host.calls == [1] and only_state(patch_set).state == "applied"
 
 
-def test_a_call_that_the_original_refuses_as_well_does_not_switch_the_patch_off(host, write, caplog):
+def test_a_call_that_the_original_refuses_is_the_callers(host, write, caplog):
     strict_arguments = write("def fast(original, x):\n    return ('fast', original(x))", "fast")
     patch_set = armed(make_patch(f"{host.__name__}:function", f"{strict_arguments}:fast"))
     with pytest.raises(TypeError, match=r"function\(\) got an unexpected keyword argument 'typo'"):
@@ -110,7 +110,7 @@ def fast(original, x):
     assert only_state(patch_set).state == "applied" and not host.calls
 
 
-def test_a_mismatch_found_by_verification_reverts_the_group_and_warns_once(host, fast):
+def test_a_mismatch_reverts_the_group_and_warns_once(host, fast):
     patch_set = armed(make_patch(f"{host.__name__}:function", fast), make_patch(f"{host.__name__}:Base.method", fast))
     with pytest.warns(RuntimeWarning, match="group to the originals: token 3 differs") as warned:
         patch_set.fail("group", "token 3 differs")
@@ -136,7 +136,7 @@ def put_on_top(owner, name):
     return on_top
 
 
-def test_another_librarys_patch_on_top_stays_and_ours_passes_straight_through(host, fast):
+def test_a_patch_on_top_stays_and_ours_passes_through(host, fast):
     patch_set = armed(make_patch(f"{host.__name__}:function", fast))
     on_top = put_on_top(host, "function")
     assert host.function(1) == ("top", ("fast", 1))
@@ -151,7 +151,7 @@ def test_another_librarys_patch_on_top_stays_and_ours_passes_straight_through(ho
     assert host.function(1) == ("top", ("top", ("fast", 1)))
 
 
-def test_a_patch_on_top_that_hides_what_it_wraps_is_recognised_too(host, fast):
+def test_a_patch_on_top_that_hides_ours_is_recognised(host, fast):
     patch_set = armed(make_patch(f"{host.__name__}:function", fast))
     ours = host.function
     host.function = lambda *args: ("top", ours(*args))
@@ -175,7 +175,7 @@ def test_another_librarys_patch_that_was_there_first_is_kept(host, fast):
     assert host.function is on_top
 
 
-def test_an_original_that_another_library_has_put_back_is_patched_anew(host, fast):
+def test_an_original_that_was_put_back_is_patched_anew(host, fast):
     original = host.function
     patch_set = armed(make_patch(f"{host.__name__}:function", fast))
     put_on_top(host, "function")
@@ -235,7 +235,7 @@ def test_a_host_that_another_thread_is_importing_is_waited_for(write, fast):
     assert only_state(patch_set).state == "applied"
 
 
-def test_a_host_that_arms_the_patches_while_it_is_imported_is_patched_on_the_next_occasion(write, fast):
+def test_a_host_that_arms_in_its_import_is_patched_afterwards(write, fast):
     name = write("arm()\n" + HOST)
     patch_set = PatchSet([make_patch(f"{name}:function", fast)])
     sys.modules["builtins"].arm = patch_set.arm
@@ -248,7 +248,7 @@ def test_a_host_that_arms_the_patches_while_it_is_imported_is_patched_on_the_nex
     assert only_state(patch_set).state == "applied"
 
 
-def test_what_a_failed_replacement_calls_runs_without_the_rest_of_its_group(write, fast):
+def test_after_a_failure_the_call_ends_without_its_group(write, fast):
     host = importlib.import_module(
         write("def outer(x):\n    return ('outer', inner(x))\ndef inner(x):\n    return ('inner', x)")
     )
@@ -258,7 +258,7 @@ def test_what_a_failed_replacement_calls_runs_without_the_rest_of_its_group(writ
     assert host.outer(1) == ("outer", ("inner", 1))
 
 
-def test_the_original_runs_with_the_memory_that_the_failed_replacement_held(write):
+def test_the_original_runs_with_the_memory_of_the_replacement(write):
     host = importlib.import_module(write("def function(x):\n    return list(x.alive)"))
     raising = write(
         """

@@ -8,7 +8,7 @@ BART's cross-attention (4 inputs, 4 beams, 512 keys) 1.02, 0.54; 0.77, 0.41. Whi
 2.65, 1.31. GPT-2's prompt and what is generated (4, 16 samples, 512 + 32) 2.44, 1.71; 1.95, 1.76. One row, 600 keys:
 0.14, 0.06; 0.46, 0.05.
 
-Tests: tests/ops/test_few_queries.py
+Tests: tests/ops/test_attention_kernels.py
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ BART's encoder (4 inputs, 12 heads, 512 tokens) 23, 20; 24, 12. Whisper-tiny's (
 (4, 12 of 3 heads, 512) 23, 14; 29, 12. In the instructions of AVX2, one thread: BART's encoder 42, 39; 48, 40. GPT-2's
 prompt 43, 23; 48, 24.
 
-Tests: tests/ops/test_flash_attention.py
+Tests: tests/ops/test_attention_kernels.py
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def test_where_the_order_of_equal_scores_is_another(inputs, beams, seed, in_race
         assert all(map(torch.equal, found, best_in_one_stage(masked, beam_scores, k)))
 
 
-def test_equal_scores_are_left_alone_where_torch_has_another_order(monkeypatch):
+def test_equal_scores_are_left_alone_if_torch_has_no_order(monkeypatch):
     logits, beam_scores = torch.zeros(2, 200), torch.tensor([[0.0, -1.0]])
     allowed = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 4, 5, 3, 4, 5])
     assert best_of_allowed(logits, beam_scores, *allowed, 4) is not None

@@ -66,7 +66,7 @@ def test_a_replay_gives_what_the_function_gives():
 
 @needs_library
 @pytest.mark.usefixtures("without_gradients")
-def test_products_of_few_rows_are_replayed_even_where_weights_have_moved():
+def test_products_of_few_rows_are_replayed_on_moved_weights():
     layer, states = nn.Linear(16, 24), torch.randn(3, 16)
 
     def run() -> Tensor:
@@ -104,7 +104,7 @@ def test_attention_of_few_queries_is_replayed_by_its_kernel(queries, monkeypatch
     torch.testing.assert_close(replay(), run())
 
 
-def test_tensors_share_memory_unless_they_are_returned_or_constant():
+def test_tensors_share_memory_unless_returned_or_constant():
     states = torch.randn(1000)
 
     def run() -> list[Tensor]:
@@ -182,7 +182,7 @@ def test_what_is_written_or_returned_is_computed_each_time():
 @needs_library
 @pytest.mark.parametrize("dtype", x86.DTYPES)
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_products_do_the_relu_and_the_sum_behind_them_with_the_same_bits(dtype, is_transposed):
+def test_products_do_the_relu_and_the_sum_after_them(dtype, is_transposed):
     torch.manual_seed(0)
     up, down = (nn.Linear(*sizes, bias=bias).to(dtype) for *sizes, bias in ((40, 70, True), (70, 40, False)))
     weights = [layer.weight.data.t().contiguous().t() if is_transposed else layer.weight.data for layer in (up, down)]

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from architecture_parity import measure
-from architectures import ARCHITECTURES
+from architectures import BY_NAME
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
@@ -57,7 +57,7 @@ def test_products_are_those_of_torch(rows, with_bias, kind, everywhere):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_where_blas_is_the_fastest_that_is_asked_once_for_each_shape():
+def test_where_blas_is_the_fastest_it_is_asked_once_a_shape():
     module, short, long = nn.Linear(8, 16), torch.randn(1, 8), torch.randn(3, 8)
     with torch.no_grad():
         expected = [module(states) for states in (short, long)]
@@ -99,7 +99,7 @@ def test_products_of_half_the_bytes_are_rounded_once(kind, dtype, everywhere):
 @pytest.mark.parametrize("name", ["gpt2", "bart", "t5", "whisper", "llama"])
 @pytest.mark.parametrize("mode", ["beam search", "sampling", "greedy"])
 def test_generation_uses_it_and_gives_the_same_tokens(name, mode, everywhere):
-    architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == name)
+    architecture = BY_NAME[name]
     parity = measure(architecture.model(), architecture.inputs(), mode)
     assert parity.tokens_equal
     assert parity.largest_score_difference < 1e-4
@@ -107,19 +107,19 @@ def test_generation_uses_it_and_gives_the_same_tokens(name, mode, everywhere):
 
 
 def test_other_machines_are_left_alone(everywhere):
-    architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == "gpt2")
+    architecture = BY_NAME["gpt2"]
     with replaced("reasons against oneDNN", lambda *args: ["this build of torch has no oneDNN"]):
         assert measure(architecture.model(), architecture.inputs(), "greedy").report.kernels[everywhere] == 0
 
 
 def test_small_models_are_left_alone():
-    architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == "gpt2")
+    architecture = BY_NAME["gpt2"]
     with watched("faster forwards") as looks:  # at every module
         architecture.model().generate(**architecture.inputs(), max_new_tokens=3)
     assert not looks
 
 
-def test_small_products_other_types_gradients_autocast_and_strided_rows_are_left_alone():
+def test_what_can_be_multiplied_here():
     states, weight = torch.randn(4, 1024), torch.randn(1024, 1024)
     assert not cpu_linear.can_multiply(states, weight, None)  # gradients are recorded
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_small_products_other_types_gradients_autocast_and_strided_rows_are_left
 
 
 def test_a_forward_after_generate_is_the_library_s(everywhere):
-    architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == "gpt2")
+    architecture = BY_NAME["gpt2"]
     model = architecture.model()
     model.generate(**architecture.inputs(), max_new_tokens=3)
     used = fastgen.explain().kernels[everywhere]
@@ -181,7 +181,7 @@ def later_process() -> None:
     cpu_linear.MEASURED.clear()
 
 
-def test_of_many_rows_the_skinny_gemm_is_measured_where_onednn_has_nothing(timed):
+def test_without_onednn_many_rows_have_the_skinny_gemm(timed):
     seconds, measured, found = timed
     del found["oneDNN"]
     seconds["skinny GEMM"] = 0.5
@@ -243,7 +243,7 @@ def test_a_way_that_gives_wrong_numbers_is_not_used(timed, caplog):
 
 @pytest.mark.parametrize("part", ["weight", "bias"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, 3e38])
-def test_a_weight_that_is_not_finite_does_not_make_a_way_wrong_for_later_processes(timed, caplog, part, number):
+def test_a_weight_that_is_not_finite_makes_no_way_wrong(timed, caplog, part, number):
     parts = {"weight": torch.ones(1024, 512), "bias": torch.ones(1024)}
     parts[part][3] = number
     before = torch.get_rng_state()
@@ -268,13 +268,6 @@ def test_how_wrong_is_judged_by_the_size_of_the_numbers(timed, size):
     assert fastest(3, weight, bias) == "BLAS"
 
 
-def test_of_processes_that_measure_at_the_same_time_the_first_counts(timed):
-    assert fastest() == "oneDNN"
-    cpu_linear.store(KIND, "BLAS", cpu_linear.gemm_backends(torch.float32))
-    later_process()
-    assert fastest() == "oneDNN"
-
-
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 FIELD = f"fastest of BLAS, oneDNN, skinny GEMM, kernels {x86.VERSION}, {CAPABILITY}"
 UNKNOWN = json.dumps({"product": KIND._asdict(), FIELD: "another"}).encode()
@@ -297,7 +290,7 @@ def test_damaged_lines_are_measured_again(timed, damage):
     assert fastest() == "oneDNN" and timed[1]
 
 
-def test_answers_are_kept_where_the_switch_says_or_in_the_cache_of_the_user(monkeypatch):
+def test_answers_are_stored_in_the_configured_or_users_cache(monkeypatch):
     with configured(cache="/here"):
         assert cpu_linear.path().parent == Path("/here")
     with configured(cache=None):
@@ -307,7 +300,7 @@ def test_answers_are_kept_where_the_switch_says_or_in_the_cache_of_the_user(monk
         assert cpu_linear.path().parent == Path.home() / ".cache" / "fastgen"
 
 
-def test_a_folder_that_cannot_be_written_only_means_that_nothing_is_kept(timed, tmp_path):
+def test_without_a_folder_to_write_to_nothing_is_stored(timed, tmp_path):
     (tmp_path / "file").touch()
     with configured(cache=str(tmp_path / "file" / "folder")):
         assert fastest() == "oneDNN"
@@ -344,7 +337,7 @@ def test_a_link_in_place_of_the_measurements_is_not_followed(timed, tmp_path):
     assert is_measured_again(timed) and (tmp_path / "elsewhere").stat().st_size == size
 
 
-def test_a_file_of_measurements_that_has_grown_too_large_is_left_alone(timed):
+def test_a_file_of_measurements_too_large_is_left_alone(timed):
     assert fastest() == "oneDNN" and not is_measured_again(timed)
     os.truncate(cpu_linear.path(), cpu_linear.MAX_BYTES + 1)
     assert is_measured_again(timed) and cpu_linear.path().stat().st_size == cpu_linear.MAX_BYTES + 1
@@ -361,18 +354,6 @@ def test_a_user_without_a_home_folder_measures_again(timed, monkeypatch, tmp_pat
         assert is_measured_again(timed) and not os.listdir(tmp_path)
 
 
-def test_the_slower_product_is_not_used(everywhere):
-    states, module = torch.randn(4, 48), nn.Linear(48, 1003)
-    with (
-        force(cpu_linear.BLAS),
-        torch.no_grad(),
-        generate_call("test") as call,
-        faster_forwards(call, {module: module.modules()}, forwards()),
-    ):
-        found = module(states)
-    assert not call.report.kernels and torch.equal(found, functional.linear(states, module.weight, module.bias))
-
-
 @pytest.mark.parametrize(("name", "owner", "product"), [("llama", functional, "linear"), ("gpt2", torch, "addmm")])
 def test_a_product_that_the_program_has_replaced_is_called(name, owner, product, everywhere, monkeypatch):
     original, calls = getattr(owner, product), []
@@ -382,7 +363,7 @@ def test_a_product_that_the_program_has_replaced_is_called(name, owner, product,
         return original(*args)
 
     monkeypatch.setattr(owner, product, counting)
-    architecture = next(architecture for architecture in ARCHITECTURES if architecture.id == name)
+    architecture = BY_NAME[name]
     with fastgen.disabled():
         architecture.model().generate(**architecture.inputs(), max_new_tokens=3)
     expected = len(calls)

@@ -78,7 +78,7 @@ print(sum(trie(0, [number])[0] for number in range(5000)))
 """
 
 
-def test_a_process_that_has_mapped_the_file_goes_on_when_it_is_replaced(tmp_path):
+def test_a_process_that_has_mapped_a_replaced_file_reads_on(tmp_path):
     path = tmp_path / "names.trie"
     PrefixTrie([[number, 7] for number in range(5000)]).save(path)
     here = PrefixTrie.load(path)
@@ -208,7 +208,7 @@ def test_other_errors_name_the_argument(tmp_path):
         PrefixTrie.load(tmp_path / "other.npy")
 
 
-def test_rows_that_begin_as_no_output_does_are_refused_where_nothing_is_ignored():
+def test_rows_that_begin_as_no_output_does_are_refused():
     trie = PrefixTrie([[5, 6], [7]], at_dead_ends=[1])
     message = r"no output begins with token 9, as a row does .*\.after\(1\) for the start token of a decoder"
     for call in (lambda: trie(0, torch.tensor([9, 5])), lambda: trie.allowed_sync(torch.tensor([[5, 6], [9, 5]]))):

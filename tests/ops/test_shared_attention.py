@@ -14,11 +14,8 @@ from torch.nn import functional
 from fastgen.ops import shared_attention as module
 from fastgen.ops.shared_attention import (
     attention_by_products,
-    fold,
-    fold_mask,
     query_key_scores,
     shared_attention,
-    unfold,
     weighted_values,
 )
 
@@ -39,10 +36,11 @@ def whole(segments: list[torch.Tensor], rows: int, groups: int) -> torch.Tensor:
     prompt=st.sampled_from([1, 7, 300]),
     generated=st.integers(0, 4),
     mask_kind=st.sampled_from(["none", "rows", "heads", "one", "plain", "added", "hidden"]),
+    scale=st.sampled_from([None, 0.3]),
     seed=st.integers(0, 1000),
 )
-def test_segments_of_any_shape_under_any_mask_give_what_one_tensor_gives(
-    inputs, rows_per_input, kv_heads, groups, length, prefix, prompt, generated, mask_kind, seed
+def test_segments_of_any_shape_give_what_one_tensor_gives(
+    inputs, rows_per_input, kv_heads, groups, length, prefix, prompt, generated, mask_kind, scale, seed
 ):
     generator = torch.Generator().manual_seed(seed)
     rows, heads, total = inputs * rows_per_input, kv_heads * groups, prefix + prompt + generated
@@ -66,16 +64,16 @@ def test_segments_of_any_shape_under_any_mask_give_what_one_tensor_gives(
         mask = mask > 0
     elif mask_kind == "hidden":
         mask = mask.masked_fill(torch.arange(rows).view(-1, 1, 1, 1) % 2 == 0, -torch.inf)  # every key of some rows
-    found = shared_attention(query, keys, values, mask, scale=0.3)
+    found = shared_attention(query, keys, values, mask, scale=scale)
     whole_keys, whole_values = whole(keys, rows, groups), whole(values, rows, groups)
-    expected = functional.scaled_dot_product_attention(query, whole_keys, whole_values, attn_mask=mask, scale=0.3)
+    expected = functional.scaled_dot_product_attention(query, whole_keys, whole_values, attn_mask=mask, scale=scale)
     if expected.isnan().any():  # where the mask leaves nothing, in torch before 2.5
         found, expected = found.nan_to_num(), expected.nan_to_num()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("copies", [(1, 2, 6), (2, 6), (6,)], ids=str)
-def test_attention_sinks_take_their_part_of_the_weights_of_all_segments(copies):
+def test_attention_sinks_take_their_part_of_the_weights(copies):
     """With a learned score per head, as in GPT-OSS, whose weight is dropped after the softmax."""
     query, sinks = torch.randn(6, 4, 1, 8), torch.randn(4)
     keys, values = ([torch.randn(count, 2, 3 + count, 8) for count in copies] for _ in range(2))
@@ -96,7 +94,7 @@ NO_NUMBERS = ("every query", "queries of a row", "every key", "a key", "a key an
 @pytest.mark.parametrize("which", (*NO_NUMBERS, "infinite queries of a row"))
 @pytest.mark.parametrize("masked", (False, True), ids=("no mask", "mask"))
 @pytest.mark.parametrize("width", (8, 4), ids="values of {}".format)
-def test_queries_and_keys_that_are_no_numbers_give_what_torch_gives(which, own_length, masked, width):
+def test_queries_and_keys_that_are_no_numbers_are_as_in_torch(which, own_length, masked, width):
     query, keys, values = torch.randn(4, 6, 1, 8).abs(), torch.randn(2, 3, 7, 8).abs(), torch.randn(2, 3, 7, width)
     own_keys, own_values = torch.randn(4, 3, own_length, 8).abs(), torch.randn(4, 3, own_length, width)
     if "infinite" in which:  # all its scores are -inf
@@ -116,34 +114,13 @@ def test_queries_and_keys_that_are_no_numbers_give_what_torch_gives(which, own_l
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-def test_the_default_scale_is_that_of_the_head_dimension():
-    query, keys, values = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-    own = torch.randn(4, 2, 3, 8)
-    found = shared_attention(query, [keys, own], [values, own])
-    expected = functional.scaled_dot_product_attention(query, whole([keys, own], 4, 1), whole([values, own], 4, 1))
-    torch.testing.assert_close(found, expected)
-
-
-def test_few_queries_meet_shared_keys_in_one_product_without_copies_of_the_keys(monkeypatch):
+def test_few_queries_meet_shared_keys_in_one_product(monkeypatch):
     products = []
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: products.append((a, b)) or bmm(a, b))
     keys, values = torch.randn(2, 3, 300, 8), torch.randn(2, 3, 300, 8)
     shared_attention(torch.randn(8, 3, 1, 8), [keys], [values])
     assert [product[0].data_ptr() for product in products] == [keys.data_ptr()]
-
-
-def test_unfold_is_the_inverse_of_fold():
-    rows = torch.randn(6, 4, 2, 5)
-    assert torch.equal(unfold(fold(rows, 3, 2), 3, 4), rows)
-
-
-@pytest.mark.parametrize("shape", [(6, 1, 1, 9), (6, 4, 2, 9), (1, 4, 2, 9), (2, 9)])
-def test_masks_fold_as_the_scores_do(shape):
-    mask = torch.randn(shape)
-    scores = torch.randn(6, 4, 2, 9)
-    folded = fold(scores, 3, 2) + fold_mask(mask, 3, 2, heads=4, length=2)
-    torch.testing.assert_close(unfold(folded, 3, 4), scores + mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,10 +47,11 @@ def case(name: str, dtype: torch.dtype) -> tuple[Tensor, list[Tensor], list[Tens
     return query, keys, values, mask < 1 if kind == "bool" else mask.masked_fill(mask >= 1, float("-inf"))
 
 
-def run_alone(call: str, **environment: str) -> None:
-    """Calls a function of this file in a process of its own: whether Triton interprets is decided by its import."""
+def run_alone(*names: str, **environment: str) -> None:
+    """Calls functions of this file in a process of their own: whether Triton interprets is decided by its import."""
     name, folders = Path(__file__).stem, (Path(__file__).parent, Path(python_process.__file__).parent)
-    run_code(f"import {name}; {name}.{call}", os.pathsep.join(map(str, folders)), **environment)
+    code = "".join(f"{name}.{function}()\n" for function in names)
+    run_code(f"import {name}\n{code}", os.pathsep.join(map(str, folders)), **environment)
 
 
 def compare_all() -> None:
@@ -92,12 +94,11 @@ def compare_nan() -> None:
     assert output[1].isnan().all() and output[0].isfinite().all()
 
 
-@pytest.mark.parametrize("comparison", ["compare_all", "compare_bounds", "compare_nan"])
-def test_kernels_give_what_the_definition_gives(comparison):
-    run_alone(f"{comparison}()", TRITON_INTERPRET="1")
+def test_kernels_give_what_the_definition_gives():
+    run_alone("compare_all", "compare_bounds", "compare_nan", TRITON_INTERPRET="1")
 
 
-def compile_for(architecture: int) -> None:
+def compile_all() -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -105,7 +106,8 @@ def compile_for(architecture: int) -> None:
     from fastgen.ops import triton_attention
 
     kernel = triton_attention._add_up
-    for dtype, width, tile in (("fp16", 64, 16), ("bf16", 128, 64), ("fp16", 256, 32), ("fp32", 128, 16)):
+    shapes = (("fp16", 64, 16), ("bf16", 128, 64), ("fp16", 256, 32), ("fp32", 128, 16))
+    for architecture, (dtype, width, tile) in itertools.product((80, 90), shapes):
         torch_type = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
         constants = {"WIDTH": width, "VALUE_WIDTH": width, "GROUPS": 4, "MASK": 2, "ONE_MASK": False, "TILE": tile}
         constants |= {"HAS_FIRST": True, "HAS_LAST": True, "WIDTH_2": width, "VALUE_WIDTH_2": width}
@@ -131,6 +133,5 @@ def compile_for(architecture: int) -> None:
         assert binary.metadata.shared <= 160 << 10, (dtype, width, binary.metadata.shared)
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_kernels_compile_for_gpus_without_one(architecture, tmp_path):
-    run_alone(f"compile_for({architecture})", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+def test_kernels_compile_for_gpus_without_one(tmp_path):
+    run_alone("compile_all", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

@@ -1,0 +1,239 @@
+"""Attention of few queries and of many, `csrc/few_queries.cpp` and `csrc/flash_attention.cpp`: the numbers of torch.
+
+Also where other rows and threads take part, and where torch's function is computed by these kernels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from attention_cases import COPIES, MASKS, WIDTHS, check_attention, random_case
+from host_compiler import needs_compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from x86_kernels import needs_library, torch_threads, use_wide_registers
+
+from fastgen.ops import few_queries, flash_attention, x86
+from fastgen.ops.flash_attention import FlashAttention
+from fastgen.ops.shared_attention import attention_by_products, shared_attention
+from fastgen.testing import watched
+
+KERNELS = pytest.mark.parametrize("kernel", [few_queries, flash_attention], ids=["few queries", "many queries"])
+QUERIES = {few_queries: st.sampled_from((1, 2)), flash_attention: st.sampled_from((32, 33, 47, 96, 130))}
+LENGTHS = {
+    few_queries: st.sampled_from((1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 100, 257)),
+    flash_attention: st.sampled_from((32, 33, 63, 128, 129, 300)),
+}
+
+
+@needs_library
+@KERNELS
+@settings(max_examples=200, deadline=None)
+@given(
+    st.data(), COPIES, st.sampled_from((1, 2)), st.sampled_from((1, 3)), WIDTHS, WIDTHS, MASKS,
+    st.sampled_from(x86.DTYPES), st.integers(1, 3), st.integers(0, 99),
+)  # fmt: skip
+def test_queries_see_what_they_see_in_torch(
+    kernel, data, copies, groups, kv_heads, width, value_width, mask, dtype, threads, seed
+):
+    first, second, length = map(data.draw, (LENGTHS[kernel], LENGTHS[kernel], QUERIES[kernel]))
+    if kernel is few_queries and copies[0] * groups * length > few_queries.MOST_QUERIES:
+        groups = length = 1
+    if mask is None:
+        first += few_queries.MIN_KEYS_WITHOUT_MASK
+    case = random_case(copies, (first, second, 3), groups, kv_heads, length, width, value_width, mask, dtype, seed=seed)
+    with torch_threads(threads):
+        check_attention(kernel, *case)
+
+
+@needs_library
+@settings(max_examples=60, deadline=None)
+@given(QUERIES[flash_attention], LENGTHS[flash_attention], st.sampled_from((1, 3)), WIDTHS, st.sampled_from(x86.DTYPES))
+def test_causal_queries_see_what_they_see_in_torch(length, keys, groups, width, dtype):
+    """From the upper left corner, as torch's."""
+    case = random_case((1,), (keys,), groups, 2, length, width, width, None, dtype)
+    check_attention(flash_attention, *case, is_causal=True)
+
+
+@needs_compiler
+@needs_library
+@pytest.mark.parametrize("dtype", x86.DTYPES)
+@pytest.mark.parametrize("width", [20, 64, 80])
+def test_attention_in_wider_registers_is_right_as_well(dtype, width, tmp_path, monkeypatch):
+    use_wide_registers(tmp_path, monkeypatch)
+    for copies in ((1,), (4, 1), (6, 3, 1)):
+        for kernel, length, lengths in ((few_queries, 1, (33, 17, 3)), (flash_attention, 65, (133, 17, 3))):
+            check_attention(kernel, *random_case(copies, lengths, 1, 3, length, width, width, "added", dtype))
+    case = random_case((1,), (133,), 2, 3, 65, width, width, None, dtype)
+    check_attention(flash_attention, *case, is_causal=True)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", x86.DTYPES)
+@pytest.mark.parametrize(
+    ("kernel", "length", "part"), [(few_queries, 1, slice(1)), (flash_attention, 700, slice(100, 132))]
+)
+def test_bits_depend_neither_on_rows_nor_on_threads(kernel, length, part, dtype):
+    query, keys, values, mask = random_case((4, 1), (100, 9), 2, 3, length, 64, 64, "added", dtype)
+    with torch.no_grad():
+        found = kernel.attention(query, keys, values, mask, 0.2)
+        with torch_threads(1):
+            of_one_row = [keys[0][1:2], keys[1][5:6]], [values[0][1:2], values[1][5:6]], mask[5:6, :, part]
+            alone = kernel.attention(query[5:6, :, part], *of_one_row, 0.2)
+    assert torch.equal(found[5:6, :, part], alone)
+
+
+@needs_library
+@pytest.mark.parametrize(("kernel", "length"), [(few_queries, 1), (flash_attention, 40)])
+def test_what_is_hidden_and_what_is_no_number_is_as_in_torch(kernel, length):
+    query, keys, values, mask = random_case((1,), (70,), 1, 2, length, 64, 64, "added", torch.float32, inputs=5)
+    mask[0, :, 0] = torch.finfo(torch.float32).min  # equal weights
+    mask[1] = -torch.inf  # zeros
+    query[2] = torch.nan
+    keys[0][3, :, 7], mask[3, ..., 7] = torch.nan, 0.0
+    keys[0][4, :, 5], mask[4, ..., 5] = torch.inf, 0.0
+    with torch.no_grad():
+        found = kernel.attention(query, keys, values, mask, 0.3)
+        expected = functional.scaled_dot_product_attention(query, keys[0], values[0], mask, scale=0.3)
+    assert (found[1] == 0).all() and found[2:4].isnan().all()
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=1e-5)
+
+
+@needs_library
+@pytest.mark.parametrize(("kernel", "length"), [(few_queries, 1), (flash_attention, 40)])
+def test_large_and_small_scores_keep_their_weights(kernel, length):
+    query = torch.tensor([0.0, 1.0, 88.0, 1000.0, -1000.0]).view(5, 1, 1, 1).repeat(1, 1, length, 1)
+    keys = torch.linspace(-1, 1, 400).view(1, 1, 400, 1).repeat(5, 1, 1, 1)
+    check_attention(kernel, query, [keys], [keys], None, scale=1.0)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", x86.DTYPES)
+@pytest.mark.parametrize("kind", ["lowest", "-inf", "bool"])
+def test_keys_behind_the_last_that_is_seen_are_not_read(kind, dtype):
+    """As in a cache of fixed size."""
+    query, keys, values, _ = random_case((4, 1), (40, 100), 2, 3, 1, 64, 64, None, dtype, inputs=2)
+    last = torch.tensor([30, 41, 139, 60, 57, 50, 44, 48])  # of each row's keys that it sees
+    sees = torch.arange(140) <= last[:, None, None, None]
+    hidden = -torch.inf if kind == "-inf" else torch.finfo(dtype).min
+    mask = sees if kind == "bool" else torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, hidden)
+    check_attention(few_queries, query, keys, values, mask)
+    with torch.no_grad():
+        expected = few_queries.attention(query, keys, values, mask, 0.3)
+        for states in keys[1], values[1]:
+            states[4:, :, 32:] = torch.nan  # of the last four rows none sees more than 18 of the second segment
+        found = few_queries.attention(query, keys, values, mask, 0.3)
+    assert torch.equal(found, expected)
+
+
+@needs_library
+def test_a_query_that_sees_no_key_has_torchs_result():
+    query, keys, values, _ = random_case((2, 1), (24, 40), 1, 2, 1, 64, 64, None, torch.float32, inputs=1)
+    mask = torch.zeros(2, 1, 1, 64).masked_fill(torch.arange(64) > 30, torch.finfo(torch.float32).min)
+    mask[1] = torch.finfo(torch.float32).min  # equal weights for all
+    check_attention(few_queries, query, keys, values, mask)
+
+
+@needs_library
+def test_keys_that_no_query_of_a_tile_sees_are_not_computed():
+    query, keys, values, _ = random_case((1,), (256,), 1, 2, 256, 64, 64, None, torch.float32)
+    with torch.no_grad():
+        expected = flash_attention.attention(query, keys, values, None, 0.3, is_causal=True)
+        keys[0][:, :, 192:], values[0][:, :, 192:] = torch.nan, torch.nan
+        found = flash_attention.attention(query, keys, values, None, 0.3, is_causal=True)
+    assert torch.equal(found[:, :, :180], expected[:, :, :180]) and found[:, :, 192:].isnan().all()
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("queries", "length", "part"),
+    [
+        (few_queries.MOST_QUERIES, 1, "attention, few queries"),
+        (few_queries.MOST_QUERIES + 1, 1, None),
+        (4, 40, "attention, many queries"),
+    ],
+)
+def test_shared_attention_uses_the_kernel_for_so_many_queries(queries, length, part):
+    case = random_case((queries, 1), (64, 48), 1, 2, length, 64, 64, "added", torch.float32)
+    with (
+        torch.no_grad(),
+        watched("attention, few queries") as of_few,
+        watched("attention, many queries") as of_many,
+    ):
+        expected = attention_by_products(*case, 0.125)
+        torch.testing.assert_close(shared_attention(*case), expected, rtol=0, atol=1e-5)
+    assert (bool(of_few), bool(of_many)) == (part == "attention, few queries", part == "attention, many queries")
+
+
+@needs_library
+def test_gradients_strides_and_other_types_are_left_alone():
+    query, [keys], values, mask = random_case((2,), (64,), 1, 2, 1, 64, 64, "added", torch.float32)
+    assert not few_queries.can_attend(query, [keys], values, mask), "gradients are recorded"
+    with torch.no_grad():
+        assert not few_queries.can_attend(query, [keys[..., ::2]], values, mask)
+        assert not few_queries.can_attend(query.double(), [keys], values, mask.double())
+
+
+def sdpa(*args, **kwargs):
+    usage = Counter()
+    with torch.no_grad():
+        expected = functional.scaled_dot_product_attention(*args, **kwargs)
+        with FlashAttention(usage):
+            found = functional.scaled_dot_product_attention(*args, **kwargs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    return usage["flash attention"]
+
+
+@needs_library
+def test_inside_the_context_torchs_function_is_computed_here():
+    query, [keys], [values], mask = random_case((1,), (64,), 2, 3, 48, 64, 64, "bool", torch.float32)
+    assert sdpa(query, keys, values, mask, enable_gqa=True) == 1
+    assert sdpa(query, keys, values, is_causal=True, scale=0.5, enable_gqa=True) == 1
+    assert sdpa(query[:, :3], keys, values, mask[0, 0]) == 1
+    assert sdpa(query[:, :3], keys, values, mask[:, :, :1]) == 1
+    assert sdpa(query[:, :3, :8], keys, values) == 0, "few queries"
+    assert sdpa(query[:, :3].double(), keys.double(), values.double()) == 0
+    assert sdpa(query[0, :3], keys[0], values[0]) == 0, "three dimensions"
+    assert sdpa(query[:, :3], keys[:1], values[:1]) == 0, "rows are broadcast"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert sdpa(query[:, :3], keys, values) == 0
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sdpa(query[:, :3], keys, values) == 0
+
+
+@needs_library
+def test_torch_says_what_is_wrong_with_a_call():
+    query, [keys], [values], mask = random_case((1,), (64,), 2, 3, 48, 64, 64, "bool", torch.float32)
+    for args, kwargs in (
+        ((query, keys, values), {}),  # twice as many heads
+        ((query[:, :3], keys, values, mask[..., :5]), {}),
+        ((query[:, :3, :, :8], keys, values), {}),
+    ):
+        with torch.no_grad(), FlashAttention(Counter()), pytest.raises(RuntimeError):
+            functional.scaled_dot_product_attention(*args, **kwargs)
+
+
+@needs_library
+def test_a_mode_of_the_program_sees_torch_s_function():
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            noted.append(func)
+            return func(*args, **(kwargs or {}))
+
+    noted, usage = [], Counter()
+    query, [keys], [values], _ = random_case((1,), (64,), 1, 3, 48, 64, 64, None, torch.float32)
+    with torch.no_grad(), Noting(), FlashAttention(usage):
+        functional.scaled_dot_product_attention(query, keys, values)
+    assert functional.scaled_dot_product_attention in noted and not usage
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_where_torch_has_tiles_bf16_is_left_to_it(has_amx, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
+    is_faster = flash_attention._is_faster.__wrapped__
+    assert is_faster(torch.bfloat16) is not has_amx and is_faster(torch.float32)

@@ -1,6 +1,6 @@
 """Models that no host library has, one folder each; a host learns of them as soon as it is imported.
 
-Tests: tests/models/unilm/test_unilm_registration.py
+Tests: tests/models/test_registration.py
 """
 
 from __future__ import annotations

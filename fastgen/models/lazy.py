@@ -1,6 +1,6 @@
 """Names of a package that are imported when they are first asked for.
 
-Tests: tests/models/unilm/test_unilm_registration.py
+Tests: tests/models/test_registration.py
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def unilm():
 @pytest.mark.parametrize("make", [causal, seq2seq, unilm])
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @torch.no_grad()
-def test_a_cache_is_taken_under_both_names_and_returned_under_the_library_s(make, name):
+def test_a_cache_is_taken_under_both_names(make, name):
     model, arguments, cache = make()
     output = model(input_ids=INPUT_IDS, **arguments, **{name: cache})
     assert output[CACHE] is cache and cache.get_seq_length() == 3

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from random import Random
 
 import pytest
@@ -123,7 +121,7 @@ def test_same_seed_same_pairs():
     assert pairs != [make_pair(third) for _ in range(200)]
 
 
-def test_spoken_lines_are_lower_case_words_of_very_different_number():
+def test_spoken_lines_are_lower_case_words():
     rng = Random(3)
     pairs = [make_pair(rng) for _ in range(3000)]
     assert all(re.fullmatch("[a-z]+( [a-z]+)*", spoken) for _, spoken in pairs)
@@ -150,14 +148,6 @@ def test_demo_folder_is_small_enough_for_the_package():
     names = {path.name for path in demo_path().iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
     assert sum(path.stat().st_size for path in demo_path().rglob("*")) <= MAX_BYTES
-
-
-def test_finding_the_demo_does_not_import_torch():
-    code = (
-        "import sys, fastgen.models; before = set(sys.modules); import fastgen.models.demo;"
-        "assert 'torch' not in set(sys.modules) - before"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_tokenizer_restores_every_line(tokenizer):

@@ -1,6 +1,6 @@
 """The sizes of UniLM: those of BERT, and which segment is the source and which the target.
 
-Tests: tests/models/unilm/test_unilm_registration.py
+Tests: tests/models/test_registration.py
 """
 
 from __future__ import annotations

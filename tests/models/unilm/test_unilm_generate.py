@@ -8,12 +8,9 @@ import pytest
 import torch
 from parity import (
     BEAMS,
-    PROMPT,
     SAMPLES,
-    assert_same,
     capturing,
     compared,
-    is_shared,
     padded,
     replays,
     run_both,
@@ -35,6 +32,11 @@ WAYS = {
     "beams without repeated bigrams": {**BEAMS, "no_repeat_ngram_size": 2},
     "greedy without repeated tokens": {**GREEDY, "no_repeat_ngram_size": 1},
 }
+VERSIONS = {
+    "1": {},
+    "1, large": {"type_vocab_size": 6, "source_type_id": 4, "target_type_id": 5},
+    "2": {"rel_pos_bins": 8, "max_rel_pos": 12, "type_vocab_size": 0},
+}
 
 
 def sources() -> dict[str, torch.Tensor]:
@@ -46,15 +48,13 @@ def model() -> UniLMForConditionalGeneration:
     return tiny_unilm().double()
 
 
-@pytest.fixture(scope="module")
-def slow() -> SlowUniLM:
-    return tiny_unilm(SlowUniLM).double()
-
-
 @pytest.mark.usefixtures("share_always")
 @pytest.mark.parametrize("use_cache", (True, False), ids=("cache", "no cache"))
-@pytest.mark.parametrize("way", WAYS)
-def test_generates_what_the_slow_definition_generates(model, slow, way, use_cache):
+@pytest.mark.parametrize(("way", "version"), [*((way, "1") for way in WAYS), ("beams", "1, large"), ("beams", "2")])
+def test_generates_what_the_slow_definition_generates(way, version, use_cache):
+    model, slow = (
+        tiny_unilm(kind, **VERSIONS[version]).double() for kind in (UniLMForConditionalGeneration, SlowUniLM)
+    )
     arguments = {**sources(), **WAYS[way], "return_dict_in_generate": True, "output_logits": True}
     with fastgen.disabled():
         torch.manual_seed(7)
@@ -77,21 +77,15 @@ def test_padding_and_other_inputs_change_nothing(model):
 
 
 @pytest.mark.usefixtures("share_always")
-@pytest.mark.parametrize("arguments", (BEAMS, SAMPLES), ids=("beams", "samples"))
-def test_source_is_computed_and_kept_once_per_input(arguments):
-    assert is_shared(assert_same(tiny_unilm(), sources(), **arguments), PROMPT)
-
-
-@pytest.mark.usefixtures("share_always")
 def test_mask_token_never_enters_the_cache():
     cache = compared(tiny_unilm(), sources(), **GREEDY, eos_token_id=None).fast.past_key_values
     assert cache.get_seq_length() == 9 + 8 - 1  # the last token was not fed
 
 
-@pytest.mark.parametrize("bins", (0, 8), ids=("", "relative positions"))
+@pytest.mark.parametrize("version", ("1", "2"))
 @pytest.mark.parametrize("arguments", (BEAMS, SAMPLES, GREEDY), ids=("beams", "samples", "greedy"))
-def test_captured_steps_give_the_same_tokens(arguments, bins):
-    model = tiny_unilm(rel_pos_bins=bins, max_rel_pos=12)
+def test_captured_steps_give_the_same_tokens(arguments, version):
+    model = tiny_unilm(**VERSIONS[version])
     arguments = {**arguments, "max_new_tokens": 12, "eos_token_id": None}
     with capturing():
         for inputs in (padded(9, 5, 7), padded(4, 8, 3, seed=2)):
@@ -106,21 +100,11 @@ def test_static_cache_gives_the_same_tokens(model):
     assert torch.equal(model.generate(**inputs, **BEAMS, cache_implementation="static"), expected)
 
 
-def test_segments_of_the_tokenizer_are_not_taken_for_those_of_the_model():
-    model = tiny_unilm(type_vocab_size=6, source_type_id=4, target_type_id=5)
+def test_segments_of_the_tokenizer_are_not_the_models():
+    model = tiny_unilm(**VERSIONS["1, large"])
     inputs = sources()
     given = torch.zeros_like(inputs["input_ids"])
     assert torch.equal(model.generate(**inputs, **BEAMS, token_type_ids=given), model.generate(**inputs, **BEAMS))
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    ({"type_vocab_size": 6, "source_type_id": 4, "target_type_id": 5}, {"type_vocab_size": 0}),
-    ids=("large models of version 1", "none, as in version 2"),
-)
-def test_segments(sizes):
-    model, slow = tiny_unilm(**sizes).double(), tiny_unilm(SlowUniLM, **sizes).double()
-    assert torch.equal(model.generate(**sources(), **BEAMS), slow.generate(**sources(), **BEAMS, use_cache=False))
 
 
 def test_repeated_ngrams_are_looked_for_in_the_target_only(model):
@@ -143,7 +127,7 @@ def test_options_that_do_not_fit_are_refused(model, arguments, words):
         model.generate(token_ids(1, 9), **arguments)
 
 
-def test_forward_tells_the_next_token_and_takes_tokens_one_by_one(model):
+def test_forward_takes_tokens_one_by_one(model):
     source, target = token_ids(1, 7), token_ids(1, 3, seed=2)
     with torch.no_grad():
         output = model(source, append_mask=True)
@@ -158,20 +142,6 @@ def test_forward_tells_the_next_token_and_takes_tokens_one_by_one(model):
             )
         whole = model(torch.cat([source, target], dim=1), source_length=7, append_mask=True)
     torch.testing.assert_close(output.logits, whole.logits)
-
-
-@pytest.mark.usefixtures("share_always")
-@pytest.mark.parametrize("use_cache", (True, False), ids=("cache", "no cache"))
-def test_relative_positions_of_version_2(use_cache):
-    sizes = {"rel_pos_bins": 8, "max_rel_pos": 12, "type_vocab_size": 0}
-    model, slow = tiny_unilm(**sizes).double(), tiny_unilm(SlowUniLM, **sizes).double()
-    arguments = {**sources(), **BEAMS, "return_dict_in_generate": True, "output_logits": True}
-    with fastgen.disabled():
-        expected = slow.generate(**arguments, use_cache=False)
-    output = model.generate(**arguments, use_cache=use_cache)
-    assert torch.equal(output.sequences, expected.sequences)
-    for logits, wanted in zip(output.logits, expected.logits, strict=True):
-        torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bins, most", ((32, 128), (8, 12)))

@@ -27,19 +27,6 @@ def test_each_pair_is_that_of_the_paper(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_token_tells_changes_with_the_tokens_that_it_sees_only(kind):
-    model = tiny_unilm(num_hidden_layers=1).double()
-    mask, ids = masks(kind)[:1], token_ids(1, 7)
-    with torch.no_grad():
-        before = model(ids, attention_mask=mask).logits[0]
-        for key in range(7):
-            changed = ids.clone()
-            changed[0, key] = (ids[0, key] + 1) % 90 + 5
-            after = model(changed, attention_mask=mask, token_type_ids=torch.zeros_like(ids)).logits[0]
-            assert torch.equal((after - before).abs().amax(dim=1) > 1e-9, mask[0, :, key])
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_slow_definition(kind):
     model, found, ids = tiny_unilm().double(), masks(kind), token_ids(3, 7)
     with torch.no_grad():

@@ -37,7 +37,7 @@ def holds(requirement: Requirement, python: str) -> bool:
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_no_extra_refuses_the_one_version_that_the_constraints_leave(wanted, python):
+def test_no_extra_refuses_the_version_of_the_constraints(wanted, python):
     left = constraints(python)
     checked = 0
     for extra, requirements in wanted.items():

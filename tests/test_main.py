@@ -70,7 +70,7 @@ def test_a_program_runs_with_the_patches_armed(folder):
         assert run_python("-m", "fastgen", "armed.py", cwd=folder, FASTGEN_AUTO=auto).stdout.strip() == "pending"
 
 
-def test_threads_and_workers_that_outlive_the_last_line_find_the_program(folder):
+def test_threads_and_workers_find_the_program(folder):
     (folder / "late.py").write_text(
         """
 import multiprocessing, pickle, sys, threading, time
@@ -109,7 +109,7 @@ def test_help_and_version():
     assert "SCRIPT [ARGUMENT ...]" in run_python("-m", "fastgen", "--help").stdout
 
 
-def test_the_report_shows_versions_patches_and_kernels_in_one_screen():
+def test_the_report_shows_patches_and_kernels_in_one_screen():
     transformers = pytest.importorskip("transformers")
     done = run_python("-m", "fastgen")
     assert done.returncode == 0 and done.stderr == "", done.stderr  # nor what the hosts log at their import

@@ -48,7 +48,7 @@ def test_a_method_comes_with_its_class_bound_or_not(method):
     assert packages_of(method) == {"json"} and comes_with(method, JSONDecoder)
 
 
-def test_a_method_of_another_module_of_the_same_package_does_not_come_with_the_class():
+def test_a_method_of_another_module_comes_with_another_class():
     assert packages_of(JSONEncoder.encode) == {"json"} and not comes_with(JSONEncoder.encode, JSONDecoder)
 
 

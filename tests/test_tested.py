@@ -13,7 +13,7 @@ ROWS = json.loads((Path(__file__).parents[1] / "tools" / "matrix" / "results.jso
 
 
 @pytest.mark.parametrize("host", TESTED)
-def test_the_lowest_and_the_newest_version_that_were_run_count_as_tested(host: str) -> None:
+def test_versions_that_were_run_count_as_tested(host: str) -> None:
     ran = sorted({Version(row[host]) for row in ROWS if row.get(host)})
     assert (str(ran[0]), str(ran[-1])) == TESTED[host]
 

@@ -38,7 +38,7 @@ def test_fp32_hypotheses_are_those_of_the_unpatched_library(name, mode):
     "name", ("transformer", "pre-norm, learned positions", "bart", "transformer_align", "transformer_lm")
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_hypotheses_of_cuda_graphs_are_those_of_the_unpatched_library(name, mode):
+def test_hypotheses_of_cuda_graphs_are_those_of_fairseq(name, mode):
     with capturing():
         report = compare(on_gpu(name), **MODES[mode], min_len=6, max_len_b=40).report
     assert report.kernels["decode step, CUDA graph"] > 2

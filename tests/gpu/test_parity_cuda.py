@@ -24,7 +24,7 @@ def _shared(share_always):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.id)
-def test_fp32_tokens_and_scores_are_those_of_the_unpatched_library(architecture):
+def test_fp32_tokens_and_scores_are_those_of_the_library(architecture):
     model = architecture.model().cuda()
     inputs = {name: value.cuda() for name, value in architecture.inputs().items()}
     for mode in MODES:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from x86_kernels import needs_library, torch_threads
 
 from fastgen.ops import rms_norm, x86
@@ -21,85 +21,69 @@ pytestmark = needs_library
 ROWS, WIDTH, EPSILON = 3, 40, 1e-6
 
 
-class Norm(nn.Module):
+def scale(rows: Tensor, power: int = 2, dim: int = -1) -> Tensor:
+    return torch.rsqrt(rows.pow(power).mean(dim, keepdim=True) + EPSILON)
+
+
+def norm(weight: Tensor, rows: Tensor) -> Tensor:
     """As T5 and Llama write it."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH).to(dtype))
-
-    def scale(self, rows: Tensor) -> Tensor:
-        return torch.rsqrt(rows.to(torch.float32).pow(2).mean(-1, keepdim=True) + EPSILON)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.weight * (rows * self.scale(rows)).to(rows.dtype)
+    return weight * (rows * scale(rows.float())).to(rows.dtype)
 
 
-class Widened(Norm):
+def widened(weight: Tensor, rows: Tensor) -> Tensor:
     """Llama's."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        wide = rows.to(torch.float32)
-        return self.weight * (wide * self.scale(wide)).to(rows.dtype)
+    wide = rows.float()
+    return weight * (wide * scale(wide)).to(rows.dtype)
 
 
-class WidenedIsUsed(Norm):
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        wide = rows.to(torch.float32)
-        return self.weight * (wide * self.scale(wide)).to(rows.dtype), wide + 1
+def widened_is_used(weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    wide = rows.float()
+    return weight * (wide * scale(wide)).to(rows.dtype), wide + 1
 
 
-class Narrow(Norm):
-    def scale(self, rows: Tensor) -> Tensor:
-        return torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + EPSILON)
-
-
-class OtherOrder(Norm):
-    def forward(self, rows: Tensor) -> Tensor:
-        return (self.scale(rows) * rows) * self.weight
-
-
-class OneMore(Norm):
+def one_more(weight: Tensor, rows: Tensor) -> Tensor:
     """Gemma's, whose weight is the difference from one."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        wide = rows.float()
-        return ((wide * self.scale(wide)) * (1.0 + self.weight.float())).type_as(rows)
+    wide = rows.float()
+    return ((wide * scale(wide)) * (1.0 + weight.float())).type_as(rows)
 
 
-class ScaleIsUsed(Norm):
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        scale = self.scale(rows)
-        return self.weight * (rows * scale), scale + 1
+def scale_is_used(weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    factor = scale(rows)
+    return weight * (rows * factor), factor + 1
 
 
-class ScaleIsReturned(Norm):
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        scale = self.scale(rows)
-        return self.weight * (rows * scale), scale
+def scale_is_returned(weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    factor = scale(rows)
+    return weight * (rows * factor), factor
 
 
-class RowsAreWritten(Norm):
-    def forward(self, rows: Tensor) -> Tensor:
-        rows, scale = rows + 0, self.scale(rows)
-        squares = rows.pow(2).mean(-1, keepdim=True) + EPSILON
-        rows.add_(scale)
-        return self.weight * (rows * torch.rsqrt(squares))
+def rows_are_written(weight: Tensor, rows: Tensor) -> Tensor:
+    rows = rows + 0
+    factor = scale(rows)
+    rows.add_(1)
+    return weight * (rows * factor)
 
 
-class OtherPower(Norm):
-    def scale(self, rows: Tensor) -> Tensor:
-        return torch.rsqrt(rows.pow(4).mean(-1, keepdim=True) + EPSILON)
-
-
-class OtherDimension(Norm):
-    def scale(self, rows: Tensor) -> Tensor:
-        return torch.rsqrt(rows.pow(2).mean(0, keepdim=True) + EPSILON)
-
-
-class OfOtherRows(Norm):
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.weight * (rows.flip(0) * self.scale(rows))
+IN_ONE_KERNEL = [
+    (norm, torch.float32, 1),
+    (norm, torch.bfloat16, 1),
+    (widened, torch.float32, 1),
+    (widened, torch.bfloat16, 1),
+    (widened_is_used, torch.float32, 1),
+    (widened_is_used, torch.bfloat16, 0),
+    (one_more, torch.float32, 1),
+    (one_more, torch.bfloat16, 1),
+    (lambda weight, rows: (scale(rows.float()) * rows) * weight, torch.float32, 1),
+    (lambda weight, rows: (scale(rows.float()) * rows) * weight, torch.bfloat16, 0),
+    (lambda weight, rows: weight * (rows * scale(rows)), torch.float32, 1),
+    (lambda weight, rows: weight * (rows * scale(rows)), torch.bfloat16, 0),
+    (scale_is_used, torch.float32, 0),
+    (scale_is_returned, torch.float32, 0),
+    (rows_are_written, torch.float32, 0),
+    (lambda weight, rows: weight * (rows * scale(rows, power=4)), torch.float32, 0),
+    (lambda weight, rows: weight * (rows * scale(rows, dim=0)), torch.float32, 0),
+    (lambda weight, rows: weight * (rows.flip(0) * scale(rows)), torch.float32, 0),
+]
 
 
 def fusions(function: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable, int]:
@@ -113,51 +97,31 @@ def fusions(function: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Callab
     return replay, len(used)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "expected"),
-    [
-        (Norm, torch.float32, 1),
-        (OtherOrder, torch.float32, 1),
-        (OneMore, torch.float32, 1),
-        (Norm, torch.bfloat16, 1),
-        (Widened, torch.float32, 1),
-        (Widened, torch.bfloat16, 1),
-        (OtherOrder, torch.bfloat16, 0),
-        (OneMore, torch.bfloat16, 1),
-        (WidenedIsUsed, torch.float32, 1),
-        (WidenedIsUsed, torch.bfloat16, 0),
-        (Narrow, torch.float32, 1),
-        (Narrow, torch.bfloat16, 0),
-        (ScaleIsUsed, torch.float32, 0),
-        (ScaleIsReturned, torch.float32, 0),
-        (RowsAreWritten, torch.float32, 0),
-        (OtherPower, torch.float32, 0),
-        (OtherDimension, torch.float32, 0),
-        (OfOtherRows, torch.float32, 0),
-    ],
-)
+@pytest.mark.parametrize(("function", "dtype", "expected"), IN_ONE_KERNEL)
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
-def test_what_is_a_norm_becomes_one_kernel(kind, dtype, expected, without_gradients, monkeypatch):
+def test_what_is_a_norm_becomes_one_kernel(function, dtype, expected, without_gradients, monkeypatch):
     torch.manual_seed(0)
-    norm, rows = kind(dtype), torch.randn(ROWS, 1, WIDTH).to(dtype)
+    weight, rows = torch.randn(WIDTH).to(dtype), torch.randn(ROWS, 1, WIDTH).to(dtype)
     with without_gradients():
-        replay, found = fusions(lambda: norm(rows * 2), monkeypatch)
+        replay, found = fusions(lambda: function(weight, rows * 2), monkeypatch)
         assert found == expected
         for _ in range(3):
             rows.copy_(torch.randn(rows.shape))
-            torch.testing.assert_close(replay(), norm(rows * 2), rtol=0, atol=10 * tolerance("product", dtype))
+            torch.testing.assert_close(
+                replay(), function(weight, rows * 2), rtol=0, atol=10 * tolerance("product", dtype)
+            )
 
 
 @torch.inference_mode()
 def test_rows_that_are_used_afterwards_stay(monkeypatch):
     """Also where the memory of tensors that are not needed any more is used again."""
-    norm, rows = Norm(), torch.randn(ROWS, WIDTH)
+    weight, rows = torch.randn(WIDTH), torch.randn(ROWS, WIDTH)
 
     def function() -> Tensor:
         states = rows * 2
         for _ in range(3):
-            states = states + norm(states)
-        return norm(states)
+            states = states + norm(weight, states)
+        return norm(weight, states)
 
     replay, found = fusions(function, monkeypatch)
     assert found == 4
@@ -167,11 +131,11 @@ def test_rows_that_are_used_afterwards_stay(monkeypatch):
 
 @torch.no_grad()
 def test_a_weight_may_move(monkeypatch):
-    norm, rows = Norm(), torch.randn(ROWS, WIDTH)
-    replay, found = fusions(lambda: norm(rows), monkeypatch)
+    weight, rows = torch.randn(WIDTH), torch.randn(ROWS, WIDTH)
+    replay, found = fusions(lambda: norm(weight, rows), monkeypatch)
     assert found == 1
-    norm.weight.data = torch.randn(WIDTH)
-    torch.testing.assert_close(replay(), norm(rows), rtol=0, atol=1e-5)
+    weight.data = torch.randn(WIDTH)
+    torch.testing.assert_close(replay(), norm(weight, rows), rtol=0, atol=1e-5)
 
 
 @given(

@@ -177,19 +177,6 @@ def test_importing_loads_few_modules():
     assert len(loaded) < 50, sorted(loaded)
 
 
-def test_a_group_without_one_of_its_targets_is_skipped(host):
-    set_host(host, "def _prefill(self, input_ids,", "def _prefill(self, ids,")
-    set_host(host, "_prefill(inputs,", "_prefill(ids=inputs,")
-    set_host(host, 'return ["original", input_ids]', 'return ["original", ids]')
-    set_host(host, "None, {})", "generation_config=None, model_kwargs={})")
-    rows = "(*outcome(), [str(state) for state in patch_states()])"
-    states, called, pristine, (generate, prefill) = run_steps("fastgen host", host, rows, FASTGEN_STRICT="1")
-    assert (states, called, pristine) == ({"skipped"}, ["original", 7], True)
-    assert generate.endswith("(transformers.shared_caches is applied all or none, without transformers.prefill)")
-    assert "wanted the parameters (self, input_ids, generation_config, model_kwargs)" in prefill
-    assert "found (self, ids, generation_config, model_kwargs, is_first_iteration)" in prefill
-
-
 NO_CALL = "call: no `generate` of this thread has gone through fastgen"
 TOO_OLD = "wanted transformers 5.0.0 or newer, found 4.57.1"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.changed_tests import changed_files, tests_of
+from tools.changed_tests import changed_files, find_tests
 
 FILES = {
     "fastgen/module.py": '"""Does it.\n\nTests: tests/test_one.py, tests/gpu/\n"""\ndef function(): ...\n',
@@ -69,9 +69,9 @@ def test_commits_of_the_branch_and_the_working_tree_count(repository):
     ],
 )
 def test_a_changed_file_has_its_tests(repository, changed, tests):
-    assert tests_of(changed, repository) == tests
+    assert find_tests(changed, repository) == tests
 
 
 def test_a_module_that_names_no_tests_is_an_error(repository):
     with pytest.raises(LookupError, match=r"fastgen/without\.py has no tests: its docstring has to end in `Tests:`"):
-        tests_of("fastgen/without.py", repository)
+        find_tests("fastgen/without.py", repository)

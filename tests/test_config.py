@@ -142,20 +142,3 @@ for share in ("always", "never", "always"):
     print(bool(fastgen.explain().shared))
 """
     assert run_code(code).split() == ["True", "False", "True"]
-
-
-def test_every_module_holds_the_one_configuration():
-    code = """
-import importlib, pkgutil, sys, fastgen
-from fastgen.config import CONFIG
-for module in pkgutil.walk_packages(fastgen.__path__, "fastgen."):
-    if not module.name.endswith("__main__"):
-        try:
-            importlib.import_module(module.name)
-        except ImportError:
-            pass
-ours = [vars(module) for name, module in sys.modules.items() if name.startswith("fastgen")]
-held = [names["CONFIG"] for names in ours if "CONFIG" in names]
-print(len(held) > 5, all(config is CONFIG for config in held))
-"""
-    assert run_code(code).split() == ["True", "True"]

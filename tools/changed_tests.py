@@ -36,7 +36,7 @@ def changed_files(root: Path = ROOT) -> list[str]:
     return sorted({*changed.splitlines(), *git("ls-files", "--others", "--exclude-standard").splitlines()})
 
 
-def tests_of(name: str, root: Path = ROOT) -> set[str]:
+def find_tests(name: str, root: Path = ROOT) -> set[str]:
     """Returns the tests of a file. Raises LookupError for a module with code that names none."""
     path = root / name
     if name.startswith("tests/"):
@@ -76,7 +76,7 @@ def users_of(helper: Path, root: Path) -> set[str]:
 
 def main() -> None:
     try:
-        tests = {test for name in changed_files() for test in tests_of(name)}
+        tests = {test for name in changed_files() for test in find_tests(name)}
     except LookupError as error:
         raise SystemExit(str(error.args[0])) from None
     print(*sorted(tests), sep="\n")

@@ -117,6 +117,7 @@ def test_the_report_shows_patches_and_kernels_in_one_screen():
     assert len(lines) <= 40 and max(map(len, lines)) <= 120
     assert lines[0].startswith(f"fastgen {fastgen.__version__}, Python ")
     assert f"transformers {transformers.__version__}" in lines[0]
+    assert lines[1].startswith(f"runs from the source tree {REPOSITORY}")
     states = [line.split()[:2] for line in lines[lines.index("Patches") + 1 : lines.index("Kernels") - 1]]
     groups = dict.fromkeys(patch.group for patch in PATCHES if find_spec(patch.host))
     assert [name for name, _ in states if name != "fairseq"] == list(groups)
@@ -171,4 +172,3 @@ def test_the_report_says_that_it_runs_from_a_source_tree(tmp_path):
     assert hidden[2] == f"Use another folder, or pip install -e {tree}"
     (site / "fastgen" / "__init__.py").unlink()
     assert source_tree_lines(tree, [site], '{"dir_info": {"editable": true}}') == [runs]
-    assert run_python("-m", "fastgen").stdout.splitlines()[1].startswith(f"runs from the source tree {REPOSITORY}")

@@ -209,7 +209,6 @@ assert "translation_prophetnet" in tasks and "ngram_language_loss" in criteria
 """
     run_code("import fastgen, fairseq" + names, FASTGEN_STRICT="1")
     run_code("import fairseq, fastgen" + names, FASTGEN_STRICT="1")
-    run_code("import fastgen.models.prophetnet as p; p.NgramTransformerProphetModel" + names, FASTGEN_STRICT="1")
     assert CRITERION_REGISTRY["ngram_language_loss"] is NgramLanguageLoss
 
 

@@ -38,8 +38,7 @@ from fastgen.ops.tracing import Diverged, NotRepeatable
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import first_weight, size_of
 from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, GraphState, differs_sync, graphs_of, reason_of
-from fastgen.optimizer.decoding.report import MODEL_CHANGED, STEPS, Reason
-from fastgen.optimizer.decoding.rollback import LeaveAlone
+from fastgen.optimizer.decoding.report import MODEL_CHANGED, STEPS, LeaveAlone, Reason
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.patching import SwitchedOff, make_final, warn

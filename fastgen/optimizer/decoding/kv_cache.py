@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops.move_rows import move_rows
-from fastgen.optimizer.decoding.report import LAYER_EMPTY, Reason
-from fastgen.optimizer.decoding.rollback import LeaveAlone
+from fastgen.optimizer.decoding.report import LAYER_EMPTY, LeaveAlone, Reason
 from fastgen.optimizer.decoding.segmented_kv import KV, SegmentedKV, cut, in_segments, length_of, materialized
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, rows_of
 

@@ -9,7 +9,7 @@ Tests: tests/optimizer/test_report.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -78,6 +78,23 @@ def that_hold(*rows: Any) -> list[Reason]:
         elif condition:
             reasons.append(reason[0] if len(reason) == 1 else Reason(*reason))
     return reasons
+
+
+class LeaveAlone(Exception):
+    """Raised if the library does the work. Each patch catches it in one place, reports `reasons`, and calls it.
+
+    A `DecodeStep` catches it if keys and values cannot lie in a static cache: then steps stay eager.
+    """
+
+    def __init__(self, reasons: Sequence[Reason]) -> None:
+        super().__init__(*map(str, reasons))
+        self.reasons = reasons
+
+
+def leave_alone_for(reasons: Sequence[Reason]) -> None:
+    """Raises LeaveAlone if there are reasons."""
+    if reasons:
+        raise LeaveAlone(reasons)
 
 
 @dataclass

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from fastgen.ops.move_rows import move_rows
 from fastgen.ops.tracing import UnderAutocast
-from fastgen.optimizer.decoding.report import Reason
-from fastgen.optimizer.decoding.rollback import LeaveAlone
+from fastgen.optimizer.decoding.report import LeaveAlone, Reason
 from fastgen.optimizer.decoding.segmented_kv import KV, cut, in_segments, length_of, materialized
 
 SMALLEST_CAPACITY = 32

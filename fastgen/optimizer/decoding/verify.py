@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastgen.optimizer.decoding.call import last_report
+from fastgen.optimizer.decoding.call import last_report, undo_of_random_numbers
 from fastgen.optimizer.decoding.report import Report
-from fastgen.optimizer.decoding.rollback import undo_of_random_numbers
 from fastgen.patching import disabled
 
 T = TypeVar("T")

@@ -21,16 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache
 
 from fastgen.models.cache_names import CACHE
+from fastgen.optimizer.decoding.call import Rollback, undo_of_attributes, undo_of_random_numbers
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
-from fastgen.optimizer.decoding.report import COMPACTION, Reason
-from fastgen.optimizer.decoding.rollback import (
-    LeaveAlone,
-    Rollback,
-    leave_alone_for,
-    undo_of_attributes,
-    undo_of_random_numbers,
-)
+from fastgen.optimizer.decoding.report import COMPACTION, LeaveAlone, Reason, leave_alone_for
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.transformers import compat, kv_layers, row_groups

@@ -30,10 +30,16 @@ from transformers.cache_utils import (
 )
 
 from fastgen.models.cache_names import CACHE_NAMES
-from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.call import GenerateCall, Restore, undo_of_attributes
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.report import CACHE_NOT_EMPTY, KV_CACHE, LAYER_EMPTY, Reason
-from fastgen.optimizer.decoding.rollback import LeaveAlone, Restore, leave_alone_for, undo_of_attributes
+from fastgen.optimizer.decoding.report import (
+    CACHE_NOT_EMPTY,
+    KV_CACHE,
+    LAYER_EMPTY,
+    LeaveAlone,
+    Reason,
+    leave_alone_for,
+)
 from fastgen.optimizer.decoding.segmented_kv import KV, cut
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
 

@@ -29,11 +29,10 @@ from transformers.modeling_outputs import ModelOutput
 
 from fastgen.config import CONFIG
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.call import GenerateCall, Rollback, undo_of_tensors
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.model_facts import ModelFacts
-from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, Reason
-from fastgen.optimizer.decoding.rollback import LeaveAlone, Rollback, leave_alone_for, undo_of_tensors
+from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, LeaveAlone, Reason, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import kv_layers, prefixes, row_groups, verification
 from fastgen.optimizer.transformers.call import current_call

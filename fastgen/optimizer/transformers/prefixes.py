@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.call import GenerateCall, Rollback, undo_of_tensors
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.model_facts import ModelFacts
 from fastgen.optimizer.decoding.report import KEPT, PREFIX, Reason, that_hold
-from fastgen.optimizer.decoding.rollback import Rollback, undo_of_tensors
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import kv_layers
 from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel

@@ -35,9 +35,8 @@ from transformers.utils import logging
 from fastgen.models.cache_names import CACHE_NAMES
 from fastgen.ops.kernel import tolerance
 from fastgen.optimizer import PATCH_SET
-from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.call import GenerateCall, undo_of_random_numbers
 from fastgen.optimizer.decoding.report import Reason, that_hold
-from fastgen.optimizer.decoding.rollback import undo_of_random_numbers
 from fastgen.optimizer.decoding.verify import (
     ABSENT,
     Difference,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
-from fastgen.optimizer.decoding.report import Reason
-from fastgen.optimizer.decoding.rollback import LeaveAlone
+from fastgen.optimizer.decoding.report import LeaveAlone, Reason
 from fastgen.optimizer.transformers.row_groups import IMAGES, RowGroups
 
 

@@ -75,7 +75,7 @@ PARTS = {
     "reasons of rows": f"{_TRANSFORMERS}.checks:CallChecks._row_reasons",
     "states of rows": f"{_TRANSFORMERS}.checks:CallChecks.row_states",
     "verify a class": f"{_TRANSFORMERS}.verification:_compare_first_steps",
-    "faster forwards": f"{_TRANSFORMERS}.faster_forwards:faster_forwards",
+    "faster forwards": f"{_TRANSFORMERS}.call:faster_forwards",
     # Ops.
     "reasons against oneDNN": "fastgen.ops.cpu_linear:machine_reasons",
     "shared attention": f"{_DECODING}.segmented_kv:shared_attention",
@@ -265,9 +265,9 @@ def as_untested(host: str = "transformers") -> Iterator[list[tuple[str, str]]]:
 @contextmanager
 def as_tested() -> Iterator[None]:
     """Takes every model class for one of the library's, which are trusted without a comparison."""
-    from fastgen.optimizer.transformers import verification
+    from fastgen.optimizer.transformers.checks import CallChecks
 
-    with mock.patch.object(verification, "untested_reasons", lambda model: []):
+    with mock.patch.object(CallChecks, "is_verified_first", False):
         yield
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from fastgen.optimizer import PATCH_SET
 from fastgen.optimizer.decoding.report import PREFILL, Reason, that_hold
-from fastgen.optimizer.transformers.call import generate_call
+from fastgen.optimizer.transformers.checks import generate_call
 from fastgen.optimizer.transformers.context_groups import Pair, contexts_of
 from fastgen.optimizer.transformers.log_likelihoods import TOKENS_PER_BATCH, Scorer, base_of
 from fastgen.provenance import comes_with

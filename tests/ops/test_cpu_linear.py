@@ -24,8 +24,8 @@ from fastgen.ops import cpu_linear, x86
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.faster_forwards import faster_forwards
+from fastgen.optimizer.transformers.call import forwards
 from fastgen.optimizer.transformers.checks import KNOWN
-from fastgen.optimizer.transformers.faster_forwards import forwards
 from fastgen.testing import configured, costs, force, replaced
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")

@@ -9,7 +9,7 @@ in the folder of their host. A prefill opens one, and the trial whether a prefix
 keeps one for its loop.
 
 Tests: tests/optimizer/test_report.py, tests/optimizer/transformers/test_generate_threads.py,
-tests/optimizer/decoding/test_rollback.py, tests/optimizer/transformers/test_refused_calls.py
+tests/optimizer/transformers/test_refused_calls.py, tests/optimizer/transformers/test_static_prefill.py
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ _ALONE = (
 PATCHES = (
     *_group(
         "shared_caches",
-        ("generate", f"{_MIXIN}.generate(self)", "generate:generate"),
+        ("generate", f"{_MIXIN}.generate(self)", "call:generate"),
         ("prefill", f"{_MIXIN}._prefill(self, input_ids, generation_config, model_kwargs)", "prefill:prefill"),
     ),
     *_group(

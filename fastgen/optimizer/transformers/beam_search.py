@@ -20,8 +20,8 @@ from fastgen.ops.beam_top_k import Candidates, best_of_all, best_of_allowed, bes
 from fastgen.optimizer.decoding.call import count
 from fastgen.optimizer.decoding.graphs import can_capture
 from fastgen.optimizer.decoding.report import LOOP, Reason
-from fastgen.optimizer.transformers.call import current_call, drop_unused_outputs
-from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments
+from fastgen.optimizer.transformers.call import drop_unused_outputs
+from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
 from fastgen.optimizer.transformers.processors import (
     ALONE,

@@ -1,66 +1,162 @@
-"""A call of transformers' `generate`: the state that only this host has, and the outputs that its caller reads.
+"""One call of `GenerationMixin.generate`: its patch, faster forwards while it runs, and what its caller reads of it.
+
+    generate                        makes the GenerateCall, and notes what the arguments say about the call
+      swap_forwards                 for the time of the call, on the modules of large models
+      _sample, _beam_search         token_loop.py, beam_search.py: a turn for each token; without outputs nobody reads
+        _prefill                    prefill.py: once per input; its cache becomes a KVCache
+        forward                     decode_step.py: eager, captured, replayed
+    end of the call                 caches become the library's again, and the report is complete
 
 fastgen's loops serve calls that return no scores or hidden states of each step. fastgen's command and the patches of
 Seamless M4T say by `only_outputs` what they read: such a call runs as one that returns sequences alone.
 
-Tests: tests/optimizer/transformers/test_generate_threads.py, tests/optimizer/transformers/test_beam_scores.py,
-tests/optimizer/transformers/test_seamless.py
+Tests: tests/optimizer/transformers/test_generate_models.py, tests/optimizer/transformers/test_generate_options.py,
+tests/optimizer/transformers/test_returned_cache.py, tests/optimizer/transformers/test_beam_scores.py,
+tests/optimizer/transformers/test_seamless.py, tests/optimizer/decoding/test_faster_forwards.py,
+tests/ops/test_cpu_linear.py
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
+from types import BuiltinFunctionType, NoneType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import GenerationMixin
+from transformers.activations import NewGELUActivation
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
+from transformers.pytorch_utils import Conv1D
 
-from fastgen.optimizer.decoding import call as decoding_call
+from fastgen.ops import lookup
+from fastgen.ops.tracing import is_transformed
 from fastgen.optimizer.decoding.call import GenerateCall, setting, settings_of
-from fastgen.optimizer.decoding.report import Report
+from fastgen.optimizer.decoding.cost_model import size_of
+from fastgen.optimizer.decoding.faster_forwards import FasterForward, Forward, faster_forwards, linears, multiply
+from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, Reason
+from fastgen.optimizer.transformers import checks, kept_prefix, kv_layers, verification
+from fastgen.optimizer.transformers.checks import current_call, generate_call
+from fastgen.patching import disabled
 from fastgen.provenance import comes_with
 
 SEQUENCES_SCORES, ENCODER_STATES = "sequences_scores", "encoder_hidden_states"
 
+TOO_SMALL = Reason("TOO_SMALL", "the model and the call are too small to gain")
 
-@dataclass
-class TransformersCall:
-    """The part of a `GenerateCall` that only transformers' patches read and write.
+# Arguments that are called between steps.
+_CALLBACKS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 
-    user_cache: the caller passed a cache. user_code: code that is not the host's works with the cache. has_callbacks:
-    the caller passed what is called between steps, which may change the model. share: what equal rows have in common is
-    stored once wherever it can be (True), nowhere (False), or where it pays (None). to_verify: the call with its
-    arguments, where it has to be compared with the original before anything is shared. beam_scores: of the best
-    hypotheses that beam search has found, `[inputs, num_beams]`, the best first. encoded: see `models/seamless.py`.
-    checks: the `CallChecks` of the call's last loop.
+# Values of cache_implementation for which no version of transformers compiles.
+_NEVER_COMPILED = (None, "dynamic", "dynamic_full", "offloaded", "quantized")
+
+
+def generate(original: Callable, self: checks.HostModel, *args: Any, **kwargs: Any) -> Any:
+    """Runs the library's `generate` inside a `GenerateCall`.
+
+    fastgen is off in a call that is too small to gain, and if results of this class have differed.
+    args: `inputs` and `generation_config`, then what steps may call; after eight of them `custom_generate`.
     """
+    with generate_call(self) as call:
+        untested = checks.untested_reasons(self)
+        reasons = verification.refused_reasons(self) if untested else []
+        if reasons := reasons or _tiny_reasons(call, self, args, kwargs):
+            call.report.add_reasons(PREFILL, reasons)
+            with disabled():
+                return original(self, *args, **kwargs)
+        call.host.user_cache = kv_layers.cache_of(kwargs) is not None
+        call.host.user_code = not checks.is_known_class(self)
+        call.host.has_callbacks = bool(args[2:]) or {*map(type, map(kwargs.get, _CALLBACKS))} != {NoneType}
+        if untested:
+            call.host.to_verify = verification.call_to_verify(original, self, args, kwargs)
+        if any(map(callable, (kwargs.get("custom_generate"), *args[8:]))):
+            call.host.user_code, call.host.share = True, False
+            text = "custom_generate may read the cache: plain layers, keys and values stored for each row"
+            call.report.add_reasons(KV_CACHE, [Reason("CUSTOM_GENERATE", text)])
+        try:
+            with swap_forwards(self, args, kwargs, call):
+                result = original(self, *args, **kwargs)
+        finally:
+            call.host.to_verify = call.host.checks = None  # which hold the model and all arguments
+        if call.report.stages:
+            call.end_stage("decoder")
+        if not call.rows:
+            call.report.add_reasons(PREFILL, [Reason("NO_PREFILL", "this decoding method does not call _prefill")])
+    return result
 
-    user_cache: bool = False
-    user_code: bool = False
-    has_callbacks: bool = False
-    share: bool | None = None
-    to_verify: partial[Any] | None = None
-    beam_scores: Tensor | None = None
-    encoded: list[Any] = field(default_factory=list)
-    checks: Any = None
+
+def _tiny_reasons(
+    call: GenerateCall, model: checks.HostModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Reason]:
+    """Why a call cannot gain what fastgen costs; empty if it can, or if it is not known how large it is."""
+    prompt, steps = args[0] if args else kwargs.get("input_ids"), kwargs.get("max_new_tokens")
+    if not isinstance(prompt, Tensor) or type(steps) is not int or kept_prefix.reuse_of(model) is not None:
+        return []
+    config = kwargs.get("generation_config") or model.generation_config
+    names = ("num_beams", "num_return_sequences")
+    rows = max(kwargs.get(name) or getattr(config, name, None) or 1 for name in names)
+    may_gain = call.costs.may_gain(size_of(model, checks.KNOWN), rows * prompt.numel(), steps)
+    return [] if may_gain else [TOO_SMALL]
 
 
-def generate_call(model: Any, has_stages: bool = False, has_steps: bool = True) -> GenerateCall:
-    """Returns a context inside of which `current_call()` is a new call of this model's `generate`."""
-    report = Report(type(model).__name__, has_steps=has_steps)
-    return GenerateCall(report, TransformersCall(), has_stages=has_stages)
+# Faster forwards: products of `nn.Linear` and GPT-2's `Conv1D`, and its GELU.
 
 
-def current_call() -> GenerateCall | None:
-    """Returns the innermost call that runs, or None outside of one and in a call of another host."""
-    call = decoding_call.current_call()
-    return call if call is not None and isinstance(call.host, TransformersCall) else None
+def swap_forwards(
+    model: checks.HostModel, args: tuple, kwargs: dict[str, Any], call: GenerateCall
+) -> AbstractContextManager[None]:
+    """Puts faster forwards on the model's modules while this call runs, if the model is so large that this pays.
+
+    It puts none on where the call may compile the model, as the library does for caches that have a static shape.
+    """
+    if not call.costs.should_swap_forwards(size_of(model, checks.KNOWN), kwargs.get("max_new_tokens")):
+        return nullcontext()
+    facts, asked = call.facts_of(model, checks.KNOWN), [kwargs.get("cache_implementation")]
+    for config in (kwargs.get("generation_config"), *args, getattr(model, "generation_config", None)):
+        asked.append(getattr(config, "cache_implementation", None))
+    is_static = getattr(kv_layers.cache_of(kwargs), "is_compileable", False)
+    if facts.compiled or is_static or not all(map(_NEVER_COMPILED.__contains__, asked)):
+        return nullcontext()
+    return faster_forwards(call, {model: facts.modules.values()}, forwards())
+
+
+def forwards() -> dict[type[nn.Module], Forward]:
+    """The faster forwards by the type of their module."""
+    products = linears()
+    if products and isinstance(torch.addmm, BuiltinFunctionType):
+        products[Conv1D] = partial(multiply, is_transposed=True)  # GPT-2's
+    return {NewGELUActivation: new_gelu, **products}
+
+
+def new_gelu(forward: FasterForward, input: Tensor, call: GenerateCall) -> Tensor | None:
+    """The GELU of GPT-2, GPT-J, T5 v1.1 and others, in one pass over the tensor instead of eight.
+
+    In half precision the original rounds after each of its steps, which a table repeats.
+    """
+    if torch.is_grad_enabled() or type(input) is not Tensor or is_transformed():
+        return None
+    if input.dtype == torch.float32:
+        output = functional.gelu(input, approximate="tanh")
+    elif lookup.can_look_up(input):
+        output = lookup.look_up(input, _table_of_new_gelu(input.dtype))
+    else:
+        return None
+    call.report.kernels["fused activation"] += 1
+    return output
+
+
+@functools.cache
+def _table_of_new_gelu(dtype: torch.dtype) -> Tensor:
+    return lookup.table_of(NewGELUActivation(), dtype)
+
+
+# What the caller reads.
 
 
 class UsedOutputs(tuple[str, ...]):

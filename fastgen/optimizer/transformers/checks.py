@@ -16,13 +16,15 @@ results. The `CostModel` is asked first whether a part is worthwhile. Reasons th
 row_groups.py, those that lie in a cache by kv_layers.py: rows of these tables ask them.
 
 Tests: tests/optimizer/transformers/test_replaced_code.py, tests/optimizer/transformers/test_training_mode.py,
-tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/transformers/test_replaced_loop.py
+tests/optimizer/transformers/test_captured_steps.py, tests/optimizer/transformers/test_replaced_loop.py,
+tests/optimizer/transformers/test_generate_threads.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import filterfalse
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,6 +40,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fastgen.models.cache_names import CACHE
 from fastgen.ops.tracing import is_watched, replaced_functions
 from fastgen.optimizer import PATCH_SET
+from fastgen.optimizer.decoding import call as decoding_call
 from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.model_facts import ModelFacts
 from fastgen.optimizer.decoding.report import (
@@ -46,6 +49,7 @@ from fastgen.optimizer.decoding.report import (
     TORCH_MODE,
     USER_CACHE,
     Reason,
+    Report,
     that_hold,
 )
 from fastgen.optimizer.decoding.user_code import KnownCode, named
@@ -112,6 +116,40 @@ def untested_reasons(model: HostModel) -> list[Reason]:
     elif "transformers" not in PATCH_SET.untested_hosts:
         return []
     return [Reason("UNTESTED", text)]
+
+
+@dataclass
+class TransformersCall:
+    """The part of a `GenerateCall` that only transformers' patches read and write.
+
+    user_cache: the caller passed a cache. user_code: code that is not the host's works with the cache. has_callbacks:
+    the caller passed what is called between steps, which may change the model. share: what equal rows have in common is
+    stored once wherever it can be (True), nowhere (False), or where it pays (None). to_verify: the call with its
+    arguments, where it has to be compared with the original before anything is shared. beam_scores: of the best
+    hypotheses that beam search has found, `[inputs, num_beams]`, the best first. encoded: see `models/seamless.py`.
+    checks: the `CallChecks` of the call's last loop.
+    """
+
+    user_cache: bool = False
+    user_code: bool = False
+    has_callbacks: bool = False
+    share: bool | None = None
+    to_verify: partial[Any] | None = None
+    beam_scores: Tensor | None = None
+    encoded: list[Any] = field(default_factory=list)
+    checks: CallChecks | None = None
+
+
+def generate_call(model: Any, has_stages: bool = False, has_steps: bool = True) -> GenerateCall:
+    """Returns a context inside of which `current_call()` is a new call of this model's `generate`."""
+    report = Report(type(model).__name__, has_steps=has_steps)
+    return GenerateCall(report, TransformersCall(), has_stages=has_stages)
+
+
+def current_call() -> GenerateCall | None:
+    """Returns the innermost call that runs, or None outside of one and in a call of another host."""
+    call = decoding_call.current_call()
+    return call if call is not None and isinstance(call.host, TransformersCall) else None
 
 
 # What fastgen's loops replace, and do not call: patches, methods, criteria whose answers depend on each row alone.
@@ -187,6 +225,11 @@ class CallChecks:
             ("COMPILED", "{} is compiled", compiled),
             ("ROWS_COUPLED", f"{kind}: {compat.COUPLED_ROWS.get(kind)}", kind in compat.COUPLED_ROWS),
         )
+
+    @property
+    def is_verified_first(self) -> bool:
+        """Whether the first prefill that shares is compared with the library's: nobody has done so for this model."""
+        return bool(untested_reasons(self.model))
 
     def row_states(self, sizes: set[int], before: dict[tuple[int, str], Tensor] | None = None) -> list[Reason]:
         """What the model's modules hold that may be of the rows: tensors that are as long as one of `sizes`.

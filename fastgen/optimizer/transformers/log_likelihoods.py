@@ -35,7 +35,7 @@ from fastgen.optimizer.decoding.call import GenerateCall
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.report import PREFILL, Reason
 from fastgen.optimizer.transformers import checks, prefixes
-from fastgen.optimizer.transformers.call import generate_call
+from fastgen.optimizer.transformers.checks import generate_call
 from fastgen.optimizer.transformers.context_groups import Context, Group, Pair, Tokens, batches, contexts_of, groups_of
 from fastgen.optimizer.transformers.prefill import expand_cache
 

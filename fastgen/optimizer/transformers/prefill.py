@@ -35,8 +35,7 @@ from fastgen.optimizer.decoding.model_facts import ModelFacts
 from fastgen.optimizer.decoding.report import KV_CACHE, PREFILL, PREFIX, LeaveAlone, Reason, leave_alone_for
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.transformers import kv_layers, prefixes, row_groups, verification
-from fastgen.optimizer.transformers.call import current_call
-from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel, untested_reasons
+from fastgen.optimizer.transformers.checks import KNOWN, CallChecks, HostModel, current_call, untested_reasons
 from fastgen.optimizer.transformers.models import images, latent_attention
 from fastgen.optimizer.transformers.prefixes import CommonPrefix
 from fastgen.optimizer.transformers.row_groups import RowGroups
@@ -107,10 +106,9 @@ def plan_prefill(
     if prefix is None:
         leave_alone_for(reasons)
     length = arguments["input_ids"].shape[1]
-    leave_alone_for(  # looking at all modules of the model comes last: it takes longest
-        checks.prefill_sync(arguments, generation_config, groups)
-        or verification.first_use_reasons(model, generation_config, length, call)
-    )
+    leave_alone_for(checks.prefill_sync(arguments, generation_config, groups))  # last: it looks at all modules
+    if checks.is_verified_first:
+        leave_alone_for(verification.first_use_reasons(model, generation_config, length, call))
     facts = call.facts_of(model, KNOWN)
     if prefix is not None and (reasons := prefixes.model_reasons(facts, forward, prefix, first_rows)):
         call.report.add_reasons(PREFIX, reasons)

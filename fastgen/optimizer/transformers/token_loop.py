@@ -24,8 +24,8 @@ from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.graphs import can_capture, unwanted_reasons
 from fastgen.optimizer.decoding.report import LOOP, STEPS
 from fastgen.optimizer.transformers import compat
-from fastgen.optimizer.transformers.call import current_call, drop_unused_outputs
-from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments
+from fastgen.optimizer.transformers.call import drop_unused_outputs
+from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
 from fastgen.optimizer.transformers.processors import writing_processors
 

@@ -46,8 +46,7 @@ from fastgen.optimizer.decoding.verify import (
     verify_once,
 )
 from fastgen.optimizer.transformers import checks
-from fastgen.optimizer.transformers.call import generate_call
-from fastgen.optimizer.transformers.checks import HostModel, is_known_class, untested_reasons
+from fastgen.optimizer.transformers.checks import HostModel, generate_call, is_known_class
 from fastgen.patching import disabled, warn
 
 STEPS = 4
@@ -78,10 +77,8 @@ def refused_reasons(model: HostModel) -> list[Reason]:
     return [Reason("DIFFERS", _refused[type(model)])] if type(model) in _refused else []
 
 
-def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: dict[str, Any]) -> partial | None:
-    """The unpatched `generate` of this model with all arguments by name; None for models that nobody has to compare."""
-    if not untested_reasons(model):
-        return None
+def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: dict[str, Any]) -> partial:
+    """Returns the unpatched `generate` of this model with all arguments by name."""
     arguments = inspect.signature(GenerationMixin.generate).bind_partial(model, *args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
     del arguments["self"]
@@ -91,8 +88,7 @@ def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: di
 def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
     original, steps = call.host.to_verify, (generation_config.max_length or 0) - prompt_length
-    is_comparing = original is None and call.host.share is not None  # in `_compare_first_steps`
-    if is_comparing or not untested_reasons(model):
+    if original is None and call.host.share is not None:  # in `_compare_first_steps`
         return []
     if original is None or original.args[0] is not model:
         unfit = ["this call has nothing to compare"]

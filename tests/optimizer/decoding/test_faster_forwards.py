@@ -17,7 +17,7 @@ import fastgen
 from fastgen.ops import x86
 from fastgen.optimizer.decoding.call import generate_call
 from fastgen.optimizer.decoding.faster_forwards import FasterForward, faster_forwards
-from fastgen.optimizer.transformers.faster_forwards import forwards
+from fastgen.optimizer.transformers.call import forwards
 from fastgen.testing import ANY_SIZE, costs, watched
 
 STATES = torch.cat([torch.linspace(-12, 12, 10001), torch.tensor([-1e4, -0.0, 0.0, 1e4])])

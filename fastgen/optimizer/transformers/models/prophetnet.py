@@ -31,7 +31,7 @@ from fastgen.models.cache_names import CACHE
 from fastgen.models.predict_streams import Streams, attend, make_streams
 from fastgen.optimizer.decoding.call import count
 from fastgen.optimizer.transformers import checks, kv_layers
-from fastgen.optimizer.transformers.call import current_call
+from fastgen.optimizer.transformers.checks import current_call
 
 KERNEL = "ProphetNet's step, first predict stream"
 

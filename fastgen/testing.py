@@ -68,7 +68,7 @@ PARTS = {
     # What is known of a model, and said of a call.
     "line of a report": f"{_DECODING}.report:Report.summary",
     "walk through a model": f"{_DECODING}.model_facts:ModelFacts",
-    "compare a model": f"{_DECODING}.model_facts:Snapshot._described",
+    "compare a model": f"{_DECODING}.model_facts:ModelFacts._described",
     "measure a model": f"{_DECODING}.cost_model:_measured",
     "end a call": f"{_DECODING}.call:GenerateCall.__exit__",
     "changes in a call": f"{_DECODING}.call:GenerateCall.has_changed",

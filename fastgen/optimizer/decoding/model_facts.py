@@ -1,6 +1,6 @@
 """What must be known of a model in a call of `generate`, from one walk over its modules.
 
-It holds as long as the program has replaced nothing that `Snapshot` compares. That is compared once in a call
+It holds as long as the program has replaced nothing that `ModelFacts.is_current` compares: asked once in a call
 (`GenerateCall.facts_of`), and before each captured step if user code runs between steps.
 
 Tests: tests/optimizer/decoding/test_model_facts.py.
@@ -14,8 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -54,126 +54,39 @@ _LAYOUT = (attrgetter("shape", "dtype"),)
 _ADDRESS = (*_LAYOUT, Tensor.stride, Tensor.data_ptr)
 
 
-class Snapshot:
-    """A model as it was: its modules, the code that they run, and what these and configurations hold.
+class _Attributes(NamedTuple):
+    """A holder's attributes by name: simple ones are constants and empty collections, others are described.
 
-    Keeps constants and the library's code; modules, user code and all other objects are held by reference. What user
-    code reads elsewhere is not followed. kinds: the classes of the modules.
+    get: gives the simple ones, to be compared in C with their values. size: how many there were of all.
     """
 
-    def __init__(self, modules: dict[str, nn.Module], known: KnownCode) -> None:
-        self.known, self._names = known, list(modules)
-        self.kinds = dict.fromkeys(map(type, modules.values()))
-        bases = dict.fromkeys(base for kind in self.kinds for base in kind.__mro__)
-        user_classes = [base for base in bases if not packages_of(base) <= known.packages]
-        self._code = namespaces([base for base in bases if base not in user_classes], known)
-        self._registered_names = known.keys(modules.values())
-        holders: list[Any] = [*modules.values(), *user_classes]
-        self._attributes: list[_Attributes] = []
-        configurations = set()
-        for holder in holders:  # configurations are added while they are looked for
-            self._attributes.append(_Attributes(vars(holder), known.not_of_a_step))
-            for name in self._attributes[-1].others:
-                value = vars(holder)[name]
-                if name.endswith(_CONFIGURATIONS) and hasattr(value, "__dict__") and id(value) not in configurations:
-                    configurations.add(id(value))
-                    holders.append(value)
-        self._holders, self._types = list(map(reference, holders)), list(map(type, holders))
-        self._others = self._described(holders, of_instance=True)
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The modules that still exist, by name."""
-        modules = zip(self._names, [holder() for holder in self._holders[: len(self._names)]])
-        return {name: module for name, module in modules if module is not None}
-
-    def is_current(self) -> bool:
-        """Whether nothing was replaced since."""
-        try:
-            holders = [holder() for holder in self._holders]
-            if list(map(type, holders)) != self._types or not are_current(self._code):
-                return False
-            for holder, attributes in zip(holders, self._attributes):
-                space = holder.__dict__
-                if attributes.get(space) != attributes.values:
-                    return False
-                if len(space) != attributes.size and attributes.are_fewer(space, self.known.not_of_a_step):
-                    return False
-            return self._described(holders, of_instance=True) == self._others
-        except Exception:  # an attribute was deleted, or objects of the program cannot be compared
-            return False
-
-    def likeness(self) -> tuple[Any, ...]:
-        """Returns what is equal for two models of one class with the same configuration, flags, shapes and types.
-
-        That is all but what only one instance has: addresses, and identities of modules and other objects.
-        """
-        holders = [holder() for holder in self._holders]
-        names = [name for attributes in self._attributes for name in attributes.simple + attributes.others]
-        values = [value for attributes in self._attributes for value in attributes.values]
-        constants = [value for value in values if value or type(value) in _VALUES]
-        return *self._code, *self._types, *names, *constants, *self._described(holders, of_instance=False)
-
-    def _described(self, holders: list[Any], of_instance: bool) -> list[Any]:
-        """The attributes that are not constants, the host's registered functions, and torch's hooks of all modules."""
-        # An address is as good as a reference to a module, as all of them are still there.
-        identity, identity_of_module = (reference, id) if of_instance else (_kind, type)
-        values: list[Any] = []
-        tensors: list[Any] = []
-        try:
-            _add([*self.known.registered(self._registered_names), *_HOOKS_OF_ALL], values, tensors, identity)
-            for holder, attributes in zip(holders, self._attributes):
-                for name in attributes.others:
-                    value = holder.__dict__[name]
-                    if name == "_modules":
-                        values += value
-                        values += map(identity_of_module, value.values())
-                    elif name == "_parameters":
-                        values += value
-                        tensors += value.values()
-                    else:
-                        _add(value, values, tensors, identity)
-            tensors = [tensor for tensor in tensors if tensor is not None]
-            values += [identity(tensor) for tensor in tensors if type(tensor) not in _TENSORS]
-            return values + _of_tensors(tensors, _ADDRESS if of_instance else _LAYOUT)
-        except Exception:  # an attribute holds itself, or cannot be looked into
-            return [object()]  # equals no other
+    get: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    values: tuple[Any, ...]
+    simple: list[str]
+    others: list[str]
+    size: int
 
 
-class _Attributes:
-    """The names of a holder's attributes: simple ones are constants and empty collections, others are described.
-
-    get: gives the simple ones, to be compared in C with their values. Attributes that no forward reads are left out, as
-    is what fastgen puts on modules for the time of a call.
-    """
-
-    __slots__ = ("get", "others", "simple", "size", "values")
-
-    def __init__(self, space: Mapping[str, Any], ignored: frozenset[str]) -> None:
-        self.simple: list[str] = []
-        self.others: list[str] = []
-        self.size = len(space)
-        values: list[Any] = []
-        for name, value in space.items():
-            kind = type(value)
-            if name in ignored or name.startswith(_UNREAD):
-                continue
-            if kind in _VALUES or (kind in _COLLECTIONS and (not value or (kind is tuple and _are_plain(value)))):
-                self.simple.append(name)
-                values.append(value if value or kind in _VALUES else kind())
-            elif kind.__module__.startswith("fastgen.optimizer."):
-                self.size = -1  # it will be taken off, and another may take its place
-            else:
-                self.others.append(name)
-        # A getter of several names gives a tuple.
-        self.get = itemgetter(self.simple[0], *self.simple) if self.simple else lambda space: ()
-        self.values = (*values[:1], *values)
-
-    def are_fewer(self, space: Mapping[str, Any], ignored: frozenset[str]) -> bool:
-        """Whether the holder, whose attributes these are now, has others besides."""
-        names = space.keys() - {*self.simple, *self.others}
-        added = _Attributes({name: space[name] for name in names}, ignored)
-        return bool(added.simple or added.others)
+def _attributes_of(space: Mapping[str, Any], ignored: frozenset[str]) -> _Attributes:
+    """Returns the attributes of a holder but those that no forward reads, and what fastgen puts there for a call."""
+    simple: list[str] = []
+    others: list[str] = []
+    values: list[Any] = []
+    size = len(space)
+    for name, value in space.items():
+        kind = type(value)
+        if name in ignored or name.startswith(_UNREAD):
+            continue
+        if kind in _VALUES or (kind in _COLLECTIONS and (not value or (kind is tuple and _are_plain(value)))):
+            simple.append(name)
+            values.append(value if value or kind in _VALUES else kind())
+        elif kind.__module__.startswith("fastgen.optimizer."):
+            size = -1  # it will be taken off, and another may take its place
+        else:
+            others.append(name)
+    # A getter of several names gives a tuple.
+    get = itemgetter(simple[0], *simple) if simple else lambda space: ()
+    return _Attributes(get, (*values[:1], *values), simple, others, size)
 
 
 def _add(value: Any, values: list[Any], tensors: list[Any], identity: Callable[[Any], Any]) -> None:
@@ -220,9 +133,14 @@ def _kind(value: Any) -> Any:
     return reference(function) if isinstance(function, (FunctionType, BuiltinFunctionType, type)) else type(value)
 
 
-class ModelFacts(Snapshot):
-    """What one walk over a model's modules has found.
+class ModelFacts:
+    """What one walk over a model's modules has found, and what tells whether the program has replaced any of it.
 
+    Compared are the modules, the code that they run, and what these and configurations hold. Constants and the
+    library's code are kept, modules, user code and all other objects are held by reference. What user code reads
+    elsewhere is not followed.
+
+    kinds: the classes of the modules.
     compiled, in_training: the names of modules that are compiled or in training mode, "" for the model. training: what
     training mode switches on that makes rows differ. foreign_in_training: a module of a class of the program's own in
     training mode, which may do anything there. devices: of all weights and buffers. coupled: why the rows of a batch
@@ -242,7 +160,7 @@ class ModelFacts(Snapshot):
 
     def __init__(self, model: nn.Module, known: KnownCode) -> None:
         modules = dict(model.named_modules())
-        super().__init__(modules, known)
+        self._compare_later(modules, known)
         self.prefix_reasons: dict[int | None, list[Reason]] = {}
         self.in_training = [name for name, module in modules.items() if module.training]
         self.training = next(filter(None, (_switched_on(name, modules[name]) for name in self.in_training)), None)
@@ -274,6 +192,88 @@ class ModelFacts(Snapshot):
         hooked = {name for name, hook in hooks if type(hook) is not WeightNorm}
         foreign = {name for name, _ in self.foreign_classes + self.replaced}
         self.altered = hooked | foreign | {*self.compiled} | ({None} if self.foreign else set())
+
+    def _compare_later(self, modules: dict[str, nn.Module], known: KnownCode) -> None:
+        """Notes what `is_current` compares."""
+        self.known, self._names = known, list(modules)
+        self.kinds = dict.fromkeys(map(type, modules.values()))
+        bases = dict.fromkeys(base for kind in self.kinds for base in kind.__mro__)
+        user_classes = [base for base in bases if not packages_of(base) <= known.packages]
+        self._code = namespaces([base for base in bases if base not in user_classes], known)
+        self._registered_names = known.keys(modules.values())
+        holders: list[Any] = [*modules.values(), *user_classes]
+        self._attributes: list[_Attributes] = []
+        configurations = set()
+        for holder in holders:  # configurations are added while they are looked for
+            self._attributes.append(_attributes_of(vars(holder), known.not_of_a_step))
+            for name in self._attributes[-1].others:
+                value = vars(holder)[name]
+                if name.endswith(_CONFIGURATIONS) and hasattr(value, "__dict__") and id(value) not in configurations:
+                    configurations.add(id(value))
+                    holders.append(value)
+        self._holders, self._types = list(map(reference, holders)), list(map(type, holders))
+        self._others = self._described(holders, of_instance=True)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that still exist, by name."""
+        modules = zip(self._names, map(ref.__call__, self._holders))
+        return {name: module for name, module in modules if module is not None}
+
+    def is_current(self) -> bool:
+        """Whether nothing was replaced since."""
+        try:
+            holders = list(map(ref.__call__, self._holders))
+            if list(map(type, holders)) != self._types or not are_current(self._code):
+                return False
+            for holder, attributes in zip(holders, self._attributes):
+                space = holder.__dict__
+                if attributes.get(space) != attributes.values:
+                    return False
+                if len(space) != attributes.size:
+                    added = space.keys() - {*attributes.simple, *attributes.others}
+                    found = _attributes_of({name: space[name] for name in added}, self.known.not_of_a_step)
+                    if found.simple or found.others:
+                        return False
+            return self._described(holders, of_instance=True) == self._others
+        except Exception:  # an attribute was deleted, or objects of the program cannot be compared
+            return False
+
+    def likeness(self) -> tuple[Any, ...]:
+        """Returns what is equal for two models of one class with the same configuration, flags, shapes and types.
+
+        That is all but what only one instance has: addresses, and identities of modules and other objects.
+        """
+        holders = list(map(ref.__call__, self._holders))
+        names = [name for attributes in self._attributes for name in attributes.simple + attributes.others]
+        values = [value for attributes in self._attributes for value in attributes.values]
+        constants = [value for value in values if value or type(value) in _VALUES]
+        return *self._code, *self._types, *names, *constants, *self._described(holders, of_instance=False)
+
+    def _described(self, holders: list[Any], of_instance: bool) -> list[Any]:
+        """The attributes that are not constants, the host's registered functions, and torch's hooks of all modules."""
+        # An address is as good as a reference to a module, as all of them are still there.
+        identity, identity_of_module = (reference, id) if of_instance else (_kind, type)
+        values: list[Any] = []
+        tensors: list[Any] = []
+        try:
+            _add([*self.known.registered(self._registered_names), *_HOOKS_OF_ALL], values, tensors, identity)
+            for holder, attributes in zip(holders, self._attributes):
+                for name in attributes.others:
+                    value = holder.__dict__[name]
+                    if name == "_modules":
+                        values += value
+                        values += map(identity_of_module, value.values())
+                    elif name == "_parameters":
+                        values += value
+                        tensors += value.values()
+                    else:
+                        _add(value, values, tensors, identity)
+            tensors = [tensor for tensor in tensors if tensor is not None]
+            values += [identity(tensor) for tensor in tensors if type(tensor) not in _TENSORS]
+            return values + _of_tensors(tensors, _ADDRESS if of_instance else _LAYOUT)
+        except Exception:  # an attribute holds itself, or cannot be looked into
+            return [object()]  # equals no other
 
     def row_tensors(self) -> dict[tuple[int, str], Tensor]:
         """The tensors that modules hold as plain attributes, as some do with states of their rows."""

@@ -12,6 +12,7 @@ Tests: tests/optimizer/transformers/test_kept_prefix.py
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -145,12 +146,12 @@ def checksums_sync(facts: ModelFacts) -> list[int] | None:
                 tensors.append(tensor)
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(_sums(tensor))
-    return [value for sums in by_device.values() for value in torch.stack(sums).flatten().tolist()]
+        by_device.setdefault(tensor.device, []).append(_checksum(tensor))
+    return [value for sums in by_device.values() for value in torch.stack(sums).tolist()]
 
 
-def _sums(tensor: Tensor) -> Tensor:
-    """Two numbers, int64 `[2]`, of the sums of these bits by their places."""
+def _checksum(tensor: Tensor) -> Tensor:
+    """Returns a number, int64, of these bits and their places."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 == 0 and data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0:
         data = data.view(torch.int64)
@@ -161,15 +162,14 @@ def _sums(tensor: Tensor) -> Tensor:
         sums.append(data[whole:].long())
     words = torch.cat(sums)
     halves = torch.cat([words & 0xFFFFFFFF, words >> 32])  # of round numbers all bits are in the upper half
-    return (halves * _factors(2 * halves.numel(), data.device).view(2, -1)).sum(dim=1)
+    return (halves * _factors(data.device)[: len(halves)]).sum()
 
 
-def _factors(count: int, device: torch.device) -> Tensor:
-    """Returns `count` numbers, int64, that look random: splitmix64 of 1, 2, 3, ..."""
-    numbers = torch.arange(1, count + 1, device=device) * -7046029254386353131
-    numbers = (numbers ^ (numbers >> 30)) * -4658895280553007687
-    numbers = (numbers ^ (numbers >> 27)) * -7723592293110705685
-    return numbers ^ (numbers >> 31)
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Returns random numbers, int64, as many as there can be halves of sums."""
+    random = torch.Generator(device).manual_seed(0)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (8 * _STRIDES[-1],), generator=random, device=device)
 
 
 def reuse_of(model: checks.HostModel) -> PrefixReuse | None:

@@ -23,8 +23,6 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessor,
-    LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -276,37 +274,23 @@ class TransformersCall:
         return replace(different, ours=ours, theirs=theirs)
 
     def _log_prob_sum(self, row: int, rows: int, sequence: Tensor) -> float:
-        """Returns the sum over a sequence `[length]`, which the model is made to generate for the input of this row."""
-        forced = _Forced(sequence, row, rows)
+        """Returns the sum over a sequence `[length]`, the prompt included, for the input of this one of so many rows.
+
+        A greedy call is made to generate it for each input.
+        """
         kwargs = {name: value for name, value in self.kwargs.items() if name not in _NOT_OF_SCORES}
-        kwargs["logits_processor"] = LogitsProcessorList([*(kwargs.get("logits_processor") or []), forced])
-        kwargs["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(len(sequence))])
         kwargs |= {"num_beams": 1, "num_return_sequences": 1, "do_sample": False, "max_new_tokens": len(sequence)}
+        kwargs |= {"return_dict_in_generate": True, "output_logits": True}
+        kwargs["prefix_allowed_tokens_fn"] = lambda _, input_ids: [int(sequence[len(input_ids)])]
+        kwargs["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(len(sequence))])
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # of settings that are meant for beams or samples
         try:
-            replace(self, kwargs=kwargs).run()
+            logits = torch.stack(replace(self, kwargs=kwargs).run().logits, dim=1)  # [inputs, steps, vocabulary_size]
         finally:
             logging.set_verbosity(level)
-        return forced.log_prob_sum
-
-
-class _Forced(LogitsProcessor):
-    """Lets a greedy call generate a sequence `[length]`, the prompt included, for each input; sums what it scores.
-
-    row, rows: for the input of this one of so many rows.
-    """
-
-    def __init__(self, sequence: Tensor, row: int, rows: int) -> None:
-        self.sequence, self.row, self.rows = sequence, row, rows
-        self.log_prob_sum = 0.0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token, index = self.sequence[input_ids.shape[1]], self.row * len(scores) // self.rows
-        self.log_prob_sum += scores[index].log_softmax(dim=-1)[token].item()
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, token] = 0
-        return forced
+        log_probs = logits[row * len(logits) // rows].log_softmax(dim=-1)
+        return log_probs.gather(1, sequence[-len(log_probs) :, None]).sum().item()
 
 
 def _sequences(output: Any) -> Tensor | None:

@@ -187,7 +187,7 @@ def test_weights_that_nobody_writes_need_not_be_read():
 def sees_two_that_change_places(tensor: torch.Tensor, one: int, other: int) -> bool:
     after = tensor.clone()
     after[[one, other]] = after[[other, one]]
-    is_seen = not torch.equal(kept_prefix._sums(tensor), kept_prefix._sums(after))
+    is_seen = not torch.equal(kept_prefix._checksum(tensor), kept_prefix._checksum(after))
     return is_seen != torch.equal(tensor, after)
 
 
@@ -198,11 +198,11 @@ def test_a_checksum_sees_changed_bits_and_changed_places(dtype, size, data):
     generator = torch.Generator().manual_seed(size)
     tensor = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     tensor = (tensor % 2 if dtype == torch.bool else tensor).view(dtype)
-    before, data_bytes = kept_prefix._sums(tensor), tensor.view(torch.uint8)
+    before, data_bytes = kept_prefix._checksum(tensor), tensor.view(torch.uint8)
     one, other = (data.draw(st.integers(0, len(data_bytes) - 1)) for _ in range(2))
     assert sees_two_that_change_places(data_bytes, one, other)
     data_bytes[one] ^= 1
-    assert not torch.equal(before, kept_prefix._sums(tensor))
+    assert not torch.equal(before, kept_prefix._checksum(tensor))
 
 
 def test_weights_whose_bits_cannot_be_read_are_not_compared(llama):

@@ -6,7 +6,7 @@ Tests: tests/ops/test_cpu_graph.py, tests/optimizer/transformers/test_replaced_c
 from __future__ import annotations
 
 from collections import Counter
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -152,14 +152,14 @@ _OF_LOOPS = (
 
 def replaced_functions() -> list[str]:
     """The functions of decoding loops in whose place the program has put others."""
-    return [f"{space.__name__}.{name}" for space, names in _OF_LOOPS for name in names if not _is_torchs(space, name)]
-
-
-def _is_torchs(space: Any, name: str) -> bool:
-    function = getattr(space, name, None)
-    if type(function) is FunctionType:
-        return function.__globals__ is vars(space) and function.__name__ == name
-    return type(function) is BuiltinFunctionType and function.__name__ == name
+    replaced = []
+    for space, names in _OF_LOOPS:
+        for name in names:
+            function = getattr(space, name, None)
+            is_torchs = type(function) is BuiltinFunctionType or getattr(function, "__globals__", None) is vars(space)
+            if not is_torchs or getattr(function, "__name__", None) != name:
+                replaced.append(f"{space.__name__}.{name}")
+    return replaced
 
 
 class TransparentMode(TorchFunctionMode):

@@ -19,6 +19,7 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -170,14 +171,16 @@ class KVCache:
             generated = Generated(len(prompts), limit)
             self.generated.append(generated)
         self.prompts += prompts
-        self.layers += [LayerKV(generated, index) for index in range(len(prompts))]
+        for index in range(len(prompts)):
+            self.layers.append(LayerKV(generated, index))
         return range(first, len(self.layers))
 
     def repeat_prompt(self, layer: int) -> None:
         """Stores the last segment of a prompt for each row, before anything is generated; of all layers alike."""
         one = self.layers[layer]
-        *others, last = self.prompts[layer]
-        pair = tuple(states.repeat_interleave(self.rows // states.shape[0], dim=0) for states in last)
+        *others, (keys, values) = self.prompts[layer]
+        count = self.rows // keys.shape[0]
+        pair = keys.repeat_interleave(count, dim=0), values.repeat_interleave(count, dim=0)
         self.prompts[layer] = (*others, pair) if one.generated is None else tuple(others)
         if one.generated is not None:
             one.generated.append(one.index, *pair)
@@ -281,19 +284,16 @@ class KVCache:
 
     def content(self) -> KVContent:
         """Returns what is there, as views, to be loaded into a static cache; raises LeaveAlone."""
-        if any(map(self.was_materialized, range(len(self.layers)))):
-            raise LeaveAlone([Reason("MATERIALIZED", "the model materializes its keys")])
-        for one, prompt in zip(self.layers, self.prompts):
-            if not (prompt if one.generated is None else one.generated.lengths[one.index]):
+        generated: list[KV] = []
+        for layer, one in enumerate(self.layers):
+            if self.was_materialized(layer):
+                raise LeaveAlone([Reason("MATERIALIZED", "the model materializes its keys")])
+            if not (self.prompts[layer] if one.generated is None else one.generated.lengths[one.index]):
                 raise LeaveAlone([LAYER_EMPTY])
-        growing = [(one.generated, one.index) for one in self.layers if one.generated is not None]
-        content = KVContent(
-            rows=self.rows,
-            rows_per_input=self.rows_per_input,
-            prompts=tuple(self.prompts),
-            generated=[generated.read(index) for generated, index in growing],
-            unmoved=min((generated.unmoved for generated, _ in growing), default=0),
-        )
+            if one.generated is not None:
+                generated.append(one.generated.read(one.index))
+        unmoved = min(map(attrgetter("unmoved"), self.generated), default=0)
+        content = KVContent(self.rows, self.rows_per_input, tuple(self.prompts), generated, unmoved)
         content.require_alike()
         return content
 

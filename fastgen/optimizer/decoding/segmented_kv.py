@@ -184,7 +184,10 @@ def materialized(segments: Iterable[Tensor], rows: int) -> Tensor:
 
 def length_of(segments: Iterable[KV]) -> int:
     """Returns how many positions these segments have."""
-    return sum(keys.shape[2] for keys, _ in segments)
+    length = 0
+    for keys, _ in segments:
+        length += keys.shape[2]
+    return length
 
 
 def in_segments(

@@ -74,7 +74,7 @@ PARTS = {
     "changes in a call": f"{_DECODING}.call:GenerateCall.has_changed",
     "reasons of rows": f"{_TRANSFORMERS}.checks:CallChecks._row_reasons",
     "states of rows": f"{_TRANSFORMERS}.checks:CallChecks.row_states",
-    "verify a class": f"{_TRANSFORMERS}.verification:_compare_first_steps",
+    "verify a class": f"{_TRANSFORMERS}.verification:_first_steps_difference",
     "faster forwards": f"{_TRANSFORMERS}.call:faster_forwards",
     # Ops.
     "reasons against oneDNN": "fastgen.ops.cpu_linear:machine_reasons",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from torch.nn import functional
 from fastgen.optimizer.decoding.call import last_report, undo_of_random_numbers
 from fastgen.optimizer.decoding.report import Report
 from fastgen.patching import disabled
-
-T = TypeVar("T")
 
 # In place of a token where the other sequences are longer.
 ABSENT = -1
@@ -77,27 +75,19 @@ def is_verified(key: object) -> bool:
     return key in _verified
 
 
-def verify_once(
-    key: object,
-    ours: Callable[[], T],
-    theirs: Callable[[], T],
-    difference: Callable[[T, T], Difference | None],
-    refuse: Callable[[Difference], None],
-) -> T:
-    """Returns what `ours` returns; the first time compares both, and returns what `theirs` returns.
+def verify_once(key: object, compare: Callable[[], Difference | None], refuse: Callable[[Difference], None]) -> None:
+    """Compares fastgen with the library, unless that was done before for this key and nothing differed.
 
-    key: hashable; what the comparison holds for. refuse: called where they differ; it has to see to it that the call
-    does not come here again. Raises `NotComparable`, and anything else, as `ours`, `theirs` and `difference` do.
+    key: hashable; what the comparison holds for. compare: returns what differs; may raise `NotComparable`. refuse:
+    called with that; it has to see to it that the call does not come here again.
     """
     if key in _verified:
-        return ours()
-    expected = theirs()
-    found = difference(ours(), expected)
-    if found is None:
+        return
+    different = compare()
+    if different is None:
         _verified.add(key)
     else:
-        refuse(found)
-    return expected
+        refuse(different)
 
 
 class HostCall(Protocol):

@@ -86,7 +86,7 @@ def call_to_verify(original: Callable, model: HostModel, args: tuple, kwargs: di
 def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: int, call: GenerateCall) -> list[Reason]:
     """Why a call that shares cannot be trusted to fastgen; compares first where that was not done yet."""
     original, steps = call.host.to_verify, (generation_config.max_length or 0) - prompt_length
-    if original is None and call.host.share is not None:  # in `_compare_first_steps`
+    if original is None and call.host.share is not None:  # in `_first_steps_difference`
         return []
     if original is None or original.args[0] is not model:
         unfit = ["this call has nothing to compare"]
@@ -103,7 +103,7 @@ def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: i
     if not unfit:
         try:
             _compared[key[1:]] += 1
-            _compare_first_steps(key, original)
+            verify_once(key, partial(_first_steps_difference, original), partial(_refuse, model))
         except NotComparable:
             unfit = ["its first steps show nothing to compare"]
         finally:
@@ -112,8 +112,8 @@ def first_use_reasons(model: HostModel, generation_config: Any, prompt_length: i
     return that_hold(("UNVERIFIED", "{}", texts)) or refused_reasons(model)
 
 
-def _compare_first_steps(key: tuple, original: partial) -> None:
-    """Compares and notes what came out; raises NotComparable if nothing did.
+def _first_steps_difference(original: partial) -> Difference | None:
+    """Returns what differs in the first steps of this call; raises NotComparable if they show nothing.
 
     Prompts of any length are shared, so that those to come go through code that was compared, and then none.
     """
@@ -124,7 +124,7 @@ def _compare_first_steps(key: tuple, original: partial) -> None:
         stop = StoppingCriteriaList([_StopAfter(STEPS)])
         return original(return_dict_in_generate=True, output_logits=True, min_new_tokens=STEPS, stopping_criteria=stop)
 
-    def theirs() -> Any:
+    try:
         try:
             with disabled():
                 expected = first_steps()
@@ -132,9 +132,6 @@ def _compare_first_steps(key: tuple, original: partial) -> None:
             raise NotComparable from error
         if len(expected.logits) < STEPS:
             raise NotComparable
-        return expected
-
-    def difference(_: None, expected: Any) -> Difference | None:
         for share in (True, False):
             with generate_call(model) as call:
                 call.host.user_code, call.host.share = not is_known_class(model), share
@@ -147,18 +144,16 @@ def _compare_first_steps(key: tuple, original: partial) -> None:
             if different := first_difference(output, expected, model):
                 return different
         return None
-
-    def refuse(different: Difference) -> None:
-        _refused[type(model)] = reason = f"{_subject(model)}: {different}"
-        if is_known_class(model):
-            PATCH_SET.fail(GROUP, reason)
-        else:
-            warn(f"fastgen leaves this model class alone: {reason}")
-
-    try:
-        verify_once(key, lambda: None, theirs, difference, refuse)
     finally:
         restore()
+
+
+def _refuse(model: HostModel, different: Difference) -> None:
+    _refused[type(model)] = reason = f"{_subject(model)}: {different}"
+    if is_known_class(model):
+        PATCH_SET.fail(GROUP, reason)
+    else:
+        warn(f"fastgen leaves this model class alone: {reason}")
 
 
 def first_difference(output: Any, expected: Any, model: HostModel) -> Difference | None:

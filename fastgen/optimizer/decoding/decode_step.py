@@ -25,22 +25,21 @@ Tests: tests/optimizer/transformers/test_captured_steps.py tests/optimizer/fairs
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastgen.ops.tracing import Diverged, NotRepeatable
-from fastgen.optimizer.decoding.call import GenerateCall
+from fastgen.optimizer.decoding.call import GenerateCall, Rollback
 from fastgen.optimizer.decoding.cost_model import first_weight, size_of
 from fastgen.optimizer.decoding.graphs import CapturedGraph, GraphCache, GraphState, differs_sync, graphs_of, reason_of
 from fastgen.optimizer.decoding.report import MODEL_CHANGED, STEPS, LeaveAlone, Reason
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache
-from fastgen.optimizer.decoding.user_code import KnownCode
 from fastgen.patching import SwitchedOff, make_final, warn
 from fastgen.provenance import is_from_elsewhere
 
@@ -54,11 +53,12 @@ class CannotPad(Exception):
 class DecodeStep(AbstractContextManager["DecodeStep"]):
     """What a loop of `rows` rows asks the model, `rows_per_input` of them for each input.
 
-    decoder: the part of the model that a step calls. max_length: of the tokens that a row can reach. captures: steps
-    are captured if they turn out to be fit; only then there are `graphs`, of the model. steps: how many there were.
-    since: how many of one token there were since the prefill, or since inputs left. graph: the one in use, whose static
-    cache holds the loop's keys and values; None while steps are eager. most: positions that a row can generate.
-    variant: what else a graph is captured for. known: the host's code.
+    checks: the host's `CallChecks`. decoder: the part of the model that a step calls. max_length: of the tokens that a
+    row can reach. captures: steps are captured if they turn out to be fit; only then there are `graphs`, of the model.
+    steps: how many there were. since: how many of one token there were since the prefill, or since inputs left. graph:
+    the one in use, whose static cache holds the loop's keys and values; None while steps are eager. most: positions
+    that a row can generate. variant: what else a graph is captured for. rollback: puts back what the loop has changed,
+    for the host to begin anew.
 
     The path of a step (the loop's cache or a static one, the forward or a replay) decides its last bits. With the cost
     model's `looks_back` off it never depends on earlier calls.
@@ -66,20 +66,12 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
 
     host: str  # the package
 
-    def __init__(
-        self,
-        call: GenerateCall,
-        model: nn.Module,
-        decoder: nn.Module,
-        rows: int,
-        rows_per_input: int,
-        max_length: int,
-        captures: bool,
-        known: KnownCode,
-    ) -> None:
-        self.call, self.model, self.decoder, self.known = call, model, decoder, known
+    def __init__(self, checks: Any, rows: int, rows_per_input: int, max_length: int, captures: bool) -> None:
+        self.checks: Any = checks
+        self.call: GenerateCall = checks.call
+        self.model, self.decoder, self.known = checks.model, checks.decoder, checks.known
         self.rows, self.rows_per_input, self.max_length = rows, rows_per_input, max_length
-        self.captures = captures
+        self.captures, self.rollback = captures, Rollback()
         self.steps = self.since = self.most = 0
         self.graph: CapturedGraph | None = None
         self._holds_graphs = False  # no other call does
@@ -88,8 +80,8 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         self._has_exact_lengths = False  # this call's inputs cannot be padded
         self._is_unused = False  # the graph was not captured or replayed since its cache was filled
         if captures:
-            self.graphs: GraphCache = graphs_of(model, first_weight(decoder))
-            call.on_exit.callback(self.end)  # what is registered later, the return of caches, is called before
+            self.graphs: GraphCache = graphs_of(self.model, first_weight(self.decoder))
+            self.call.on_exit.callback(self.end)  # what is registered later, the return of caches, is called before
 
     def prefill(self, tokens: Tensor) -> Any:
         """The outputs of the first step, which adds keys and values of all tokens; None if it is like the others."""
@@ -133,10 +125,6 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def runs_user_code(self) -> bool:
         """Whether code of the program runs in each step: it may change the model."""
 
-    def model_reasons(self) -> Sequence[Reason]:
-        """Why a model that has changed since the loop began is not captured."""
-        return ()
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: Any) -> None:
         """Restores the loop's state after an error, for the host to begin anew.
 
@@ -153,7 +141,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         if is_callers and not isinstance(error, SwitchedOff):
             make_final(error)
         else:
-            self.undo()
+            self.rollback.restore()
 
     def run(self, tokens: Tensor) -> Any:
         """The outputs of the next step for tokens `[rows, length]`; their tensors hold until the next one."""
@@ -187,10 +175,6 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def compact_cache(self, batch_index: Tensor, rows: Tensor) -> None:
         """Compacts the loop's own cache; arguments as for `compact`."""
 
-    @abstractmethod
-    def undo(self) -> None:
-        """Puts back what the loop has changed, for the host to begin anew."""
-
     def end(self) -> None:
         """Ends the call's use of the graphs, so that other calls may use them."""
         if self._holds_graphs:
@@ -202,7 +186,7 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
     def _start_captures(self, tokens: Tensor, expected: Tensor) -> None:
         """Begins to capture steps with the next one, if that pays. expected: the logits of the last step."""
         costs, graphs, left = self.call.costs, self.graphs, self.max_length - tokens.shape[1]
-        if reasons := self.model_reasons() if self.call.has_changed(self.model) else ():
+        if reasons := self.checks.rows if self.call.has_changed(self.model) else ():
             self.captures = False
             self.call.report.add_reasons(STEPS, reasons)
             return

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from fairseq.modules.multihead_attention import MultiheadAttention
-from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
+from fairseq.sequence_generator import EnsembleModel
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,7 +27,7 @@ from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache, rounded
 from fastgen.optimizer.decoding.user_code import is_user_code
-from fastgen.optimizer.fairseq.checks import KNOWN, ModelPlan
+from fastgen.optimizer.fairseq.checks import KNOWN, CallChecks, ModelPlan
 from fastgen.patching import SwitchedOff
 
 # What a model gives for a step: log-probabilities `[rows, vocabulary]`, and weights `[rows, source_length]` or None.
@@ -162,22 +162,15 @@ class FairseqDecodeStep(DecodeStep):
     """The step of all models of a generator; rows of a sentence stand next to each other.
 
     max_len: the number of steps after the first. captures: of an ensemble of one model only. mask: of the source in
-    captured steps, `[inputs, 1, 1, source_length]`; None where nothing has to be hidden.
+    captured steps, `[inputs, 1, 1, source_length]`; None where nothing has to be hidden. After an error of fastgen's
+    nothing is rolled back here: fairseq makes its states anew, and `generate` puts random numbers back.
     """
 
     host = "fairseq"
 
-    def __init__(
-        self,
-        call: GenerateCall,
-        generator: SequenceGenerator,
-        states: list[DecodingState],
-        max_len: int,
-        captures: bool,
-    ) -> None:
-        model, rows = generator.model.single_model, states[0].kv.rows
-        super().__init__(call, model, model.decoder, rows, states[0].rows_per_input, max_len + 1, captures, KNOWN)
-        self.generator, self.states = generator, states
+    def __init__(self, checks: CallChecks, states: list[DecodingState], max_len: int, captures: bool) -> None:
+        super().__init__(checks, states[0].kv.rows, states[0].rows_per_input, max_len + 1, captures)
+        self.generator, self.states = checks.generator, states
         self.mask: Tensor | None = None
 
     def log_probs(self, tokens: Tensor) -> Outputs:
@@ -269,9 +262,6 @@ class FairseqDecodeStep(DecodeStep):
 
     def compact_cache(self, batch_index: Tensor, rows: Tensor) -> None:
         self.states[0].kv.compact(batch_index, rows)
-
-    def undo(self) -> None:
-        """Does nothing: fairseq makes its states anew, and `generate` puts random numbers back."""
 
     def _variant(self) -> tuple[float, bool]:
         return self.generator.temperature, self.mask is not None

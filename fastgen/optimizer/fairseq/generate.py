@@ -63,7 +63,7 @@ def generate(
             outputs = self.model.forward_encoder(net_input)
             for model, state, output in zip(self.model.models, states, outputs or ()):
                 state.set_encoder_out(model.encoder, output, row_inputs)
-            step = FairseqDecodeStep(call, self, states, max_len, captures)
+            step = FairseqDecodeStep(checks, states, max_len, captures)
             prompt = prefill_sync(call, self, prefix_tokens, first_token, states, max_len)
             if prompt is not None:
                 text = f"the first {prompt.length} tokens of the prompt: once per input, in one pass"

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache
 
 from fastgen.models.cache_names import CACHE
-from fastgen.optimizer.decoding.call import Rollback, undo_of_attributes, undo_of_random_numbers
+from fastgen.optimizer.decoding.call import undo_of_attributes, undo_of_random_numbers
 from fastgen.optimizer.decoding.cost_model import size_of
 from fastgen.optimizer.decoding.decode_step import CannotPad, DecodeStep
 from fastgen.optimizer.decoding.report import COMPACTION, LeaveAlone, Reason, leave_alone_for
@@ -45,26 +45,20 @@ class TransformersDecodeStep(DecodeStep):
 
     def __init__(self, checks: CallChecks, processors: Any, rows_per_input: int, captures: bool = False) -> None:
         config, arguments = checks.arguments.generation_config, checks.arguments.model_kwargs
-        rows, call, model = len(checks.arguments.input_ids), checks.call, checks.model
-        super().__init__(call, model, model, rows, rows_per_input, config.max_length or 0, captures, checks.known)
-        self.checks, self.generation_config = checks, config
-        self.processors, self.arguments = processors, arguments
+        super().__init__(checks, len(checks.arguments.input_ids), rows_per_input, config.max_length or 0, captures)
+        self.generation_config, self.processors, self.arguments = config, processors, arguments
         self._dynamic: Any = None  # the cache before the capture, for eager steps after it
         self._padded: dict[str, tuple[Any, int, Any]] = {}  # by name: an argument, the padding, and both together
-        self._rollback = Rollback()
-        self._rollback.callback(undo_of_random_numbers(only_torch=True))
-        self._rollback.callback(undo_of_attributes(processors))
+        self.rollback.callback(undo_of_random_numbers(only_torch=True))
+        self.rollback.callback(undo_of_attributes(processors))
         if (cache := kv_layers.cache_of(arguments)) is not None:
-            self._rollback.callback(kv_layers.undo_of(cache))
+            self.rollback.callback(kv_layers.undo_of(cache))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         # Lets go of the cache: one that nobody else holds need not be given back when the call ends.
         self.arguments, self._dynamic = {}, None
-        self._rollback.keep()
-
-    def undo(self) -> None:
-        self._rollback.restore()
+        self.rollback.keep()
 
     @property
     def stops_late(self) -> bool:
@@ -123,9 +117,6 @@ class TransformersDecodeStep(DecodeStep):
     def leave(self, static: StaticKVCache) -> None:
         kv_layers.give_back(self._cache)
         self.arguments[CACHE] = self._dynamic
-
-    def model_reasons(self) -> list[Reason]:
-        return self.checks.rows
 
     @cached_property
     def runs_user_code(self) -> bool:

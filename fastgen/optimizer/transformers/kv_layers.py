@@ -15,6 +15,7 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -190,8 +191,10 @@ def adopt(
             return share
         return call.costs.should_share(keys, rows_per_input, is_cross, call.will_capture)
 
-    before = reversed([layer for layer in layers_of(cache) if isinstance(layer, KVLayer)])
-    prefixes = {layer.kv: layer.kv.segments(layer.index)[-1][0] for layer in before}  # keys of the first layer of each
+    prefixes: dict[KVCache, Tensor] = {}
+    for layer in layers_of(cache):
+        if isinstance(layer, KVLayer) and layer.kv not in prefixes:
+            prefixes[layer.kv] = layer.kv.segments(layer.index)[-1][0]  # keys of its first layer
     kinds, repeated, gains = _layers_by_kind(cache, inputs, rows_per_input, limit, call, should_share)
     shared: Counter[str] = Counter()
     kv, few = KVCache(inputs, rows_per_input, usage=call.report.kernels), 0
@@ -212,11 +215,11 @@ def adopt(
     if shared["prompt"]:
         what = "the prefix's keys and values: once for all rows" if is_prefix else PROMPT_ONCE
         call.report.shared.append(f"{what}, {shared['prompt']} layers")
-    counts = sorted(repeated.items())
-    reasons = [Reason("LAYER_TYPE", f"{count} layers of {name} stored for each row") for name, count in counts]
+    for name, count in sorted(repeated.items()):
+        call.report.add_reasons(KV_CACHE, [Reason("LAYER_TYPE", f"{count} layers of {name} stored for each row")])
     if few:
-        reasons.append(Reason("FEW_KEYS", f"{few} layers stored for each row: too few keys to gain"))
-    call.report.add_reasons(KV_CACHE, reasons)
+        text = f"{few} layers stored for each row: too few keys to gain"
+        call.report.add_reasons(KV_CACHE, [Reason("FEW_KEYS", text)])
     if gains:
         call.on_exit.callback(give_back, ref(cache))
     return gains or bool(prefixes)
@@ -309,7 +312,7 @@ def layer_reasons(cache: Cache, most: int) -> list[Reason]:
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window <= most:
             text = f"a sliding window of {layer.sliding_window} for up to {most} positions"
             return [Reason("SLIDING_WINDOW", text)]
-    if foreign := {type(layer) for layer in layers_of(cache) if not isinstance(layer, KVLayer)} - ADOPTED.keys():
+    if foreign := {*map(type, layers_of(cache))} - {*ADOPTED, *ADOPTED.values()}:
         names, supported = sorted(kind.__name__ for kind in foreign), ", ".join(kind.__name__ for kind in ADOPTED)
         return [Reason("CACHE_LAYERS", f"a cache with layers of {', '.join(names)} (supported: {supported})")]
     return []
@@ -319,11 +322,11 @@ def content_of(cache: Cache, most: int) -> KVContent:
     """Returns what the cache holds, as views; raises LeaveAlone, among others for more than `most` positions."""
     leave_alone_for(layer_reasons(cache, most))
     layers, growing = layers_of(cache), len(parts(cache)[0].layers)
-    if not growing or not parts(cache)[-1].layers or not all(layer.is_initialized for layer in layers):
+    if not growing or not parts(cache)[-1].layers or not all(map(attrgetter("is_initialized"), layers)):
         raise LeaveAlone([LAYER_EMPTY])
     adopted = {layer.kv for layer in layers if isinstance(layer, KVLayer)}
     if not adopted:
-        pairs = [(layer.keys, layer.values) for layer in layers]
+        pairs = list(map(attrgetter("keys", "values"), layers))
         prompts = [() if index < growing else (pair,) for index, pair in enumerate(pairs)]
         content = KVContent(len(pairs[0][0]), 1, prompts, pairs[:growing])
         content.require_alike()

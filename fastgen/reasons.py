@@ -118,7 +118,6 @@ CODES: dict[str, dict[str, str]] = {
             "a method that the loop calls is not the library's, or the `__call__` of a processor or a list"
         ),
         "MODEL_CHANGED": "user code that runs in each step has changed the model within the call",
-        "TEMPERATURE_CHANGED": "fairseq's search has changed the temperature within the call",
         "MODEL_STATE": "the model keeps states of its rows in its modules",
         "PROCESSOR_BY_ROW": "a logits processor may know the rows by their batch index: finished inputs stay",
         "ROWS_COUPLED": (

@@ -23,7 +23,6 @@ from torch.nn import functional
 from fastgen.optimizer.decoding.call import GenerateCall, setting
 from fastgen.optimizer.decoding.decode_step import DecodeStep
 from fastgen.optimizer.decoding.kv_cache import KVCache
-from fastgen.optimizer.decoding.report import Reason
 from fastgen.optimizer.decoding.segmented_kv import KV
 from fastgen.optimizer.decoding.static_kv_cache import KVContent, StaticKVCache, rounded
 from fastgen.optimizer.decoding.user_code import is_user_code
@@ -177,8 +176,6 @@ class FairseqDecodeStep(DecodeStep):
         """What the models give for the token after tokens `[rows, length]`, which the loop may overwrite."""
         if self.runs_user_code:
             self._find_changes()
-        if self.graph is not None and self.variant != self._variant():
-            self.leave_captures(Reason("TEMPERATURE_CHANGED", "the search has changed the temperature within the call"))
         if self.graph is None:
             return self.run(tokens)
         log_probs, weights = self.run(tokens)
@@ -219,7 +216,7 @@ class FairseqDecodeStep(DecodeStep):
         if self.mask is None and rounded(length) > length:  # which hides nothing but padding
             inputs = self.rows // self.rows_per_input
             self.mask = torch.ones((inputs, 1, 1, length), dtype=torch.bool, device=self.graphs.device)
-        self.variant = self._variant()
+        self.variant = self.generator.temperature, self.mask is not None
         return content
 
     def view_of(self, static: StaticKVCache) -> DecodingState:
@@ -262,6 +259,3 @@ class FairseqDecodeStep(DecodeStep):
 
     def compact_cache(self, batch_index: Tensor, rows: Tensor) -> None:
         self.states[0].kv.compact(batch_index, rows)
-
-    def _variant(self) -> tuple[float, bool]:
-        return self.generator.temperature, self.mask is not None

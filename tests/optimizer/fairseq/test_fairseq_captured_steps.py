@@ -87,7 +87,6 @@ def test_searches_of_the_program_see_what_they_would(search):
     both = run_both(lambda: generated_with(search, case))
     assert_same_hypotheses(both.stock[0], both.fast[0])
     assert replays(both.report) > (3 if search is Keeping else 0)
-    assert ("TEMPERATURE_CHANGED" in both.report.codes()) == (search is Cooling)
     if search is Keeping:
         for expected, found in zip(both.stock[1].seen, both.fast[1].seen, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

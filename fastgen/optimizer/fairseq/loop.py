@@ -101,11 +101,15 @@ def _log_probs(generator: SequenceGenerator, outputs: list[tuple[Tensor, Any]], 
 class Loop:
     """One call of `SequenceGenerator._generate`: B sentences that are still being generated, with M rows (beams) each.
 
-    The rows of a sentence stand next to each other. tokens: `[rows, max_len + 2]`, the first one begins the sentence.
-    scores: sums of log-probabilities, `[rows, max_len + 1]`. ignored: which beams count no more, `[B, M]`. ids: numbers
-    of the sentences in the data set. source_lengths: `[B]`. prefixes: tokens that outputs have to begin with, `[B, …]`.
-    prompt: the columns of the prefixes whose keys are in the states of `step`, if there are any. hypotheses, finished:
-    of all sentences of the batch.
+    The rows of a sentence stand next to each other. A step proposes C candidates for each sentence, the best first; of
+    these M beams go on. C is 2M where a candidate may end its sentence, so that M remain in any case.
+
+    tokens: `[rows, max_len + 2]`, the first one begins the sentence. scores: sums of log-probabilities,
+    `[rows, max_len + 1]`. ignored: which of the first M candidates count no more, because the sentence has collected so
+    many hypotheses, or because nothing was left for this place, `[B, M]`. ids: numbers of the sentences in the data
+    set. source_lengths: `[B]`. prefixes: tokens that outputs have to begin with, `[B, …]`. prompt: the columns of the
+    prefixes whose keys are in the states of `step`, if there are any. hypotheses, finished: of all sentences of the
+    batch.
     """
 
     def __init__(
@@ -136,7 +140,8 @@ class Loop:
         with self.step:
             for step in range(self.skip_prompt(), self.max_len + 1):  # one more than words, for the end of the sentence
                 scores, tokens, rows = self.propose(step)
-                ended = ending(scores, tokens, self.generator.eos, self.ignored)
+                ended = tokens.eq(self.generator.eos) & scores.ne(-torch.inf)  # [B, C]
+                ended[:, : self.num_beams] &= ~self.ignored
                 finished = self.collect(step, scores, rows, ended)
                 if all(self.finished) or (self.generator.search.stop_on_max_len and step >= self.max_len):
                     break
@@ -244,7 +249,11 @@ class Loop:
             )
             self.ids = self.ids[batch_index]
             self.prefixes = None if self.prefixes is None else self.prefixes.index_select(0, batch_index)
-        active, self.ignored = going_on(ended, self.ignored)
+        candidates, stopped = ended.shape[1], ended.clone()
+        stopped[:, : self.num_beams] |= self.ignored
+        places = torch.arange(candidates, device=ended.device)
+        rank, active = torch.topk(stopped * (2 * candidates) + places, k=self.num_beams, dim=1, largest=False)
+        self.ignored = rank.ge(2 * candidates)
         parents = rows.gather(1, active).view(-1)
         for states, written in ((self.tokens, step + 1), (self.scores, step)):
             states[: len(parents), :written] = states[:, :written].index_select(0, parents)
@@ -273,35 +282,6 @@ def _on_device(values: list[int], device: torch.device) -> Tensor:
     """Numbers of the host (int64) for the device, without waiting for it."""
     numbers: Any = torch.tensor(values, dtype=torch.int64)
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
-
-
-# A step proposes C candidates for each of B sentences, the best first; of these M beams go on. C is 2M where a
-# candidate may end its sentence, so that M remain in any case.
-
-
-def ending(scores: Tensor, tokens: Tensor, eos: int, ignored: Tensor) -> Tensor:
-    """Which candidates end their sentence, `[B, C]`.
-
-    scores, tokens: the candidates, `[B, C]`. ignored: those of the first M places that count no more, because the
-    sentence had collected so many hypotheses before, `[B, M]`.
-    """
-    ended = tokens.eq(eos) & scores.ne(-torch.inf)
-    ended[:, : ignored.shape[1]] &= ~ignored
-    return ended
-
-
-def going_on(ended: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
-    """The first M candidates that neither end nor are ignored, and which of the M places nothing was left for.
-
-    ended `[B, C]`, ignored `[B, M]`; both results `[B, M]`: places among the candidates (int64), and whether they are
-    to be ignored from now on.
-    """
-    candidates, beams = ended.shape[1], ignored.shape[1]
-    stopped = ended.clone()
-    stopped[:, :beams] |= ignored
-    places = torch.arange(candidates, device=ended.device)
-    rank, active = torch.topk(stopped * (2 * candidates) + places, k=beams, dim=1, largest=False)
-    return active, rank.ge(2 * candidates)
 
 
 class StepHistory:

@@ -281,13 +281,9 @@ def by_batch_index(processors: Iterable[Any]) -> list[Reason]:
     """
     others = []
     for processor in processors:
-        trie = trie_of(processor)
-        if not _is_by_row(processor) and not (trie is not None and bool(trie.at_dead_ends)):
-            others.append(type(processor).__name__)
+        kind, trie = type(processor), trie_of(processor)
+        is_listed = kind.__name__ in BY_ROW and kind is getattr(logits_process, kind.__name__, None)
+        is_by_row = trie.at_dead_ends if trie is not None else is_listed and not is_user_code(processor, _LIBRARY)
+        if not is_by_row:
+            others.append(kind.__name__)
     return that_hold(("PROCESSOR_BY_ROW", "{} may know the rows by their batch index", others))
-
-
-def _is_by_row(processor: Any) -> bool:
-    kind = type(processor)
-    is_listed = kind.__name__ in BY_ROW and kind is getattr(logits_process, kind.__name__, None)
-    return is_listed and not is_user_code(processor, _LIBRARY)

@@ -167,9 +167,10 @@ class DecodeStep(AbstractContextManager["DecodeStep"]):
         if self.graph is not None:
             try:
                 self._change_to(self.graph.cache.content().of_rows(batch_index, rows))
+                return
             except torch.cuda.OutOfMemoryError as error:
                 self.leave_captures(reason_of(error, self.model))
-                self.compact_cache(batch_index, rows)
+        self.compact_cache(batch_index, rows)
 
     @abstractmethod
     def compact_cache(self, batch_index: Tensor, rows: Tensor) -> None:

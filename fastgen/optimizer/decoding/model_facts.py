@@ -95,7 +95,7 @@ def _add(value: Any, values: list[Any], tensors: list[Any], identity: Callable[[
     if kind in _VALUES:
         values.append(value)
     elif kind is set or kind is frozenset:
-        values.append(frozenset(item if type(item) in _VALUES else identity(item) for item in value))
+        values.append(frozenset(value if _are_plain(value) else map(identity, value)))
     elif kind in _COLLECTIONS:
         items = [*value, *value.values()] if kind in _MAPPINGS else value
         values.append(len(items))

@@ -144,12 +144,13 @@ class DecodingState(dict):
             self._repeating_encoder, self.encoder_out = encoder, encoder.reorder_encoder_out(output, row_inputs)
 
     def reorder(self, order: Tensor, batch_index: Tensor | None) -> None:
-        """Row i becomes what row `order[i]` was; `batch_index`: the inputs that remain (int64), None if all do."""
+        """Row i becomes what row `order[i]` was; `batch_index`: the inputs that remain (int64), None if all do.
+
+        If not all do, `DecodeStep.compact` takes care of the keys and values.
+        """
         if batch_index is None:
             self.kv.reorder(order)
-        elif isinstance(self.kv, KVCache):  # otherwise another takes its place, see `DecodeStep.compact`
-            self.kv.compact(batch_index, order)
-        if batch_index is not None and self.mask is not None:
+        elif self.mask is not None:
             self.mask = self.mask.index_select(0, batch_index)
         for module in self.plan.others:
             module.reorder_incremental_state(self, order)
@@ -258,4 +259,5 @@ class FairseqDecodeStep(DecodeStep):
             self.compact(batch_index, order)
 
     def compact_cache(self, batch_index: Tensor, rows: Tensor) -> None:
-        self.states[0].kv.compact(batch_index, rows)
+        for state in self.states:
+            state.kv.compact(batch_index, rows)

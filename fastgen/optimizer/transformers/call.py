@@ -96,11 +96,12 @@ def _tiny_reasons(
 ) -> list[Reason]:
     """Why a call cannot gain what fastgen costs; empty if it can, or if it is not known how large it is."""
     prompt, steps = args[0] if args else kwargs.get("input_ids"), kwargs.get("max_new_tokens")
-    if not isinstance(prompt, Tensor) or type(steps) is not int or kept_prefix.reuse_of(model) is not None:
+    reuses_prefix = next(settings_of(kept_prefix.PrefixReuse), None) is not None
+    if not isinstance(prompt, Tensor) or type(steps) is not int or reuses_prefix:
         return []
-    config = kwargs.get("generation_config") or model.generation_config
-    names = ("num_beams", "num_return_sequences")
-    rows = max(kwargs.get(name) or getattr(config, name, None) or 1 for name in names)
+    config, rows = kwargs.get("generation_config") or model.generation_config, 1
+    for name in ("num_beams", "num_return_sequences"):
+        rows = max(rows, kwargs.get(name) or getattr(config, name, None) or 1)
     may_gain = call.costs.may_gain(size_of(model, checks.KNOWN), rows * prompt.numel(), steps)
     return [] if may_gain else [TOO_SMALL]
 

@@ -188,8 +188,6 @@ class TransformersDecodeStep(DecodeStep):
     def compact(self, batch_index: Tensor, rows: Tensor) -> None:
         """Row i becomes what row `rows[i]` was, of the inputs at `batch_index` (int64 both); the others are dropped."""
         self.arguments = row_groups.take(self.arguments, self.rows, rows)
-        if self.graph is None:
-            self.compact_cache(batch_index, rows)
         super().compact(batch_index, rows)
         self.processors = copy.copy(self.processors)
         for index, processor in enumerate(self.processors):  # one knows how long the padding of each row is

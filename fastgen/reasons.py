@@ -119,7 +119,10 @@ CODES: dict[str, dict[str, str]] = {
         ),
         "MODEL_CHANGED": "user code that runs in each step has changed the model within the call",
         "MODEL_STATE": "the model keeps states of its rows in its modules",
-        "PROCESSOR_BY_ROW": "a logits processor may know the rows by their batch index: finished inputs stay",
+        "PROCESSOR_BY_ROW": (
+            "a logits processor may know the rows by their batch index, or holds a value for each row: finished "
+            "inputs stay"
+        ),
         "ROWS_COUPLED": (
             "the rows of a batch have an influence on each other: the model's experts have a capacity, or "
             "its products are quantized dynamically by torch, with one scale for all rows"

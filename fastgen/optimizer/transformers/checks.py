@@ -356,7 +356,8 @@ class CallChecks:
         """
         coupled = self.call.facts_of(self.model, KNOWN).coupled
         return (
-            self.processors_by_row[:1] + that_hold((REORDERS_ITSELF, hasattr(self.model, "_reorder_cache")))
+            (self.processors_by_row + processors.parameters_of_rows(self.arguments.logits_processor, rows))[:1]
+            + that_hold((REORDERS_ITSELF, hasattr(self.model, "_reorder_cache")))
             or self.rows
             or that_hold(("ROWS_COUPLED", coupled, coupled is not None))
             or self.row_states({rows, rows // rows_per_input})

@@ -18,10 +18,12 @@ import math
 from collections import UserList
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 from transformers.generation.logits_process import (
@@ -66,6 +68,13 @@ BY_ROW = frozenset({
 
 # The library's packages, and those of what it calls.
 _LIBRARY = PYTHON | {"transformers", "torch", "fastgen"}
+
+# Attributes that have no entry per row although their size may equal the number of rows: token ids, and what compaction
+# takes along itself.
+_NOT_OF_ROWS = frozenset({
+    "eos_token_id", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "multi_token_biases", "bad_word_ids",
+    "prompt_ignore_length",
+})  # fmt: skip
 
 
 def _is_patched(processor: Any, *kinds: type) -> bool:
@@ -281,9 +290,33 @@ def by_batch_index(processors: Iterable[Any]) -> list[Reason]:
     """
     others = []
     for processor in processors:
-        kind, trie = type(processor), trie_of(processor)
-        is_listed = kind.__name__ in BY_ROW and kind is getattr(logits_process, kind.__name__, None)
-        is_by_row = trie.at_dead_ends if trie is not None else is_listed and not is_user_code(processor, _LIBRARY)
-        if not is_by_row:
-            others.append(kind.__name__)
+        trie = trie_of(processor)
+        if not _is_by_row(processor) and not (trie is not None and bool(trie.at_dead_ends)):
+            others.append(type(processor).__name__)
     return that_hold(("PROCESSOR_BY_ROW", "{} may know the rows by their batch index", others))
+
+
+def parameters_of_rows(processors: Iterable[Any], rows: int) -> list[Reason]:
+    """What processors hold that may have an entry for each of these rows: a temperature for each prompt."""
+    names = []
+    for processor in filter(_is_by_row, processors):
+        of_classes = [vars(base).items() for base in type(processor).__mro__[:-1]]
+        held = {
+            name: value for items in of_classes for name, value in items if isinstance(value, (Tensor, list, tuple))
+        }
+        for name, value in (held | vars(processor)).items():
+            if name not in _NOT_OF_ROWS and any(_may_be_of_rows(leaf, rows) for leaf in tree_leaves(value)):
+                names.append(f"{type(processor).__name__}.{name}")
+    return that_hold(("PROCESSOR_BY_ROW", "{} may have an entry for each row", names))
+
+
+def _is_by_row(processor: Any) -> bool:
+    kind = type(processor)
+    is_listed = kind.__name__ in BY_ROW and kind is getattr(logits_process, kind.__name__, None)
+    return is_listed and not is_user_code(processor, _LIBRARY)
+
+
+def _may_be_of_rows(value: Any, rows: int) -> bool:
+    if type(value) is Tensor:
+        return value.shape[:1] == (rows,)
+    return not isinstance(value, (bool, int, float, str, NoneType))

@@ -107,6 +107,50 @@ def test_call_of_a_criterion_that_is_replaced_gets_all_tokens(monkeypatch, owner
         assert code in generate(way).codes()
 
 
+# A value of each row.
+
+VALUES = torch.tensor([[0.5], [3.0], [0.7], [4.0], [0.6], [5.0]])
+OF_ROWS = {
+    "temperature": (lambda: logits_process.TemperatureLogitsWarper(1.0), VALUES),
+    "penalty": (lambda: logits_process.RepetitionPenaltyLogitsProcessor(1.0), 1 + VALUES / 5),
+    "top_p": (lambda: logits_process.TopPLogitsWarper(0.9), VALUES / 5.01),
+    "min_p": (lambda: logits_process.MinPLogitsWarper(0.1), VALUES / 10),
+    "mass": (lambda: logits_process.TypicalLogitsWarper(0.9), VALUES / 5.01),
+    "epsilon": (lambda: logits_process.EtaLogitsWarper(0.1), VALUES[:, 0] / 30),
+    "length_1_bias": (
+        lambda: logits_process.SequenceBiasLogitsProcessor({(31,): 1.0}),
+        VALUES * torch.linspace(0, 0.5, 99),
+    ),
+}
+
+
+@CAPTURES
+@pytest.mark.parametrize("way", [{}, SAMPLE], ids=("greedy", "sample"))
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_values_of_each_row_keep_all_rows(name, way, captures):
+    processor, value = OF_ROWS[name][0](), OF_ROWS[name][1]
+    processor.prepared_bias_variables, processor.multi_token_biases = True, []
+    setattr(processor, name, value)
+    with capturing("on" if captures else "off"):
+        report = generate(way, top_k=0, logits_processor=LogitsProcessorList([processor]))
+    assert LEFT not in report.shared and "PROCESSOR_BY_ROW" in report.codes()
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda values: values.numpy()], ids=("parameter", "array"))
+def test_values_of_each_row_may_be_of_other_types(kind):
+    processor = logits_process.RepetitionPenaltyLogitsProcessor(1.0)
+    processor.penalty = kind(1 + VALUES / 5)
+    assert LEFT not in generate({}, logits_processor=LogitsProcessorList([processor])).shared
+
+
+@WAYS
+def test_as_many_tokens_as_rows_keep_no_rows(way):
+    rows = ROWS * way.get("num_return_sequences", 1) * way.get("num_beams", 1)
+    tokens = list(range(3, 3 + 4 * rows, 4))
+    options = {"eos_token_id": tokens, "suppress_tokens": [token + 1 for token in tokens], "min_new_tokens": 2}
+    assert LEFT in generate(way, **options, repetition_penalty=1.1).shared
+
+
 # Other functions of torch.
 
 

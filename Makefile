@@ -89,12 +89,12 @@ table: $(VENV)/test.installed
 # The tables of the papers: docs/papers.md, in parts; what this commit has measured is skipped.
 bench: $(VENV)/test.installed
 	$(PIP) "fastgen-generate[bench]"
-	$(BIN)/python benchmarks/papers.py
+	$(BIN)/python benchmarks/bench.py papers
 
 # The same on a GPU; says so where there is none.
 bench-gpu: $(VENV)/test.installed
 	$(PIP) "fastgen-generate[bench]"
-	$(BIN)/python benchmarks/papers.py --device cuda
+	$(BIN)/python benchmarks/bench.py papers --device cuda
 
 $(VENV)/pip.installed: constraints.txt
 	@echo "The first time only: making $(VENV), with pip and setuptools"

@@ -36,7 +36,7 @@ logging.getLogger("fastgen").setLevel(logging.DEBUG)
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("bench_lm_eval")
+    return importlib.import_module("lm_eval_cases")
 
 
 @pytest.fixture

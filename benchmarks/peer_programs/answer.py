@@ -2,7 +2,7 @@
 
     python run_NAME.py FOLDER DTYPE THREADS
 
-FOLDER holds what peer_process.py has written: the model in `model`, as `save_pretrained` writes it, `inputs.pt`, and
+FOLDER holds what peers.py has written: the model in `model`, as `save_pretrained` writes it, `inputs.pt`, and
 `arguments.json`, those of `generate`. A program answers in lines of JSON on its standard output:
 
 | when | answer |
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch
 
 Tokens = list[list[int]]
 Call = Callable[[], Tokens]
+DEFAULTS = {"num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "top_k": 50}
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,16 @@ class Task:
     threads: int
 
     def prompts(self) -> Tokens:
-        """Tokens of each row of input_ids, without padding."""
+        """Returns the tokens of each row of input_ids, without padding."""
         input_ids = self.inputs["input_ids"]
         masks = self.inputs.get("attention_mask", torch.ones_like(input_ids)).bool()
         return [row[mask].tolist() for row, mask in zip(input_ids, masks)]
+
+    def common_length(self) -> int:
+        """Returns how many tokens all prompts begin with; at least the last token of each is none of these."""
+        prompts = self.prompts()
+        columns = zip(*(prompt[:-1] for prompt in prompts))
+        return sum(1 for _ in takewhile(lambda column: len({*column}) == 1, columns)) if len(prompts) > 1 else 0
 
 
 class CannotError(Exception):
@@ -56,7 +64,7 @@ class CannotError(Exception):
 
 def read_task(argv: list[str]) -> Task:
     folder = Path(argv[1])
-    arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
+    arguments = DEFAULTS | json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
     inputs = torch.load(folder / "inputs.pt", weights_only=True)
     return Task(folder, folder / "model", inputs, arguments, argv[2], int(argv[3]))
 

@@ -1,16 +1,16 @@
 """faster-whisper: recordings longer than 30 s, by CTranslate2.
 
-It gets features, and a tokenizer of the names that run_ctranslate2.py gives to tokens. Recordings follow each other:
+It gets features, and a tokenizer of the names that ctranslate2_model.py gives to tokens. Recordings follow each other:
 its way of cutting them at timestamps takes one at a time. All that would try a window again, or skip it, is off.
 """
 
 from __future__ import annotations
 
 from answer import Call, Task, Tokens, answer
+from ctranslate2_model import Names, convert
 from faster_whisper import WhisperModel
 from faster_whisper.tokenizer import Tokenizer
 from faster_whisper.transcribe import TranscriptionOptions
-from run_ctranslate2 import Converter, Names
 from tokenizers import Tokenizer as Words
 from tokenizers.models import WordLevel
 
@@ -23,12 +23,11 @@ DEFAULTS = {"best_of": 1, "patience": 1, "length_penalty": 1, "repetition_penalt
 
 def load(task: Task) -> Call:
     names = Names(task)
-    converted = task.folder / "ctranslate2"
-    Converter(task, names).convert(str(converted))
+    converted = convert(task, names)
     words = Words(WordLevel(names.get_vocab(), unk_token=names.unk_token))
-    words.save(str(converted / "tokenizer.json"))
+    words.save(f"{converted}/tokenizer.json")
     settings = {"device": "cpu", "compute_type": task.dtype, "cpu_threads": task.threads, "num_workers": 1}
-    whisper = WhisperModel(str(converted), local_files_only=True, **settings)
+    whisper = WhisperModel(converted, local_files_only=True, **settings)
     tokenizer = Tokenizer(words, multilingual=False)
     options = TranscriptionOptions(
         **OFF,
@@ -51,8 +50,8 @@ def load(task: Task) -> Call:
     recordings = task.inputs["input_features"].numpy()
 
     def call() -> Tokens:
-        found = [whisper.generate_segments(features, tokenizer, options, False) for features in recordings]
-        return [[token for segment in segments for token in segment.tokens] for segments in found]
+        transcripts = [whisper.generate_segments(features, tokenizer, options, False) for features in recordings]
+        return [[token for segment in segments for token in segment.tokens] for segments in transcripts]
 
     return call
 

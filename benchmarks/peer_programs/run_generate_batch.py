@@ -12,11 +12,11 @@ PAGE_TOKENS, BATCH_TOKENS = 64, 2048
 def load(task: Task) -> Call:
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=getattr(torch, task.dtype)).eval()
     prompts, arguments = task.prompts(), task.arguments
-    samples = arguments.get("num_return_sequences", 1)
+    samples = arguments["num_return_sequences"]
     generation = GenerationConfig(
         max_new_tokens=arguments["max_new_tokens"],
         do_sample=arguments["do_sample"],
-        top_k=arguments.get("top_k"),
+        top_k=arguments["top_k"],
         num_return_sequences=samples,
         eos_token_id=-1,  # none of them ends
         pad_token_id=model.config.pad_token_id,

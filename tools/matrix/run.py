@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(Path(__file__).parent)]
 
 import cuda_stand_ins  # noqa: E402
-from machine import describe_cpu  # noqa: E402
+from measure import describe_cpu  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = ROOT / "docs" / "support.md"

@@ -42,10 +42,10 @@ class CostModel:
 
     Work is counted in multiply-adds: what takes as long as so many of them in a matrix product.
 
-    prefill_cost, prefill_cost_per_module: work that a prefill of one row per input costs (benchmarks/bench_small.py).
+    prefill_cost, prefill_cost_per_module: work that a prefill of one row per input costs (benchmarks/small.py).
 
     min_saved_elements: of keys, per layer, on a CPU, from which a shared prompt is worth its second product (2 cores
-    break even near 0.5 million, benchmarks/bench_attention.py). min_saved_bytes: of keys and values, per layer, on a
+    break even near 0.5 million, benchmarks/ops.py). min_saved_bytes: of keys and values, per layer, on a
     GPU in eager steps: more launches take 70 µs of the host, in which an H200 reads so much. min_saved_bytes_captured:
     in a CUDA graph, with torch's products; min_saved_bytes_of_kernel: with those of `triton_attention`.
     min_elements_in_place: of keys, per layer, from which it is worth a buffer, on a CPU, to write generated keys in

@@ -1,0 +1,356 @@
+"""The tables of docs/benchmarks.md and docs/papers.md, and docs/speed.svg, from all files of benchmarks/results.
+
+KIND-MACHINE.json holds what `bench.py run --json` has written of cases of a kind, peers-MACHINE.json the same with
+`--against`, papers-MACHINE/PART.json what `bench.py papers` has. A file or part that is missing has no table. The texts
+around the tables are the pages' own; only what stands between the markers is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+DOCS, RESULTS = Path(__file__).parent.parent / "docs", Path(__file__).parent / "results"
+BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
+LEAST_MB = 50  # of memory; less is chance
+QUIET = 0.05  # of the CPUs' time
+
+Result = Mapping[str, Any]
+Parts = dict[str, dict[str, Any]]
+
+SEAMLESS_NAMES, LARGE = {"v2": "Seamless M4T v2", "v1": "Seamless M4T v1"}, 24  # layers
+# As the papers print them. Table 1: shape, samples per second without and with FastSeq, how many times as fast.
+TABLE_1 = {
+    "bart": ("BART", "12L-12L-1024", "2.4 → 18.4", "7.7×"),
+    "distilbart": ("DistilBART", "12L-6L-1024", "3.4 → 18.5", "5.4×"),
+    "prophetnet": ("ProphetNet", "12L-12L-1024", "2.8 → 10.7", "3.8×"),
+    "t5": ("T5", "12L-12L-768", "8.7 → 31.3", "4.3× (by its figures 3.6×)"),
+    "wmt": ("Transformer", "6L-6L-1024", "96.0 → 417.0", "4.3×"),
+    "gpt2": ("GPT-2", "0L-12L-768", "3.0 → 16.7", "5.5×"),
+    "unilm": ("UniLM", "12L-0L-768", "1.7 → 16.4", "9.6×"),
+}
+LOOPS = {"stock": "the loop", "loop with fastgen": "the loop with fastgen", "fastgen": "the command"}
+MULTI_QUERY = {  # microseconds: greedy encoder and decoder, beam-4 encoder and decoder
+    "multi-head": (1.7, 46, 2.0, 203),
+    "multi-query": (1.5, 3.8, 1.6, 32),
+    "multi-head local": (1.7, 23, 1.9, 47),
+    "multi-query local": (1.5, 3.3, 1.6, 16),
+}
+
+
+def read(kind: str) -> list[dict[str, Any]]:
+    """Returns the files of a kind, one for each machine."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(f"{kind}-*.json"))]
+
+
+def workloads(kind: str) -> dict[str, str]:
+    """Returns the cases of a kind in words, in their order."""
+    module = {"fairseq": "fairseq_cases", "lm_eval": "lm_eval_cases"}.get(kind, "calls")
+    return {name: case.workload for name, case in importlib.import_module(module).CASES[kind].items()}
+
+
+def cpu_name(measured: Mapping[str, Any]) -> str:
+    facts = measured["cpu"]
+    return f"{facts['name']} (family {facts.get('family', '?')}, model {facts.get('model', '?')})"
+
+
+def stock_ratio(result: Result) -> float:
+    """Returns how many times as fast as stock; older files have one ratio only."""
+    return result["ratio"] if "ratio" in result else result["ratios"]["stock"]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def paragraph(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False) + "\n"
+
+
+def memory(result: Result) -> str:
+    added = result.get("added_mb") or {"stock": 0}
+    return f"{added['stock']:.0f} → {added['fastgen']:.0f} MB" if added["stock"] >= LEAST_MB else "–"
+
+
+def speed_cells(result: Result) -> list[str]:
+    seconds = result.get("seconds") or {way: result[f"{way}_seconds"] for way in ("stock", "fastgen")}
+    return [f"{seconds['stock']:.1f} s", f"{seconds['fastgen']:.1f} s", f"**{stock_ratio(result):.1f}×**"]
+
+
+def section(title: str, kind: str, text: str = "") -> Iterator[str]:
+    """Yields a table for each machine of the cases of a kind, with the columns that any result fills."""
+    words = workloads(kind)
+    head = ("workload", "stock", "fastgen", "faster", "CTranslate2", "memory, stock → fastgen", "equal")
+    for measured in read(kind):
+        rows = []
+        for result in measured["results"]:
+            peers = result.get("seconds", {})
+            peer = peers.get("ctranslate2", peers.get("CTranslate2 float32"))
+            cells = ["–" if peer is None else f"{peer:.1f} s", memory(result)]
+            tokens = result.get("tokens", "–")
+            rows.append([words[result["case"]], *speed_cells(result), *cells, tokens])
+        filled = [place for place in range(len(head)) if any(row[place] != "–" for row in rows)]
+        shown = [[row[place] for place in filled] for row in (head, *rows)]
+        yield f"## {title}, {cpu_name(measured)}\n\n{text}{table(shown[0], shown[1:])}"
+
+
+def mqa_section(measured: Mapping[str, Any]) -> str:
+    results = measured["results"]
+    text = paragraph(
+        f"Microseconds per token, without fastgen → with it; {results[0]['batch']} inputs of 128 tokens, 128 new "
+        "tokens. Last column: multi-head attention without fastgen by this model with fastgen."
+    )
+    rows = [[result["case"], *stage_cells(result), to_multi_head(result, results)] for result in results]
+    head = ("attention", *results[0]["microseconds"]["stock"], "beam 4, to multi-head")
+    return f"## Multi-query Transformers, {cpu_name(measured)}\n\n{text}\n{table(head, rows)}"
+
+
+def stage_cells(result: Result) -> list[str]:
+    stock, fast = result["microseconds"]["stock"], result["microseconds"]["fastgen"]
+    return [f"{stock[name]:,.0f} → {fast[name]:,.0f}" for name in stock]
+
+
+def to_multi_head(result: Result, results: Iterable[Result]) -> str:
+    """Returns stock's microseconds of multi-head attention, beam 4, by fastgen's of this result."""
+    name = "lm multi-head" if result["case"].startswith("lm ") else "multi-head"
+    stock = [other["microseconds"]["stock"]["beam 4"] for other in results if other["case"] == name]
+    return f"**{stock[0] / result['microseconds']['fastgen']['beam 4']:.2f}×**" if stock else "–"
+
+
+def seamless_table(result: Result) -> str:
+    """Returns the seconds of each stage; older files have ways between stock and fastgen."""
+    seconds, ratios = result["seconds"], result["ratios"]
+    stock = seconds["stock"]
+    size = "large" if result["layers"] >= LARGE else f"as large, but {result['layers']} layers at most"
+    rows = []
+    for stage in [name for name in ratios if name != "end to end"] + ["end to end"]:
+        cells = [f"{way[stage]:.2f} s" for way in seconds.values()]
+        rows.append([stage, *cells, f"**{ratios[stage]:.2f}×**", f"{stock[stage] / stock['end to end']:.0%}"])
+    same = "Tokens, units and waveforms are equal." if result["equal"] else "Outputs DIFFER."
+    text = paragraph(
+        f"{SEAMLESS_NAMES[result['case']]}, {size}, {result['weights'] / 1e9:.2f} billion weights in "
+        f"{result['dtype']}, {result['tokens']} tokens, {result['units']} units. {same}"
+    )
+    return f"{text}\n{table(('stage', *seconds, 'faster', 'share of stock'), rows)}"
+
+
+def seamless_section(measured: Mapping[str, Any]) -> str:
+    text = "Speech to speech, one input of 10 s, beam 5.\n"
+    tables = map(seamless_table, measured["results"])
+    return "\n".join([f"## Seamless M4T, {cpu_name(measured)}\n", text, *tables])
+
+
+def is_peer(way: str) -> bool:
+    return way != "stock" and not way.startswith("fastgen")
+
+
+def peers_section(measured: Mapping[str, Any], words: Mapping[str, str]) -> str:
+    """Returns who took how long, and why others have no figure."""
+    results = sorted(measured["results"], key=lambda result: [*words].index(result["case"]))
+    versions, reasons = dict(measured.get("peer_versions", {})), {}
+    for result in results:
+        versions |= result.get("peer_versions", {})
+        for reason in result["reasons"].items():
+            reasons.setdefault(reason, {})[words[result["case"]].split(",")[0]] = None
+    turns = sorted(len(result["turns"]["fastgen"]) for result in results)
+    text = paragraph(
+        f"Each workload in one run, 2 threads, medians of {turns[0]} to {turns[-1]} turns: "
+        f"{', '.join(f'{name} {number}' for name, number in sorted(versions.items()))}."
+    )
+    ways = dict.fromkeys(way for result in results for way in result["seconds"])
+    columns = sorted(ways, key=lambda way: (way != "stock", is_peer(way)))
+    rows = [[words[result["case"]], *(peer_cell(result, way) for way in columns)] for result in results]
+    missing = [[peer, ", ".join(cases), reason] for (peer, reason), cases in reasons.items()]
+    tables = [table(("workload", *columns), rows), table(("peer without a figure", "workloads", "reason"), missing)]
+    return "\n".join([f"## Peers, {cpu_name(measured)}\n", text, *tables])
+
+
+def peer_cell(result: Result, way: str) -> str:
+    if way not in result["seconds"]:
+        return "–"
+    seconds = f"{result['seconds'][way]:.2f} s"
+    if is_peer(way) and result["ratios"][way] < 1:
+        seconds = f"**{seconds}**"
+    notes = [result["rows_equal"][way]] if way in result["rows_equal"] else []
+    counts = result.get("new_tokens", {})
+    if counts.get(way) != counts.get("stock"):
+        notes.append(f"{counts[way]} tokens instead of {counts['stock']}")
+    return f"{seconds} ({', '.join(notes)})" if notes else seconds
+
+
+def benchmark_tables() -> str:
+    words = workloads("generate")
+    constrained = (
+        "Each output is one of 100,000 sequences ([constrained.md](constrained.md)). transformers uses a trie of "
+        "dictionaries, fastgen a `PrefixTrie`. One input (Qwen-like: 300 tokens, T5: 256); all beams are returned. CPU "
+        "time, one thread. *equal*: rows with stock's tokens. Scores agree to 1e-4; beams whose scores are closer than "
+        "that may swap."
+    )
+    repeated = "Prompts that the caller repeats ([rollouts.md](rollouts.md)); 32 new tokens; completions are equal."
+    common = "Common prefixes are computed and stored once ([how-it-works.md](how-it-works.md)); tokens are equal."
+    tasks = "Tasks with shared examples, options or samples ([rollouts.md](rollouts.md)); answers are equal."
+    return "\n".join(
+        [
+            *section("transformers", "generate"),
+            *section("fairseq", "fairseq"),
+            *(peers_section(measured, words) for measured in read("peers")),
+            *map(mqa_section, read("mqa")),
+            *section("Constrained beam search", "constrained", paragraph(constrained) + "\n"),
+            *section("Repeated prompts", "rollouts", paragraph(repeated) + "\n"),
+            *section("Prompts that begin alike", "prefix", paragraph(common) + "\n"),
+            *section("lm-evaluation-harness", "lm_eval", paragraph(tasks) + "\n"),
+            *map(seamless_section, read("seamless")),
+        ]
+    )
+
+
+def results_of(parts: Parts, *names: str) -> list[dict[str, Any]]:
+    return [result for name in names if name in parts for result in parts[name]["results"]]
+
+
+def models(parts: Parts) -> str:
+    rows = []
+    for name, paper in TABLE_1.items():
+        for result in results_of(parts, f"table1-{name}"):
+            # Older files have a best batch for each way.
+            batches = result.get("batch") or dict.fromkeys(("stock", "fastgen"), result["inputs"])
+            rates = result.get("samples_per_second") or {
+                way: result["inputs"] / seconds for way, seconds in result["seconds"].items()
+            }
+            ours = [f"{rates[way]:.2f} ({batches[way]})" for way in ("stock", "fastgen")]
+            rows.append([*paper, *ours, f"**{stock_ratio(result):.1f}×**", "equal" if result["equal"] else "DIFFER"])
+    head = ("model", "shape", "paper, samples/s", "faster", "stock, samples/s (batch)", "fastgen", "faster", "tokens")
+    text = paragraph(
+        "ProphetNet and Transformer run in fairseq, the others in transformers; beam 4; n-gram 3 in the summaries of "
+        "transformers. If the batches of stock and fastgen differ, each is the one that suits it best."
+    )
+    return f"### FastSeq, Table 1: seven models\n\n{text}\n{table(head, rows)}" if rows else ""
+
+
+def pipeline(parts: Parts) -> str:
+    rows = [
+        [result["lines"], *(f"{result['seconds'][way]:.1f} s" for way in LOOPS), f"**{stock_ratio(result):.1f}×**"]
+        for result in results_of(parts, "table2-pipeline")
+    ]
+    head = ("lines of 4 to 122 tokens, the demo model", *LOOPS.values(), "faster")
+    return f"### FastSeq, Table 2: the asynchronous pipeline\n\n{table(head, rows)}" if rows else ""
+
+
+def ngrams(parts: Parts) -> str:
+    cells = results_of(parts, "table3")
+    ways = [way for way in (cells[0]["microseconds"] if cells else ()) if all(way in x["microseconds"] for x in cells)]
+    rows = [[way, *(f"{cell['microseconds'][way]:,.0f} µs" for cell in cells)] for way in ways]
+    head = ("one step here, n 3", *(f"{cell['rows']} × {cell['length']} tokens" for cell in cells))
+    text = "Paper, fairseq on a V100: baseline 4,477.1 ms, CPU kernel 584.9 ms, GPU kernel 7.8 ms (574×).\n"
+    return f"### FastSeq, Table 3: n-gram blocking\n\n{text}\n{table(head, rows)}" if rows else ""
+
+
+def multi_query(parts: Parts) -> str:
+    rows, results = [], results_of(parts, "multi-query")
+    for result in results:
+        greedy_encoder, greedy, beam_encoder, beam = MULTI_QUERY[result["case"]]
+        paper = [f"{greedy_encoder} + {greedy}", f"{beam_encoder} + {beam}"]
+        rows.append([result["case"], *paper, *stage_cells(result), to_multi_head(result, results)])
+    head = ("attention", "paper, greedy", "paper, beam 4", "here: encoder", "greedy", "beam 4", "to multi-head")
+    lengths = " or ".join(map(str, sorted({result["length"] for result in results})))
+    text = paragraph(
+        f"Here sources and targets of {lengths} tokens. Microseconds per token, of the encoder + of the decoder; here "
+        "stock → fastgen. Last column: multi-head attention in stock by this model in fastgen, beam 4."
+    )
+    return f"### Fast Transformer Decoding, Table 2\n\n{text}\n{table(head, rows)}" if rows else ""
+
+
+def seamless(parts: Parts) -> str:
+    tables = [seamless_table(result) for result in results_of(parts, "seamless")]
+    text = paragraph(
+        "Paper: the text decoder and the vocoder take 61% and 23% of the time and become 2 and 30 times as fast, all "
+        "of it 2.7 times, with CUDA graphs and compiled kernels. A CPU has no launches to save."
+    )
+    return "\n".join([f"### Seamless M4T, Figures 2 and 16\n\n{text}", *tables]) if tables else ""
+
+
+def conditions(parts: Parts) -> str:
+    commits: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        commits.setdefault(part["commit"], []).append(name)
+    one = next(iter(parts.values()))
+    versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
+    measured = [f"commit {commit}" + f" ({', '.join(names)})" * (len(commits) > 1) for commit, names in commits.items()]
+    minutes = sum(part["part_seconds"] for part in parts.values()) / 60
+    busy = [f"{name} {part['others']:.0%}" for name, part in parts.items() if part["others"] > QUIET]
+    quiet = f"Other programs took less than {QUIET:.0%} of the CPUs' time"
+    quiet += f", but in {', '.join(busy)}: there seconds are too long and ratios uncertain." if busy else "."
+    return paragraph(
+        f"{one['threads']} threads, {versions}; {'; '.join(measured)}. {minutes:.0f} minutes in all. Threads spin as "
+        f"briefly as in the commands. {quiet}"
+    )
+
+
+SECTIONS: tuple[Callable[[Parts], str], ...] = (
+    *(conditions, models, pipeline, ngrams),
+    *(multi_query, seamless),
+)
+
+
+def paper_tables() -> str:
+    texts = []
+    for folder in sorted(RESULTS.glob("papers-*")):
+        parts = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+        if parts:
+            one = next(iter(parts.values()))
+            texts.append(f"## {one.get('gpu') or cpu_name(one)}\n")
+            texts += filter(None, (section(parts) for section in SECTIONS))
+    return "\n".join(texts)
+
+
+PAGES: dict[str, Callable[[], str]] = {"benchmarks.md": benchmark_tables, "papers.md": paper_tables}
+
+
+def page(name: str) -> str:
+    """Returns the page with its tables as the results make them."""
+    text = (DOCS / name).read_text(encoding="utf-8")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    return f"{before}{BEGIN}\n{PAGES[name]()}\n{END}{after}"
+
+
+def draw(path: Path) -> None:
+    """Draws how many times as fast, a bar for each workload and CPU."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "fastgen", "svg.fonttype": "none"}  # the same file from the same figures
+    from matplotlib import pyplot
+
+    measured, words = read("generate"), workloads("generate")
+    names = [name for name in words if any(name == result["case"] for one in measured for result in one["results"])]
+    figure, panel = pyplot.subplots(figsize=(9, 0.45 * len(names) + 1))
+    height = 0.8 / len(measured)
+    for place, one in enumerate(measured):
+        ratios = {result["case"]: stock_ratio(result) for result in one["results"]}
+        shown = [(line, ratios[name]) for line, name in enumerate(names) if name in ratios]
+        places = [line + (place - (len(measured) - 1) / 2) * height for line, _ in shown]
+        bars = panel.barh(places, [ratio for _, ratio in shown], height, label=cpu_name(one))
+        panel.bar_label(bars, fmt="%.1f×", padding=3)
+    panel.set_yticks(range(len(names)), [words[name] for name in names])
+    panel.invert_yaxis()
+    panel.axvline(1, color="black", linewidth=0.8)
+    panel.set_xlabel("times as fast as transformers alone, the same tokens")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def write() -> None:
+    for name in PAGES:
+        (DOCS / name).write_text(page(name), encoding="utf-8")
+    if find_spec("matplotlib"):
+        draw(DOCS / "speed.svg")
+    else:
+        print("docs/speed.svg is as before: pip install matplotlib")

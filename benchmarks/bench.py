@@ -84,19 +84,20 @@ class Results:
 
     def __init__(self, path: str | None, device: str) -> None:
         self.path, self.device, self.begun, self.load = path, device, time.perf_counter(), Load()
-        self.results: dict[tuple[str, str], dict[str, Any]] = {}
+        self.results: list[dict[str, Any]] = []
         if path and Path(path).exists():
             before = json.loads(Path(path).read_text(encoding="utf-8"))
             if before["cpu"] != cpu():
                 raise UsageError(f"--json {path}: has results of another CPU, {before['cpu']}")
-            self.results = {(result.get("kind", ""), result["case"]): result for result in before["results"]}
+            self.results = before["results"]
 
     def add(self, result: dict[str, Any]) -> None:
-        self.results[result["kind"], result["case"]] = result
+        kind, case = result["kind"], result["case"]  # older files have one kind, without its name
+        self.results = [old for old in self.results if (old.get("kind", kind), old["case"]) != (kind, case)] + [result]
         if self.path:
             seconds = round(time.perf_counter() - self.begun)
             facts = {**head(self.device), "part_seconds": seconds, "others": self.load.others()}
-            text = json.dumps({**facts, "results": [*self.results.values()]}, indent=1)
+            text = json.dumps({**facts, "results": self.results}, indent=1)
             Path(self.path).write_text(text + "\n", encoding="utf-8")
 
 
@@ -104,17 +105,18 @@ def describe(result: Mapping[str, Any]) -> str:
     """Returns lines: seconds or microseconds, ratios, memory, who generates the same, and why a peer has no figure."""
     unit = "s" if "seconds" in result else "µs"
     lines = [f"{result['kind']}/{result['case']}:"]
-    for way, found in (result.get("seconds") or result.get("microseconds") or {}).items():
-        if isinstance(found, dict):
-            lines.append(f"  {way:33} " + ", ".join(f"{stage} {value:,.2f} {unit}" for stage, value in found.items()))
+    for way, value in (result.get("seconds") or result.get("microseconds") or {}).items():
+        if isinstance(value, dict):
+            lines.append(f"  {way:33} " + ", ".join(f"{stage} {part:,.2f} {unit}" for stage, part in value.items()))
             continue
-        notes = [f"{found:10,.2f} {unit}"]
+        notes = [f"{value:10,.2f} {unit}"]
         notes += [f"{result['ratios'][way]:6.2f} of fastgen's"] if way in result["ratios"] else []
         notes += [f"{result['added_mb'][way]:.0f} MB"] if way in result.get("added_mb", {}) else []
         notes += [f"rows equal: {result['rows_equal'][way]}"] if way in result.get("rows_equal", {}) else []
         lines.append(f"  {way:33} " + ", ".join(notes))
     lines += [f"  {peer:33}          - {reason}" for peer, reason in result.get("reasons", {}).items()]
-    ratios = ", ".join(f"{value:.2f} against {name}" for name, value in result["ratios"].items())
+    shown = result.get("seconds", {}).keys() - {"stock"}
+    ratios = ", ".join(f"{value:.2f} against {way}" for way, value in result["ratios"].items() if way not in shown)
     same = "outputs equal" if result["equal"] else "OUTPUTS DIFFER"
     tokens = f" ({result['tokens']} rows)" if isinstance(result.get("tokens"), str) else ""
     return "\n".join([*lines, f"  {ratios}, {same}{tokens}, others {result['others']:.0%}"])
@@ -128,12 +130,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--against: of {', '.join(WITH_PEERS)} cases, not {others[0]}")
     if args.against and (args.device, args.dtype) != ("cpu", "float32"):
         raise UsageError(f"--against: with --device cpu and --dtype float32 only, not {args.device} and {args.dtype}")
-    chosen = [(kind, name, with_fields(cases_of(kind)[name], args.set)) for kind, name in cases]
+    rows = [(kind, name, with_fields(cases_of(kind)[name], args.set)) for kind, name in cases]
     against = tuple(peers.names() if args.against == ["all"] else args.against)
     options = Options(args.repeats, args.device, args.dtype, args.cpu_time, against, peers.PAUSE if against else 0.0)
     results, missed = Results(args.json, args.device), []
     print_head()
-    for kind, name, case in chosen:
+    for kind, name, case in rows:
         load = Load()
         result = {"kind": kind, "commit": commit(), **module_of(kind).measure(kind, name, case, options)}
         result |= {"others": load.others()} | ({"set": args.set} if args.set else {})
@@ -176,23 +178,23 @@ def make_parser() -> argparse.ArgumentParser:
         added.set_defaults(function=function)
         return added
 
-    one = command(run, "run", "measure cases")
-    one.add_argument("cases", nargs="+", metavar="CASE", help="KIND/NAME, a KIND, or the NAME of a generate case")
-    one.add_argument("--against", nargs="+", default=[], metavar="PEER", choices=[*peers.names(), "all"])
-    one.add_argument("--repeats", type=int, default=3, help="turns, times four of one row (default 3)")
-    one.add_argument(
+    cases = command(run, "run", "measure cases")
+    cases.add_argument("cases", nargs="+", metavar="CASE", help="KIND/NAME, a KIND, or the NAME of a generate case")
+    cases.add_argument("--against", nargs="+", default=[], metavar="PEER", choices=[*peers.names(), "all"])
+    cases.add_argument("--repeats", type=int, default=3, help="turns, times four of one row (default 3)")
+    cases.add_argument(
         "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the cases, such as lines=5000"
     )
-    one.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    one.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    one.add_argument("--cpu_time", action="store_true", help="seconds of the CPU, not of the clock: a busy machine")
+    cases.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    cases.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    cases.add_argument("--cpu_time", action="store_true", help="seconds of the CPU, not of the clock: a busy machine")
     parts = command(run_papers, "papers", "measure the papers' tables in parts, and write the report")
     parts.add_argument("--only", nargs="+", metavar="PART", choices=papers.PARTS, help=f"of {', '.join(papers.PARTS)}")
     parts.add_argument("--again", action="store_true", help="also measure parts that this commit has measured")
     parts.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    for some in (one, parts):
+    for some in (cases, parts):
         some.add_argument("--floors", metavar="FILE", help="JSON of the ratios to reach: benchmarks/floors.json")
-    one.add_argument("--json", metavar="FILE", help="also write the results here, with every turn")
+    cases.add_argument("--json", metavar="FILE", help="also write the results here, with every turn")
     command(lambda _: report.write(), "report", "write docs/benchmarks.md, docs/papers.md and docs/speed.svg")
     command(list_cases, "list", "list the cases").add_argument("kind", nargs="?", choices=KINDS)
     command(lambda args: peers.install(args.environment), "install", "make a peer's virtual environment").add_argument(

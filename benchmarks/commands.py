@@ -90,10 +90,10 @@ def run_command(source: Path, output: Path) -> None:
 def run_process(code: str, *arguments: object) -> subprocess.CompletedProcess:
     """Runs `python -c code arguments…`, which must end well."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"exit status {done.returncode}: {done.stderr[-2000:]}")
-    return done
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"exit status {process.returncode}: {process.stderr[-2000:]}")
+    return process
 
 
 def measure_loop(folder: Path, lines: int, options: Options) -> dict[str, Any]:
@@ -121,11 +121,11 @@ def make_fairseq_data(folder: Path, lines: int) -> list[str]:
     for split, number in (("train", 3000), ("valid", 100), ("test", lines)):
         files = {language: (folder / f"{split}.{language}").open("w", encoding="utf-8") for language in moses}
         for _ in range(number):
-            chosen = draw.choices(words, k=draw.randint(3, 12))
-            chosen[0] = chosen[0].capitalize()
-            chosen[-1] += draw.choice(["'s.", ".", "!", " (yes)?"])
+            sentence = draw.choices(words, k=draw.randint(3, 12))
+            sentence[0] = sentence[0].capitalize()
+            sentence[-1] += draw.choice(["'s.", ".", "!", " (yes)?"])
             for language, file in files.items():
-                file.write(" ".join(map(_pieces, moses[language].tokenize(" ".join(chosen)))) + "\n")
+                file.write(" ".join(map(_pieces, moses[language].tokenize(" ".join(sentence)))) + "\n")
         for file in files.values():
             file.close()
     prefixes = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
@@ -158,8 +158,8 @@ def measure_fairseq(folder: Path, lines: int, options: Options) -> dict[str, Any
         "fastgen": lambda: run_process(CPU_TIME + FAIRSEQ_COMMAND, *arguments),
     }
     turns, equal = [], True
-    for seconds, done in in_turns(ways, options.repeats, replace(options, cpu_time=False), {}):
-        cpu = {way: float(done[way].stderr.splitlines()[-1]) for way in ways}
+    for seconds, processes in in_turns(ways, options.repeats, replace(options, cpu_time=False), {}):
+        cpu = {way: float(processes[way].stderr.splitlines()[-1]) for way in ways}
         turns.append({way: (cpu if options.cpu_time else seconds)[way] for way in ways})
-        equal = equal and words_of(done["stock"].stdout) == words_of(done["fastgen"].stdout)
+        equal = equal and words_of(processes["stock"].stdout) == words_of(processes["fastgen"].stdout)
     return {**statistics_of(turns), "equal": equal}

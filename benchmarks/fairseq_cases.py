@@ -127,9 +127,9 @@ def make_call(case: Case, options: Options) -> Callable[[], list]:
 
 def equal_hypotheses(stock: list, fast: list) -> tuple[int, int, bool]:
     """Returns how many hypotheses have the same tokens, of how many, and whether all scores agree to 1e-4."""
-    pairs = [pair for one, other in zip(stock, fast, strict=True) for pair in zip(one, other, strict=True)]
-    agree = all(torch.allclose(one["score"], other["score"], atol=1e-4, rtol=1e-4) for one, other in pairs)
-    return sum(torch.equal(one["tokens"], other["tokens"]) for one, other in pairs), len(pairs), agree
+    pairs = [pair for rows in zip(stock, fast, strict=True) for pair in zip(*rows, strict=True)]
+    agree = all(torch.allclose(a["score"], b["score"], atol=1e-4, rtol=1e-4) for a, b in pairs)
+    return sum(torch.equal(a["tokens"], b["tokens"]) for a, b in pairs), len(pairs), agree
 
 
 def measure(kind: str, name: str, case: Case, options: Options) -> dict[str, Any]:

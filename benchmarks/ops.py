@@ -188,7 +188,7 @@ def measure(kind: str, name: str, case: Step | Prompt | Ngrams, options: Options
     """Returns microseconds of all ways, in turns; fewer than TURNS for each repeat after SECONDS_PER_CASE."""
     tensors = {"device": options.device, "dtype": options.torch_dtype}
     equal, ways = are_equal(case, tensors), case.ways(tensors)
-    chosen = next(way for way in ways if way.startswith("fastgen"))
+    ours = next(way for way in ways if way.startswith("fastgen"))
     for call in ways.values():
         call()
     turns, begun = [], time.perf_counter()
@@ -199,7 +199,7 @@ def measure(kind: str, name: str, case: Step | Prompt | Ngrams, options: Options
         turns.append({way: seconds[way] for way in ways})
         if len(turns) >= options.repeats and time.perf_counter() - begun > SECONDS_PER_CASE:
             break
-    result = statistics_of(turns, chosen)
+    result = statistics_of(turns, ours)
     result["microseconds"] = result.pop("seconds")
     facts = {"saved": case.saved()} if isinstance(case, Step) else {}
     facts |= {"rows": case.rows, "length": case.length} if isinstance(case, Ngrams) else {}

@@ -128,8 +128,8 @@ def add(
 
     work: a model, its inputs and arguments, as calls.Work. A peer with other numbers has fastgen in bfloat16 beside it.
     """
-    chosen = [peer for peer in PEERS if peer.name in options.against]
-    if any(peer.other_numbers for peer in chosen):
+    engines = [peer for peer in PEERS if peer.name in options.against]
+    if any(peer.other_numbers for peer in engines):
         half = deepcopy(work)
         half.model.to(torch.bfloat16)
         half.inputs = {name: x.bfloat16() if x.is_floating_point() else x for name, x in work.inputs.items()}
@@ -137,7 +137,7 @@ def add(
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     versions: dict[str, str] = {}
     write_task(folder, work.model, work.inputs, work.arguments)
-    for peer in chosen:
+    for peer in engines:
         try:
             process = peer.start(case, folder)
         except PeerError as error:

@@ -95,9 +95,9 @@ def section(title: str, kind: str, text: str = "") -> Iterator[str]:
             cells = ["–" if peer is None else f"{peer:.1f} s", memory(result)]
             tokens = result.get("tokens", "–")
             rows.append([words[result["case"]], *speed_cells(result), *cells, tokens])
-        filled = [place for place in range(len(head)) if any(row[place] != "–" for row in rows)]
-        shown = [[row[place] for place in filled] for row in (head, *rows)]
-        yield f"## {title}, {cpu_name(measured)}\n\n{text}{table(shown[0], shown[1:])}"
+        columns = [place for place in range(len(head)) if any(row[place] != "–" for row in rows)]
+        lines = [[row[place] for place in columns] for row in (head, *rows)]
+        yield f"## {title}, {cpu_name(measured)}\n\n{text}{table(lines[0], lines[1:])}"
 
 
 def mqa_section(measured: Mapping[str, Any]) -> str:
@@ -279,15 +279,15 @@ def conditions(parts: Parts) -> str:
     commits: dict[str, list[str]] = {}
     for name, part in parts.items():
         commits.setdefault(part["commit"], []).append(name)
-    one = next(iter(parts.values()))
-    versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
+    first = next(iter(parts.values()))
+    versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
     measured = [f"commit {commit}" + f" ({', '.join(names)})" * (len(commits) > 1) for commit, names in commits.items()]
     minutes = sum(part["part_seconds"] for part in parts.values()) / 60
     busy = [f"{name} {part['others']:.0%}" for name, part in parts.items() if part["others"] > QUIET]
     quiet = f"Other programs took less than {QUIET:.0%} of the CPUs' time"
     quiet += f", but in {', '.join(busy)}: there seconds are too long and ratios uncertain." if busy else "."
     return paragraph(
-        f"{one['threads']} threads, {versions}; {'; '.join(measured)}. {minutes:.0f} minutes in all. Threads spin as "
+        f"{first['threads']} threads, {versions}; {'; '.join(measured)}. {minutes:.0f} minutes in all. Threads spin as "
         f"briefly as in the commands. {quiet}"
     )
 
@@ -303,8 +303,8 @@ def paper_tables() -> str:
     for folder in sorted(RESULTS.glob("papers-*")):
         parts = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
         if parts:
-            one = next(iter(parts.values()))
-            texts.append(f"## {one.get('gpu') or cpu_name(one)}\n")
+            first = next(iter(parts.values()))
+            texts.append(f"## {first.get('gpu') or cpu_name(first)}\n")
             texts += filter(None, (section(parts) for section in SECTIONS))
     return "\n".join(texts)
 
@@ -327,15 +327,17 @@ def draw(path: Path) -> None:
     matplotlib.rcParams |= {"svg.hashsalt": "fastgen", "svg.fonttype": "none"}  # the same file from the same figures
     from matplotlib import pyplot
 
-    measured, words = read("generate"), workloads("generate")
-    names = [name for name in words if any(name == result["case"] for one in measured for result in one["results"])]
+    machines, words = read("generate"), workloads("generate")
+    names = [
+        name for name in words if any(name == result["case"] for machine in machines for result in machine["results"])
+    ]
     figure, panel = pyplot.subplots(figsize=(9, 0.45 * len(names) + 1))
-    height = 0.8 / len(measured)
-    for place, one in enumerate(measured):
-        ratios = {result["case"]: stock_ratio(result) for result in one["results"]}
-        shown = [(line, ratios[name]) for line, name in enumerate(names) if name in ratios]
-        places = [line + (place - (len(measured) - 1) / 2) * height for line, _ in shown]
-        bars = panel.barh(places, [ratio for _, ratio in shown], height, label=cpu_name(one))
+    height = 0.8 / len(machines)
+    for place, machine in enumerate(machines):
+        ratios = {result["case"]: stock_ratio(result) for result in machine["results"]}
+        lines = [line for line, name in enumerate(names) if name in ratios]
+        places = [line + (place - (len(machines) - 1) / 2) * height for line in lines]
+        bars = panel.barh(places, [ratios[names[line]] for line in lines], height, label=cpu_name(machine))
         panel.bar_label(bars, fmt="%.1f×", padding=3)
     panel.set_yticks(range(len(names)), [words[name] for name in names])
     panel.invert_yaxis()

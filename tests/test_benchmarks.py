@@ -139,6 +139,7 @@ def test_floors_that_are_checked_in_are_of_cases(bench):
 
 def test_a_file_of_results_keeps_other_cases_and_no_other_cpu(run, tmp_path, capsys):
     run("bart-beam4", "--set", *CASES["bart-beam4"][0])
+    run("ngram/own-4x32-2")
     _, told = run("ngram/own-4x32-2")
     assert [result["case"] for result in told["results"]] == ["bart-beam4", "own-4x32-2"]
     (tmp_path / "results.json").write_text(json.dumps({**told, "cpu": {"name": "another"}}))

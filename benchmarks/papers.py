@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from measure import commit, cpu, describe_cpu
 
-from fastgen.cli.threads import SPIN_COUNT
+from fastgen.batch.threads import SPIN_COUNT
 
 RESULTS = Path(__file__).parent / "results"
 

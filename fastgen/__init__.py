@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
 
-    from fastgen.cli.transformers.generator import TextGenerator
+    from fastgen.batch.generator import TextGenerator
     from fastgen.ops.prefix_trie import PrefixTrie
     from fastgen.optimizer.decoding.report import Report
     from fastgen.optimizer.decoding.verify import Verification
@@ -188,7 +188,7 @@ def __getattr__(name: str) -> Any:
 
         return PrefixTrie
     if name == "TextGenerator":
-        from fastgen.cli.transformers.generator import TextGenerator
+        from fastgen.batch.generator import TextGenerator
 
         return TextGenerator
     raise AttributeError(f"module 'fastgen' has no attribute {name!r}")

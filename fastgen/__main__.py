@@ -28,7 +28,7 @@ from typing import NoReturn
 
 import fastgen
 from fastgen import ops
-from fastgen.cli.threads import set_openmp_variables
+from fastgen.batch.threads import set_openmp_variables
 from fastgen.ops.kernel import Kernel
 from fastgen.optimizer import PATCH_SET, PATCHES
 from fastgen.patching import table

@@ -1,4 +1,4 @@
-"""How a command ends: exit statuses, the exceptions that mean one, and the signals that ask for an end.
+"""How a command ends: exit statuses, and the signals that ask for an end.
 
 On Ctrl-C or SIGTERM a run finishes its batch in flight, and ends in time whatever it is doing. Python raises
 KeyboardInterrupt between two of its instructions: a command that is inside one long call, or whose library swallows the
@@ -15,13 +15,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
-from importlib.util import find_spec
 from types import FrameType
 
-from fastgen.patching.target import upgrade_reason
+from fastgen.batch.progress import Stop
 
 FAILED = 1
 UNUSABLE = 2
@@ -36,53 +34,14 @@ SIGNALS: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATE
 NOTICE = b"\nfinishing the batch in flight; a second Ctrl-C or SIGTERM stops at once\n"
 
 
-class InputError(Exception):
-    """A flag, file or model that cannot be used. The message names it, the value given, and what would be accepted.
-
-    Commands print the message as one line and end with status 2.
-    """
-
-    def __str__(self) -> str:
-        """The message on one line, whatever line breaks it took over from a library's own message."""
-        return " ".join(super().__str__().split())
-
-
-class RunError(Exception):
-    """A run that cannot go on, whatever was given. The message is one line; the command ends with status 1."""
-
-
-def reason(error: BaseException) -> str:
-    """An exception's type and message in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-
-
-def check_packages(*names: str, flag: str = "") -> None:
-    """Raises InputError with what to install where Python finds one of them nowhere; `flag` is what needs them."""
-    if missing := [name for name in names if find_spec(name) is None]:
-        raise InputError(f"{flag} needs the package {' and '.join(missing)}: pip install {' '.join(missing)}".lstrip())
-
-
-def check_version(package: str, lowest: str) -> None:
-    """Raises InputError with the versions wanted and found where an older one is installed."""
-    if why := upgrade_reason(lowest, package):
-        raise InputError(why)
-
-
-def did_you_mean(name: str, known: Collection[str], otherwise: str, before: str = "") -> str:
-    """A hint for a name that is not known, in brackets: the nearest one that is, with what stands before it."""
-    near = get_close_matches(name, sorted(known), n=1)
-    return f" (did you mean {before}{near[0]}?)" if near else f" ({otherwise})"
-
-
-class Stop:
-    """How often somebody asked the run to end, by Ctrl-C or SIGTERM, and the exit status that the last one has."""
+class Signals(Stop):
+    """How often Ctrl-C or SIGTERM asked the run to end, and the exit status that the last one has."""
 
     def __init__(self) -> None:
-        self.requests, self.status = 0, INTERRUPTED
-        self.finishing = False  # set by the run while it does what the first request is to let finish
-        self.is_patient = False  # set while the run ends by itself after the first request, however long it takes
+        super().__init__()
+        self.status = INTERRUPTED
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
         """A signal handler: notes the first request while `finishing`, raises KeyboardInterrupt otherwise."""
         self.requests += 1
         self.status = SIGNALS[number]
@@ -93,14 +52,14 @@ class Stop:
 
 
 @contextmanager
-def stoppable(*numbers: int) -> Iterator[Stop]:
+def stoppable(*numbers: int) -> Iterator[Signals]:
     """While `finishing`, the first of these signals is only noted; others interrupt.
 
     If the process still runs SECONDS_TO_END after one for which it has no patience, it ends with its children and the
     signal's status. A signal that is ignored stays so: nohup and shells ask for that. Outside of the main thread, which
     alone receives signals, nothing is handled.
     """
-    stop = Stop()
+    stop = Signals()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
@@ -125,7 +84,7 @@ def stoppable(*numbers: int) -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-def _watch(read: int, ended: threading.Event, stop: Stop) -> None:
+def _watch(read: int, ended: threading.Event, stop: Signals) -> None:
     """Reads the signals that arrive, one byte each, written by the signal handler itself."""
     asked = 0
     while number := os.read(read, 1):

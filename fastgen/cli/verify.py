@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from fastgen.cli.exits import InputError
-from fastgen.cli.transformers.args import STREAM, parse_arguments
-from fastgen.cli.transformers.files import Line, raw_lines
-from fastgen.cli.transformers.flag_values import whole
-from fastgen.cli.transformers.signature import misspelt, model_folder
-from fastgen.cli.transformers.tasks import task_for
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.errors import InputError
+from fastgen.batch.files import Line, raw_lines
+from fastgen.batch.signature import misspelt, model_folder
+from fastgen.batch.task import task_for
+from fastgen.cli.transformers.args import setting
 
 if TYPE_CHECKING:
     from fastgen.optimizer.decoding.verify import Verification
@@ -30,10 +29,14 @@ def main(argv: list[str]) -> int:
     try:
         found = _verify(args, rest)
     except (InputError, ValueError) as error:  # generate's are about a setting
-        # Here a setting has a flag of its own, and --gen is none.
-        parser.error(str(error).replace("argument --gen: ", "--").replace("--gen ", "--"))
+        parser.error(str(error))
     print(json.dumps(found.as_dict()) if args.json else found)
     return 0 if found.equal else 1
+
+
+def _as_flag(name: str, value: object = None) -> str:
+    """Returns a setting as it is written here, where each has a flag of its own."""
+    return f"--{name}" if value is None else f"--{name} {value}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         "model", metavar="MODEL", help="a folder or a name of the hub, or demo: the model in the package"
     )
     parser.add_argument("input", metavar="INPUT", help="a text file, one input in each line")
-    parser.add_argument("--lines", type=whole(1), default=8, metavar="N", help="the first N lines, as one batch (8)")
+    parser.add_argument("--lines", type=int, default=8, metavar="N", help="the first N lines, as one batch (8)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     return parser
 
@@ -61,18 +64,22 @@ def _verify(args: argparse.Namespace, words: list[str]) -> Verification:
 
     import fastgen
 
+    if args.lines < 1:
+        raise InputError(f"--lines {args.lines} (accepted: 1 or more)")
     if len(words) % 2:
         raise InputError(f"{words[-1]}: a setting needs a name and a value (accepted: --num_beams 4)")
     lines = islice(raw_lines("INPUT", args.input), args.lines)
-    settings = [f"--gen={flag.removeprefix('--')}={value}" for flag, value in zip(words[::2], words[1::2])]
-    given = parse_arguments([*settings, "--truncation", "--join_outputs", "--quiet", "--", args.model, STREAM, STREAM])
-    if not {"max_length", "max_new_tokens"} & dict(given.gen).keys():
-        given = replace(given, gen=[*given.gen, ("max_new_tokens", _MAX_NEW_TOKENS)])
+    gen = [setting(flag.removeprefix("--").replace("-", "_"), value) for flag, value in zip(words[::2], words[1::2])]
+    if not {"max_length", "max_new_tokens"} & dict(gen).keys():
+        gen.append(("max_new_tokens", _MAX_NEW_TOKENS))
     try:
         config = AutoConfig.from_pretrained(model_folder(args.model) or args.model)
     except (OSError, ValueError) as error:
         raise InputError(misspelt(args.model) or f"MODEL {args.model}: {error}") from error
-    task = task_for(replace(given, causal_lm=not config.is_encoder_decoder))
+    is_causal = not config.is_encoder_decoder
+    task = task_for(
+        BatchConfig(args.model, gen=gen, causal_lm=is_causal, truncation=True, join_outputs=True, named=_as_flag)
+    )
     task.load()
     items = task.prepare([Line(number, line) for number, line in enumerate(lines, start=1)])
     for item in items:

@@ -7,7 +7,7 @@ import sys
 import pytest
 from python_process import run_code, run_python
 
-from fastgen.cli import threads
+from fastgen.batch import threads
 
 SHOWN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
 # Instead of torch: what the environment holds when torch is loaded.
@@ -72,7 +72,7 @@ def test_libgomp_takes_the_spin_count(tmp_path):
 
 
 def test_nothing_is_set_once_torch_is_there_and_cannot_see_it():
-    code = "import os, torch; from fastgen.cli import threads; threads.set_openmp_variables(); print(os.environ)"
+    code = "import os, torch; from fastgen.batch import threads; threads.set_openmp_variables(); print(os.environ)"
     assert "GOMP_SPINCOUNT" not in run_code(code)
 
 

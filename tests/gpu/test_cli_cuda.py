@@ -84,7 +84,7 @@ def test_a_device_that_an_error_leaves_dead_ends_the_run(tmp_path: Path) -> None
     tokenizer.save_pretrained(model)
     source.write_text("\n".join([*LINES[:20], "unknown", *LINES[20:]]))
     code = (
-        "import sys\nfrom fastgen.cli.transformers import text\ntext.embedded_tokens = lambda model: None\n"
+        "import sys\nfrom fastgen.batch import text\ntext.embedded_tokens = lambda model: None\n"
         "from fastgen.cli.transformers.command import main\nsys.exit(main(sys.argv[1:]))"
     )
     flags = ["--device", "cuda", "--bs", "4", "--window", "0"]

@@ -18,7 +18,7 @@ CHANGED = """
 import os, wrapt
 def change(pipeline):
 {code}
-wrapt.register_post_import_hook(change, "fastgen.cli.transformers.pipeline")
+wrapt.register_post_import_hook(change, "fastgen.batch.pipeline")
 """
 # A worker ends when it gets one of these lines: each time, or the first time only, where ONCE is a file to make.
 POISON = """

@@ -28,11 +28,11 @@ from fairseq_cli import eval_lm  # sets up logging before anything is parsed
 from fairseq_cli import generate as upstream
 
 import fastgen
-from fastgen.cli.exits import InputError, check_packages
+from fastgen.batch.errors import InputError, check_packages
+from fastgen.batch.threads import usable_cpus
 from fastgen.cli.fairseq import pipeline
 from fastgen.cli.fairseq.command import add_flags, say
 from fastgen.cli.fairseq.workers import WorkerError
-from fastgen.cli.threads import usable_cpus
 from fastgen.optimizer.fairseq.checkpoints import allowed, refusal
 
 MOST_WORKERS = 8  # unless told otherwise: one that is not needed sleeps, and costs a fork
@@ -125,7 +125,7 @@ def check(args: argparse.Namespace, workers: int, models: int) -> None:
     for message in (message for message, holds in mistakes.items() if holds):
         raise InputError(message)
     if args.scoring == "wer":
-        check_packages("editdistance", flag="--scoring wer")
+        check_packages("editdistance", needed_by="--scoring wer")
 
 
 def unsupported_reasons(cfg: Any, workers: int) -> list[str]:

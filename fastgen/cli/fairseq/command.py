@@ -20,8 +20,9 @@ from types import ModuleType
 from typing import Any
 
 import fastgen
-from fastgen.cli.exits import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, InputError, stoppable
-from fastgen.cli.threads import set_openmp_variables
+from fastgen.batch.errors import InputError
+from fastgen.batch.threads import set_openmp_variables
+from fastgen.cli.exits import FAILED, INTERRUPTED, READER_GONE, UNUSABLE, stoppable
 from fastgen.optimizer.fairseq import how_to_install, import_hint
 
 FOR_SCORES_OF_TRAINING = {"sklearn", "sklearn.metrics", "scipy.stats"}

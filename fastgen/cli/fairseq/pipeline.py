@@ -35,10 +35,10 @@ from fairseq import scoring, tasks
 from fairseq.data.iterators import CountingIterator, EpochBatchIterator
 from fairseq_cli import generate as upstream
 
-from fastgen.cli.exits import InputError
+from fastgen.batch.errors import InputError
+from fastgen.batch.threads import cpus_of_workers
 from fastgen.cli.fairseq.command import say
 from fastgen.cli.fairseq.workers import OrderedPool
-from fastgen.cli.threads import cpus_of_workers
 
 UNFINISHED_BATCHES_PER_WORKER = 4
 BATCHES_AHEAD_PER_WORKER = 2  # one at work, one that waits for it

@@ -9,39 +9,34 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 
 from tqdm import tqdm
 
+from fastgen.batch import progress
 from fastgen.cli.transformers.args import PROG
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class Progress:
-    """Counts what is finished; called by the thread that writes.
+class Progress(progress.Progress):
+    """Counts what is finished; called by the thread that writes."""
 
-    total: how many inputs there are, None where nobody knows. done: how many of them an earlier run has written.
-    unit: of the amount that is generated.
-    """
-
-    def __init__(self, total: int | None, done: int, quiet: bool, unit: str = "tokens") -> None:
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
         self.inputs, self.amount = 0, 0.0
-        self._unit, self._total, self._done, self._quiet = unit, total, done, quiet
-        self.details: Callable[[], str] = str  # what a line says besides
+
+    def start(self, total: int | None, done: int, unit: str) -> None:
+        self._unit, self._total, self._done = unit, total, done
         self.begin()
         inputs = "{n_fmt} inputs" if total is None else "{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} inputs"
         # disable=None: where there is no terminal
-        shown = {"bar_format": inputs + "{postfix}", "dynamic_ncols": True, "disable": True if quiet else None}
+        shown = {"bar_format": inputs + "{postfix}", "dynamic_ncols": True, "disable": True if self._quiet else None}
         self._bar = tqdm(total=total, initial=done, file=sys.stderr, **shown)
-        self.close = self._bar.close  # leaves the bar as it is
 
     def begin(self) -> None:
-        """Time counts from here on."""
         self._begun = self._said = time.perf_counter()
 
     def finished(self, inputs: int, amount: float, failures: list[tuple[int, str]]) -> None:
-        """Counts a batch, and names the lines in it that failed."""
         for number, error in failures:
             self.say(f"line {number}: {error}")
         self.inputs += inputs
@@ -65,12 +60,18 @@ class Progress:
         if not self._quiet:
             self.say(message)
 
-    def summary(self) -> str:
-        """What was done, and how fast."""
+    def line(self, message: str) -> None:
+        if not self._quiet:
+            print(message, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._bar.close()  # leaves the bar as it is
+
+    def end(self) -> None:
         seconds = time.perf_counter() - self._begun
         places = 0 if self._unit == "tokens" else 2
         speed = f"{self.inputs / seconds:.2f} inputs/s, {self.amount / seconds:.{places}f} {self._unit}/s"
-        return f"{self.inputs} lines in {seconds:.2f} s, {speed}"
+        self.line(f"{self.inputs} lines in {seconds:.2f} s, {speed}")
 
     def _speed(self) -> str:
         """Returns the speed, and the time left at this speed: too long at first, as the longest inputs come first."""

@@ -16,13 +16,13 @@ import transformers
 from transformers import Speech2TextFeatureExtractor, Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 import fastgen
-from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.audio import AudioInput
-from fastgen.cli.transformers.batching import Item
-from fastgen.cli.transformers.files import Line
+from fastgen.batch.audio import AudioInput
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.files import Line
+from fastgen.batch.planner import Item
 
 RATE = 16000
-FORMAT = RunConfig("model", "in", "out", input_format="text")
+FORMAT = BatchConfig("model", "in", "out", input_format="text")
 RECORDS = replace(FORMAT, input_format="jsonl", text_field="path")
 EXTRACTORS = {
     "whisper": WhisperFeatureExtractor(),
@@ -53,7 +53,7 @@ def save(name: str, samples: np.ndarray, rate: int = RATE, **details: str) -> st
     return name
 
 
-def prepare(paths: list[str], extractor: str = "whisper", args: RunConfig = FORMAT) -> list[Item]:
+def prepare(paths: list[str], extractor: str = "whisper", args: BatchConfig = FORMAT) -> list[Item]:
     lines = [Line(number, path.encode()) for number, path in enumerate(paths, start=1)]
     return AudioInput(EXTRACTORS[extractor], args).prepare(lines)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from dataclasses import fields
 from pathlib import Path
 from threading import Thread
 
@@ -13,10 +12,11 @@ import transformers
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentences
 
 import fastgen
-from fastgen.cli import exits
-from fastgen.cli.transformers.args import PROG, RunConfig, parse_arguments
+from fastgen.batch import errors
+from fastgen.batch.config import settings_of_run
+from fastgen.batch.task import task_for
+from fastgen.cli.transformers.args import PROG, parse_arguments
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.tasks import task_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -241,7 +241,7 @@ def test_flags_of_halves_load_the_weights_in_them(models: Path, flag: str, dtype
 def test_a_missing_package_is_named(
     capsys: pytest.CaptureFixture, files: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    monkeypatch.setattr(exits, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == package else object())
     command = ["model", str(files / "input.txt"), str(files / "output.txt")]
     check_refused(capsys, files, command, f"needs the package {package}: pip install {package}")
 
@@ -250,7 +250,7 @@ def test_a_missing_package_is_named(
 def test_workers_without_ray_say_how_to_get_it(
     capsys: pytest.CaptureFixture, files: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    monkeypatch.setattr(exits, "find_spec", lambda name: None if name == "ray" else object())
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "ray" else object())
     command = ["model", str(files / "input.txt"), str(files / "output.txt"), *flags]
     message = f"{'--ray auto' if '--ray' in flags else ' '.join(flags)} needs the package ray: pip install ray"
     check_refused(capsys, files, command, message)
@@ -322,7 +322,7 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_every_flag_has_a_help_text(capsys: pytest.CaptureFixture) -> None:
-    assert all(each.metadata["help"] for each in fields(RunConfig))
+    assert all(each.metadata["help"] for each in settings_of_run())
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.cli.transformers.batching import Batch, Item, Planner
-from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.text import pad_text
+from fastgen.batch.files import Line
+from fastgen.batch.planner import Batch, Item, Planner
+from fastgen.batch.text import pad_text
 
 
 def items_of(lengths: list[int]) -> list[Item]:

@@ -13,11 +13,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from fastgen.cli.transformers import batching
+from fastgen.batch import planner
+from fastgen.batch.planner import key_value_bytes, total_memory
+from fastgen.batch.task import task_for
 from fastgen.cli.transformers.args import parse_arguments
-from fastgen.cli.transformers.batching import key_value_bytes, total_memory
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.tasks import task_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,7 +64,7 @@ def test_memory_limits_batches_and_what_is_free_in_it_does_not_count(
         (weights + 4 * 4 * 10 * output, 10, 4 * (10 * output // token)),
         (1 << 40, 64, 4 * 16384),
     ):
-        monkeypatch.setattr(batching, "total_memory", lambda device, memory=memory: memory)
+        monkeypatch.setattr(planner, "total_memory", lambda device, memory=memory: memory)
         assert chosen(bart, "--beam", 4) == (inputs, tokens)
 
 
@@ -74,7 +74,7 @@ def test_a_run_that_goes_on_has_the_batches_of_the_first_on_any_machine(
     (tmp_path / "in").write_text("".join(line + "\n" for line in sentences(9)))
     command = [str(bart), str(tmp_path / "in"), str(tmp_path / "out"), "--resume"]
     assert main(command) == 0
-    monkeypatch.setattr(batching, "total_memory", lambda device: 1_000_000)
+    monkeypatch.setattr(planner, "total_memory", lambda device: 1_000_000)
     assert main(command) == main([*command, "--bs", "256", "--batch_tokens", "16384"]) == 0
     capsys.readouterr()
     assert main([*command, "--bs", "9"]) == 2
@@ -122,12 +122,12 @@ def test_a_container_has_the_memory_that_it_is_given(tmp_path: Path, monkeypatch
     (tmp_path / "max").write_text("max\n")
     (tmp_path / "limit").write_text("268435456\n")
     names = (str(tmp_path / "max"), str(tmp_path / "none"), str(tmp_path / "limit"))
-    monkeypatch.setattr(batching, "LIMITS_OF_CONTAINERS", names[:2])
+    monkeypatch.setattr(planner, "LIMITS_OF_CONTAINERS", names[:2])
     assert total_memory(CPU) >= machine
-    monkeypatch.setattr(batching, "LIMITS_OF_CONTAINERS", names)
+    monkeypatch.setattr(planner, "LIMITS_OF_CONTAINERS", names)
     assert total_memory(CPU) == 1 << 28
     monkeypatch.delattr(os, "sysconf")
-    monkeypatch.setattr(batching, "LIMITS_OF_CONTAINERS", ())
+    monkeypatch.setattr(planner, "LIMITS_OF_CONTAINERS", ())
     assert total_memory(CPU) == 8 << 30
 
 

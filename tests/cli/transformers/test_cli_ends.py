@@ -16,7 +16,7 @@ import torch
 from cli_models import save_bart, sentences
 from python_process import run_python
 
-from fastgen.cli.exits import Stop
+from fastgen.batch.progress import Stop
 from fastgen.cli.transformers import command
 from fastgen.cli.transformers.args import PROG
 from fastgen.cli.transformers.command import main
@@ -42,7 +42,7 @@ FLAGS = (
 HELD = """
 import os, sys
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.pipeline import SplitOnOOM
+from fastgen.batch.pipeline import SplitOnOOM
 generate, begun, go_on = SplitOnOOM.__call__, int(sys.argv.pop(1)), int(sys.argv.pop(1))
 def held(self, batch):
     os.write(begun, b".")
@@ -196,7 +196,7 @@ def test_ctrl_c_finishes_the_batch_in_flight(
     run.release()
     status, stderr = run.end()
     assert status == 130
-    assert f"{run.records()} lines are complete in {run.part}; the same command with --resume goes on" in stderr
+    assert f"{run.records()} lines are complete in {run.part}; the same run with --resume resumes" in stderr
     assert "Traceback" not in stderr
     run.check_part(expected, 20)
     run.check_resumes(bart, tmp_path, expected)

@@ -8,10 +8,10 @@ import transformers
 from cli_models import WORDS, save_bart, save_gpt2, save_t5, sentences
 
 import fastgen
-from fastgen.cli.transformers import settings
+from fastgen.batch import settings
+from fastgen.batch.model import Loaded
+from fastgen.batch.task import task_for
 from fastgen.cli.transformers.args import parse_arguments
-from fastgen.cli.transformers.model import Loaded
-from fastgen.cli.transformers.tasks import task_for
 
 # Some have one word, and a batch in file order has short and long ones.
 LINES = [line for pair in zip(sentences(12, longest=4), sentences(12, longest=55, seed=1)) for line in pair]

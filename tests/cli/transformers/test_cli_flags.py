@@ -1,7 +1,6 @@
 """What flags mean for the library: what is loaded, and what generate gets."""
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,13 @@ from cli_language_models import save_m2m100, save_mbart, save_mbart50, save_nllb
 from cli_models import POSITIONS, save_bart, save_gpt2, sentences
 
 import fastgen
-from fastgen.cli import exits
-from fastgen.cli.exits import InputError
-from fastgen.cli.transformers.args import RunConfig, build_parser, generation_fields, parse_arguments
+from fastgen.batch import errors
+from fastgen.batch.config import BatchConfig, generation_fields, settings_of_run
+from fastgen.batch.errors import InputError
+from fastgen.batch.model import Loaded, input_limit, lengths_of_inputs
+from fastgen.batch.task import task_for
+from fastgen.cli.transformers.args import build_parser, parse_arguments
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.model import Loaded, input_limit, lengths_of_inputs
-from fastgen.cli.transformers.tasks import task_for
 
 SPEECH = ("--task", "automatic-speech-recognition")
 SAVE = {
@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def parse(*flags: object, model: object = "model", source: str = "input", output: str = "output") -> RunConfig:
+def parse(*flags: object, model: object = "model", source: str = "input", output: str = "output") -> BatchConfig:
     return parse_arguments([str(model), source, output, *map(str, flags)])
 
 
@@ -148,11 +148,10 @@ def test_a_file_means_what_it_means_to_generate(models: Path, tmp_path: Path) ->
     assert found.shape != own.shape or not torch.equal(found, own)
 
 
-def test_an_unknown_key_of_a_file_is_a_note(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_an_unknown_key_of_a_file_is_a_note(models: Path, tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"num_beam": 3, "transformers_version": "5.0"}')
-    load(models, "bart", "--generation_config", tmp_path / "settings.json")
-    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
-    assert notes == ["note: --generation_config: num_beam changes nothing (did you mean num_beams?)"]
+    loaded = load(models, "bart", "--generation_config", tmp_path / "settings.json")
+    assert loaded.notes == ["note: --generation_config: num_beam changes nothing (did you mean num_beams?)"]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +343,7 @@ def test_help_has_the_common_flags_on_a_screen_and_help_all_all_on_two() -> None
         wide = [line for line in lines if len(line) > 80]
         assert not wide, f"{name} has lines of more than 80 characters, shorten the help of {wide}"
     listed = {word for line in everything for word in line.split()[:1] if word.startswith("--")}
-    missing = {f"--{each.name}" for each in fields(RunConfig)[3:]} - listed
+    missing = {f"--{each.name}" for each in settings_of_run()[3:]} - listed
     assert not missing, f"--help-all does not list {missing}: a flag is in one of the GROUPS of args.py, with a help"
     assert "--beam" in listed
     assert everything.index("common flags:") < everything.index("scores:") and "scores:" not in short
@@ -371,7 +370,7 @@ UNFIT = [
     ("m2m100", ("--src_lang", "eng"), "--src_lang eng", "en, "),
     ("mbart", ("--tgt_lang", "ro_RO", "--decoder_start_token_id", 5), "--decoder_start_token_id 5", "--tgt_lang ro_RO"),
     ("whisper", (*SPEECH, "--src_lang", "englisch"), "--src_lang englisch", "english"),
-    ("whisper", (*SPEECH, "--tgt_lang", "de"), "--tgt_lang de", "--gen task=translate"),
+    ("whisper", (*SPEECH, "--tgt_lang", "de"), "--tgt_lang de", "task=translate"),
     ("whisper", (), "whisper", "--task automatic-speech-recognition"),
     ("bart", SPEECH, "bart", "accepted without --causal_lm"),
     ("bart", ("--device", "toaster 3"), "--device toaster 3"),
@@ -441,6 +440,6 @@ def test_models_that_label_sound_do_not_generate(tmp_path: Path) -> None:
 
 
 def test_missing_packages_for_audio_are_named_before_the_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exits, "find_spec", lambda name: None if name == "soxr" else object())
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "soxr" else object())
     message = refused(Path("/no"), "such/model", *SPEECH)
     assert "needs the package soxr: pip install soxr" in message and "soundfile" not in message

@@ -16,8 +16,8 @@ from cli_loop import generate, plain_loop
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, save_t5, sentences
 
 import fastgen
+from fastgen.batch.pipeline import batch_seed
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.pipeline import batch_seed
 
 LINES = sentences(9)
 

@@ -12,10 +12,10 @@ from cli_loop import generate, plain_loop
 from cli_models import WORDS, save_gpt2, sentences
 
 import fastgen
-from fastgen.cli.transformers import tasks
-from fastgen.cli.transformers.batching import LEAST_HEAD, Item, Planner, common_head
+from fastgen.batch.files import Line
+from fastgen.batch.planner import LEAST_HEAD, Item, Planner, common_head
+from fastgen.batch.task import Task
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.files import Line
 from fastgen.optimizer.transformers import prefixes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "share_always")
@@ -133,16 +133,16 @@ def test_a_run_that_goes_on_writes_the_same_to_the_last_bit_of_a_score(
     (tmp_path / "in").write_text("".join(f"{line}\n" for line in lines))
     flags = ["--causal_lm", "--bs", "4", "--beam", "2", "--max_new_tokens", "6", "--output_format", "jsonl", *sampling]
     assert main([str(gpt2), str(tmp_path / "in"), str(tmp_path / "whole"), *flags]) == 0
-    real, calls = tasks.Task.generate, []
+    real, calls = Task.generate, []
 
-    def until(self: tasks.Task, batch: Any) -> Any:
+    def until(self: Task, batch: Any) -> Any:
         if len(calls) == batches:
             raise KeyboardInterrupt
         calls.append(batch)
         return real(self, batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(tasks.Task, "generate", until)
+        patched.setattr(Task, "generate", until)
         assert main([str(gpt2), str(tmp_path / "in"), str(tmp_path / "out"), *flags]) == 130
     assert main([str(gpt2), str(tmp_path / "in"), str(tmp_path / "out"), *flags, "--resume"]) == 0
     assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from python_process import REPOSITORY, run_python
 
-from fastgen.cli.exits import InputError
-from fastgen.cli.transformers.files import READ_BLOCK, Survey, is_stream, read_chunks, survey
-from fastgen.cli.transformers.metrics import read_references
+from fastgen.batch.errors import InputError
+from fastgen.batch.files import READ_BLOCK, Survey, is_stream, read_chunks, survey
+from fastgen.batch.metrics import read_references
 
 CRS = [b"one\rtwo\r\rthree", b"one\rtwo\r", b"\r\r", b"x" * 70_000 + b"\none\rtwo\n", b"one\r", b"one\rtwo\n"]
 CONTENTS = [
@@ -227,7 +227,7 @@ def test_a_file_that_is_no_whole_gzip_is_named(tmp_path: Path) -> None:
 
 READ_STDIN = r"""
 import threading, time
-from fastgen.cli.transformers.files import read_chunks
+from fastgen.batch.files import read_chunks
 
 came = threading.Event()
 
@@ -240,7 +240,7 @@ def read():
 
 def test_standard_input_is_read_and_process_substitution_too(tmp_path: Path) -> None:
     (tmp_path / "read.py").write_text(READ_STDIN + "read()\n")
-    code = "from fastgen.cli.transformers.files import *\nimport sys\npath = sys.argv[1]\n"
+    code = "from fastgen.batch.files import *\nimport sys\npath = sys.argv[1]\n"
     code += "assert is_stream(path)\nprint(*(line.raw for chunk in read_chunks(path) for line in chunk), sep=chr(10))\n"
     (tmp_path / "path.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
@@ -288,8 +288,8 @@ def test_files_are_checked_without_loading_torch(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("one\n")
     code = (
         "import sys\nfrom fastgen.cli.transformers.args import parse_arguments\n"
-        "from fastgen.cli.transformers.command import check_files\n"
-        "import fastgen.cli.transformers.journal\n"
+        "from fastgen.batch.run import check_files\n"
+        "import fastgen.batch.journal\n"
         "args = parse_arguments(['model', sys.argv[1], sys.argv[1] + '.out'])\ncheck_files(args)\n"
         "assert 'torch' not in sys.modules and 'fsspec' not in sys.modules\n"
     )

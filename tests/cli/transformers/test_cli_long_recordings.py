@@ -16,8 +16,8 @@ import transformers
 from cli_language_models import save_whisper
 
 import fastgen
+from fastgen.batch.pipeline import batch_seed
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.pipeline import batch_seed
 
 SPEECH = ("--task", "automatic-speech-recognition")
 RATE = 16000
@@ -203,11 +203,11 @@ def test_a_recording_fails_by_name_where_it_would_have_to_be_cut(whisper: Path, 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("return_timestamps=word",), "return_timestamps='word' is not known (accepted: true, false)"),
-        (("logprob_threshold=low",), "logprob_threshold='low' is no number"),
+        (("return_timestamps=word",), "--gen return_timestamps: 'word' is not known (accepted: true, false)"),
+        (("logprob_threshold=low",), "--gen logprob_threshold: 'low' is no number"),
         (
             ("no_speech_threshold=0.6",),
-            "no_speech_threshold 0.6 needs a logprob_threshold (accepted: --gen for both)",
+            "no_speech_threshold 0.6 needs a logprob_threshold (accepted: both)",
         ),
     ],
 )

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from fastgen.cli.exits import RunError
-from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item
-from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.pipeline import SplitOnOOM, batch_seed, is_out_of_memory
-from fastgen.cli.transformers.text import pad_text
+from fastgen.batch.errors import RunError
+from fastgen.batch.files import Line
+from fastgen.batch.pipeline import SplitOnOOM, batch_seed, is_out_of_memory
+from fastgen.batch.planner import Batch, GeneratedBatch, Item
+from fastgen.batch.text import pad_text
 
 
 class SmallMachine:
@@ -124,7 +124,7 @@ def test_a_batch_is_halved_until_the_line_that_raises_stands_alone(left: bool) -
 
 
 def test_a_device_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgen.cli.transformers.pipeline._device_works_sync", lambda: False)
+    monkeypatch.setattr("fastgen.batch.pipeline._device_works_sync", lambda: False)
     machine = SmallMachine(1, lambda: RuntimeError("device-side assert"))
     with pytest.raises(RunError, match="the device failed at lines 1 to 2: RuntimeError: device-side assert"):
         SplitOnOOM(machine, print, None)(batch_of(machine, [3, 3]))

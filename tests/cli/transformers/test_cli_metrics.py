@@ -11,7 +11,7 @@ import sacrebleu
 from cli_models import save_bart, sentences
 from rouge_score.rouge_scorer import RougeScorer
 
-from fastgen.cli.transformers import metrics
+from fastgen.batch import metrics
 from fastgen.cli.transformers.command import main
 
 LINES = sentences(5)

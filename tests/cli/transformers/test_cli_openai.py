@@ -11,8 +11,8 @@ from cli_models import save_gpt2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import fastgen
+from fastgen.batch.pipeline import batch_seed
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.pipeline import batch_seed
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 

@@ -16,11 +16,11 @@ from cli_loop import generate, plain_loop
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, sentences
 
 import fastgen
-from fastgen.cli.transformers import command as module
-from fastgen.cli.transformers.batching import Batch, GeneratedBatch
+from fastgen.batch import files
+from fastgen.batch.files import Survey
+from fastgen.batch.pipeline import SplitOnOOM, batch_seed
+from fastgen.batch.planner import Batch, GeneratedBatch
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.files import Survey
-from fastgen.cli.transformers.pipeline import SplitOnOOM, batch_seed
 
 LINES = sentences(70)
 
@@ -328,7 +328,7 @@ def test_a_model_that_fails_for_every_line_ends_the_run_which_can_be_gone_on_wit
         poisoned(patch, every_line=True)
         assert main(command) == 1
     *_, last, left = capsys.readouterr().err.splitlines()
-    assert "the same command with --resume goes on" in last + left
+    assert "the same run with --resume resumes" in last + left
     assert "every line of 4 batches failed; line " in last + left and "KeyError: 'of\\nthe model'" in last + left
     assert part.read_bytes() == before != b""
     assert main(command) == 0
@@ -385,7 +385,7 @@ def test_input_that_ends_early_completes_nothing(
 ) -> None:
     source, output = tmp_path / "in", tmp_path / "out"
     source.write_text("\n".join(LINES))
-    monkeypatch.setattr(module.files, "survey", lambda path: Survey(len(LINES) + 1, "the sum of a longer file"))
+    monkeypatch.setattr(files, "survey", lambda path: Survey(len(LINES) + 1, "the sum of a longer file"))
     assert main([str(bart), str(source), str(output)]) == 2
     assert "INPUT changed while it was read: it had 71 lines, and 70 could be read" in capsys.readouterr().err
     assert not output.exists()
@@ -459,7 +459,7 @@ def test_resume_refuses_another_run_and_says_what_is_different(
     part = output.with_name("output.txt.part")
     capsys.readouterr()
     changed = [
-        ([str(bart), str(source), str(output), *flags], "--resume goes on from it"),
+        ([str(bart), str(source), str(output), *flags], "--resume resumes it"),
         ([str(bart), str(source), str(output), *flags, "--beam", "2", "--resume"], "--beam"),
         ([str(bart), str(other), str(output), *flags, "--resume"], "INPUT"),
         ([str(save_bart(tmp_path / "more", init_std=0.4)), str(source), str(output), *flags, "--resume"], "MODEL"),

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastgen
-from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.batching import GeneratedBatch, Item
-from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.records import ADDED_FIELDS, first_text, name_of, record_of
-from fastgen.cli.transformers.text import TextInput, TextOutput
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.files import Line
+from fastgen.batch.planner import GeneratedBatch, Item
+from fastgen.batch.records import ADDED_FIELDS, first_text, name_of, record_of
+from fastgen.batch.text import TextInput, TextOutput
 
 EOS, PAD = 2, 1
 SAVED = {"bart": save_bart, "t5": save_t5, "gpt2": save_gpt2}
@@ -40,9 +40,9 @@ def tokenizer(folders: dict[str, Path]) -> transformers.PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folders["bart"])
 
 
-def asked(**flags: Any) -> RunConfig:
+def asked(**flags: Any) -> BatchConfig:
     formats = {"input_format": "text", "output_format": "text"}
-    return RunConfig("model", "in", "out", **formats | flags)
+    return BatchConfig("model", "in", "out", **formats | flags)
 
 
 JSONL = asked(output_format="jsonl")
@@ -58,7 +58,7 @@ class Finished(NamedTuple):
 
 
 def finish(
-    tokenizer: Any, args: RunConfig, eos_token_ids: set[int], pad_token_id: int | None, start_tokens: int = 1
+    tokenizer: Any, args: BatchConfig, eos_token_ids: set[int], pad_token_id: int | None, start_tokens: int = 1
 ) -> Callable[[GeneratedBatch], Finished]:
     """What the workers behind the model do with a batch."""
     output = TextOutput(tokenizer, args, [*eos_token_ids], pad_token_id, start_tokens)
@@ -392,7 +392,7 @@ def test_failed_records_keep_their_fields_where_they_have_any(
 
 
 @pytest.mark.parametrize("form", [JSONL, BOTH_JSONL, asked(), asked(output_sequence_scores=True)])
-def test_the_first_text_of_a_record_is_what_was_generated_first(form: RunConfig) -> None:
+def test_the_first_text_of_a_record_is_what_was_generated_first(form: BatchConfig) -> None:
     text = "a #### b\tc é"
     batch = generated(['{"text": "x", "outputs_of_others": 1}'], [[0]], [-0.5], (Item(Line(2, b"")),))
     records = finish(Decoder([text]), form, {EOS}, PAD)(batch).records

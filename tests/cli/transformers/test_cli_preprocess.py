@@ -10,10 +10,11 @@ import pytest
 import transformers
 from cli_models import save_bart, save_gpt2, sentences
 
-from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.batching import Item
-from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.text import SHORTEST_LONG_TEXT, ChatInput, TextInput
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.files import Line
+from fastgen.batch.planner import Item
+from fastgen.batch.text import SHORTEST_LONG_TEXT, ChatInput, TextInput
+from fastgen.cli.transformers.args import as_flag
 from fastgen.models.demo import demo_path
 
 TEMPLATE = (
@@ -47,9 +48,9 @@ def prepare(tokenizer: transformers.PreTrainedTokenizerBase) -> Callable[..., li
     return prepare_lines
 
 
-def asked(jsonl: bool = False, **flags: Any) -> RunConfig:
+def asked(jsonl: bool = False, **flags: Any) -> BatchConfig:
     formats = {"input_format": "jsonl" if jsonl else "text", "text_field": "text"}
-    return RunConfig("model", "in", "out", **formats | flags)
+    return BatchConfig("model", "in", "out", **formats | flags, named=as_flag)
 
 
 def limits(max_tokenizer_length: int | None = None, limit: tuple[int, str] | None = None) -> tuple:

@@ -21,7 +21,9 @@ BATCH = (2, 7, [(2, "is broken")])  # inputs, tokens, failures
 
 
 def start(total: int | None, done: int = 0, quiet: bool = False) -> Progress:
-    return Progress(total, done, quiet)
+    shown = Progress(quiet)
+    shown.start(total, done, "tokens")
+    return shown
 
 
 @pytest.fixture
@@ -135,5 +137,5 @@ def test_a_run_says_what_it_loads_and_where_it_goes_on(
     monkeypatch.setattr(Progress, "finished", finished)
     assert main([*command, "--resume"]) == 0
     said = capsys.readouterr().err.splitlines()
-    assert said[:2] == [f"loading {bart}", "fastgen-generate-for-transformers: goes on after 4 of 9 lines"]
+    assert said[:2] == [f"loading {bart}", "fastgen-generate-for-transformers: resuming: 4 of 9 lines are already done"]
     assert said[-1].startswith("5 lines in ")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from cli_models import WORDS, save_bart, sentences
 
-from fastgen.cli.transformers import files
+from fastgen.batch import files
+from fastgen.batch.task import Task, TextTask
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.tasks import Task, TextTask
 
 TOO_LONG = " ".join(WORDS * 2)
 LINES = [*sentences(20), "", TOO_LONG, *sentences(50, seed=1), TOO_LONG, *sentences(9, seed=2)]
@@ -73,7 +73,7 @@ def test_retried_lines_are_those_of_a_run_without_failure(
             [[o["text"] for o in json.loads(line)["outputs"]] for line in each] for each in (found, expected)
         )
     assert found == expected
-    assert run(name, "--resume") == 1 and "the same command has made it" in capsys.readouterr().err
+    assert run(name, "--resume") == 1 and "the same run has made it" in capsys.readouterr().err
 
 
 def test_flags_that_make_lines_fail_may_differ(

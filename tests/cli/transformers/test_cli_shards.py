@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from cli_models import WORDS, save_bart, save_gpt2, save_llama, sentences
 
-from fastgen.cli.exits import InputError
+from fastgen.batch.errors import InputError
+from fastgen.batch.journal import Journal
+from fastgen.batch.shards import of_launcher, output_of, place
+from fastgen.batch.task import Task
 from fastgen.cli.transformers.args import parse_arguments
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.journal import Journal
-from fastgen.cli.transformers.shards import of_launcher, output_of, place
-from fastgen.cli.transformers.tasks import Task
 from fastgen.testing import configured
 
 # Two blocks of 64 lines and a part of one, with lines that need no model and lines that fail.
@@ -67,7 +67,7 @@ def test_samples_of_shards_are_those_of_one_run(source: Path, tmp_path: Path, ca
     # What was merged is known as what one run would have written.
     capsys.readouterr()
     assert main([str(gpt2), str(source), str(tmp_path / "out.txt.gz"), *SAMPLING, "--resume"]) == 1
-    assert "is complete: the same command has made it" in capsys.readouterr().err
+    assert "is complete: the same run has made it" in capsys.readouterr().err
 
 
 def test_merge_names_shards_that_are_missing_and_those_that_differ(
@@ -96,7 +96,7 @@ def test_a_shard_goes_on_where_it_was_ended(bart: Path, source: Path, tmp_path: 
     name = tmp_path / "out-00000-of-00002"
     assert name.read_bytes() == whole
     name.unlink()
-    ended = "import os, fastgen.cli.transformers.journal as j\nwrite, left = j.Journal.write, iter(range(3))\n"
+    ended = "import os, fastgen.batch.journal as j\nwrite, left = j.Journal.write, iter(range(3))\n"
     ended += "def some(self, entries):\n    next(left, None) is None and os._exit(9)\n    write(self, entries)\n"
     ended += "j.Journal.write = some\nfrom fastgen.cli.transformers.command import main\nmain()"
     call = [sys.executable, "-c", ended, str(bart), str(source), str(tmp_path / "out"), *map(str, shard)]

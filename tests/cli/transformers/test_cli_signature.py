@@ -11,10 +11,10 @@ import transformers
 from cli_models import save_bart
 from python_process import run_python
 
-from fastgen.cli.transformers import signature as module
-from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.files import Survey
-from fastgen.cli.transformers.signature import differences, signature, with_commit
+from fastgen.batch import signature as module
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.files import Survey
+from fastgen.batch.signature import differences, signature, with_commit
 
 SURVEY = Survey(3, "0" * 64)
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sign(folder: Path | str, survey: Survey | None = SURVEY, **flags: object) -> dict:
-    return signature(replace(RunConfig(str(folder), "in.txt", "out.txt"), **flags), survey)
+    return signature(replace(BatchConfig(str(folder), "in.txt", "out.txt"), **flags), survey)
 
 
 def changes(before: dict, now: dict) -> list[str]:
@@ -58,19 +58,21 @@ def test_flags_that_only_say_how_it_is_run_do_not_count(folder: Path) -> None:
 def test_every_other_flag_counts_also_one_that_nobody_has_thought_of(folder: Path) -> None:
     beams = [("num_beams", 4)]
     before = sign(folder, gen=beams)
-    assert changes(before, sign(folder, gen=[("num_beams", 5)])) == ["--beam was 4, is 5"]
-    assert changes(before, sign(folder, gen=beams, causal_lm=True)) == ["--causal_lm was not given, is given"]
-    assert changes(before, sign(folder, gen=[*beams, ("top_k", 5)])) == ["--top_k was not given, is 5"]
-    assert changes(before, sign(folder, gen=[*beams, ("task", "x")])) == ['--gen task was not given, is "x"']
-    assert changes(before, sign(folder, gen=beams, dtype="float16")) == ['--dtype was not given, is "float16"']
+    assert changes(before, sign(folder, gen=[("num_beams", 5)])) == ["num_beams was 4, is 5"]
+    assert changes(before, sign(folder, gen=beams, causal_lm=True)) == ["causal_lm was not given, is given"]
+    assert changes(before, sign(folder, gen=[*beams, ("length_penalty", 5)])) == [
+        "length_penalty was not given, is 5.0"
+    ]
+    assert changes(before, sign(folder, gen=[*beams, ("task", "x")])) == ['task was not given, is "x"']
+    assert changes(before, sign(folder, gen=beams, dtype="float16")) == ['dtype was not given, is "float16"']
     config = {"top_k": 5, "top_p": 0.5}
     before = sign(folder, generation_config=config)
     assert changes(before, sign(folder, generation_config=config | {"top_k": 6})) == [
-        "--generation_config: top_k was 5, is 6"
+        "generation_config: top_k was 5, is 6"
     ]
-    later = make_dataclass("Later", [("thought_of_later", int, 1)], bases=(RunConfig,), frozen=True)
+    later = make_dataclass("Later", [("thought_of_later", int, 1)], bases=(BatchConfig,), frozen=True)
     now = signature(later(str(folder), "i", "o"), SURVEY)
-    assert "--thought_of_later was not given, is 1" in changes(before, now)
+    assert "thought_of_later was not given, is 1" in changes(before, now)
 
 
 def test_the_input_counts_by_what_is_in_it(folder: Path) -> None:
@@ -110,9 +112,9 @@ def test_a_model_of_the_hub_counts_by_its_commit_once_that_is_known() -> None:
 
 def test_signing_needs_no_torch(folder: Path) -> None:
     code = (
-        "import sys\nfrom fastgen.cli.transformers.args import RunConfig\n"
-        "from fastgen.cli.transformers.signature import signature\n"
-        "signature(RunConfig(sys.argv[1], 'in', 'out'), None)\nassert 'torch' not in sys.modules\n"
+        "import sys\nfrom fastgen.batch.config import BatchConfig\n"
+        "from fastgen.batch.signature import signature\n"
+        "signature(BatchConfig(sys.argv[1], 'in', 'out'), None)\nassert 'torch' not in sys.modules\n"
     )
     done = run_python("-c", code, str(folder))
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,8 @@ from cli_language_models import save_seamless
 from cli_models import save_bart
 
 import fastgen
-from fastgen.cli.transformers.audio import SoundFolder
+from fastgen.batch.audio import SoundFolder
+from fastgen.batch.config import BatchConfig
 from fastgen.cli.transformers.command import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -295,7 +296,7 @@ def test_what_a_model_cannot_do_is_named(
 def test_files_of_sound_keep_every_sample(tmp_path: Path) -> None:
     samples = np.array([0.1, -1.5, 1e-9], np.float32)
     for name in ("out", "other"):
-        folder = SoundFolder(str(tmp_path / name), 8000)
+        folder = SoundFolder(BatchConfig("model", "in", str(tmp_path / name)), 8000)
         folder.begin(resumes=False)
         path = folder.write(7, samples)
         folder.complete(overwrite=False)

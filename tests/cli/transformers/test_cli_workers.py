@@ -21,12 +21,12 @@ from cli_language_models import save_whisper
 from cli_models import WORDS, save_bart, save_gpt2, save_llama, sentences
 from ray_runs import POISON, Cluster, changed, left_behind, of_runs, titles
 
-from fastgen.cli import own_ray
+from fastgen.batch import own_ray
 from fastgen.cli.transformers.command import main
 
 pytest.importorskip("ray")
 
-from fastgen.cli.own_ray import OBJECT_STORE
+from fastgen.batch.own_ray import OBJECT_STORE
 from fastgen.testing import configured
 
 LINES = [*sentences(70), "", " ".join(WORDS * 2), *sentences(10, seed=1)]
@@ -164,7 +164,7 @@ def test_a_line_that_ends_every_worker_fails_alone(
 def test_a_model_that_no_worker_can_load_is_one_line(
     bart: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    code = "    from fastgen.cli.exits import InputError\n    raise InputError('MODEL x: no memory')\n"
+    code = "    from fastgen.batch.errors import InputError\n    raise InputError('MODEL x: no memory')\n"
     monkeypatch.setenv("PYTHONPATH", changed(tmp_path, code))
     assert run(bart, source, tmp_path / "out", *FLAGS, "--workers", "2") == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("error: MODEL x: no memory")
@@ -180,7 +180,7 @@ def test_a_run_goes_on_without_a_worker_that_cannot_load_the_model(
     capsys: pytest.CaptureFixture,
 ) -> None:
     code = """
-    from fastgen.cli.exits import InputError
+    from fastgen.batch.errors import InputError
     try:
         os.close(os.open(os.environ["ONCE"], os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -340,7 +340,7 @@ def test_rays_own_processes_end_in_the_middle(
     os.kill(min(agents), signal.SIGKILL)  # what it starts has its title, too, for a moment
     stderr = held.process.communicate()[1]
     assert held.process.returncode == 1 and "Ray's processes on this machine have ended" in stderr, stderr
-    assert "--resume goes on" in stderr and left_behind(already) == []
+    assert "--resume resumes" in stderr and left_behind(already) == []
     assert run(bart, source, tmp_path / "out", *FLAGS, "--resume") == 1
     assert (tmp_path / "out").read_bytes() == expected
 
@@ -393,7 +393,7 @@ def test_ctrl_c_finishes_the_batches_of_workers(held: Held, tmp_path: Path, expe
     (tmp_path / "go").touch()
     stderr = held.process.communicate()[1]
     assert held.process.returncode == 130, stderr
-    assert "Traceback" not in stderr and "with --resume goes on" in stderr
+    assert "Traceback" not in stderr and "with --resume resumes" in stderr
     assert held.part.exists() and not (tmp_path / "out").exists()
 
 

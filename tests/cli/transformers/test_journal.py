@@ -19,10 +19,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 from python_process import REPOSITORY, run_code, run_python
 
-from fastgen.cli.exits import InputError
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.errors import InputError
+from fastgen.batch.files import check_writable, opened, write_whole
+from fastgen.batch.journal import Entry, Journal
+from fastgen.cli.transformers.args import as_flag
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.files import check_writable, opened, write_whole
-from fastgen.cli.transformers.journal import Entry, Journal
 
 SIGNATURE = {"--beam": 4, "--do_sample": False, "INPUT's content": "sha256:" + "0" * 64}
 
@@ -31,8 +33,12 @@ def entry(number: int, failed: bool = False) -> Entry:
     return Entry(number, 3 + number % 5, ["long", None][number % 2], failed, f"récord {number}\n".encode())
 
 
+def journal_of(output: Path | str, resume: bool = False, overwrite: bool = False) -> Journal:
+    return Journal(BatchConfig("model", "in", str(output), resume=resume, overwrite=overwrite, named=as_flag))
+
+
 def begin(path: Path | str, signature: dict = SIGNATURE, resume: bool = False, overwrite: bool = False) -> Journal:
-    journal = Journal(str(path), resume, overwrite)
+    journal = journal_of(path, resume, overwrite)
     try:
         journal.begin(signature)
     except BaseException:
@@ -119,22 +125,22 @@ def test_a_complete_output_is_known_until_something_changes(tmp_path: Path) -> N
     output = tmp_path / "out"
     complete(output, 2)
     for signature, overwrite, done in ((SIGNATURE, False, True), (SIGNATURE, True, True)):
-        journal = Journal(str(output), True, overwrite)
+        journal = journal_of(output, True, overwrite)
         assert journal.check(signature) is done and journal.completed["records"] == 2
         journal.leave()
     other = SIGNATURE | {"--beam": 5}
-    journal = Journal(str(output), True, False)
+    journal = journal_of(output, True, False)
     with pytest.raises(
         InputError, match=r"already exists .*--overwrite.*; it was made differently: --beam was 4, is 5"
     ):
         journal.check(other)
     journal.leave()
-    journal = Journal(str(output), True, True)
+    journal = journal_of(output, True, True)
     assert not journal.check(other)
     journal.leave()
     output.write_text("changed\n")
     with pytest.raises(InputError, match=r"already exists .*; no run is known that made it as it is"):
-        Journal(str(output), True, False)
+        journal_of(output, True, False)
     complete(output, 2, overwrite=True)
     assert output.read_bytes() == text(2)
 
@@ -167,7 +173,7 @@ def test_a_compressor_may_close_the_file_and_have_write_only(tmp_path: Path, mon
 
 
 def test_what_reads_and_writes_a_file_is_asked_for_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgen.cli.exits.find_spec", lambda name: None)
+    monkeypatch.setattr("fastgen.batch.errors.find_spec", lambda name: None)
     needs = r"out\.zst needs the package zstandard: pip install zstandard$"
     with pytest.raises(InputError, match=rf"^OUTPUT {needs}"):
         check_writable("OUTPUT", "out.zst", {})
@@ -191,11 +197,11 @@ def test_a_remote_output_is_uploaded_when_it_is_complete(tmp_path: Path, monkeyp
     complete(url, 3, resume=True)
     assert gzip.decompress(files.cat("/bucket/out.txt.gz")) == text(3)
     assert names(tmp_path) == ["out.txt.gz.run.json"]
-    journal = Journal(url, True, False)
+    journal = journal_of(url, True, False)
     assert journal.check(SIGNATURE)
     journal.leave()
     with pytest.raises(InputError, match="already exists"):
-        Journal(url, False, False)
+        journal_of(url, False, False)
     files.rm("/bucket/out.txt.gz")
 
 
@@ -206,7 +212,7 @@ def test_a_part_that_is_none_of_this_version_is_never_overwritten(tmp_path: Path
         part.mkdir()
     else:
         part.write_text("mine" if made == "file" else '{"line": 1, "outputs": []}\n{"line": 2, "outputs": []}\n')
-    with pytest.raises(InputError, match=r"out\.part .*--resume goes on from it; remove it"):
+    with pytest.raises(InputError, match=r"out\.part .*--resume resumes it; remove it"):
         begin(tmp_path / "out")
     message = "is not a file" if made == "folder" else "or was not written by this version .remove"
     with pytest.raises(InputError, match=message) as error:
@@ -307,11 +313,12 @@ def test_an_output_that_cannot_be_written_is_found_beforehand(tmp_path: Path) ->
 JOB = """
 import os, random, shutil, sys
 from pathlib import Path
-from fastgen.cli.transformers import files, journal
-from fastgen.cli.transformers.journal import Entry, Journal
+from fastgen.batch import files, journal
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.journal import Entry, Journal
 
 def job(path, total, longest=40):
-    output = Journal(str(path), resume=True, overwrite=False)
+    output = Journal(BatchConfig("model", "in", str(path), resume=True))
     try:
         if output.check({"--total": total}):
             return
@@ -387,13 +394,13 @@ def test_killed_before_any_line_of_these_modules_a_run_can_be_resumed(tmp_path: 
 
 def test_a_journal_that_another_run_writes_is_refused_until_that_run_is_killed(tmp_path: Path) -> None:
     code = JOB + (
-        f"output = Journal({str(tmp_path / 'out')!r}, False, False)\noutput.begin({SIGNATURE!r})\n"
+        f"output = Journal(BatchConfig('model', 'in', {str(tmp_path / 'out')!r}))\noutput.begin({SIGNATURE!r})\n"
         "output.write([Entry(1, 1, None, False, b'one' + bytes([10]))])\nprint('ready', flush=True)\nsys.stdin.read()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdin=-1, stdout=-1) as run:
         run.stdout.readline()
         with pytest.raises(InputError, match=r"another run is writing to .*out\.part"):
-            Journal(str(tmp_path / "out"), True, False)
+            journal_of(tmp_path / "out", True, False)
         run.kill()
         run.wait()
         journal = begin(tmp_path / "out", resume=True)
@@ -439,7 +446,9 @@ import os, random, signal, sys, time
 import torch
 from transformers import GPT2LMHeadModel as kind
 import fastgen
+from fastgen.cli.transformers.args import as_flag
 from fastgen.cli.transformers.command import main
+from fastgen.batch.config import BatchConfig
 
 model, source, folder, number, *flags = sys.argv[1:]
 number, log = int(number), folder + "/log"
@@ -542,7 +551,7 @@ def test_an_upload_that_fails_keeps_the_journal_and_is_made_again(
     command = [str(model), "in", url, "--causal_lm", "--quiet"]
     assert main(command) == 1
     *_, left, error = capsys.readouterr().err.splitlines()
-    assert left.endswith("2 lines are complete in out.txt.part; the same command with --resume goes on after them")
+    assert left.endswith("2 lines are complete in out.txt.part; the same run with --resume resumes after them")
     assert error.endswith("OUTPUT failing://bucket/out.txt: the upload failed (RuntimeError: the bucket is gone)")
     files = fsspec.filesystem("failing")
     assert (tmp_path / "out.txt.part").exists() and not files.exists(url)

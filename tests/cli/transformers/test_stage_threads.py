@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from python_process import run_code
 
-from fastgen.cli.exits import Stop
-from fastgen.cli.transformers.batching import Batch, Item, Planner
-from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.pipeline import BATCHES_AHEAD, RESULTS_PER_WORKER, Ahead, Pipeline, Prefetcher
+from fastgen.batch.files import Line
+from fastgen.batch.pipeline import BATCHES_AHEAD, RESULTS_PER_WORKER, Ahead, Pipeline, Prefetcher
+from fastgen.batch.planner import Batch, Item, Planner
+from fastgen.batch.progress import Stop
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -72,8 +72,7 @@ def test_who_waits_for_an_item_is_told_when_there_will_be_none() -> None:
 
 def test_an_input_that_never_ends_does_not_keep_the_program() -> None:
     run_code(
-        "import time; from fastgen.cli.transformers.pipeline import Ahead\n"
-        "Ahead((time.sleep(600) for _ in range(9)), 2, 'reader')"
+        "import time; from fastgen.batch.pipeline import Ahead\nAhead((time.sleep(600) for _ in range(9)), 2, 'reader')"
     )
 
 
@@ -83,8 +82,8 @@ def chunks(number: int) -> Iterator[list[Line]]:
 
 
 def prefetcher(prepare: Callable[[list[Line]], list[Item]], number: int) -> Prefetcher:
-    task = SimpleNamespace(prepare=prepare, collate=lambda items: {})
-    return Prefetcher(chunks(number), task, Planner(2, None, 0), 3)
+    task = SimpleNamespace(prepare=prepare, collate=lambda items: {}, args=SimpleNamespace(preprocess_workers=3))
+    return Prefetcher(chunks(number), task, Planner(2, None, 0))
 
 
 def items(lines: list[Line]) -> list[Item]:

@@ -9,10 +9,10 @@ import pytest
 from cli_models import save_bart, sentences
 from python_process import REPOSITORY, run_python
 
+from fastgen.batch.journal import Entry, StreamOutput
 from fastgen.cli.transformers.command import main
-from fastgen.cli.transformers.journal import Entry, StreamOutput
 
-CODE = "from fastgen.cli.transformers.journal import Entry, StreamOutput\n"
+CODE = "from fastgen.batch.journal import Entry, StreamOutput\n"
 
 
 def entry(number: int, failed: bool = False) -> Entry:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.exits import InputError
-from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.files import Survey
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.errors import InputError
+from fastgen.batch.files import Survey
 
-# A flag that is not named here counts. MODEL and INPUT count by what is in them, not by their names.
-FLAGS_WITHOUT_EFFECT_ON_RECORDS = (
+# A setting that is not named here counts. MODEL and INPUT count by what is in them, not by their names.
+WITHOUT_EFFECT_ON_RECORDS = (
     *("model", "input", "output", "resume", "overwrite", "quiet", "preprocess_workers", "postprocess_workers"),
     *("reference_path", "reference_field", "score_path", "merge", "workers", "ray", "verbose"),
 )
@@ -31,14 +31,14 @@ LARGE_FILE = 64 << 20
 SAMPLES, SAMPLE = 1024, 4096  # of a larger file: so many pieces of so many bytes
 
 
-def signature(args: RunConfig, survey: Survey | None) -> dict[str, Any]:
+def signature(args: BatchConfig, survey: Survey | None) -> dict[str, Any]:
     """JSON values by the names that users know; `survey` is None for an INPUT that can be read only once.
 
     A name on the hub counts with its commit, once the model is loaded: see `with_commit`.
     """
-    flags = {f"--{name}": each for name, each in asdict(args).items() if name not in FLAGS_WITHOUT_EFFECT_ON_RECORDS}
-    del flags["--gen"]
-    flags |= {flag.removesuffix(str(value))[:-1]: value for _, value, flag in args.settings()}
+    names = {each.name for each in fields(args)} - {"gen", "named", *WITHOUT_EFFECT_ON_RECORDS}
+    settings = {args.named(name): getattr(args, name) for name in sorted(names)}
+    settings |= {args.named(name): value for name, value in args.gen}
     folder = model_folder(args.model)
     model = {"MODEL": args.model}
     if folder is not None:
@@ -48,7 +48,7 @@ def signature(args: RunConfig, survey: Survey | None) -> dict[str, Any]:
         "INPUT's content": None if survey is None else DIGEST + survey.sha256,
         "INPUT's number of lines": None if survey is None else survey.lines,
     }
-    return json.loads(json.dumps(flags | model | content))
+    return json.loads(json.dumps(settings | model | content))
 
 
 def model_folder(model: str) -> Path | None:

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from fastgen.cli.transformers import records
-from fastgen.cli.transformers.batching import Item
-from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.model import Loaded, input_limit, positions
+from fastgen.batch import records
+from fastgen.batch.files import Line
+from fastgen.batch.model import Loaded, input_limit, positions
+from fastgen.batch.planner import Item
 
 MOST_OUTPUTS = 128  # OpenAI's limit
 
@@ -96,7 +96,8 @@ class Bodies:
         if beams == 1 and outputs > 1 and not self._samples(settings):
             raise _refused("n", outputs, '1, or a "temperature" above 0')
         if outputs > 1 and not (args.writes_records or args.join_outputs):
-            raise _refused("n", outputs, "1 for text; others with --output_format openai or jsonl, or --join_outputs")
+            ways = f"{args.named('output_format', 'openai')}, or {args.named('join_outputs', True)}"
+            raise _refused("n", outputs, f"1 for text; others with {ways}")
 
 
 def _refused(name: str, value: Any, accepted: str) -> records.RecordError:

@@ -21,14 +21,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.files import Line
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.files import Line
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from fastgen.cli.transformers.model import Loaded
+    from fastgen.batch.model import Loaded
 
 BATCHES_PER_WINDOW = 16
 LINES_PER_WINDOW = 1 << 12  # at most, where batches are cut by tokens only
@@ -198,7 +198,7 @@ def common_head(items: list[Item]) -> int:
     return int(rounded)
 
 
-def make_planner(args: RunConfig, loaded: Loaded, in_order: bool, by_head: bool) -> Planner:
+def make_planner(args: BatchConfig, loaded: Loaded, in_order: bool, by_head: bool) -> Planner:
     """Returns the planner that the flags ask for; in_order: batches are to keep the order of INPUT."""
     # --batch_tokens counts every row of the batch that generate makes of an input.
     padded_tokens = None if args.batch_tokens is None else max(1, args.batch_tokens // rows_per_input(loaded))
@@ -214,12 +214,12 @@ def make_planner(args: RunConfig, loaded: Loaded, in_order: bool, by_head: bool)
     return Planner(args.bs, padded_tokens, window, window_tokens, by_head, lines_per_block(args))
 
 
-def lines_per_block(args: RunConfig) -> int:
+def lines_per_block(args: BatchConfig) -> int:
     """Returns the number of lines of a block, which is planned by itself: of a window, if flags ask for one."""
     return args.window or (LINES_PER_WINDOW if args.bs is None else BATCHES_PER_WINDOW * args.bs)
 
 
-def with_batch_size(args: RunConfig, loaded: Loaded, inputs: int | None) -> RunConfig:
+def with_batch_size(args: BatchConfig, loaded: Loaded, inputs: int | None) -> BatchConfig:
     """`args`, with --bs and --batch_tokens where neither is given: `inputs`, or None for what is chosen here.
 
     A batch is as large as a quarter of the memory beside the model allows, counted in the keys and values of its

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.exits import InputError, check_packages
-from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.files import Line, raw_lines, write_whole
-from fastgen.cli.transformers.records import RecordError, decode, field, first_text, kind, parse
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.errors import InputError, check_packages
+from fastgen.batch.files import Line, raw_lines, write_whole
+from fastgen.batch.records import RecordError, decode, field, first_text, kind, parse
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
 
-def references_of(args: RunConfig, lines: int | None, counts_words: bool) -> list[str] | None:
+def references_of(args: BatchConfig, lines: int | None, counts_words: bool) -> list[str] | None:
     """Returns the references of --reference_path, or else of the records of INPUT; None if nothing is to be scored.
 
     lines: of INPUT, None where it can be read only once. counts_words: whether there is a word error rate. Raises
@@ -29,15 +28,15 @@ def references_of(args: RunConfig, lines: int | None, counts_words: bool) -> lis
     if args.reference_path is None and args.reference_field is None:
         return None
     asked = args.given("reference_path") or args.given("reference_field")
-    check_packages("rouge_score", "sacrebleu", *["jiwer"] * counts_words, flag=asked)
+    check_packages("rouge_score", "sacrebleu", *["jiwer"] * counts_words, needed_by=asked)
     if args.reference_path is not None:
-        references = read_references("--reference_path", args.reference_path, args.reference_field)
+        references = read_references(args.named("reference_path"), args.reference_path, args.reference_field)
         if lines is not None:
             _check_count(args, references, lines)
     elif lines is not None:
         references = read_references("INPUT", args.input, args.reference_field)
     else:
-        needs = "needs INPUT to be a file, or --reference_path"
+        needs = f"needs INPUT to be a file, or {args.named('reference_path')}"
         raise InputError(f"{args.given('reference_field')} {needs}, and {args.input} can be read only once")
     return references[: args.n_obs]
 
@@ -58,17 +57,18 @@ def read_references(flag: str, path: str, reference_field: str | None = None) ->
     return references
 
 
-def score_output(args: RunConfig, references: list[str] | None, lines: int, counts_words: bool) -> None:
-    """Prints the scores of the first output of each of so many lines, also to a --score_path that may be written."""
+def scores_of_output(
+    args: BatchConfig, references: list[str] | None, lines: int, counts_words: bool
+) -> dict[str, Any] | None:
+    """Returns the scores of the first output of each of so many lines; writes them to `score_path`, if it may."""
     if references is None:
-        return
+        return None
     _check_count(args, references, lines)
     outputs = [first_text(record, args) for record in raw_lines("OUTPUT", args.output)]
     scores = score(outputs, references, counts_words)
-    for name, value in scores.items():
-        print(f"{name:<16}{f'{value:.4f}' if isinstance(value, float) else value}", file=sys.stdout)
     if args.score_path is not None and (args.overwrite or args.retry_failed or not os.path.exists(args.score_path)):
         write_whole(Path(os.path.realpath(args.score_path)), (json.dumps(scores, indent=2) + "\n").encode())
+    return scores
 
 
 def score(outputs: list[str], references: list[str], transcripts: bool = False) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def score(outputs: list[str], references: list[str], transcripts: bool = False) 
     return scores | {"exact_match": exact / len(pairs), "lines": len(pairs)}
 
 
-def _check_count(args: RunConfig, references: list[str], lines: int) -> None:
+def _check_count(args: BatchConfig, references: list[str], lines: int) -> None:
     if len(references) != lines:
         what = f"has {len(references)} lines, but INPUT {args.input} has {lines}"
-        raise InputError(f"--reference_path {args.reference_path}: {what}")
+        raise InputError(f"{args.given('reference_path') or 'INPUT'}: {what}")

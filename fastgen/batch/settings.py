@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
@@ -19,9 +18,9 @@ from typing import Any
 from transformers import GenerationConfig, WatermarkingConfig
 from transformers.generation.configuration_utils import GenerationMode
 
-from fastgen.cli.exits import InputError, did_you_mean
-from fastgen.cli.transformers.args import TASKS, RunConfig
-from fastgen.cli.transformers.model import Loaded, positions
+from fastgen.batch.config import TASKS, BatchConfig
+from fastgen.batch.errors import InputError, did_you_mean
+from fastgen.batch.model import Loaded, positions
 from fastgen.optimizer.transformers.compat import REPETITION_PENALTY_COUNTS_PADDING
 
 # A model's own value of the second would silently win over the flag that sets the first.
@@ -53,14 +52,14 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
     for key, value in (args.generation_config or {}).items():
         if key not in known and key not in METADATA:
             hint = did_you_mean(key, known, ACCEPTED)
-            print(f"note: --generation_config: {key} changes nothing{hint}", file=sys.stderr)
+            loaded.notes.append(f"note: {args.named('generation_config')}: {key} changes nothing{hint}")
         elif value is not None and key not in METADATA:
             setattr(own, key, value)
     known |= {prefix + name for prefix in prefixes for name in known}
     for key, _, flag in args.settings():
         if key not in known:
             raise InputError(f"{flag}: there is no such setting{did_you_mean(key, known, ACCEPTED)}")
-    loaded.task_params = _task_params(args, loaded.model.config)
+    loaded.task_params = _task_params(loaded)
     settings = {name: value for name, value in loaded.task_params.items() if hasattr(own, name)}
     settings |= (given := dict(args.gen) | language_settings(loaded))
     if given.get("max_new_tokens") is not None:
@@ -71,8 +70,9 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
     if own.pad_token_id is None and settings.get("pad_token_id") is None:
         settings["pad_token_id"] = loaded.tokenizer.pad_token_id
     config = copy.deepcopy(own)
-    flags = [flag for *_, flag in args.settings()] + ["--generation_config"] * (args.generation_config is not None)
-    asked = ", ".join(flags) or "the settings of MODEL"
+    names = [what for *_, what in args.settings()]
+    names += [args.named("generation_config")] * (args.generation_config is not None)
+    asked = ", ".join(names) or "the settings of MODEL"
     try:
         if isinstance(watermark := settings.get("watermarking_config", own.watermarking_config), dict):
             settings["watermarking_config"] = WatermarkingConfig.from_dict(watermark)
@@ -89,15 +89,15 @@ def set_generation(loaded: Loaded, prefixes: tuple[str, ...] = ()) -> None:
         settings["tokenizer"] = loaded.tokenizer
 
 
-def _task_params(args: RunConfig, config: Any) -> dict[str, Any]:
-    """What the model's config keeps for --task (its task_specific_params), the prefix of T5 among it.
+def _task_params(loaded: Loaded) -> dict[str, Any]:
+    """Returns what the model's config keeps for the task (its task_specific_params), the prefix of T5 among it.
 
-    Without --task nothing, where FastSeq takes summarization: the library's generate does not use them, either.
+    Without a task nothing, where FastSeq takes summarization: the library's generate does not use them, either.
     """
-    known = getattr(config, "task_specific_params", None) or {}
-    if (known or args.task) and args.task not in (*TASKS, *known) and not args.quiet:
-        asked = args.given("task") or "a run without --task"
-        print(f"note: MODEL has no settings for {asked} (it has: {', '.join(known) or 'none'})", file=sys.stderr)
+    args, known = loaded.args, getattr(loaded.model.config, "task_specific_params", None) or {}
+    if (known or args.task) and args.task not in (*TASKS, *known):
+        asked = args.given("task") or f"a run without {args.named('task')}"
+        loaded.notes.append(f"note: MODEL has no settings for {asked} (it has: {', '.join(known) or 'none'})")
     return known.get(args.task, {})
 
 
@@ -175,25 +175,25 @@ def language_settings(loaded: Loaded) -> dict[str, Any]:
     for name in filter(args.given, ("tgt_lang", "src_lang")):
         if not (known and hasattr(tokenizer, name)):
             raise InputError(f"{args.given(name)}: MODEL {args.model} has no languages to choose from")
-        setattr(tokenizer, name, _find(f"--{name}", getattr(args, name), known))
+        setattr(tokenizer, name, _find(args, name, getattr(args, name), known))
     if args.src_lang is not None or args.tgt_lang is not None:
         # Some tokenizers take a new tgt_lang as the language of the texts that come next.
         tokenizer.src_lang = tokenizer.src_lang
     if args.forced_bos_token is not None:
         token, index = args.forced_bos_token, tokenizer.convert_tokens_to_ids(args.forced_bos_token)
         if index is None or (index == tokenizer.unk_token_id and token != tokenizer.unk_token):
-            raise InputError(f"--forced_bos_token {token}: is not one token of MODEL's vocabulary")
+            raise InputError(f"{args.given('forced_bos_token')}: is not one token of MODEL's vocabulary")
         return {"forced_bos_token_id": index}
     if args.tgt_lang is None:
         return {}
     if "tgt_lang" in takes:
-        return {"tgt_lang": _find("--tgt_lang", args.tgt_lang, known).strip("_")}
-    index = known[_find("--tgt_lang", args.tgt_lang, known)]
+        return {"tgt_lang": _find(args, "tgt_lang", args.tgt_lang, known).strip("_")}
+    index = known[_find(args, "tgt_lang", args.tgt_lang, known)]
     if type(tokenizer).__name__.removesuffix("Fast") not in DECODER_STARTS_WITH_LANGUAGE:
         return {"forced_bos_token_id": index}
     if args.given("decoder_start_token_id"):
-        flags = f"{args.given('decoder_start_token_id')} and {args.given('tgt_lang')}"
-        raise InputError(f"{flags} contradict each other (accepted: one of them)")
+        both = f"{args.given('decoder_start_token_id')} and {args.given('tgt_lang')}"
+        raise InputError(f"{both} contradict each other (accepted: one of them)")
     return {"decoder_start_token_id": index}
 
 
@@ -210,31 +210,30 @@ def language_ids(tokenizer: Any) -> dict[str, int]:
     return {code: index for code, index in codes.items() if index is not None and index != tokenizer.unk_token_id}
 
 
-def _of_whisper(args: RunConfig, config: Any) -> dict[str, Any]:
+def _of_whisper(args: BatchConfig, config: Any) -> dict[str, Any]:
     """Whisper's generate takes names and codes, and refuses a language only when it has been given a batch."""
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
     if args.tgt_lang is not None:
-        other = "Whisper writes the language it hears, or English (--gen task=translate)"
+        other = "Whisper writes the language it hears, or English (the setting task=translate of generate)"
         raise InputError(f"{args.given('tgt_lang')}: {other}")
     if args.src_lang is None:
         return {}
     if getattr(config, "lang_to_id", None) is None or not getattr(config, "is_multilingual", True):
         raise InputError(f"{args.given('src_lang')}: MODEL {args.model} has no languages to choose from")
     codes = {token.strip("<|>") for token in config.lang_to_id}
-    _find(
-        "--src_lang", args.src_lang.lower(), codes | {name for name, code in TO_LANGUAGE_CODE.items() if code in codes}
-    )
+    names = {name for name, code in TO_LANGUAGE_CODE.items() if code in codes}
+    _find(args, "src_lang", args.src_lang.lower(), codes | names)
     return {"language": args.src_lang}
 
 
-def _find(flag: str, language: str, known: Collection[str]) -> str:
+def _find(args: BatchConfig, name: str, language: str, known: Collection[str]) -> str:
     """The tokenizer's own spelling: PLBart and SeamlessM4T write __eng__."""
     for code in (language, f"__{language}__"):
         if code in known:
             return code
     accepted = nearest(language, [code.strip("_") for code in known])
-    raise InputError(f"{flag} {language} is not known to MODEL (accepted: {accepted})")
+    raise InputError(f"{args.named(name, language)} is not known to MODEL (accepted: {accepted})")
 
 
 def nearest(language: str, known: Collection[str]) -> str:

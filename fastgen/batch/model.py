@@ -17,9 +17,9 @@ import transformers
 from transformers.models.auto import modeling_auto as auto
 from transformers.utils import logging as library_logging
 
-from fastgen.cli.exits import InputError, reason
-from fastgen.cli.transformers.args import RunConfig, check_several_outputs
-from fastgen.cli.transformers.signature import misspelt, model_folder
+from fastgen.batch.config import BatchConfig, check_several_outputs
+from fastgen.batch.errors import InputError, reason
+from fastgen.batch.signature import misspelt, model_folder
 
 LONGEST_LIST = 100  # characters of names of weights in a message
 # Their positions are computed, for as many tokens as there are; what the config says is no limit.
@@ -38,16 +38,17 @@ class Loaded:
 
     feature_extractor: what turns sound into the model's inputs; None for models that read text. reads: the part of the
     model that reads tokens of inputs, "encoder" or "decoder"; None where they are sounds. settings: arguments of
-    generate. task_params: what the model's config keeps for --task.
+    generate. task_params: what the model's config keeps for the task. notes: what a user should know.
     """
 
-    args: RunConfig
+    args: BatchConfig
     model: Any
     tokenizer: Any
     feature_extractor: Any = None
     reads: str | None = "encoder"
     settings: dict[str, Any] = field(default_factory=dict)
     task_params: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
@@ -60,12 +61,12 @@ class Loaded:
         return self.settings[name] if name in self.settings else getattr(self.model.generation_config, name, None)
 
 
-def load(args: RunConfig, asked: str, processor: str) -> Loaded:
+def load(args: BatchConfig, processor: str) -> Loaded:
     """Model and tokenizer of MODEL; raises InputError where it does not exist, is broken, or cannot generate.
 
     With the device_map meta there are no weights: it is for those who plan what others generate.
 
-    asked: how the flags ask for a model, see `_classes`. processor: the library's class of what makes inputs of lines.
+    processor: the library's class of what makes inputs of lines.
     """
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = str(model_folder(args.model) or args.model)
@@ -74,7 +75,7 @@ def load(args: RunConfig, asked: str, processor: str) -> Loaded:
             torch.zeros(1, device=device).item()  # read back, which the meta device refuses
         with _quiet_loading():
             config = transformers.AutoConfig.from_pretrained(source)
-            kind = _class_of(args, config, asked)
+            kind = _class_of(args, config)
             options = {name: getattr(args, name) for name in ("attn_implementation", "device_map", "dtype")}
             options = {name: value for name, value in options.items() if value is not None}
             model, info = kind.from_pretrained(source, output_loading_info=True, **options)
@@ -98,21 +99,24 @@ def load(args: RunConfig, asked: str, processor: str) -> Loaded:
     return Loaded(args, model.eval(), tokenizer, getattr(processing, "feature_extractor", None))
 
 
-def _classes() -> dict[str, tuple[Any, str]]:
-    """For each way to ask for a model: the model types that go with it, and the class that loads them."""
+def _class_of(args: BatchConfig, config: Any) -> Any:
+    """Returns the class that loads the model, by how the settings ask for it."""
     transcribing = auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "AutoModelForSpeechSeq2Seq"
-    return {
-        "without --causal_lm and --task": (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM"),
-        "with --causal_lm": (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
-        "with --task automatic-speech-recognition": transcribing,
-        "with --task speech-to-text": transcribing,
-        "with --task text-to-speech": (tuple(SPEECH_TO_SPEECH), "AutoModelForTextToWaveform"),
-        "with --task speech-to-speech": (SPEECH_TO_SPEECH, ""),
+    sounds = {
+        "automatic-speech-recognition": transcribing,
+        "speech-to-text": transcribing,
+        "text-to-speech": (tuple(SPEECH_TO_SPEECH), "AutoModelForTextToWaveform"),
+        "speech-to-speech": (SPEECH_TO_SPEECH, ""),
     }
-
-
-def _class_of(args: RunConfig, config: Any, asked: str) -> Any:
-    classes, kind = _classes(), config.model_type
+    of_text = f"without {args.named('causal_lm')} and {args.named('task')}"
+    causal = f"with {args.named('causal_lm', True)}"
+    classes: dict[str, tuple[Any, str]] = {
+        of_text: (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM"),
+        causal: (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
+        **{f"with {args.named('task', task)}": names for task, names in sounds.items()},
+    }
+    asked = f"with {args.given('task')}" if args.task in sounds else causal if args.causal_lm else of_text
+    kind = config.model_type
     known, name = classes[asked]
     if kind not in known:
         ways = " or ".join(way for way, (names, _) in classes.items() if kind in names)
@@ -121,7 +125,7 @@ def _class_of(args: RunConfig, config: Any, asked: str) -> Any:
     return getattr(transformers, name or known[kind])
 
 
-def prepare_tokenizer(args: RunConfig, tokenizer: Any, padding_side: str | None) -> None:
+def prepare_tokenizer(args: BatchConfig, tokenizer: Any, padding_side: str | None) -> None:
     """Makes sure that it can pad, on this side unless --padding_side says another; None: on its own."""
     # For a folder without tokenizer files transformers may build a tokenizer that knows no words and raises nothing.
     if not hasattr(tokenizer, "get_vocab") or len(tokenizer.get_vocab()) - len(tokenizer.all_special_tokens) < 2:
@@ -174,26 +178,26 @@ def check_limits(loaded: Loaded) -> None:
     args, config = loaded.args, loaded.model.config
     check_several_outputs(args, loaded.value("num_return_sequences") or 1)
     if loaded.reads is not None:
-        _check_at_most("--max_tokenizer_length", args.max_tokenizer_length, positions(config, loaded.reads))
-    flags = {name: flag.split()[0] for name, _, flag in args.settings()}
+        _check_at_most(args, "max_tokenizer_length", args.max_tokenizer_length, positions(config, loaded.reads))
+    here = dict(args.gen)
     last_token = config.get_text_config(decoder=True).vocab_size - 1
     for name, value in loaded.settings.items():
         limit = last_token if name.endswith("_token_id") else None
-        if name in flags and name in ("max_length", "max_new_tokens"):
+        if name in here and name in ("max_length", "max_new_tokens"):
             limit = positions(config, "decoder")
         for each in value if isinstance(value, (list, tuple)) else [value]:
-            _check_at_most(flags.get(name, f"--{name}"), each, limit)
+            _check_at_most(args, name, each, limit)
     threshold = loaded.value("no_speech_threshold")
     if threshold is not None and loaded.settings.get("logprob_threshold") is None:
-        raise InputError(f"no_speech_threshold {threshold} needs a logprob_threshold (accepted: --gen for both)")
+        raise InputError(f"no_speech_threshold {threshold} needs a logprob_threshold (accepted: both)")
     most = input_limit(loaded)
     if most is not None and most[0] < 1:
         raise InputError(f"no input fits: at most {most[0]} tokens are left for it ({most[1]})")
 
 
-def _check_at_most(flag: str, value: Any, limit: int | None) -> None:
+def _check_at_most(args: BatchConfig, name: str, value: Any, limit: int | None) -> None:
     if isinstance(value, int) and limit is not None and value > limit:
-        raise InputError(f"{flag} {value} is more than MODEL allows (accepted: up to {limit})")
+        raise InputError(f"{args.named(name, value)} is more than MODEL allows (accepted: up to {limit})")
 
 
 def lengths_of_inputs(loaded: Loaded) -> tuple[int | None, tuple[int, str] | None]:
@@ -206,7 +210,7 @@ def lengths_of_inputs(loaded: Loaded) -> tuple[int | None, tuple[int, str] | Non
     if args.truncation:
         return min(filter(None, (asked, limit and limit[0])), default=None), limit
     if args.no_truncation and asked is not None:
-        limit, asked = min(filter(None, (limit, (asked, f"--max_tokenizer_length {asked}")))), None
+        limit, asked = min(filter(None, (limit, (asked, args.given("max_tokenizer_length"))))), None
     return asked, limit
 
 
@@ -221,7 +225,9 @@ def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str
     limits = []
     # --max_tokenizer_length stands in for the tokenizer's own limit.
     if args.max_tokenizer_length is None and loaded.tokenizer.model_max_length < NO_LIMIT:
-        limits.append((loaded.tokenizer.model_max_length, "MODEL's tokenizer; --max_tokenizer_length sets another"))
+        limits.append(
+            (loaded.tokenizer.model_max_length, f"MODEL's tokenizer; {args.named('max_tokenizer_length')} sets another")
+        )
     number, continues = positions(loaded.model.config, loaded.reads), loaded.reads == "decoder"
     new_tokens = new_tokens or loaded.value("max_new_tokens")
     total = loaded.value("max_length")
@@ -231,6 +237,6 @@ def input_limit(loaded: Loaded, new_tokens: int | None = None) -> tuple[int, str
     elif number is not None:
         limits.append((number, "MODEL's positions"))
     if continues and new_tokens is None and total is not None:
-        name = "--max_gen_length" if args.given("max_length") else "max_length"
-        limits.append((total - 1, f"{name} {total}, which counts the prompt"))
+        name = args.given("max_length") or f"max_length {total}"
+        limits.append((total - 1, f"{name}, which counts the prompt"))
     return min(limits, default=None)

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastgen.cli.exits import InputError, reason
-from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.batching import GeneratedBatch, Item
-from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.records import LONGEST_RECORD, RecordError, items_of
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.errors import InputError, reason
+from fastgen.batch.files import Line
+from fastgen.batch.planner import GeneratedBatch, Item
+from fastgen.batch.records import LONGEST_RECORD, RecordError, items_of
 
 LONG = "long"  # the group of recordings that the model hears in several windows
 UNKNOWN_FRAMES = (1 << 63) - 1  # libsndfile's number for a FLAC that does not say it
@@ -43,7 +43,7 @@ class AudioInput:
     is_long_form: sounds may be longer than the model hears at once.
     """
 
-    def __init__(self, feature_extractor: Any, args: RunConfig, is_long_form: bool = False) -> None:
+    def __init__(self, feature_extractor: Any, args: BatchConfig, is_long_form: bool = False) -> None:
         self._extractor, self._args, self._is_long_form = feature_extractor, args, is_long_form
         self.line_bytes = LONGEST_RECORD
 
@@ -175,8 +175,9 @@ class SoundFolder:
     While a run goes on it is OUTPUT.part.audio. It gets its name just before OUTPUT does.
     """
 
-    def __init__(self, output: str, sampling_rate: int) -> None:
-        target = os.path.realpath(output)  # where OUTPUT is a link, what it points to
+    def __init__(self, args: BatchConfig, sampling_rate: int) -> None:
+        target = os.path.realpath(args.output)  # if OUTPUT is a link, what it points to
+        self._accepted = f"accepted: {args.named('overwrite', True)}, with {args.named('resume', True)}"
         self.folder, self._part = Path(target + ".audio"), Path(target + ".part.audio")
         self.sampling_rate = sampling_rate
 
@@ -218,7 +219,7 @@ class SoundFolder:
         """Gives the folder its name; raises InputError where there is something that it may not replace."""
         if self.folder.exists():
             if not overwrite:
-                raise InputError(f"OUTPUT: {self.folder} already exists (accepted: --overwrite, with --resume)")
+                raise InputError(f"OUTPUT: {self.folder} already exists ({self._accepted})")
             shutil.rmtree(self.folder)
         os.rename(self._part, self.folder)
 

@@ -1,11 +1,11 @@
-"""What differs between text, chat, speech in and speech out: a Task with six methods, and no branch elsewhere.
+"""What differs between text, chat, speech in and speech out: a Task, and no branch elsewhere.
 
-    validate   flags that do not go with the task, before torch is imported
+    validate   settings that do not go with the task, before torch is imported
     load       model, tokenizer and settings of generate
     prepare    lines of INPUT to what the model takes, in workers ahead of the model
     collate    several of these to one batch
     generate   one batch through the model
-    finish     what was generated to outputs, in workers behind the model
+    finish     what was generated to outputs, in workers after the model
 
 Modules that import torch are imported by `load`.
 
@@ -16,31 +16,30 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastgen.cli.exits import InputError, check_packages, check_version
-from fastgen.cli.transformers.args import AUDIO_OUT, TASKS, RunConfig
-from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item, Planner, make_planner, with_batch_size
-from fastgen.cli.transformers.files import LINES_AT_ONCE, Line, is_stream, is_url
+from fastgen.batch.config import AUDIO_OUT, TASKS, BatchConfig
+from fastgen.batch.errors import InputError, check_packages, check_version
+from fastgen.batch.files import LINES_AT_ONCE, Line, is_stream, is_url
+from fastgen.batch.planner import Batch, GeneratedBatch, Item, Planner, make_planner, with_batch_size
 from fastgen.optimizer.transformers import TESTED
 
 if TYPE_CHECKING:
     import torch
 
-    from fastgen.cli.transformers.audio import AudioInput, SoundFolder
-    from fastgen.cli.transformers.model import Loaded
-    from fastgen.cli.transformers.text import TextInput, TextOutput
+    from fastgen.batch.audio import AudioInput, SoundFolder
+    from fastgen.batch.model import Loaded
+    from fastgen.batch.text import TextInput, TextOutput
     from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
 SOUNDS_AT_ONCE = 8  # in a batch: of frames, most of which a model joins at first, the memory is not told
 
 
-def task_for(args: RunConfig) -> Task:
-    """The task that the flags ask for; raises InputError for flags that do not go with it, or an old transformers."""
+def task_for(args: BatchConfig) -> Task:
+    """Returns the task that the settings ask for; raises InputError for settings that do not go with it."""
     check_version("transformers", TESTED[0])
     of_text = ChatTask if args.chat else CausalTask if args.causal_lm else TextTask
     task = OF_SOUND.get(args.task or "", of_text)(args)
@@ -49,84 +48,82 @@ def task_for(args: RunConfig) -> Task:
 
 
 class Task:
-    """A kind of run; see the module's docstring."""
+    """A kind of run; see the module's docstring.
 
-    refused: ClassVar[dict[str, str]] = {}  # flags that do not go with it, and what they do not go with
-    asked: ClassVar[str] = "with --task {0.task}"  # how flags ask for a model of this kind
-    unit: ClassVar[str] = "tokens"  # of the amount that is generated
-    lines_at_once: ClassVar[int] = LINES_AT_ONCE  # that a worker prepares
-    reads: ClassVar[str | None] = "encoder"  # the part of the model that reads tokens of inputs; None: they are sounds
-    padding_side: ClassVar[str | None] = None  # of the tokenizer; None: its own
-    inputs_at_once: ClassVar[int | None] = None  # in a batch, where no flag says it; None: as fit into memory
-    # Whether batches depend on what inputs begin with, whose keys and values are kept from batch to batch.
-    plans_by_head: ClassVar[bool] = False
-    packages: ClassVar[tuple[str, ...]] = ()  # that lines are read with
-    processor: ClassVar[str] = "AutoTokenizer"  # the library's class of what makes inputs of lines
-    prefixes: ClassVar[tuple[str, ...]] = ()  # of settings for one of several models in MODEL
-    why_padding: ClassVar[str] = "outputs of MODEL depend on padding"
-    speaks: ClassVar[bool] = False  # whether outputs are sounds, in files of their own
-    counts_words: ClassVar[bool] = False  # whether there is a word error rate among the scores
+    reads: the part of the model that reads tokens of inputs; None: inputs are sounds. speaks: outputs are sounds, in
+    files of their own. refused: settings that do not go with the task, for `why_refused`.
+    """
+
+    reads: ClassVar[str | None] = "encoder"
+    speaks: ClassVar[bool] = False
+    refused: ClassVar[frozenset[str]] = frozenset()
+    why_refused: ClassVar[str] = ""
 
     loaded: Loaded
     input: TextInput | AudioInput
     output: TextOutput | SoundFolder
     sounds: SoundFolder | None = None  # what OUTPUT names
-    # An item for each line: with arrays for the model, an error, or neither for a line with nothing in it.
-    prepare: Callable[[list[Line]], list[Item]]
-    collate: Callable[[list[Item]], dict[str, torch.Tensor]]  # the arrays of several, padded to tensors [B, N, …]
-    finish: Callable[[GeneratedBatch], float]  # fills outputs or errors of items; gives how much there is, in `unit`
 
-    def __init__(self, args: RunConfig) -> None:
+    def __init__(self, args: BatchConfig) -> None:
         self.args = args
+        self.unit = "seconds of sound" if self.speaks else "tokens"
+        # Recordings may be hours long, and what waits for the model is in memory.
+        self.lines_at_once = LINES_AT_ONCE if self.reads else 1
+        # Batches of a decoder depend on what inputs begin with, whose keys and values are kept from batch to batch.
+        self.plans_by_head = self.reads == "decoder"
+        self.counts_words = not self.reads and not self.speaks
         self._reuse: PrefixReuse | None = None
 
     def validate(self) -> None:
-        """Raises InputError for flags that do not go with the task, or with each other in it."""
+        """Raises InputError for settings that do not go with the task, or with each other in it."""
         args = self.args
+        asked = args.given("task")
         if args.task not in TASKS and (near := get_close_matches(args.task or "", TASKS, n=1, cutoff=0.85)):
-            raise InputError(f"--task {args.task} is not known (did you mean {near[0]}?)")
+            raise InputError(f"{asked} is not known (did you mean {near[0]}?)")
         for name, needed in (("chat", "causal_lm"), ("system", "chat")):
             if args.given(name) and not args.given(needed):
-                raise InputError(f"{args.given(name)} needs --{needed}")
-        for name, what in self.refused.items():
+                raise InputError(f"{args.given(name)} needs {args.named(needed, True)}")
+        kind = asked if args.task in OF_SOUND else args.given("chat") or args.given("causal_lm")
+        for name in sorted(self.refused):
             if args.given(name):
-                raise InputError(f"{args.given(name)} does not go with {what.format(args)}")
+                why = f"{kind}, {self.why_refused}"
+                raise InputError(f"{args.given(name)} does not go with {why} (accepted: one of them)")
         if args.speaker_id is not None and args.task not in AUDIO_OUT:
-            raise InputError(f"--speaker_id {args.speaker_id} needs --task {' or '.join(AUDIO_OUT)}")
-        check_packages(*self.packages, flag=args.given("task"))
+            raise InputError(f"{args.given('speaker_id')} needs {args.named('task', ' or '.join(AUDIO_OUT))}")
+        check_packages(*([] if self.reads else ["soundfile", "soxr"]), needed_by=asked)
 
     def load(self, loaded: Loaded | None = None) -> None:
-        """Fills `loaded`, `input` and `output`; raises InputError where MODEL cannot do what is asked for.
+        """Fills `loaded`, `input` and `output`; raises InputError if MODEL cannot do what is asked for.
 
         loaded: a model that is there already.
         """
-        from fastgen.cli.transformers import model, settings
+        from fastgen.batch import model, settings
         from fastgen.optimizer.transformers.kept_prefix import PrefixReuse
 
-        self.loaded = loaded or model.load(self.args, self.asked.format(self.args), self.processor)
+        self.loaded = loaded or model.load(self.args, "AutoTokenizer" if self.reads else "AutoProcessor")
         self.loaded.reads = self.reads
-        model.prepare_tokenizer(self.args, self.loaded.tokenizer, self.padding_side)
+        model.prepare_tokenizer(self.args, self.loaded.tokenizer, "left" if self.reads == "decoder" else None)
         if self.plans_by_head:  # a model that is there already may be trained between two calls
             self._reuse = PrefixReuse(self.loaded.model, check_weights=loaded is not None)
-        settings.set_generation(self.loaded, self.prefixes)
-        self.args = self.loaded.args = with_batch_size(self.args, self.loaded, self.inputs_at_once)
+        settings.set_generation(self.loaded, ("text_", "speech_") if self.speaks else ())
+        at_once = None if self.reads and not self.speaks else SOUNDS_AT_ONCE
+        self.args = self.loaded.args = with_batch_size(self.args, self.loaded, at_once)
         model.check_limits(self.loaded)
         self.specialize()
         self.input = self.reader()
-        self.prepare, self.collate, self.finish = self.input.prepare, self.input.collate, self.output.finish
 
     def specialize(self) -> None:
         """The task's own part of `load`, which fills `output`."""
         raise NotImplementedError
 
     def reader(self) -> TextInput | AudioInput:
-        """What makes arrays of lines."""
-        from fastgen.cli.transformers.text import TextInput
+        """Returns what makes arrays of lines."""
+        from fastgen.batch.text import TextInput
 
         return TextInput.of(self.loaded)
 
     def notes(self) -> tuple[list[str], Planner]:
-        """What a user should know about how lines are batched, and what batches them."""
+        """Returns what a user should know about how lines are batched, and what batches them."""
         reasons = self.reasons_to_keep_file_order()
         note = f"batches keep the order of INPUT, so that outputs stay the same: {', '.join(reasons)}"
         in_order = bool(reasons) or self.args.window == 0
@@ -134,9 +131,11 @@ class Task:
 
     def reasons_to_keep_file_order(self) -> list[str]:
         """Why an output depends on what else is in its batch, in the unpatched library: phrases for a note, or none."""
-        from fastgen.cli.transformers.settings import reasons_to_keep_file_order
+        from fastgen.batch.settings import reasons_to_keep_file_order
 
-        return reasons_to_keep_file_order(self.loaded) + [self.why_padding] * self.depends_on_padding()
+        what = "the end of a sound depends on how much it is padded"
+        why = what if self.speaks else "outputs of MODEL depend on padding"
+        return reasons_to_keep_file_order(self.loaded) + [why] * self.depends_on_padding()
 
     def depends_on_padding(self) -> bool:
         """Whether outputs depend on padding, by a rule for the architecture and no measurement.
@@ -147,15 +146,23 @@ class Task:
         """
         return self.loaded.tokenizer.padding_side == "left"
 
+    def prepare(self, lines: list[Line]) -> list[Item]:
+        """Returns an item for each line: with arrays for the model, an error, or neither if there is nothing in it."""
+        return self.input.prepare(lines)
+
+    def collate(self, items: list[Item]) -> dict[str, torch.Tensor]:
+        """Returns the arrays of several items, padded to tensors [B, N, …]."""
+        return self.input.collate(items)
+
     def generate(self, batch: Batch) -> GeneratedBatch:
-        """What the model makes of a batch of at least one item."""
+        """Returns what the model makes of a batch of at least one item."""
         from fastgen.optimizer.transformers.call import SEQUENCES_SCORES, only_outputs
 
         settings = self.loaded.settings | self.settings_of(batch.items[0])
-        # Without scores for the command it may be the model's own generate that reads them.
+        # Without scores for the run it may be the model's own generate that reads them.
         with only_outputs(SEQUENCES_SCORES) if settings.get("output_scores") else nullcontext():
-            found = self.call_model(batch, settings)
-        generated = found if isinstance(found, dict) else {"sequences": found}
+            outputs = self.call_model(batch, settings)
+        generated = outputs if isinstance(outputs, dict) else {"sequences": outputs}
         scores, segments = generated.get("sequences_scores"), generated.get("segments")  # [B * R]
         sequences = generated["sequences"].long()  # without any segment they are floats
         if self.reads == "decoder":
@@ -170,7 +177,7 @@ class Task:
         )
 
     def call_model(self, batch: Batch, settings: dict[str, Any]) -> Any:
-        """What the model's generate returns for a batch."""
+        """Returns what the model's generate returns for a batch."""
         from fastgen.optimizer.decoding.call import setting
 
         reuse, inputs = self._reuse, {name: tensor.to(self.loaded.device) for name, tensor in batch.inputs.items()}
@@ -180,17 +187,19 @@ class Task:
             return self.loaded.model.generate(**inputs, **settings)
 
     def settings_of(self, item: Item) -> dict[str, Any]:
-        """What the group of an item asks generate for besides the settings of the run."""
+        """Returns what the group of an item asks generate for besides the settings of the run."""
         return {}
+
+    def finish(self, generated: GeneratedBatch) -> float:
+        """Fills outputs or errors of items; returns how much there is, in `unit`."""
+        return self.output.finish(generated)
 
 
 class TextTask(Task):
     """Text to text, by an encoder-decoder."""
 
-    asked = "without --causal_lm and --task"
-
     def specialize(self) -> None:
-        from fastgen.cli.transformers.text import TextOutput
+        from fastgen.batch.text import TextOutput
 
         loaded, args = self.loaded, self.args
         if args.prefix is None:
@@ -199,16 +208,11 @@ class TextTask(Task):
 
 
 class CausalTask(TextTask):
-    """Text that a decoder goes on with, from the last column on, so that padding is on the left."""
+    """Text that a decoder continues, from the last column on, so that padding is on the left."""
 
-    asked = "with --causal_lm"
-    refused = dict.fromkeys(
-        ("decoder_start_token_id", "src_lang", "tgt_lang", "forced_bos_token"),
-        "--causal_lm, which has no encoder (accepted: one of them)",
-    )
     reads = "decoder"
-    padding_side = "left"
-    plans_by_head = True
+    refused = frozenset({"decoder_start_token_id", "src_lang", "tgt_lang", "forced_bos_token"})
+    why_refused = "which has no encoder"
 
     def depends_on_padding(self) -> bool:
         model, left = self.loaded.model, self.loaded.tokenizer.padding_side == "left"
@@ -219,25 +223,25 @@ class CausalTask(TextTask):
 class ChatTask(CausalTask):
     """Conversations through the tokenizer's chat template; INPUT may be requests of OpenAI's batch format."""
 
-    refused = CausalTask.refused | {
-        "truncation": "--chat: the end of a conversation is where the answer begins (accepted: one of them)"
-    }
+    refused = CausalTask.refused | {"truncation"}
+    why_refused = "which has no encoder, and where the end of a conversation is where the answer begins"
 
     def specialize(self) -> None:
         args, tokenizer = self.args, self.loaded.tokenizer
+        chat = args.named("chat", True)
         if tokenizer.chat_template is None:
-            raise InputError(f"--chat: the tokenizer of MODEL {args.model} has no chat template")
+            raise InputError(f"{chat}: the tokenizer of MODEL {args.model} has no chat template")
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         try:
             messages = [*system, {"role": "user", "content": "a"}]
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program that raises what it likes
             why = f"the chat template of MODEL {args.model} refuses it ({error})"
-            raise InputError(f"{args.given('system') or '--chat'}: {why}") from error
+            raise InputError(f"{args.given('system') or chat}: {why}") from error
         super().specialize()
 
     def reader(self) -> TextInput:
-        from fastgen.cli.transformers.text import ChatInput
+        from fastgen.batch.text import ChatInput
 
         return ChatInput.of(self.loaded)
 
@@ -265,22 +269,15 @@ class ChatTask(CausalTask):
 class TranscribeTask(Task):
     """Audio files to text. Whisper takes recordings of any length, other models what they hear at once."""
 
-    refused = dict.fromkeys(
-        ("causal_lm", "prefix", "max_tokenizer_length", "truncation", "padding_side", "chat"),
-        "--task {0.task}, whose inputs are audio files",
-    )
-    lines_at_once = 1  # a recording may be hours long, and what waits for the model is in memory
     reads = None
-    inputs_at_once = SOUNDS_AT_ONCE
-    counts_words = True
-    packages = ("soundfile", "soxr")
-    processor = "AutoProcessor"
+    refused = frozenset({"causal_lm", "prefix", "max_tokenizer_length", "truncation", "padding_side", "chat"})
+    why_refused = "whose inputs are audio files"
 
     def depends_on_padding(self) -> bool:
         return getattr(self.loaded.feature_extractor, "nb_max_frames", None) is None  # Whisper's have one length
 
     def reader(self) -> TextInput | AudioInput:
-        from fastgen.cli.transformers.audio import AudioInput
+        from fastgen.batch.audio import AudioInput
 
         loaded, config = self.loaded, self.loaded.model.config
         if loaded.feature_extractor is None:
@@ -291,7 +288,7 @@ class TranscribeTask(Task):
         return AudioInput(loaded.feature_extractor, self.args, config.model_type == "whisper" and finds_windows)
 
     def specialize(self) -> None:
-        from fastgen.cli.transformers.text import TextOutput
+        from fastgen.batch.text import TextOutput
 
         loaded, config = self.loaded, self.loaded.model.config
         if not config.is_encoder_decoder:
@@ -300,8 +297,8 @@ class TranscribeTask(Task):
         is_whisper = config.model_type == "whisper"
         if is_whisper and loaded.value("return_timestamps"):
             loaded.settings["return_segments"] = True
-        # Whisper's generate leaves out the tokens that it was given, and the end. Where it returns scores, it returns
-        # but the last of its passes over a sound.
+        # Whisper's generate leaves out the tokens that it was given, and the end. If it returns scores, it returns but
+        # the last of its passes over a sound.
         marks = not is_whisper
         self.output = TextOutput.of(loaded, starts_with_token=marks, ends_with_token=marks, has_scores=marks)
 
@@ -312,69 +309,62 @@ class TranscribeTask(Task):
 class SpeakTask(Task):
     """Text to sounds, which Seamless M4T speaks."""
 
-    refused = dict.fromkeys(
-        (
-            *("causal_lm", "chat", "num_return_sequences", "text_num_return_sequences", "decoder_start_token_id"),
-            *("forced_bos_token", "include_special_tokens", "clean_up_tokenization_spaces", "join_outputs"),
-            *("output_sequence_scores", "reference_path", "reference_field", "ray", "retry_failed"),
-        ),
-        "--task {0.task}, whose outputs are audio files",
-    )
     speaks = True
-    unit = "seconds of sound"
-    inputs_at_once = SOUNDS_AT_ONCE
-    prefixes = ("text_", "speech_")
-    why_padding = "the end of a sound depends on how much it is padded"
+    refused = frozenset({
+        "causal_lm", "chat", "num_return_sequences", "text_num_return_sequences", "decoder_start_token_id",
+        "forced_bos_token", "include_special_tokens", "clean_up_tokenization_spaces", "join_outputs",
+        "output_sequence_scores", "reference_path", "reference_field", "ray", "retry_failed",
+    })  # fmt: skip
+    why_refused = "whose outputs are audio files"
 
     def validate(self) -> None:
         super().validate()
         args = self.args
-        flag = args.given("output_format") if args.output_format != "jsonl" else ""
-        if flag or is_stream(args.output) or is_url(args.output):
-            what = f"--task {args.task} (accepted: a file of JSON records)"
-            raise InputError(f"{flag or 'OUTPUT ' + args.output} does not go with {what}")
+        what = args.given("output_format") if args.output_format != "jsonl" else ""
+        if what or is_stream(args.output) or is_url(args.output):
+            needs = f"{args.given('task')} (accepted: a file of JSON records)"
+            raise InputError(f"{what or 'OUTPUT ' + args.output} does not go with {needs}")
         output = os.path.realpath(args.output)
-        is_there, goes_on, has_sounds = (os.path.lexists(output + end) for end in ("", ".part", ".audio"))
-        if not args.overwrite and not goes_on and is_there != has_sounds:
+        is_there, is_begun, has_sounds = (os.path.lexists(output + end) for end in ("", ".part", ".audio"))
+        if not args.overwrite and not is_begun and is_there != has_sounds:
             why = f"of it and {output}.audio one is there without the other"
-            raise InputError(f"OUTPUT {args.output}: {why} (accepted: another name, or --overwrite)")
+            ways = f"another name, or {args.named('overwrite', True)}"
+            raise InputError(f"OUTPUT {args.output}: {why} (accepted: {ways})")
 
     def depends_on_padding(self) -> bool:
         return True
 
     def specialize(self) -> None:
-        from fastgen.cli.transformers.audio import SoundFolder
-        from fastgen.cli.transformers.settings import nearest
+        from fastgen.batch.audio import SoundFolder
+        from fastgen.batch.settings import nearest
 
         args, own, config = self.args, self.loaded.model.generation_config, self.loaded.model.config
         spoken = getattr(own, "vocoder_lang_code_to_id", None) or {}
         if args.tgt_lang is None:
-            raise InputError(f"--task {args.task} needs --tgt_lang (accepted: {nearest('eng', spoken)})")
+            needs = f"{args.named('tgt_lang')} (accepted: {nearest('eng', spoken)})"
+            raise InputError(f"{args.given('task')} needs {needs}")
         if (code := self.loaded.settings["tgt_lang"]) not in spoken:
-            raise InputError(f"--tgt_lang {args.tgt_lang} is not spoken by MODEL (accepted: {nearest(code, spoken)})")
+            raise InputError(f"{args.given('tgt_lang')} is not spoken by MODEL (accepted: {nearest(code, spoken)})")
         if (number := args.speaker_id) is not None:
             if number > (last := config.vocoder_num_spkrs - 1):
-                raise InputError(f"--speaker_id {number} is not known to MODEL (accepted: 0 to {last})")
+                raise InputError(f"{args.given('speaker_id')} is not known to MODEL (accepted: 0 to {last})")
             name = "spkr_id" if config.model_type == "seamless_m4t" else "speaker_id"
             self.loaded.settings[name] = number
-        self.output = self.sounds = SoundFolder(args.output, config.sampling_rate)
+        self.output = self.sounds = SoundFolder(args, config.sampling_rate)
 
     def generate(self, batch: Batch) -> GeneratedBatch:
         waveforms, lengths = self.call_model(batch, self.loaded.settings)[:2]
         rows = waveforms.reshape(len(batch.items), -1).float().cpu().numpy()
-        return GeneratedBatch(
-            batch.items, sounds=[row[:n] for row, n in zip(rows, lengths.reshape(-1).tolist(), strict=True)]
-        )
+        sounds = [row[:length] for row, length in zip(rows, lengths.reshape(-1).tolist(), strict=True)]
+        return GeneratedBatch(batch.items, sounds=sounds)
 
 
 class SpeechToSpeechTask(SpeakTask):
     """Audio files to sounds."""
 
-    refused = TranscribeTask.refused | SpeakTask.refused
-    lines_at_once = TranscribeTask.lines_at_once
     reads = None
-    packages = TranscribeTask.packages
-    processor = TranscribeTask.processor
+    refused = TranscribeTask.refused | SpeakTask.refused
+    why_refused = "whose inputs and outputs are audio files"
     reader = TranscribeTask.reader
 
 

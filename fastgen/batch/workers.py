@@ -17,7 +17,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,17 +30,18 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from fastgen.cli.exits import TERMINATED, InputError, RunError, Stop, reason
-from fastgen.cli.own_ray import own_ray
-from fastgen.cli.threads import cpus_of_workers, usable_cpus
-from fastgen.cli.transformers.args import PROG, RunConfig
-from fastgen.cli.transformers.batching import Batch, Item, total_memory
-from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.tasks import Task, task_for
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.errors import InputError, RunError, reason
+from fastgen.batch.files import Line
+from fastgen.batch.own_ray import own_ray
+from fastgen.batch.planner import Batch, Item, total_memory
+from fastgen.batch.progress import Stop
+from fastgen.batch.task import Task, task_for
+from fastgen.batch.threads import cpus_of_workers, usable_cpus
 
 if TYPE_CHECKING:
-    from fastgen.cli.transformers.pipeline import Prefetcher
-    from fastgen.cli.transformers.progress import Progress
+    from fastgen.batch.pipeline import Prefetcher
+    from fastgen.batch.progress import Progress
 
 MOST_TRIES = 3
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -55,17 +55,17 @@ Found = tuple[list[tuple[list[dict[str, Any]], str | None]], float, list[str]]
 class Worker:
     """A process with a model. cpus: those that it runs on, with so many threads; none leaves the choice to Ray."""
 
-    def __init__(self, args: RunConfig, cpus: list[int], threads: int) -> None:
+    def __init__(self, args: BatchConfig, cpus: list[int], threads: int) -> None:
         self._args = args
         if cpus:
             os.sched_setaffinity(0, cpus)
             os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray has set it to 1
 
-    def load(self) -> RunConfig:
+    def load(self) -> BatchConfig:
         """The flags, with the sizes of batches; raises InputError where MODEL cannot do what is asked for."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import fastgen
-        from fastgen.cli.transformers.pipeline import SplitOnOOM
+        from fastgen.batch.pipeline import SplitOnOOM
 
         fastgen.enable()
         fastgen.configure(repeatable=True)
@@ -113,7 +113,7 @@ class Workers:
     most: how many workers there may be instead, if that is faster.
     """
 
-    def __init__(self, args: RunConfig, count: int, gpus: int, say: Callable[[str], None], most: int = 0) -> None:
+    def __init__(self, args: BatchConfig, count: int, gpus: int, say: Callable[[str], None], most: int = 0) -> None:
         self.args = self._worker_args = args
         self._say, self._most = say, most
         self.inputs = [0] * count  # that each has generated for
@@ -323,7 +323,7 @@ def _short(error: Exception) -> str:
 
 
 @contextmanager
-def started(args: RunConfig, stop: Stop) -> Iterator[Workers]:
+def started(args: BatchConfig, stop: Stop, progress: Progress) -> Iterator[Workers]:
     """Workers that load their models, in a Ray of their own or in that of --ray; nothing of it is left behind."""
     stop.is_patient = True  # a Ray that is interrupted while it starts takes seconds to end
     if args.device not in (None, "cpu", "cuda"):
@@ -340,8 +340,7 @@ def started(args: RunConfig, stop: Stop) -> Iterator[Workers]:
         try:
             ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
         except SystemExit:  # of Ray's own handler of SIGTERM
-            stop.status = TERMINATED
-            raise KeyboardInterrupt from None
+            stop.handle(signal.SIGTERM)
         except Exception as error:  # a plain one, too, where its processes do not answer in time
             raise RunError(f"Ray does not start ({reason(error)})") from error
         finally:
@@ -354,7 +353,7 @@ def started(args: RunConfig, stop: Stop) -> Iterator[Workers]:
             count, most = (devices, 0) if devices else (1, usable_cpus())
         output = os.path.abspath(args.output)  # sounds are written by workers
         stop.is_patient = False
-        yield Workers(replace(args, output=output, quiet=True), count, int(devices > 0), _say, most)
+        yield Workers(replace(args, output=output, quiet=True), count, int(devices > 0), progress.say, most)
 
 
 def _check_address(address: str) -> None:
@@ -365,7 +364,3 @@ def _check_address(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT).close()
         except (OSError, OverflowError) as error:
             raise RunError(f"--ray {address}: nothing answers there ({reason(error)})") from error
-
-
-def _say(message: str) -> None:
-    print(f"{PROG}: {message}", file=sys.stderr)

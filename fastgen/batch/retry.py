@@ -16,13 +16,13 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from fastgen.cli.exits import InputError
-from fastgen.cli.transformers import files
-from fastgen.cli.transformers.journal import Journal
-from fastgen.cli.transformers.signature import DIGEST, differences
+from fastgen.batch import files
+from fastgen.batch.errors import InputError
+from fastgen.batch.journal import Journal
+from fastgen.batch.signature import DIGEST, differences
 
 if TYPE_CHECKING:
-    from fastgen.cli.transformers.audio import SoundFolder
+    from fastgen.batch.audio import SoundFolder
 
 # Flags that decide what a line is, and what its record looks like.
 OF_RECORDS = (
@@ -40,17 +40,19 @@ class Retry(Journal):
 
     def _check(self, resume: bool) -> None:
         self._overwrite = True  # once all is there
+        self._asked = self._args.given("retry_failed")
         has_journal, completed_run = os.path.lexists(self.path), self._completed()
         if not self._exists():
-            raise InputError(f"--retry_failed: OUTPUT {self._output} is not complete (accepted: --resume completes it)")
+            resumes = f"accepted: {self._args.named('resume', True)} completes it"
+            raise InputError(f"{self._asked}: OUTPUT {self._output} is not complete ({resumes})")
         if completed_run is None or len(completed_run.get("failed", ())) != completed_run["failures"]:
             why = (
                 f"OUTPUT {self._output} was changed since its run, or {self._made.name} does not list its failed lines"
             )
-            raise InputError(f"--retry_failed: {why} (accepted: an unchanged OUTPUT with its {self._made.name})")
+            raise InputError(f"{self._asked}: {why} (accepted: an unchanged OUTPUT with its {self._made.name})")
         if has_journal and not resume:
-            hint = "--resume goes on from it; remove it to start again"
-            raise InputError(f"--retry_failed: there is {self.path} ({hint})")
+            hint = f"{self._args.named('resume', True)} resumes it; remove it to start again"
+            raise InputError(f"{self._asked}: there is {self.path} ({hint})")
         self.completed = completed_run
         self.failed = {int(number): place for number, place in completed_run["failed"].items()}
         if has_journal:
@@ -63,15 +65,17 @@ class Retry(Journal):
         """Whether there is no line to retry; raises InputError where records would be of other lines or kinds."""
         made, signature = self.completed["signature"], signature | {CONTENT: _content(self.completed)}
         same = {name for name in made | signature if name.startswith(("INPUT", "MODEL"))}
-        same |= {f"--{name}" for name in OF_RECORDS}
+        same |= set(map(self._args.named, OF_RECORDS))
         if changes := differences(*({n: each.get(n) for n in sorted(same)} for each in (made, signature))):
             why = f"OUTPUT {self._output} was made differently: {'; '.join(changes)}"
-            raise InputError(f"--retry_failed: {why} (accepted: as it was)")
-        free = (made | signature).keys() - same - {"--retry_failed", CONTENT}
+            raise InputError(f"{self._asked}: {why} (accepted: as it was)")
+        free = (made | signature).keys() - same - {self._args.named("retry_failed"), CONTENT}
         self.changes = tuple(differences(*({n: each.get(n) for n in sorted(free)} for each in (made, signature))))
         if self.signature is not None and (changes := differences(self.signature, signature)):
             why = f"{self.path} was made differently: {'; '.join(changes)}"
-            raise InputError(f"--resume: {why} (accepted: as it was; remove {self.path} to start again)")
+            raise InputError(
+                f"{self._args.given('resume')}: {why} (accepted: as it was; remove {self.path} to start again)"
+            )
         return not self.failed
 
     def begin(self, signature: dict[str, Any], sounds: SoundFolder | None = None) -> None:

@@ -28,11 +28,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from fastgen.cli.exits import RunError, Stop, reason
-from fastgen.cli.transformers.batching import Batch, GeneratedBatch, Item, Planner
-from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.journal import Entry
-from fastgen.cli.transformers.tasks import Task
+from fastgen.batch.errors import RunError, reason
+from fastgen.batch.files import Line
+from fastgen.batch.journal import Entry
+from fastgen.batch.planner import Batch, GeneratedBatch, Item, Planner
+from fastgen.batch.progress import Stop
+from fastgen.batch.task import Task
 
 BATCHES_AHEAD = 4
 CHUNKS_PER_WORKER = 4
@@ -102,12 +103,12 @@ class Prefetcher:
         chunks: Iterator[list[Line]],
         task: Task,
         planner: Planner,
-        workers: int,
         written: Callable[[int], Entry | None] = lambda number: None,
         collates: bool = True,
     ) -> None:
         self._collates = collates
         self._task, self._planner, self._written = task, planner, written
+        workers = task.args.preprocess_workers
         self._workers = ThreadPoolExecutor(workers, "fastgen-tokenise")
         self._prepared = Ahead(self._submitted(chunks), CHUNKS_PER_WORKER * workers, "fastgen-reader")
         self._batches = Ahead(self._collated(), BATCHES_AHEAD, "fastgen-planner")

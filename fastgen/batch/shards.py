@@ -17,12 +17,12 @@ from itertools import chain, cycle, groupby, islice
 from textwrap import shorten
 from typing import Any
 
-from fastgen.cli.exits import InputError, RunError
-from fastgen.cli.transformers import files
-from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.batching import lines_per_block
-from fastgen.cli.transformers.journal import Journal
-from fastgen.cli.transformers.signature import differences
+from fastgen.batch import files
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.errors import InputError, RunError
+from fastgen.batch.journal import Journal
+from fastgen.batch.planner import lines_per_block
+from fastgen.batch.signature import differences
 
 # How each launcher calls the number of a process and how many there are: torchrun and accelerate; Slurm's srun.
 IN_A_JOB = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
@@ -30,33 +30,35 @@ ARRAY = ("ID", "MIN", "MAX", "COUNT")  # SLURM_ARRAY_TASK_…: of this task, the
 JOBS = (*(f"SLURM_ARRAY_TASK_{name}" for name in ARRAY), "JOB_COMPLETION_INDEX")
 ON_THIS_MACHINE = ("LOCAL_RANK", "SLURM_LOCALID")
 LONGEST_LIST = 1000  # characters of names of files in a message
-PER_SHARD = ("--shard_id", "--device")  # flags in which the signatures of shards may differ
+PER_SHARD = ("shard_id", "device")  # settings in which the signatures of shards may differ
 
 
-def of_launcher(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
+def of_launcher(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
     """Returns the arguments with numbers in place of auto, and a shard's own OUTPUT; raises InputError for others."""
     if "auto" in (args.num_shards, args.shard_id):
         args = _with_numbers(args, environ)
+    merge, shards, shard = args.named("merge", True), args.named("num_shards"), args.named("shard_id")
     if args.merge and (args.num_shards is None or args.shard_id is not None):
-        raise InputError("--merge needs --num_shards N without --shard_id")
+        raise InputError(f"{merge} needs {shards} N without {shard}")
     if not args.merge and (args.num_shards is None) != (args.shard_id is None):
-        raise InputError("--num_shards and --shard_id need each other (accepted: both, or --num_shards with --merge)")
+        raise InputError(f"{shards} and {shard} need each other (accepted: both, or {shards} with {merge})")
     if args.num_shards is None:
         return args
     for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
         if files.is_stream(path):
-            raise InputError(f"{name} {path} does not go with --num_shards {args.num_shards} (accepted: a file)")
+            raise InputError(f"{name} {path} does not go with {args.given('num_shards')} (accepted: a file)")
     if args.merge:
         return args
     if args.shard_id >= args.num_shards:
-        raise InputError(f"--shard_id {args.shard_id} (accepted: 0 to {args.num_shards - 1})")
-    for flag in filter(None, map(args.given, ("reference_path", "reference_field", "score_path"))):
-        raise InputError(f"{flag} does not go with --shard_id, which has a part of the output (accepted: with --merge)")
+        raise InputError(f"{args.given('shard_id')} (accepted: 0 to {args.num_shards - 1})")
+    for scored in filter(None, map(args.given, ("reference_path", "reference_field", "score_path"))):
+        why = f"{shard}, which has a part of the output (accepted: with {merge})"
+        raise InputError(f"{scored} does not go with {why}")
     seed = args.seed or 0  # the same for all of them
     return replace(args, output=output_of(args.output, args.shard_id, args.num_shards), seed=seed)
 
 
-def _with_numbers(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
+def _with_numbers(args: BatchConfig, environ: Mapping[str, str]) -> BatchConfig:
     """Returns the arguments with the launcher's numbers in place of auto; raises InputError if none fit."""
     if (launched := place(environ)) is None:
         launchers = "torchrun, accelerate, Slurm, an indexed job of Kubernetes"
@@ -65,11 +67,12 @@ def _with_numbers(args: RunConfig, environ: Mapping[str, str]) -> RunConfig:
     said = ", ".join(f"{name}={environ[name]}" for name in (*JOBS, *chain(*IN_A_JOB)) if name in environ)
     if args.num_shards == "auto" and count is None:
         why = f"{said} does not say how many shards there are"
-        raise InputError(f"--num_shards auto: {why} (accepted: --num_shards N, or a whole Slurm array, --array=0-M)")
+        whole = f"{args.named('num_shards')} N, or a whole Slurm array, --array=0-M"
+        raise InputError(f"{args.given('num_shards')}: {why} (accepted: {whole})")
     shards = count if args.num_shards == "auto" else args.num_shards
     if args.shard_id == "auto" and shards is not None and index >= shards:
         why = f"auto takes it from {said}; an array of Slurm counts from 0 on with --array=0-{shards - 1}"
-        raise InputError(f"--shard_id {index} (accepted: 0 to {shards - 1}): {why}")
+        raise InputError(f"{args.named('shard_id', index)} (accepted: 0 to {shards - 1}): {why}")
     _choose_gpu(environ)
     return replace(args, num_shards=shards, shard_id=index if args.shard_id == "auto" else args.shard_id)
 
@@ -106,7 +109,7 @@ def output_of(output: str, shard: int, shards: int) -> str:
     return re.sub(r"((\.\w+)?(\.(gz|bz2|xz|zst))?)$", rf"-{shard:05}-of-{shards:05}\1", output, count=1)
 
 
-def own_chunks(chunks: Iterator[list[files.Line]], args: RunConfig) -> Iterator[list[files.Line]]:
+def own_chunks(chunks: Iterator[list[files.Line]], args: BatchConfig) -> Iterator[list[files.Line]]:
     """Returns the lines of this shard's blocks."""
     if args.num_shards is None:
         return chunks
@@ -118,7 +121,7 @@ def own_chunks(chunks: Iterator[list[files.Line]], args: RunConfig) -> Iterator[
     return (lines for block, lines in blocks if block % args.num_shards == args.shard_id)
 
 
-def own_lines(total: int, args: RunConfig) -> int:
+def own_lines(total: int, args: BatchConfig) -> int:
     """How many of so many lines this run has, up to --n_obs."""
     total = total if args.n_obs is None else min(total, args.n_obs)
     if args.num_shards is None:
@@ -128,39 +131,43 @@ def own_lines(total: int, args: RunConfig) -> int:
     return sum(min(block, total - start) for start in starts)
 
 
-def is_empty(total: int, args: RunConfig) -> bool:
+def is_empty(total: int, args: BatchConfig) -> bool:
     """Whether nothing is to be generated of so many lines; False where the size of blocks is not known yet."""
     if args.num_shards is not None and args.bs is None and args.batch_tokens is None:
         return False
     return own_lines(total, args) == 0
 
 
-def merge(args: RunConfig, output: Journal) -> None:
+def merge(args: BatchConfig, output: Journal) -> None:
     """Completes OUTPUT with the records of all shards in the order of INPUT, a block in memory.
 
     Raises InputError that names the shards that are not complete, or that were made differently.
     """
     shards = args.num_shards
     names = [output_of(args.output, shard, shards) for shard in range(shards)]
-    made = [_completed(name) for name in names]
+    made = [_completed(args, name) for name in names]
     if missing := [name for name, found in zip(names, made, strict=True) if found is None]:
         some = shorten(", ".join(missing), LONGEST_LIST, placeholder=" …")
-        raise InputError(f"--merge: {len(missing)} of {shards} shards are not complete: {some}")
-    signatures = [{**found["signature"], **dict.fromkeys(PER_SHARD)} for found in made if found]
+        raise InputError(f"{args.given('merge')}: {len(missing)} of {shards} shards are not complete: {some}")
+    may_differ = dict.fromkeys(map(args.named, PER_SHARD))
+    signatures = [{**found["signature"], **may_differ} for found in made if found]
     for name, signature in zip(names, signatures, strict=True):
         if changes := differences(signatures[0], signature):
-            raise InputError(f"--merge: {name} was made differently from {names[0]}: {'; '.join(changes)}")
-    whole = signatures[0] | {"--num_shards": None, "--device": made[0] and made[0]["signature"]["--device"]}
-    sizes = {name: whole[f"--{name}"] for name in ("bs", "batch_tokens", "window")}
+            raise InputError(
+                f"{args.given('merge')}: {name} was made differently from {names[0]}: {'; '.join(changes)}"
+            )
+    device = args.named("device")
+    whole = signatures[0] | {args.named("num_shards"): None, device: made[0] and made[0]["signature"][device]}
+    sizes = {name: whole[args.named(name)] for name in ("bs", "batch_tokens", "window")}
     output.signature = whole
     output.records, output.failures = (sum(found[name] for found in made if found) for name in ("records", "failures"))
     failed = {int(number): int(number) - 1 for found in made if found for number in found.get("failed", ())}
     output.complete(_in_turns(names, lines_per_block(replace(args, **sizes)), output.records), failed)
 
 
-def _completed(name: str) -> dict[str, Any] | None:
+def _completed(args: BatchConfig, name: str) -> dict[str, Any] | None:
     """What is known of a shard that is complete, and to which nobody writes."""
-    shard = Journal(name, resume=True, overwrite=True)
+    shard = Journal(replace(args, output=name, resume=True, overwrite=True))
     try:
         return shard.completed
     finally:
@@ -176,4 +183,4 @@ def _in_turns(names: list[str], block: int, total: int) -> Iterator[bytes]:
         if not lines or taken == total:
             break
     if taken != total:
-        raise RunError(f"--merge: the shards have {taken} records in order, and {total} altogether")
+        raise RunError(f"the shards have {taken} records in order, and {total} altogether")

@@ -17,10 +17,10 @@ from itertools import count
 from textwrap import shorten
 from typing import Any
 
-from fastgen.cli.exits import reason
-from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.batching import Item
-from fastgen.cli.transformers.files import Line
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.errors import reason
+from fastgen.batch.files import NO_VALUE, Line
+from fastgen.batch.planner import Item
 
 # A record is read whole or not at all.
 LONGEST_RECORD = 1 << 24
@@ -51,13 +51,11 @@ class OpenAIRequestError(WrongKindError):
     """A line that is a request of OpenAI's batch format."""
 
 
-def items_of(lines: list[Line], args: RunConfig, take: Callable[[Item, Any], None]) -> list[Item]:
+def items_of(lines: list[Line], args: BatchConfig, take: Callable[[Item, Any], None]) -> list[Item]:
     """An item for each line; `take` gets those with something in them, and what that is. Bad lines have their error."""
     items = [Item(line) for line in lines]
     for item in items:
         try:
-            if item.line.error is not None:
-                raise RecordError(item.line.error)
             if (found := read_input(item.line, args)) is not None:
                 take(item, found)
         except RecordError as error:
@@ -136,45 +134,50 @@ def field(record: dict[str, Any], path: str) -> Any:
     return value
 
 
-def read_input(line: Line, args: RunConfig) -> str | Messages | None:
-    """The text of a line, or with chat its messages; None for a line with nothing in it. Raises RecordError."""
+def read_input(line: Line, args: BatchConfig) -> str | Messages | None:
+    """Returns the text of a line, or with chat its messages; None for a line with nothing in it. Raises RecordError."""
+    if line.value is not NO_VALUE:
+        return _input_of(line.value, args, "is {}")
     if line.cut and args.reads_records:
         raise RecordError(f"is longer than {len(line.raw)} bytes, the most that are read of a record")
-    text: Any = decode(line)
-    if not text.strip() and not line.cut:
+    text = decode(line)
+    if line.cut or not text.strip() or not args.reads_records:
+        return _input_of(text, args, is_cut=line.cut)
+    record = parse(text)
+    if args.id_field is not None:
+        field(record, args.id_field)
+    is_request = "custom_id" in record and isinstance(record.get("body"), dict) and "messages" in record["body"]
+    if is_request and args.text_field not in record and args.input_format == "jsonl":
+        accepted = f"accepted with {args.named('input_format', 'openai')}"
+        raise OpenAIRequestError(f"is a request of OpenAI's batch format ({accepted})")
+    return _input_of(field(record, args.text_field), args, f'has {{}} in its field "{args.text_field}"')
+
+
+def _input_of(value: Any, args: BatchConfig, said: str = "is {}", is_cut: bool = False) -> str | Messages | None:
+    """Returns what a value is for the model; said: how a message calls one of another kind."""
+    if isinstance(value, list) and args.chat:
+        return _messages(value, args, said)
+    if not isinstance(value, str):
+        accepted = "a string or a list of messages" if args.chat else "a string"
+        if isinstance(value, list) and value and isinstance(value[0], dict) and not args.chat:
+            accepted += f"; messages with {args.named('causal_lm', True)} {args.named('chat', True)}"
+        raise WrongKindError(f"{said.format(kind(value))} (accepted: {accepted})")
+    if not value.strip() and not is_cut:
         return None
-    if args.reads_records:
-        record = parse(text)
-        if args.id_field is not None:
-            field(record, args.id_field)
-        is_request = "custom_id" in record and isinstance(record.get("body"), dict) and "messages" in record["body"]
-        if is_request and args.text_field not in record and args.input_format == "jsonl":
-            raise OpenAIRequestError("is a request of OpenAI's batch format (accepted with --input_format openai)")
-        text = field(record, str(args.text_field))
-        if isinstance(text, list) and args.chat:
-            return _messages(text, args)
-        if not isinstance(text, str):
-            accepted = "a string or a list of messages" if args.chat else "a string"
-            if isinstance(text, list) and text and isinstance(text[0], dict) and not args.chat:
-                accepted += "; messages with --causal_lm --chat"
-            raise WrongKindError(f'has {kind(text)} in its field "{args.text_field}" (accepted: {accepted})')
-    if not text.strip() and not line.cut:
-        return None
-    text = (args.prefix or "") + text
+    text = (args.prefix or "") + value
     return _messages([{"role": "user", "content": text}], args) if args.chat else text
 
 
-def _messages(messages: list[Any], args: RunConfig) -> Messages:
-    """The messages of a conversation, with the system message of the command before those that have none."""
-    name = args.text_field
+def _messages(messages: list[Any], args: BatchConfig, said: str = "is {}") -> Messages:
+    """Returns the messages of a conversation, with the system message of the run before those that have none."""
     if not messages:
-        raise RecordError(f'has an empty list in its field "{name}" (accepted: a string or a list of messages)')
+        raise RecordError(f"{said.format('an empty list')} (accepted: a string or a list of messages)")
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
-            raise RecordError(f'has {kind(message)} as message {number} in its field "{name}" (accepted: an object)')
+            raise RecordError(f"{said.format(f'{kind(message)} as message {number}')} (accepted: an object)")
         for key, text in (("role", message.get("role")), ("content", _content(message))):
             if not isinstance(text, str):
-                raise RecordError(f'has no text as "{key}" of message {number} in its field "{name}"')
+                raise RecordError(said.format(f'no text as "{key}" of message {number}'))
     messages = [message | {"content": _content(message)} for message in messages]
     if args.system is not None and messages[0]["role"] != "system":
         return [{"role": "system", "content": args.system}, *messages]
@@ -197,8 +200,9 @@ def _content(message: dict[str, Any]) -> str | None:
 
 
 def kind(value: Any) -> str:
-    """What JSON calls a value."""
-    return _KINDS.get(type(value), "a number")
+    """Returns what JSON calls a value, or Python if JSON has no such values."""
+    name = "a number" if isinstance(value, (int, float)) else f"a value of type {type(value).__name__}"
+    return _KINDS.get(type(value), name)
 
 
 def quoted(value: Any) -> str:
@@ -206,7 +210,7 @@ def quoted(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def name_of(item: Item, args: RunConfig) -> str:
+def name_of(item: Item, args: BatchConfig) -> str:
     """What a failed record is called by those who wrote it, where it says so."""
     if args.reads_records and args.id_field is not None:
         with suppress(RecordError):
@@ -214,7 +218,7 @@ def name_of(item: Item, args: RunConfig) -> str:
     return ""
 
 
-def record_of(item: Item, args: RunConfig) -> bytes:
+def record_of(item: Item, args: BatchConfig) -> bytes:
     """A record of OUTPUT with its line end; nothing, or no score and nothing, for a line without outputs."""
     return _WRITERS[args.output_format or "text"](item, args)
 
@@ -229,7 +233,7 @@ def fields_of(item: Item) -> dict[str, Any]:
     return added | {"outputs": outputs} | ({} if item.error is None else {"error": item.error})
 
 
-def _text(item: Item, args: RunConfig) -> bytes:
+def _text(item: Item, args: BatchConfig) -> bytes:
     text = SEPARATOR.join(re.sub("\r\n|\r|\n", " ", output["text"]) for output in item.outputs)
     if args.output_sequence_scores:
         scores = [f"{output['score']:f}" if "score" in output else "NA" for output in item.outputs]
@@ -237,7 +241,7 @@ def _text(item: Item, args: RunConfig) -> bytes:
     return (text + "\n").encode("utf-8", "backslashreplace")
 
 
-def _jsonl(item: Item, args: RunConfig) -> bytes:
+def _jsonl(item: Item, args: BatchConfig) -> bytes:
     """The fields of the line's own record, or else its number, then what was generated.
 
     A line that is no record, or one that is nested too deeply to be written, is known by its number only.
@@ -248,7 +252,7 @@ def _jsonl(item: Item, args: RunConfig) -> bytes:
     return _one_line({"line": item.line.number} | fields_of(item))
 
 
-def _openai(item: Item, args: RunConfig) -> bytes:
+def _openai(item: Item, args: BatchConfig) -> bytes:
     """A line of the output file of OpenAI's batches; `created` is 0, so that a run writes the same bytes again."""
     custom_id: Any = None
     with suppress(RecordError):
@@ -272,10 +276,10 @@ def _openai(item: Item, args: RunConfig) -> bytes:
     return _one_line(named | {"response": response, "error": None})
 
 
-_WRITERS: dict[str, Callable[[Item, RunConfig], bytes]] = {"text": _text, "jsonl": _jsonl, "openai": _openai}
+_WRITERS: dict[str, Callable[[Item, BatchConfig], bytes]] = {"text": _text, "jsonl": _jsonl, "openai": _openai}
 
 
-def first_text(record: bytes, args: RunConfig) -> str:
+def first_text(record: bytes, args: BatchConfig) -> str:
     """The first output's text of a record of OUTPUT, empty where there is none."""
     text = record.decode("utf-8").removesuffix("\n")
     if args.output_format == "openai":

@@ -22,23 +22,24 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from fastgen.cli.exits import InputError, check_packages
-from fastgen.cli.transformers.args import STREAM
+from fastgen.batch.config import STREAM
+from fastgen.batch.errors import InputError, check_packages
 
 BLOCK = 1 << 20
 READ_BLOCK = 1 << 16
 LINES_AT_ONCE = 64
+NO_VALUE = object()  # of a line of a file
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 @dataclass(slots=True)
 class Line:
-    """One input as it stands in INPUT."""
+    """One input as it stands in INPUT, or a value that is none of a file."""
 
     number: int  # counted from 1 over all lines of INPUT
-    raw: bytes  # without its line end
+    raw: bytes = b""  # without its line end
     cut: bool = False  # whether `raw` is only what the line begins with
-    error: str | None = None  # of an input that no line can hold
+    value: Any = NO_VALUE  # a text, a list of messages or a path
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def opened(flag: str, path: str, raw: bool = False) -> Iterator[Any]:
     if path == STREAM and sys.stdin is None:
         raise InputError(f"{flag} {path}: standard input is closed")
     if path.endswith(".zst") and not raw:
-        check_packages("zstandard", flag=f"{flag} {path}")
+        check_packages("zstandard", needed_by=f"{flag} {path}")
     try:
         if is_url(path) or (path.endswith(COMPRESSED) and not raw):
             import fsspec  # takes a moment, and most inputs do without
@@ -173,7 +174,7 @@ def _ended_lines(file: Any, longest: int) -> Iterator[list[bytes]]:
 def check_writable(flag: str, path: str, sources: dict[str, str | None]) -> None:
     """Raise InputError where `path` cannot be written, or where writing it would destroy one of the other files."""
     if path.endswith(".zst"):
-        check_packages("zstandard", flag=f"{flag} {path}")
+        check_packages("zstandard", needed_by=f"{flag} {path}")
     if is_url(path):
         from fsspec.core import url_to_fs
 

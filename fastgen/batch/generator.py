@@ -1,4 +1,4 @@
-"""TextGenerator: what the command is made of, for Python.
+"""TextGenerator: the pipeline of a run for inputs of Python, without files.
 
 summarize = fastgen.TextGenerator("facebook/bart-large-cnn", beam=4, bs=16)
 [record["outputs"][0]["text"] for record in summarize(articles)]
@@ -8,23 +8,22 @@ Tests: tests/cli/transformers/test_text_generator.py
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
 from itertools import islice
 from typing import Any
 
 import fastgen
-from fastgen.cli.exits import InputError, Stop, reason
-from fastgen.cli.transformers.args import ALIASES, STREAM, RunConfig, completed, generation_fields, parse_arguments
-from fastgen.cli.transformers.batching import Item
-from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.model import Loaded
-from fastgen.cli.transformers.pipeline import Pipeline, Prefetcher, SplitOnOOM
-from fastgen.cli.transformers.records import fields_of
-from fastgen.cli.transformers.tasks import Task, task_for
+from fastgen.batch.config import OTHER_NAMES, BatchConfig, generation_fields, settings_of_run
+from fastgen.batch.errors import InputError, did_you_mean
+from fastgen.batch.files import Line
+from fastgen.batch.model import Loaded
+from fastgen.batch.pipeline import Pipeline, Prefetcher, SplitOnOOM
+from fastgen.batch.planner import Item
+from fastgen.batch.progress import Stop
+from fastgen.batch.records import fields_of
+from fastgen.batch.task import Task, task_for
 
 # Flags that say where the command reads and writes.
 OF_FILES = (
@@ -57,18 +56,17 @@ class TextGenerator:
     """Generates for many inputs with the command's pipeline: tokenising, batching by length, recovering from errors.
 
     model: a local folder, a name on the hub, demo, or a model of transformers together with its `tokenizer`.
-    settings: the command's flags by name (`beam=4`, `bs=16`, `task="speech-to-text"`, `causal_lm=True, chat=True`, …)
-    and every field of GenerationConfig. With a `seed`, every call draws the same samples for the same inputs.
+    settings: those of BatchConfig, which are the command's flags by name (`beam=4`, `bs=16`, `task="speech-to-text"`,
+    `causal_lm=True, chat=True`, …), and every field of GenerationConfig. With a `seed`, every call draws the same
+    samples for the same inputs.
 
-    Raises fastgen.cli.exits.InputError where a setting or the model cannot be used.
+    Raises fastgen.batch.errors.InputError if a setting or the model cannot be used.
     """
 
     def __init__(self, model: Any, *, tokenizer: Any = None, **settings: Any) -> None:
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
-        given = model if isinstance(model, str) else "model"
-        args = completed(replace(_arguments(given, settings), input_format="jsonl", output_format="jsonl"))
-        self._text_field = settings.get("text_field") or "text"
-        self._task = task_for(replace(args, text_field="text"))
+        args = _config(model if isinstance(model, str) else "model", settings)
+        self._text_field, self._task = args.text_field, task_for(args)
         loaded = None
         if not isinstance(model, str):
             if tokenizer is None:
@@ -114,7 +112,7 @@ class TextGenerator:
         generate = SplitOnOOM(self._task, lambda said: None, args.seed)
         pipeline = Pipeline(self._task, generate, write, Stop(), gives_up=False)
         chunks = _chunks(inputs, self._task.lines_at_once, takes_paths=self._task.reads is None)
-        prefetcher = Prefetcher(chunks, self._task, planner, args.preprocess_workers)
+        prefetcher = Prefetcher(chunks, self._task, planner)
         try:
             stock = fastgen.disabled if args.without_fastgen_opt else nullcontext
             batches = pipeline.run(iter(prefetcher))
@@ -132,40 +130,29 @@ class TextGenerator:
             pipeline.kill()
 
 
-def _arguments(model: str, settings: dict[str, Any]) -> RunConfig:
-    """The flags that settings are, with the checks of the command line; other names are refused as there."""
-    options = {each.name: each.metadata.get("action") for each in fields(RunConfig)} | {"do_sample": "store_true"}
-    argv: list[str] = []
+def _config(model: str, settings: dict[str, Any]) -> BatchConfig:
+    """Returns the settings of a run that reads and writes no files; raises InputError for those that it has not."""
+    names, of_generate = {each.name for each in settings_of_run()} - set(OF_FILES), generation_fields()
+    own: dict[str, Any] = {"gen": list(dict(settings.get("gen") or {}).items())}
     for name, value in settings.items():
-        if name in OF_FILES:
+        if (setting := OTHER_NAMES.get(name, name)) in OF_FILES:
             raise InputError(f"{name}: is a flag of the command only")
-        if options.get(ALIASES.get(name, name)) == "store_true":
-            argv += [f"--{name}"] * bool(value)
-        elif value is not None or name in generation_fields():
-            argv.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
-    # join_outputs: several outputs are apart in a record in any case.
-    return parse_arguments([*argv, "--output_format=jsonl", "--quiet", "--", model, "inputs.jsonl", STREAM])
+        if setting in of_generate:
+            own["gen"].append((setting, value))
+        elif setting not in names:
+            known = [*names, *of_generate, *OTHER_NAMES]
+            raise InputError(f"{name}: there is no such setting{did_you_mean(name, known, 'see docs/commands.md')}")
+        elif setting != "gen" and value is not None:
+            own[setting] = value
+    return BatchConfig(model, **own, input_format="jsonl", output_format="jsonl", quiet=True)
 
 
 def _chunks(inputs: Iterable[Any], size: int, takes_paths: bool = True) -> Iterator[list[Line]]:
-    """Each input as the line of INPUT that it would be."""
+    """Yields each input as a line, `size` at a time."""
     numbered = enumerate(inputs, start=1)
     while chunk := list(islice(numbered, size)):
-        yield [_line(number, each, takes_paths) for number, each in chunk]
-
-
-def _line(number: int, value: Any, takes_paths: bool) -> Line:
-    if takes_paths and isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    try:
-        return Line(number, json.dumps({"text": value}, default=_refuse).encode())
-    except (TypeError, ValueError, RecursionError) as error:  # of what JSON has no form for, also inside of messages
-        accepted = "a path" if takes_paths else "a string, or with chat=True a list of messages"
-        return Line(number, b"", error=f"is no input ({reason(error)}; accepted: {accepted})")
-
-
-def _refuse(value: Any) -> None:
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+        paths = [os.fspath(value) if takes_paths and isinstance(value, os.PathLike) else value for _, value in chunk]
+        yield [Line(number, value=value) for (number, _), value in zip(chunk, paths)]
 
 
 def _kind_of_output(task: Task) -> Kind:

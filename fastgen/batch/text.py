@@ -14,13 +14,13 @@ import numpy as np
 import torch
 import transformers
 
-from fastgen.cli.transformers import records
-from fastgen.cli.transformers.args import RunConfig
-from fastgen.cli.transformers.batching import GeneratedBatch, Item
-from fastgen.cli.transformers.files import Line
-from fastgen.cli.transformers.model import Loaded, embedded_tokens, lengths_of_inputs
-from fastgen.cli.transformers.openai import Bodies, before_stop, stop_strings
-from fastgen.cli.transformers.settings import token_ids
+from fastgen.batch import records
+from fastgen.batch.config import BatchConfig
+from fastgen.batch.files import Line
+from fastgen.batch.model import Loaded, embedded_tokens, lengths_of_inputs
+from fastgen.batch.openai import Bodies, before_stop, stop_strings
+from fastgen.batch.planner import GeneratedBatch, Item
+from fastgen.batch.settings import token_ids
 
 TOKENIZER_RAISES = "cannot be tokenized"
 DECODER_RAISES = "what was generated cannot be decoded"
@@ -30,7 +30,7 @@ CHARACTERS_PER_TOKEN = 16
 SHORTEST_LONG_TEXT = 1 << 18
 # Where nothing says how many tokens there may be.
 TOKENS_WITHOUT_LIMIT = 1 << 16
-CHAT_IS_NOT_TRUNCATED = "--max_tokenizer_length; a conversation is not truncated, its end is where the answer begins"
+CHAT_IS_NOT_TRUNCATED = "; a conversation is not truncated, its end is where the answer begins"
 # What brings the scores of beams.
 SCORES = {"output_scores": True, "return_dict_in_generate": True}
 
@@ -44,12 +44,11 @@ class TextInput:
     """
 
     truncates: ClassVar[bool] = True
-    hint: ClassVar[str] = "; --truncation truncates"
 
     def __init__(
         self,
         tokenizer: Any,
-        args: RunConfig,
+        args: BatchConfig,
         truncate_to: int | None = None,
         most: tuple[int, str] | None = None,
         embedded_tokens: int | None = None,
@@ -60,11 +59,12 @@ class TextInput:
         # Truncating is asked for by a length; without one the full length is wanted, to compare it with the limit.
         self._options: dict[str, Any] = {}
         if truncate_to is None:
-            limits = [(number, why + self.hint) for number, why in limits]
+            hint = f"; {args.named('truncation', True)} truncates" if self.truncates else ""
+            limits = [(number, why + hint) for number, why in limits]
         elif self.truncates:
             self._options = {"truncation": True, "max_length": truncate_to}
         else:
-            limits.append((truncate_to, CHAT_IS_NOT_TRUNCATED))
+            limits.append((truncate_to, args.named("max_tokenizer_length") + CHAT_IS_NOT_TRUNCATED))
         if isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
             # The first call with these settings writes them into the tokenizer, which must not be in use then:
             # tokenizers before 0.23 raise "Already borrowed" where another thread is in the middle of a call.
@@ -129,7 +129,8 @@ class TextInput:
         most, tokens = self.characters, self._truncate_to
         why = f"has more than {most} characters"
         if not self._cuts:
-            hint = " (--max_tokenizer_length N truncates to N tokens)" if tokens is None else ""
+            ways = f" ({self._args.named('max_tokenizer_length')} N truncates to N tokens)"
+            hint = ways if tokens is None else ""
             return f"{why}, the most that are tokenized{hint}"
         half, ids = (
             records.each_or_error(self._encode, [text[:size]], TOKENIZER_RAISES)[0] for size in (most // 2, most)
@@ -150,7 +151,6 @@ class ChatInput(TextInput):
     """Lines are conversations, none of which is truncated; their special tokens are those of the chat template."""
 
     truncates = False
-    hint = ""
 
     def _encode(self, inputs: list[Any]) -> list[list[int]]:
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
@@ -177,7 +177,7 @@ class TextOutput:
     """
 
     def __init__(
-        self, tokenizer: Any, args: RunConfig, eos_token_ids: list[int], pad_token_id: int | None, start_tokens: int
+        self, tokenizer: Any, args: BatchConfig, eos_token_ids: list[int], pad_token_id: int | None, start_tokens: int
     ) -> None:
         clean_up = {"clean_up_tokenization_spaces": True} if args.clean_up_tokenization_spaces else {}
         skip = not args.include_special_tokens

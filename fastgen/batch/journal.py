@@ -26,16 +26,17 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from fastgen.cli.exits import InputError, RunError
-from fastgen.cli.transformers import files
-from fastgen.cli.transformers.args import STREAM
-from fastgen.cli.transformers.signature import differences
+from fastgen.batch import files
+from fastgen.batch.config import STREAM, BatchConfig
+from fastgen.batch.errors import InputError, RunError
+from fastgen.batch.signature import differences
 
 if TYPE_CHECKING:
-    from fastgen.cli.transformers.audio import SoundFolder
+    from fastgen.batch.audio import SoundFolder
+    from fastgen.batch.planner import Item
 
 VERSION = 3  # 3: batches are planned block by block, and seeded by the line that their block begins with
-HINT = "OUTPUT is put in order from OUTPUT.part, which needs as much room once more; --resume goes on"
+HINT = "OUTPUT is put in order from OUTPUT.part, which needs as much room once more; the run can be resumed"
 
 
 class Entry(NamedTuple):
@@ -46,6 +47,10 @@ class Entry(NamedTuple):
     group: Any
     failed: bool
     data: bytes  # one line with its end
+
+    @classmethod
+    def of(cls, item: Item, record: bytes) -> Entry:
+        return cls(item.line.number, item.length, item.group, item.error is not None, record)
 
 
 class StreamOutput:
@@ -111,11 +116,12 @@ class StreamOutput:
 class Journal(StreamOutput):
     """OUTPUT.part of one run, which holds its lock."""
 
-    def __init__(self, output: str, resume: bool, overwrite: bool) -> None:
-        """Raises InputError where OUTPUT or OUTPUT.part may not be written, or are not what --resume can go on from."""
+    def __init__(self, args: BatchConfig) -> None:
+        """Raises InputError if OUTPUT or OUTPUT.part may not be written, or are not what --resume can take up."""
         from filelock import FileLock, Timeout
 
-        self._output, self._overwrite = output, overwrite
+        output = args.output
+        self._args, self._output, self._overwrite = args, output, args.overwrite
         # What belongs to a remote OUTPUT is in the current folder.
         self._target = Path(output.rstrip("/").rpartition("/")[2] if files.is_url(output) else os.path.realpath(output))
         self.path = files.beside(self._target, ".part")
@@ -134,7 +140,7 @@ class Journal(StreamOutput):
         except OSError as error:
             raise InputError(f"OUTPUT {output}: cannot be written ({error.strerror})") from error
         try:
-            self._check(resume)
+            self._check(args.resume)
         except BaseException:
             self.leave()
             raise
@@ -142,7 +148,7 @@ class Journal(StreamOutput):
     def _check(self, resume: bool) -> None:
         there = os.path.lexists(self.path)
         if there and not resume:
-            hint = "--resume goes on from it; remove it to start again"
+            hint = f"{self._args.named('resume', True)} resumes it; remove it to start again"
             raise InputError(f"OUTPUT {self._output}: there is {self.path} ({hint})")
         self.completed = self._completed() if resume else None
         if there:
@@ -161,7 +167,7 @@ class Journal(StreamOutput):
         before = self.signature or (self.completed or {}).get("signature")
         changes = [] if before is None else differences(before, signature)
         if self.signature is not None and changes:
-            made = f"--resume: {self.path} was made differently: {'; '.join(changes)}"
+            made = f"{self._args.given('resume')}: {self.path} was made differently: {'; '.join(changes)}"
             raise InputError(f"{made} (accepted: as it was; remove {self.path} to start again)")
         if self.completed is not None and changes and not self._overwrite:
             raise InputError(f"{self._is_there()}; it was made differently: {'; '.join(changes)}")
@@ -205,7 +211,9 @@ class Journal(StreamOutput):
         meantime that it may not replace.
         """
         if self._exists() and not self._overwrite:
-            raise InputError(f"{self._is_there()}, with --resume; all records are in {self.path}")
+            raise InputError(
+                f"{self._is_there()}, with {self._args.named('resume', True)}; all records are in {self.path}"
+            )
         try:
             digest = self._assemble(self._new, records)
             made = self._completes(digest, self._places() if failed is None else failed)
@@ -249,7 +257,7 @@ class Journal(StreamOutput):
             self._cut()
             self._close()
             done = f"{self.records} lines are complete in {self.path}"
-            left = f"{done}; the same command with --resume goes on after them"
+            left = f"{done}; the same run with {self._args.named('resume', True)} resumes after them"
         else:
             path = files.beside(self._target, ".incomplete")
             self._assemble(path)
@@ -262,14 +270,14 @@ class Journal(StreamOutput):
 
     def _load(self) -> None:
         """Reads all that earlier runs have written, and gives up what is behind the last complete batch."""
-        again = f"remove {self.path} to start again"
+        resume, again = self._args.given("resume"), f"remove {self.path} to start again"
         if not self.path.is_file():
-            raise InputError(f"--resume: {self.path} is not a file ({again})")
+            raise InputError(f"{resume}: {self.path} is not a file ({again})")
         with self.path.open("rb") as file:
             head = _payload(file.readline())
             if not isinstance(head, dict) or head.get("fastgen_journal") != VERSION:
                 why = "is damaged in its first line, or was not written by this version"
-                raise InputError(f"--resume: {self.path} {why} ({again})")
+                raise InputError(f"{resume}: {self.path} {why} ({again})")
             self.signature, self._end = head["signature"], file.tell()
             pending: dict[int, tuple[Entry, int]] = {}  # of the batch that is read
             offset = self._end
@@ -289,7 +297,7 @@ class Journal(StreamOutput):
                         self._add(entry, start)
                     pending, self._end = {}, offset + len(line)
                 if damage:
-                    raise InputError(f"--resume: {self.path} is damaged: line {place} {damage} ({again})")
+                    raise InputError(f"{resume}: {self.path} is damaged: line {place} {damage} ({again})")
                 offset += len(line)
 
     def _offset(self, number: int) -> int:
@@ -358,7 +366,8 @@ class Journal(StreamOutput):
         return None
 
     def _is_there(self) -> str:
-        return f"OUTPUT {self._output} already exists (accepted: another name, or --overwrite to replace it)"
+        overwrite = self._args.named("overwrite", True)
+        return f"OUTPUT {self._output} already exists (accepted: another name, or {overwrite} to replace it)"
 
 
 def _line(payload: Any) -> bytes:

@@ -1,0 +1,56 @@
+"""How somebody follows a run, and asks for its end; the command has its own of both.
+
+Tests: tests/cli/transformers/test_cli_progress.py, tests/cli/transformers/test_cli_ends.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+
+
+class Progress:
+    """Hears how far a run is; this one shows nothing. details: gives what a line about the speed says besides."""
+
+    details: Callable[[], str] = str
+
+    def start(self, total: int | None, done: int, unit: str) -> None:
+        """Begins to count `total` inputs, None if nobody knows, of which `done` are written. unit: of amounts."""
+
+    def begin(self) -> None:
+        """Counts time from here on."""
+
+    def finished(self, inputs: int, amount: float, failures: list[tuple[int, str]]) -> None:
+        """Counts a batch; failures: lines in it, with their errors."""
+
+    def say(self, message: str) -> None:
+        """Shows what went wrong."""
+
+    def note(self, message: str) -> None:
+        """Shows what a user should know."""
+
+    def line(self, message: str) -> None:
+        """Shows what the run does."""
+
+    def end(self) -> None:
+        """Shows what was done, and how fast."""
+
+    def close(self) -> None:
+        """Ends the count, whether the run is complete or not."""
+
+
+class Stop:
+    """Whether somebody asks the run to end; a command adds to `requests`.
+
+    finishing: the run does what the first request is to let finish. is_patient: the run ends by itself after the first
+    request, however long it takes.
+    """
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.finishing = self.is_patient = False
+
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
+        """Hears a signal that asks for an end."""
+        self.requests += 1
+        raise KeyboardInterrupt

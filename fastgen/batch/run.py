@@ -1,0 +1,270 @@
+"""A run: from the lines of INPUT to the records of OUTPUT, with all that --resume, shards and scores ask for.
+
+Whatever can be wrong with settings and files, and with a run that resumes, is found before torch and transformers are
+imported.
+
+Tests: tests/cli/transformers/test_cli_generate.py, tests/cli/transformers/test_cli_bad_input.py
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import fastgen
+from fastgen.batch import files, records, shards
+from fastgen.batch.config import STREAM, BatchConfig
+from fastgen.batch.errors import InputError, RunError
+from fastgen.batch.journal import Entry, Journal, StreamOutput
+from fastgen.batch.metrics import references_of, scores_of_output
+from fastgen.batch.planner import Item
+from fastgen.batch.progress import Progress, Stop
+from fastgen.batch.retry import Retry
+from fastgen.batch.signature import signature, with_commit
+from fastgen.batch.task import Task, task_for
+from fastgen.config import CONFIG
+
+if TYPE_CHECKING:
+    from fastgen.batch.workers import Workers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has written. scores: by their names, if there are references."""
+
+    records: int
+    failures: int
+    scores: dict[str, Any] | None
+
+
+def run(args: BatchConfig, stop: Stop, progress: Progress) -> Outcome:
+    """Generates for every line of INPUT and writes OUTPUT; what does not need the model comes first.
+
+    Raises InputError for settings, files or a model that cannot be used, RunError or OSError if the run cannot
+    continue, KeyboardInterrupt if somebody has ended it.
+    """
+    args = _with_first_record(shards.of_launcher(args, os.environ))
+    task = task_for(args)
+    surveyed = check_files(args)
+    references = references_of(args, None if surveyed is None else surveyed.lines, task.counts_words)
+    kind = Retry if args.retry_failed else Journal
+    output = StreamOutput(args.output) if files.is_stream(args.output) else kind(args)
+    try:
+        earlier = output.completed or {}
+        task.args = args = _as_before(args, output.signature or earlier.get("signature") or {})
+        signed = signature(args, surveyed)
+        if earlier if args.merge else output.check(signed):
+            why = "none of its lines failed, so nothing is retried" if args.retry_failed else "the same run has made it"
+            progress.note(f"{args.output} is complete: {why}")
+            output.records, output.failures = earlier["records"], earlier["failures"]
+        elif args.merge and isinstance(output, Journal):
+            shards.merge(args, output)
+        elif _has_no_lines(args, surveyed, output) and not task.speaks:
+            output.begin(signed)
+            output.complete()
+            progress.line(f"0 lines in {args.input} are for this run: no model is loaded")
+        else:
+            _generate(task, surveyed, output, stop, progress)
+            if output.failed is not None:
+                again = f"{len(output.failed)} lines that had failed were generated again"
+                progress.note(f"{again}, {output.failures} of them failed again")
+        scores = scores_of_output(args, references, output.records, task.counts_words)
+        return Outcome(output.records, output.failures, scores)
+    finally:
+        output.leave()
+
+
+def _has_no_lines(args: BatchConfig, surveyed: files.Survey | None, output: StreamOutput) -> bool:
+    return surveyed is not None and output.failed is None and shards.is_empty(surveyed.lines, args)
+
+
+def _generate(task: Task, surveyed: files.Survey | None, output: StreamOutput, stop: Stop, progress: Progress) -> None:
+    """Sets up what runs beside the model, and goes through INPUT."""
+    from transformers.utils import logging as library_logging
+
+    args = task.args
+    progress.line(f"loading {args.model}")
+    # Workers are what runs beside the model; threads that a tokenizer starts by itself would take cores from it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    fastgen.enable()  # not `enabled()`, which would win over a caller's `disabled()`
+    stock = fastgen.disabled() if args.without_fastgen_opt else nullcontext()
+    only_records = redirect_stdout(sys.stderr) if args.output == STREAM else nullcontext()
+    with stock, only_records, ExitStack() as after:
+        # What is generated for a batch does not depend on those before it, which --resume does not generate again.
+        after.callback(fastgen.configure, repeatable=CONFIG.repeatable)
+        fastgen.configure(repeatable=True)
+        after.callback(library_logging.set_verbosity, library_logging.get_verbosity())
+        library_logging.set_verbosity_error()  # it would log the same for every batch
+        workers = None
+        if args.workers is not None:  # --ray needs it
+            from fastgen.batch.workers import started
+
+            workers = after.enter_context(started(args, stop, progress))
+        _go_through(task, surveyed, output, stop, workers, progress)
+
+
+def _go_through(
+    task: Task,
+    surveyed: files.Survey | None,
+    output: StreamOutput,
+    stop: Stop,
+    workers: Workers | None,
+    progress: Progress,
+) -> None:
+    """Loads, generates and writes; raises KeyboardInterrupt if that was ended early."""
+    from fastgen.batch.pipeline import Pipeline, Prefetcher, SplitOnOOM
+
+    asked = task.args
+    if workers is None:
+        task.load()
+    else:
+        workers.load(task)
+    args, total = task.args, _total(task.args, surveyed, output)
+    for note in task.loaded.notes:
+        progress.line(note)
+    signed = with_commit(signature(replace(args, prefix=asked.prefix), surveyed), task.loaded.model.config)
+    output.begin(signed, task.sounds)
+    progress.start(total, output.records, task.unit)
+
+    def write(items: list[Item], amount: float) -> None:
+        output.write([Entry.of(item, records.record_of(item, args)) for item in items])
+        failures = [(item.line.number, records.name_of(item, args) + item.error) for item in items if item.error]
+        progress.finished(len(items), amount, failures)
+
+    try:
+        if args.resume:
+            progress.note(f"resuming: {output.records} of {total} lines are already done")
+        if output.changes:
+            progress.note(f"flags differ from those of the run that made OUTPUT: {'; '.join(output.changes)}")
+        notes, planner = task.notes()
+        for note in notes:
+            progress.note(note)
+        progress.begin()
+        generate = SplitOnOOM(task, progress.say, args.seed)
+        ahead = Prefetcher(_chunks(task, output), task, planner, output.entry, collates=workers is None)
+        elsewhere = None if workers is None else partial(workers.run, ahead=ahead, stop=stop, progress=progress)
+        complete = Pipeline(task, generate, write, stop, elsewhere, output.failed is None).drain(ahead)
+        if complete:
+            _complete(args, surveyed, output, total)
+    finally:
+        progress.close()
+        if left := output.leave(resumable=not files.is_stream(args.input)):
+            progress.say(left)
+    if not complete:
+        raise KeyboardInterrupt
+    if task.sounds is not None:
+        progress.note(f"the sounds are in {task.sounds.folder}")
+    if unused := sorted(getattr(task.input, "unused", ())):
+        progress.note(f"what bodies of requests have besides was not used: {', '.join(unused)}")
+    if args.bs != asked.bs or args.batch_tokens != asked.batch_tokens:
+        sizes = " ".join(filter(None, map(args.given, ("bs", "batch_tokens"))))
+        progress.line(f"batches, chosen for MODEL and this machine: {sizes}")
+    progress.end()
+
+
+def _complete(args: BatchConfig, surveyed: files.Survey | None, output: StreamOutput, total: int | None) -> None:
+    """Gives OUTPUT its name; raises InputError or RunError if what was read or generated is not fit for it."""
+    if surveyed is not None and output.records != total:
+        had = f"it had {total} lines, and {output.records} could be read"
+        raise InputError(f"INPUT changed while it was read: {had}")
+    is_new = output.failed is None and not files.is_stream(args.output)
+    if output.failures and not output.generated and is_new:
+        raise RunError(f"every input failed ({output.failures}), so no OUTPUT is written")
+    output.complete()
+
+
+def _with_first_record(args: BatchConfig) -> BatchConfig:
+    """Returns the arguments with OpenAI's batch format, which needs no flag if INPUT's first record has it.
+
+    One bad record is that line's failure; a file that begins with one is not in this format, or has other fields.
+    """
+    if files.is_stream(args.input) or not args.reads_records:
+        return args
+    for line in next(files.read_chunks(args.input, 1, longest=records.LONGEST_RECORD), []):
+        try:
+            if not line.cut:  # that is a failed input
+                records.read_input(line, args)
+        except records.RecordError as error:
+            if isinstance(error, records.OpenAIRequestError) and args.text_field == "text":
+                return _with_first_record(replace(args, input_format="openai"))
+            hint = ", ".join(map(args.named, ("input_format", "text_field", "id_field")))
+            raise InputError(f"INPUT {args.input}: line 1 {error} ({hint})") from error
+    return args
+
+
+def _with_first_checked(chunks: Iterator[list[files.Line]], args: BatchConfig) -> Iterator[list[files.Line]]:
+    """Yields the lines of a stream; raises InputError if the first is of a kind that is not read."""
+    for lines in chunks:
+        if lines and lines[0].number == 1:
+            _check_first(lines[0], args)
+        yield lines
+
+
+def _check_first(line: files.Line, args: BatchConfig) -> None:
+    """Raises InputError where INPUT's first line is of a kind that is not read; what else is wrong fails that line."""
+    try:
+        records.read_input(line, args)
+    except records.WrongKindError as error:
+        raise InputError(f"INPUT {args.input}: line 1 {error}") from error
+    except records.RecordError:
+        pass
+
+
+def _as_before(args: BatchConfig, before: dict[str, Any]) -> BatchConfig:
+    """Returns the arguments with what an earlier run has chosen or drawn, where the flags leave it open."""
+    if args.bs is None and args.batch_tokens is None:
+        bs, batch_tokens = (before.get(args.named(name)) for name in ("bs", "batch_tokens"))
+        args = replace(args, bs=bs, batch_tokens=batch_tokens)
+    seed = before.get(args.named("seed"), secrets.randbits(31))
+    return args if args.seed is not None else replace(args, seed=seed)
+
+
+def _total(args: BatchConfig, surveyed: files.Survey | None, output: StreamOutput) -> int | None:
+    """How many lines this run has; None where INPUT can be read only once."""
+    if output.failed is not None:
+        return len(output.failed)
+    return args.n_obs if surveyed is None else shards.own_lines(surveyed.lines, args)
+
+
+def _chunks(task: Task, output: StreamOutput) -> Iterator[list[files.Line]]:
+    """The lines of this run."""
+    args, failed = task.args, output.failed
+    chunks = files.read_chunks(args.input, args.n_obs, task.lines_at_once, longest=task.input.line_bytes)
+    if files.is_stream(args.input):
+        chunks = _with_first_checked(chunks, args)
+    if failed is None:
+        return shards.own_chunks(chunks, args)
+    return filter(None, ([line for line in chunk if line.number in failed] for chunk in chunks))
+
+
+def check_files(args: BatchConfig) -> files.Survey | None:
+    """The survey of INPUT, None where it can be read only once.
+
+    Raises InputError where a file cannot be used, or where INPUT does not hold what the task reads.
+    """
+    for name, path in (("INPUT", args.input), ("OUTPUT", args.output)):
+        if (flag := args.given("retry_failed") or args.given("resume")) and files.is_stream(path):
+            why = f"{flag} needs {name} to be a file, and {path} can be gone through only once"
+            raise InputError(f"{name} {path}: {why}")
+    surveyed = None if files.is_stream(args.input) else files.survey(args.input)
+    if surveyed is not None and not args.reads_records:  # the first record was checked by `_with_first_record`
+        for line in next(files.read_chunks(args.input, 1, longest=records.LONGEST_RECORD), []):
+            _check_first(line, args)
+    sources = {"INPUT": args.input, args.named("reference_path"): args.reference_path}
+    files.check_writable("OUTPUT", args.output, sources)
+    if args.score_path is not None:
+        if files.is_url(args.score_path):
+            raise InputError(f"{args.given('score_path')}: is a URL (accepted: a local file)")
+        files.check_writable(args.named("score_path"), args.score_path, sources | {"OUTPUT": args.output})
+        # A run that --resume finds complete leaves the scores as they are, too.
+        is_there = os.path.exists(args.score_path)
+        if is_there and not (args.overwrite or args.retry_failed) and not (args.resume and os.path.exists(args.output)):
+            ways = f"another, or {args.named('overwrite', True)}"
+            raise InputError(f"{args.given('score_path')} already exists (accepted: {ways})")
+    return surveyed

@@ -101,7 +101,8 @@ class TextGenerator:
         number = 1
 
         def write(items: list[Item], amount: float) -> None:
-            records.update((item.line.number, fields_of(item)) for item in items)
+            copies = [copy for item in items for copy in item.copies]
+            records.update((item.line.number, fields_of(item)) for item in items + copies)
 
         def ready() -> Iterator[dict[str, Any]]:
             nonlocal number

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fastgen.batch.audio import SoundFolder
     from fastgen.batch.planner import Item
 
-VERSION = 3  # 3: batches are planned block by block, and seeded by the line that their block begins with
+VERSION = 4  # 4: samples are seeded by their line; equal inputs are generated once
 HINT = "OUTPUT is put in order from OUTPUT.part, which needs as much room once more; the run can be resumed"
 
 
@@ -51,6 +51,11 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, item: Item, record: bytes) -> Entry:
         return cls(item.line.number, item.length, item.group, item.error is not None, record)
+
+    @classmethod
+    def of_copy(cls, item: Item, record: bytes) -> Entry:
+        """Returns the entry of an item that no batch has."""
+        return cls(item.line.number, 0, None, item.error is not None, record)
 
 
 class StreamOutput:

@@ -1,7 +1,7 @@
 """OpenAI's batch format: what the body of a request asks generate for, and where its stop strings end an output.
 
-Requests that ask for the same share batches. One that samples with a seed of its own has a batch to itself: what is
-drawn for a row depends on the rows beside it.
+Requests that ask for the same share batches. One that samples beams with a seed of its own has a batch to itself: what
+is drawn for a beam depends on the rows beside it.
 
 Tests: tests/cli/transformers/test_cli_openai.py
 """
@@ -16,6 +16,7 @@ from fastgen.batch import records
 from fastgen.batch.files import Line
 from fastgen.batch.model import Loaded, input_limit, positions
 from fastgen.batch.planner import Item
+from fastgen.batch.settings import draws_by_row
 
 MOST_OUTPUTS = 128  # OpenAI's limit
 
@@ -51,8 +52,9 @@ class Bodies:
         self._loaded = loaded
         self.unused: set[str] = set()
 
-    def settings(self, line: Line) -> list[list[Any]] | None:
-        """Names and values of settings, as JSON, sorted; raises RecordError for what cannot be done."""
+    def settings(self, line: Line) -> tuple[list[list[Any]] | None, tuple[int, int] | None]:
+        """Returns names and values of settings, as JSON, sorted, and the seed; raises RecordError for what cannot be
+        done."""
         body = records.parse(records.decode(line))["body"]
         self.unused.update(name for name in body if name not in ("model", "messages", *FIELDS))
         settings: dict[str, Any] = {}
@@ -72,9 +74,12 @@ class Bodies:
         if isinstance(settings.get("stop_strings"), str):
             settings["stop_strings"] = [settings["stop_strings"]]
         self._check(settings)
-        if (seed := settings.pop("seed", None)) is not None and self._samples(settings):
+        of_lines, seed = None, settings.pop("seed", None)
+        if seed is not None and draws_by_row(self._loaded, settings):
+            of_lines = seed % (1 << 64), 0
+        elif seed is not None and self._samples(settings):
             settings["seed"] = [seed, line.number]
-        return [list(each) for each in sorted(settings.items())] or None
+        return [list(each) for each in sorted(settings.items())] or None, of_lines
 
     def input_limit(self, settings: list[list[Any]] | None) -> tuple[int, str] | None:
         """The most tokens that a prompt with these settings may have, and what sets the number."""

@@ -349,6 +349,9 @@ class Pipeline:
     def _finish(self, batch: Batch, parts: list[Any], before: Future[None] | None) -> None:
         """before: the batch that is written first; where that failed, this one is not written either."""
         amount = sum(map(self._finish_part, parts))
+        for item in batch.items:
+            for copy in item.copies:
+                copy.outputs, copy.error, copy.length = item.outputs, item.error, item.length
         if before is not None:
             before.result()
         self._write([*batch.items, *batch.others], amount)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -52,6 +51,7 @@ class Item:
     arrays: what the model takes, without a batch dimension; None where there is nothing to generate.
     length: tokens of text, frames of sound; 0 where there are none. group: items share a batch only within a group.
     error: why there are no outputs. outputs: as JSON. is_written: by an earlier run, which has left the rest out.
+    seed: of its samples, in place of the run's seed and its line's number. copies: equal items, with the same outputs.
     """
 
     line: Line
@@ -61,14 +61,17 @@ class Item:
     error: str | None = None
     outputs: list[dict[str, Any]] = field(default_factory=list)
     is_written: bool = False
+    seed: tuple[int, int] | None = None
+    copies: list[Item] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Batch:
     """Items for one call of generate, and others that need none but are to be written with them.
 
-    number: counts the batches that have items, from 0 on. inputs: of the items, [B, N, …], padded. head: how many
-    tokens all items of the batch, and others of its window, begin with; 0 where that is of no use.
+    number: counts the batches that have items, from the first line of their window on. inputs: of the items,
+    [B, N, …], padded. head: how many tokens all items of the batch, and others of its window, begin with; 0 where that
+    is of no use.
     """
 
     items: list[Item]
@@ -95,26 +98,28 @@ class Planner:
     """Cuts INPUT into batches.
 
     rows: inputs of a batch at most. padded_tokens: inputs × the longest one's length at most; one is always allowed.
-    window: how many items are sorted by length, longest first: what does not fit into memory shows at once. 0: batches
-        of items as they stand in INPUT. window_tokens: their tokens, of which there are fewer where they are long.
-    by_head: batches have heads, and items that begin alike share batches, if they fill one. block: so many lines are
-        planned by themselves, and their batches count from the index of the first on: shards look at no others.
+    window: so many lines are planned by themselves, and their batches count from the index of the first on: shards look
+    at no others. sorts: by length, longest first, so that what does not fit into memory shows immediately; otherwise
+    batches have items as they stand in INPUT. window_tokens: those sorted together, if lines are long. by_head: batches
+    have heads, and items that begin alike share batches, if they fill one. merges: equal items of a window are
+    generated once.
     """
 
     rows: int | None
     padded_tokens: int | None
     window: int
+    sorts: bool = True
     window_tokens: float = math.inf
     by_head: bool = False
-    block: int = sys.maxsize
+    merges: bool = False
 
     def __call__(self, items: Iterable[Item]) -> Iterator[Batch]:
-        """The batches of all items, each as soon as it is complete."""
-        for block, found in groupby(items, key=lambda item: (item.line.number - 1) // self.block):
-            yield from self._planned(found, block * self.block)
+        """Yields the batches of all items, each as soon as it is complete."""
+        for window, lines in groupby(items, key=lambda item: (item.line.number - 1) // self.window):
+            yield from self._planned(lines, window * self.window)
 
     def _planned(self, items: Iterable[Item], number: int) -> Iterator[Batch]:
-        """The batches of a block, which are numbered from `number` on."""
+        """Yields the batches of a window, which are numbered from `number` on."""
         others: list[Item] = []  # which need no model, and wait for a batch that takes them along
         for found, head, ends_window in self._cuts(self._generated(items, others)):
             yield Batch(found, others[:], number, ends_window, head=head)
@@ -132,36 +137,40 @@ class Planner:
                 others.append(item)
 
     def _cuts(self, items: Iterator[Item]) -> Iterator[tuple[list[Item], int, bool]]:
-        """The items of each batch, its head, and whether it ends a window."""
-        before: list[Item] = []
-        for found in self._cut(items) if self.window == 0 else ():
-            yield found, common_head([*(before or found)[:1], *found]) if self.by_head else 0, True
-            before = found
+        """Yields the items of each batch, its head, and whether it ends what is sorted together."""
+        if not self.sorts:
+            before: list[Item] = []
+            for batch in self._cut(items):
+                yield batch, common_head([*(before or batch)[:1], *batch]) if self.by_head else 0, True
+                before = batch
+            return
         waiting: list[Item] = []
         tokens = 0
         for item in items:
             waiting.append(item)
             tokens += item.length
-            if len(waiting) >= self.window or tokens >= self.window_tokens:
+            if tokens >= self.window_tokens:
                 yield from self._sorted(waiting)
                 waiting, tokens = [], 0
         yield from self._sorted(waiting)
 
     def _sorted(self, items: list[Item]) -> Iterator[tuple[list[Item], int, bool]]:
-        """The batches of a window: those of items that begin alike, if they fill one; then those of all others."""
+        """Yields the batches of items that begin alike, if they fill one; then those of all others."""
+        if self.merges:
+            items = merged(items)
         by_beginning: dict[bytes, list[Item]] = {}
         for item in items if self.by_head else ():
             if item.arrays is not None and item.length > LEAST_HEAD:
                 by_beginning.setdefault(item.arrays["input_ids"][:LEAST_HEAD].tobytes(), []).append(item)
-        sets = [found for found in by_beginning.values() if len(found) >= (self.rows or LEAST_INPUTS)]
-        taken = {id(item) for found in sets for item in found}
+        sets = [alike for alike in by_beginning.values() if len(alike) >= (self.rows or LEAST_INPUTS)]
+        taken = {id(item) for alike in sets for item in alike}
         cuts = []
         for alike in [*sets, [item for item in items if id(item) not in taken]]:
             head = common_head(alike) if self.by_head else 0
             alike.sort(key=lambda item: (repr(item.group), -item.length))
-            cuts += [(found, head) for found in self._cut(alike)]
-        for place, (found, head) in enumerate(cuts, start=1):
-            yield found, head, place == len(cuts)
+            cuts += [(batch, head) for batch in self._cut(alike)]
+        for place, (batch, head) in enumerate(cuts, start=1):
+            yield batch, head, place == len(cuts)
 
     def _cut(self, items: Iterable[Item]) -> Iterator[list[Item]]:
         """Yields batches: as many items of one group, next to each other, as a batch may have."""
@@ -182,6 +191,27 @@ class Planner:
             yield batch
 
 
+def merged(items: list[Item]) -> list[Item]:
+    """Returns the items without those that equal an earlier one, which gets them as its copies.
+
+    A batch is written with the copies of its items: an item that an earlier run has written has none left.
+    """
+    firsts: dict[tuple[Any, ...], Item] = {}
+    others = []
+    for item in items:
+        is_sampled = isinstance(item.group, list) and dict(item.group).get("do_sample")
+        if item.arrays is None or is_sampled:
+            others.append(item)
+            continue
+        arrays = tuple((name, array.shape, array.tobytes()) for name, array in item.arrays.items())
+        first = firsts.setdefault((*arrays, repr(item.group)), item)
+        if first is item:
+            others.append(item)
+        else:
+            first.copies.append(item)
+    return others
+
+
 def common_head(items: list[Item]) -> int:
     """How many tokens all items begin with, of which each has at least one more; 0 if they are fewer than `LEAST_HEAD`.
 
@@ -199,23 +229,21 @@ def common_head(items: list[Item]) -> int:
 
 
 def make_planner(args: BatchConfig, loaded: Loaded, in_order: bool, by_head: bool) -> Planner:
-    """Returns the planner that the flags ask for; in_order: batches are to keep the order of INPUT."""
-    # --batch_tokens counts every row of the batch that generate makes of an input.
+    """Returns the planner that the settings ask for; in_order: batches are to keep the order of INPUT."""
+    # batch_tokens counts every row of the batch that generate makes of an input.
     padded_tokens = None if args.batch_tokens is None else max(1, args.batch_tokens // rows_per_input(loaded))
-    window, window_tokens = args.window, math.inf
-    if in_order:
-        window = 0
-    elif window is None:
-        window = lines_per_block(args)
-        window_tokens = math.inf if padded_tokens is None else BATCHES_PER_WINDOW * padded_tokens
+    window, window_tokens = lines_per_window(args), math.inf
+    if args.window is None and padded_tokens is not None:
+        window_tokens = BATCHES_PER_WINDOW * padded_tokens
     # Recordings of any length: as many frames as that many recordings of the length that Whisper hears at once have.
     if (at_once := getattr(loaded.feature_extractor, "nb_max_frames", None)) is not None:
         window_tokens = min(window_tokens, window * at_once)
-    return Planner(args.bs, padded_tokens, window, window_tokens, by_head, lines_per_block(args))
+    merges = not loaded.value("do_sample")
+    return Planner(args.bs, padded_tokens, window, not in_order, window_tokens, by_head, merges)
 
 
-def lines_per_block(args: BatchConfig) -> int:
-    """Returns the number of lines of a block, which is planned by itself: of a window, if flags ask for one."""
+def lines_per_window(args: BatchConfig) -> int:
+    """Returns the number of lines that are planned together."""
     return args.window or (LINES_PER_WINDOW if args.bs is None else BATCHES_PER_WINDOW * args.bs)
 
 

@@ -131,9 +131,14 @@ def _go_through(
     signed = with_commit(signature(replace(args, prefix=asked.prefix), surveyed), task.loaded.model.config)
     output.begin(signed, task.sounds)
     progress.start(total, output.records, task.unit)
+    copied = 0
 
     def write(items: list[Item], amount: float) -> None:
-        output.write([Entry.of(item, records.record_of(item, args)) for item in items])
+        nonlocal copied
+        copies = [copy for item in items for copy in item.copies]
+        entries = [Entry.of(item, records.record_of(item, args)) for item in items]
+        output.write(entries + [Entry.of_copy(copy, records.record_of(copy, args)) for copy in copies])
+        items, copied = items + copies, copied + len(copies)
         failures = [(item.line.number, records.name_of(item, args) + item.error) for item in items if item.error]
         progress.finished(len(items), amount, failures)
 
@@ -165,6 +170,8 @@ def _go_through(
     if args.bs != asked.bs or args.batch_tokens != asked.batch_tokens:
         sizes = " ".join(filter(None, map(args.given, ("bs", "batch_tokens"))))
         progress.line(f"batches, chosen for MODEL and this machine: {sizes}")
+    if copied:
+        progress.line(f"{copied} inputs equal others, and were generated once with them")
     progress.end()
 
 

@@ -122,7 +122,7 @@ def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
     """
     value, config, kind = loaded.value, loaded.model.config, loaded.model.config.model_type
     reasons = {
-        "sampling draws all random numbers of a batch in a row": value("do_sample"),
+        "sampling draws all random numbers of a batch in a row": value("do_sample") and not draws_by_row(loaded),
         "the fallback to other temperatures samples": isinstance(value("temperature"), (list, tuple)),
         "max_time ends whole batches": value("max_time") is not None,
         "condition_on_prev_tokens pads earlier text to the longest of a batch": value("condition_on_prev_tokens"),
@@ -136,6 +136,18 @@ def reasons_to_keep_file_order(loaded: Loaded) -> list[str]:
         or (kind == "nllb-moe" and config.moe_eval_capacity_token_fraction < 1),
     }
     return [reason for reason, holds in reasons.items() if holds]
+
+
+def draws_by_row(loaded: Loaded, settings: dict[str, Any] | None = None) -> bool:
+    """Whether outputs are sampled with random numbers of each line. settings: other ones than those of the run."""
+    from fastgen.optimizer.transformers.row_draws import can_draw_by_row
+
+    def value(name: str) -> Any:
+        return settings[name] if settings is not None and name in settings else loaded.value(name)
+
+    is_sampling = value("do_sample") and (value("num_beams") or 1) == 1
+    others = ("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers")
+    return bool(is_sampling) and not any(map(value, others)) and can_draw_by_row(loaded.model)
 
 
 def _reasons_of_prompts(loaded: Loaded) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """--num_shards N --shard_id I: a run for a part of INPUT, on any machine; --merge: what all of them wrote, in order.
 
-    block of lines   0  1  2  3  4  5        which share no batch, see batching.py
+    window of lines  0  1  2  3  4  5        which share no batch, see planner.py
     of shard         0  1  2  0  1  2        three shards, each with an OUTPUT and a journal of its own
 
 All shards together make the batches that one run makes, under the same numbers, and so write the same records.
@@ -21,7 +21,7 @@ from fastgen.batch import files
 from fastgen.batch.config import BatchConfig
 from fastgen.batch.errors import InputError, RunError
 from fastgen.batch.journal import Journal
-from fastgen.batch.planner import lines_per_block
+from fastgen.batch.planner import lines_per_window
 from fastgen.batch.signature import differences
 
 # How each launcher calls the number of a process and how many there are: torchrun and accelerate; Slurm's srun.
@@ -110,15 +110,15 @@ def output_of(output: str, shard: int, shards: int) -> str:
 
 
 def own_chunks(chunks: Iterator[list[files.Line]], args: BatchConfig) -> Iterator[list[files.Line]]:
-    """Returns the lines of this shard's blocks."""
+    """Returns the lines of this shard's windows."""
     if args.num_shards is None:
         return chunks
-    blocks = (
-        (block, list(lines))
+    windows = (
+        (window, list(lines))
         for chunk in chunks
-        for block, lines in groupby(chunk, key=lambda line: (line.number - 1) // lines_per_block(args))
+        for window, lines in groupby(chunk, key=lambda line: (line.number - 1) // lines_per_window(args))
     )
-    return (lines for block, lines in blocks if block % args.num_shards == args.shard_id)
+    return (lines for window, lines in windows if window % args.num_shards == args.shard_id)
 
 
 def own_lines(total: int, args: BatchConfig) -> int:
@@ -126,20 +126,20 @@ def own_lines(total: int, args: BatchConfig) -> int:
     total = total if args.n_obs is None else min(total, args.n_obs)
     if args.num_shards is None:
         return total
-    block = lines_per_block(args)
-    starts = range(args.shard_id * block, total, args.num_shards * block)
-    return sum(min(block, total - start) for start in starts)
+    window = lines_per_window(args)
+    starts = range(args.shard_id * window, total, args.num_shards * window)
+    return sum(min(window, total - start) for start in starts)
 
 
 def is_empty(total: int, args: BatchConfig) -> bool:
-    """Whether nothing is to be generated of so many lines; False where the size of blocks is not known yet."""
+    """Whether nothing is to be generated of so many lines; False where the size of windows is not known yet."""
     if args.num_shards is not None and args.bs is None and args.batch_tokens is None:
         return False
     return own_lines(total, args) == 0
 
 
 def merge(args: BatchConfig, output: Journal) -> None:
-    """Completes OUTPUT with the records of all shards in the order of INPUT, a block in memory.
+    """Completes OUTPUT with the records of all shards in the order of INPUT, a window in memory.
 
     Raises InputError that names the shards that are not complete, or that were made differently.
     """
@@ -162,7 +162,7 @@ def merge(args: BatchConfig, output: Journal) -> None:
     output.signature = whole
     output.records, output.failures = (sum(found[name] for found in made if found) for name in ("records", "failures"))
     failed = {int(number): int(number) - 1 for found in made if found for number in found.get("failed", ())}
-    output.complete(_in_turns(names, lines_per_block(replace(args, **sizes)), output.records), failed)
+    output.complete(_in_turns(names, lines_per_window(replace(args, **sizes)), output.records), failed)
 
 
 def _completed(args: BatchConfig, name: str) -> dict[str, Any] | None:
@@ -174,11 +174,11 @@ def _completed(args: BatchConfig, name: str) -> dict[str, Any] | None:
         shard.leave()
 
 
-def _in_turns(names: list[str], block: int, total: int) -> Iterator[bytes]:
-    """The records of all shards, a block of each after the other."""
+def _in_turns(names: list[str], window: int, total: int) -> Iterator[bytes]:
+    """The records of all shards, a window of each after the other."""
     taken = 0
     for records in cycle([files.raw_lines("OUTPUT", name) for name in names]):
-        yield from (lines := [line + b"\n" for line in islice(records, block)])
+        yield from (lines := [line + b"\n" for line in islice(records, window)])
         taken += len(lines)
         if not lines or taken == total:
             break

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastgen.batch.config import AUDIO_OUT, TASKS, BatchConfig
@@ -180,11 +181,25 @@ class Task:
         """Returns what the model's generate returns for a batch."""
         from fastgen.optimizer.decoding.call import setting
 
-        reuse, inputs = self._reuse, {name: tensor.to(self.loaded.device) for name, tensor in batch.inputs.items()}
+        loaded, reuse = self.loaded, self._reuse
+        inputs = {name: tensor.to(loaded.device) for name, tensor in batch.inputs.items()}
         if reuse is not None:
             reuse.head = batch.head
-        with nullcontext() if reuse is None else setting(reuse):
-            return self.loaded.model.generate(**inputs, **settings)
+        with nullcontext() if reuse is None else setting(reuse), self._draws(batch.items, settings):
+            return loaded.model.generate(**inputs, **settings)
+
+    def _draws(self, items: list[Item], settings: dict[str, Any]) -> AbstractContextManager[None]:
+        """Returns a context in which each line's samples depend on its seed alone; without a seed torch's are drawn."""
+        from fastgen.batch.settings import draws_by_row
+        from fastgen.optimizer.transformers.row_draws import RowDraws, drawing_by_row
+
+        run_seed = -1 if self.args.seed is None else self.args.seed
+        seeds = [item.seed or (run_seed, item.line.number) for item in items]
+        if (-1) in chain(*seeds) or not draws_by_row(self.loaded, settings):
+            return nullcontext()
+        samples = settings.get("num_return_sequences") or self.loaded.value("num_return_sequences") or 1
+        keys = [(*seed, sample) for seed in seeds for sample in range(samples)]
+        return drawing_by_row(self.loaded.model, RowDraws(keys, self.loaded.device))
 
     def settings_of(self, item: Item) -> dict[str, Any]:
         """Returns what the group of an item asks generate for besides the settings of the run."""
@@ -259,7 +274,7 @@ class ChatTask(CausalTask):
         return settings
 
     def call_model(self, batch: Batch, settings: dict[str, Any]) -> Any:
-        if "seed" in settings:  # of a request, in place of that of its batch
+        if "seed" in settings:  # of a request for beams, in place of that of its batch
             import torch
 
             torch.manual_seed(settings["seed"][0])

@@ -89,7 +89,7 @@ class TextInput:
 
         def take(item: Item, found: Any) -> None:
             if self._bodies is not None:
-                item.group = self._bodies.settings(item.line)
+                item.group, item.seed = self._bodies.settings(item.line)
             contents = [found] if isinstance(found, str) else [message["content"] for message in found]
             if sum(map(len, contents)) > self.characters:
                 self._fill(item, self._encode_long(found))

@@ -103,7 +103,9 @@ class Part:
 
     def sent(self) -> Batch:
         """Returns the batch without its lines, which no worker needs."""
-        items = [Item(Line(each.line.number, b""), each.arrays, each.length, each.group) for each in self.items]
+        items = [
+            Item(Line(each.line.number), each.arrays, each.length, each.group, seed=each.seed) for each in self.items
+        ]
         return Batch(items, [], self.batch.number, head=self.batch.head)
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+import torch
 import transformers
 
 import fastgen
@@ -39,3 +41,31 @@ def generate(tmp_path: Path, model: object, lines: list[str], *flags: object) ->
     text = output.read_text(encoding="utf-8")
     assert text.endswith("\n")
     return text[:-1].split("\n")
+
+
+def plain_samples(
+    folder: Path, line: str, keys: list[tuple[int, int, int]], max_new_tokens: int, **warpers: float
+) -> list[str]:
+    """What is drawn for a line with these keys, a row and a step at a time, without `generate`.
+
+    warpers: temperature, top_k or top_p.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    kinds = {"temperature": "TemperatureLogitsWarper", "top_k": "TopKLogitsWarper", "top_p": "TopPLogitsWarper"}
+    warp = [getattr(transformers, kind)(warpers[name]) for name, kind in kinds.items() if name in warpers]
+    texts = []
+    for seed, number, sample in keys:
+        generator = np.random.Philox(key=(seed, number), counter=(0, 0, 0, sample))
+        ids = prompt = tokenizer(line, return_tensors="pt").input_ids
+        while ids.shape[1] < prompt.shape[1] + max_new_tokens and ids[0, -1] != model.generation_config.eos_token_id:
+            with torch.no_grad():
+                scores = model(ids, use_cache=False).logits[:, -1].float()
+            for warper in warp:
+                scores = warper(ids, scores)
+            sums = scores[0].double().softmax(-1).cumsum(-1).numpy()
+            uniform = (int(generator.random_raw()) >> 11) * 2.0**-53
+            token = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+        texts.append(tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True))
+    return texts

@@ -41,6 +41,7 @@ from fastgen.optimizer.decoding.call import add_reasons, count
 from fastgen.optimizer.decoding.report import ALLOWED, NGRAMS, Reason, that_hold
 from fastgen.optimizer.decoding.user_code import is_user_code
 from fastgen.optimizer.decoding.verify import Difference, is_verified, verify_once
+from fastgen.optimizer.transformers.row_draws import RowDraws
 from fastgen.patching import disabled
 from fastgen.provenance import PYTHON, comes_with
 
@@ -291,7 +292,11 @@ def by_batch_index(processors: Iterable[Any]) -> list[Reason]:
     others = []
     for processor in processors:
         trie = trie_of(processor)
-        if not _is_by_row(processor) and not (trie is not None and bool(trie.at_dead_ends)):
+        if (
+            not _is_by_row(processor)
+            and type(processor) is not RowDraws
+            and not (trie is not None and bool(trie.at_dead_ends))
+        ):
             others.append(type(processor).__name__)
     return that_hold(("PROCESSOR_BY_ROW", "{} may know the rows by their batch index", others))
 

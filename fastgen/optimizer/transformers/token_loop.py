@@ -28,6 +28,7 @@ from fastgen.optimizer.transformers.call import drop_unused_outputs
 from fastgen.optimizer.transformers.checks import CallChecks, HostModel, LoopArguments, current_call
 from fastgen.optimizer.transformers.decode_step import LateStopCheck, TransformersDecodeStep
 from fastgen.optimizer.transformers.processors import writing_processors
+from fastgen.optimizer.transformers.row_draws import RowDraws
 
 # Of a draw: random integers at a time, and how few torch draws faster where all rows go on.
 MOST_BITS = 1 << 20
@@ -133,11 +134,16 @@ class TokenLoop:
 
     def advance(self, logits: Tensor, stopping_criteria: Any) -> bool:
         """Adds a token to each row; returns whether all have ended."""
-        scores = self.step.processors(self.input_ids, logits.clone()) if self.step.processors else logits
-        draws = self.config.do_sample
+        processors, draws = self.step.processors, self.config.do_sample
+        by_row = processors[-1] if draws and processors and type(processors[-1]) is RowDraws else None
+        if by_row is not None:
+            processors = type(processors)(processors[:-1])
+        scores = processors(self.input_ids, logits.clone()) if processors else logits
         before = self.random.get_state() if draws and self.late_stop is not None else None
         if not draws:
             tokens = torch.argmax(scores, dim=-1)
+        elif by_row is not None:
+            tokens = by_row.tokens(self.input_ids, scores, self.row_index)
         else:  # with the operations of the library's loop, and the random numbers of all rows
             tokens = self.drawn(functional.softmax(scores, dim=-1))
         if self.pad is not None:

@@ -85,7 +85,7 @@ def test_without_heads_batches_are_sorted_by_length_alone() -> None:
 
 
 def test_in_the_order_of_input_a_head_is_that_of_two_batches() -> None:
-    planner = Planner(2, None, 0, by_head=True)
+    planner = Planner(2, None, 99, sorts=False, by_head=True)
     batches = [*planner(items(*[(7, 40)] * 4, *[(8, 64)] * 4))]
     assert [batch.head for batch in batches] == [40, 40, 0, 62]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cli_loop import generate, plain_loop
+from cli_loop import generate, plain_loop, plain_samples
 from cli_models import POSITIONS, WORDS, save_bart, save_gpt2, sentences
 
 import fastgen
@@ -98,20 +98,42 @@ def test_batch_tokens_counts_beams(tmp_path: Path, bart: Path, shapes: list) -> 
     assert max(rows for rows, _ in shapes) > 8
 
 
-def test_samples_are_those_of_a_plain_loop_that_seeds_each_batch(
-    tmp_path: Path, gpt2: Path, shapes: list, capsys: pytest.CaptureFixture
-) -> None:
-    settings = {"do_sample": True, "top_k": 9, "num_return_sequences": 2, "max_new_tokens": 5}
+def test_samples_of_a_line_depend_on_the_seed_and_its_number(tmp_path: Path, gpt2: Path) -> None:
+    lines = LINES[:14]
+    expected = [
+        plain_samples(gpt2, line, [(3, number, 0), (3, number, 1)], 5, temperature=0.8, top_k=9)
+        for number, line in enumerate(lines, start=1)
+    ]
+    flags = ("--causal_lm", "--do_sample", "--top_k", 9, "--temperature", 0.8, "--num_return_sequences", 2)
+    flags += ("--max_new_tokens", 5, "--seed", 3, "--output_format", "jsonl")
+    for others in (("--bs", 4), ("--bs", 5, "--window", 0), ("--bs", 3, "--without_fastgen_opt")):
+        records = map(json.loads, generate(tmp_path, gpt2, lines, *flags, *others))
+        assert [[output["text"] for output in record["outputs"]] for record in records] == expected
+
+
+def test_sampled_beams_are_those_of_a_loop_that_seeds_batches(tmp_path: Path, gpt2: Path) -> None:
+    settings = {"do_sample": True, "num_beams": 2, "max_new_tokens": 5}
     texts = []
-    for start in range(0, len(LINES), 4):
-        block = start // 64 * 64  # 16 batches, which count from its first line on
-        torch.manual_seed(batch_seed(3, block + (start - block) // 4))
-        texts += plain_loop(gpt2, LINES[start : start + 4], 4, causal_lm=True, **settings)
-    shapes.clear()
-    flags = ("--causal_lm", "--do_sample", "--top_k", 9, "--num_return_sequences", 2, "--max_new_tokens", 5)
-    lines = generate(tmp_path, gpt2, LINES, *flags, "--seed", 3, "--bs", 4, "--output_format", "jsonl")
-    assert [output["text"] for line in lines for output in json.loads(line)["outputs"]] == texts
-    assert "batches keep the order of INPUT, so that outputs stay the same: sampling" in capsys.readouterr().err
+    for start in range(0, 10, 4):
+        torch.manual_seed(batch_seed(3, start // 4))
+        texts += plain_loop(gpt2, LINES[start : min(start + 4, 10)], 4, causal_lm=True, **settings)
+    flags = ("--causal_lm", "--do_sample", "--beam", 2, "--max_new_tokens", 5, "--seed", 3, "--bs", 4)
+    assert generate(tmp_path, gpt2, LINES[:10], *flags) == texts
+
+
+def test_equal_inputs_are_generated_once(
+    tmp_path: Path, bart: Path, shapes: list, capsys: pytest.CaptureFixture
+) -> None:
+    lines = [*LINES[:5], *LINES[:3], LINES[0], ""]
+    flags = ("--bs", 4, "--output_format", "jsonl", "--beam", 2)
+    records = [json.loads(line) for line in generate(tmp_path, bart, lines, *flags)]
+    assert sum(rows for rows, _ in shapes) == 5
+    assert "4 inputs equal others, and were generated once with them" in capsys.readouterr().err
+    assert [record.pop("line") for record in records] == list(range(1, 11))
+    assert records[:3] == records[5:8] and records[8] == records[0] and records[9]["outputs"] == []
+    assert [record["outputs"][0]["text"] for record in records[:9]] == plain_loop(bart, lines[:9], 4, num_beams=2)
+    samples = generate(tmp_path, bart, lines[:1] * 6, "--do_sample", "--seed", 1)
+    assert len(set(samples)) > 1
 
 
 def test_jsonl_holds_the_fields_the_outputs_their_scores_and_lengths(tmp_path: Path, bart: Path) -> None:

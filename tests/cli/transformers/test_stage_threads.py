@@ -83,7 +83,7 @@ def chunks(number: int) -> Iterator[list[Line]]:
 
 def prefetcher(prepare: Callable[[list[Line]], list[Item]], number: int) -> Prefetcher:
     task = SimpleNamespace(prepare=prepare, collate=lambda items: {}, args=SimpleNamespace(preprocess_workers=3))
-    return Prefetcher(chunks(number), task, Planner(2, None, 0))
+    return Prefetcher(chunks(number), task, Planner(2, None, 99, sorts=False))
 
 
 def items(lines: list[Line]) -> list[Item]:

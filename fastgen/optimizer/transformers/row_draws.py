@@ -1,0 +1,110 @@
+"""Sampling in which each row has random numbers of its own, whatever rows are beside it.
+
+The library draws the noise of all rows from one generator, so that a sample depends on its batch. Here a row has a
+Philox generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with a key of its own.
+One uniform number a step chooses among the cumulated probabilities, after all warpers, and what is left of the scores
+is that token: the library's own draw can take no other. So the unpatched library draws the same.
+
+Tests: tests/optimizer/transformers/test_row_draws.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, LogitsProcessorList
+
+STEPS_AT_ONCE = 64  # numbers of each row that are copied to the device together
+NUMBERS_OF_A_COUNT = 4  # of a Philox4x64
+MANTISSA_BITS = 53
+
+
+class RowDraws:
+    """The last logits processor of a sampling loop: it leaves one token to each row.
+
+    keys: of each row the seed, a number that tells its input from others, and one that tells it from the other rows of
+    that input; 64 bits each. Steps are counted from the first call on.
+    """
+
+    def __init__(self, keys: Sequence[tuple[int, int, int]], device: torch.device) -> None:
+        self._keys = keys
+        # Where there are no doubles, the last bits of the sums decide between close tokens.
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._uniform = torch.empty((len(keys), 0), dtype=self._dtype, device=device)
+        self._first_length: int | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns scores `[rows, vocabulary_size]` with the drawn token of each row at 0, all others at -inf."""
+        tokens, total = self._drawn(scores, self._step(input_ids), None)
+        # Not finite if the scores are not: then the library's draw raises its error.
+        return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], (total * 0).to(scores.dtype))
+
+    def tokens(self, input_ids: Tensor, scores: Tensor, row_index: Tensor) -> Tensor:
+        """Returns the token of each row, int64 `[rows]`; row_index: which of all rows they are. May raise an error as
+        `torch.multinomial` does."""
+        tokens, total = self._drawn(scores, self._step(input_ids), row_index)
+        if total.device.type == "cpu" and not total.isfinite().all():
+            raise RuntimeError("probabilities to draw from are not finite")
+        return tokens
+
+    def _step(self, input_ids: Tensor) -> int:
+        if self._first_length is None:
+            self._first_length = input_ids.shape[1]
+        return input_ids.shape[1] - self._first_length
+
+    def _drawn(self, scores: Tensor, step: int, row_index: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the tokens, and the sum of each row's probabilities `[rows, 1]`."""
+        if step >= self._uniform.shape[1]:
+            counter = self._uniform.shape[1] // NUMBERS_OF_A_COUNT
+            generators = [np.random.Philox(key=key[:2], counter=(counter, 0, 0, key[2])) for key in self._keys]
+            bits = np.stack([generator.random_raw(STEPS_AT_ONCE) for generator in generators])
+            numbers = torch.from_numpy((bits >> (64 - MANTISSA_BITS)) * 2.0**-MANTISSA_BITS)
+            self._uniform = torch.cat([self._uniform, numbers.to(self._uniform)], dim=1)
+        uniform = self._uniform[:, step : step + 1]
+        uniform = uniform if row_index is None else uniform[row_index]
+        cumulated = scores.softmax(dim=-1, dtype=torch.float32).cumsum(dim=-1, dtype=self._dtype)
+        total = cumulated[:, -1:]
+        tokens = (cumulated <= uniform * total).sum(dim=-1)
+        return tokens.clamp_(max=scores.shape[-1] - 1), total
+
+
+class _AddsDraws:
+    """`_get_logits_processor` of one model: the library's processors, and the draws of the call behind them."""
+
+    def __init__(self, model: ref[Any]) -> None:
+        self.model = model
+        self.draws: RowDraws | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        model: Any = self.model()
+        return LogitsProcessorList([*type(model)._get_logits_processor(model, *args, **kwargs), self.draws])
+
+
+# The same object in every call: a model whose attributes are others than before counts as changed.
+_hooks: WeakKeyDictionary[Any, _AddsDraws] = WeakKeyDictionary()
+
+
+def can_draw_by_row(model: Any) -> bool:
+    """Whether `generate` of the model is the library's, with its sampling loop."""
+    kind, own = type(model), ("generate", "_sample", "_get_logits_processor")
+    is_librarys = (getattr(kind, name, None) is getattr(GenerationMixin, name) for name in own)
+    return isinstance(model, GenerationMixin) and all(is_librarys)
+
+
+@contextmanager
+def drawing_by_row(model: Any, draws: RowDraws) -> Iterator[None]:
+    """Gives the calls of `generate` of this model inside of it these draws."""
+    hook = _hooks.setdefault(model, _AddsDraws(ref(model)))
+    hook.draws = draws
+    model._get_logits_processor = hook
+    try:
+        yield
+    finally:
+        del model._get_logits_processor

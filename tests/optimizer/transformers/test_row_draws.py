@@ -1,0 +1,71 @@
+"""Sampling by row: the tokens of each row are drawn with its own random numbers, with fastgen and without."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from parity import tiny
+
+import fastgen
+from fastgen.optimizer.transformers.row_draws import RowDraws, can_draw_by_row, drawing_by_row
+
+CPU = torch.device("cpu")
+PROBS = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+
+
+def test_tokens_are_drawn_with_their_probabilities() -> None:
+    rows = 20_000
+    draws = RowDraws([(5, number, 0) for number in range(rows)], CPU)
+    scores = PROBS.log().expand(rows, -1)
+    chosen = draws(torch.zeros(rows, 1, dtype=torch.int64), scores).argmax(dim=-1)
+    shares = torch.bincount(chosen, minlength=6) / rows
+    assert torch.allclose(shares, PROBS, atol=0.015) and (shares[PROBS == 0] == 0).all()
+
+
+def test_numbers_are_those_of_philox_in_their_order() -> None:
+    generator = np.random.Philox(key=(3, 9), counter=(0, 0, 0, 1))
+    draws = RowDraws([(3, 9, 1)], CPU)
+    scores = torch.zeros(1, 1000)
+    for length in range(1, 150):
+        expected = int(((int(generator.random_raw()) >> 11) * 2.0**-53) * 1000)
+        token = draws.tokens(torch.zeros(1, length, dtype=torch.int64), scores, torch.tensor([0])).item()
+        assert abs(token - expected) <= 1  # sums of equal probabilities are rounded
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_samples_are_those_without_fastgen_and_of_a_row_alone(name: str, samples: int) -> None:
+    model, vocabulary = tiny(name), tiny(name).config.vocab_size
+    ids = torch.randint(5, vocabulary, (4, 7), generator=torch.Generator().manual_seed(1))
+    settings = {"do_sample": True, "num_return_sequences": samples, "max_new_tokens": 9, "top_k": 12}
+    settings |= {"eos_token_id": list(range(20, vocabulary, 3)), "pad_token_id": 0}
+    keys = [(7, number, sample) for number in range(4) for sample in range(samples)]
+
+    def run(rows: slice) -> torch.Tensor:
+        of_rows = keys[rows.start * samples : rows.stop * samples]
+        with drawing_by_row(model, RowDraws(of_rows, CPU)):
+            return model.generate(ids[rows], attention_mask=torch.ones_like(ids[rows]), **settings)
+
+    with fastgen.disabled():
+        expected = run(slice(0, 4))
+    for _ in range(3):  # the last with captured steps
+        assert torch.equal(run(slice(0, 4)), expected)
+    alone = run(slice(2, 3))
+    width = alone.shape[1]
+    assert torch.equal(alone, expected[2 * samples : 3 * samples, :width])
+    assert "_get_logits_processor" not in vars(model)
+
+
+def test_scores_that_are_not_finite_are_an_error() -> None:
+    model = tiny("gpt2")
+    with torch.no_grad():
+        model.lm_head.weight[:] = float("nan")
+    for context in (fastgen.disabled, fastgen.enabled):
+        with context(), drawing_by_row(model, RowDraws([(1, 1, 0)] * 2, CPU)), pytest.raises(RuntimeError):
+            model.generate(torch.full((2, 5), 6), do_sample=True, max_new_tokens=9)
+
+
+def test_a_model_with_a_generate_of_its_own_is_left_to_the_library() -> None:
+    assert can_draw_by_row(tiny("gpt2"))
+    assert not can_draw_by_row(tiny("whisper"))
+    assert not can_draw_by_row(transformers.GPT2Model(tiny("gpt2").config))
